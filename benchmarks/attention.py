@@ -15,6 +15,7 @@ from exl2flow.kernels import (
     PAGE_TOKENS,
     AttentionRule,
     LayerStore,
+    StepCache,
     get_ops,
     slots_at,
 )
@@ -59,7 +60,8 @@ def measured(
 
         def step() -> None:
             for layer in layers:
-                ops.attend_step(q, k, v, layer, tables, lengths, slots, *angles, rule=rule)
+                cache = StepCache(store=layer, tables=tables, lengths=lengths, slots=slots)
+                ops.attend_step(q, k, v, cache, *angles, rule=rule)
 
         return 1e3 * milliseconds(step) / LAYERS
 

@@ -1,34 +1,33 @@
-"""Kernels behind one interface: a torch implementation that is the specification."""
+"""Kernels behind one interface, `Ops`: the torch implementation, which is the specification."""
 
-from exl2flow.kernels.backend import get_ops, resolve_device
+from exl2flow.kernels.backend import get_ops, resolve_device, tensor_cores
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.attention_rule import AttentionRule
 from exl2flow.kernels.interface.cache_formats import (
     CACHE_FORMATS,
     LARGEST_HALF,
     PAGE_TOKENS,
+    STEP_TOKENS,
     CacheFormat,
     Element,
     LayerStore,
+    StepCache,
     slots_at,
     slots_of,
 )
-from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
-from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.norm import NormArgs
-from exl2flow.kernels.interface.ops import (
+from exl2flow.kernels.interface.groups import (
     CHUNK_ELEMENTS,
+    MOST_COLUMNS,
+    PANEL_ROWS,
+    BegunGroups,
+    Group,
+    Scales,
+    half_ranges,
+)
+from exl2flow.kernels.interface.norm import NormArgs
+from exl2flow.kernels.interface.packed import (
     FEW_ROWS,
     MOST_BESIDE,
-    MOST_COLUMNS,
-    BegunGroups,
-    Ops,
-    Scales,
-    device_table,
-    half_ranges,
-    tensor_cores,
-)
-from exl2flow.kernels.interface.packed import (
     FusedLinear,
     PackedMatrix,
     pack_codes,
@@ -36,8 +35,8 @@ from exl2flow.kernels.interface.packed import (
     pack_zeros,
     whole_tiles,
 )
-from exl2flow.kernels.interface.sampler_ops import COLUMNS as SAMPLER_COLUMNS
-from exl2flow.kernels.interface.sampler_ops import (
+from exl2flow.kernels.interface.sampling import COLUMNS as SAMPLER_COLUMNS
+from exl2flow.kernels.interface.sampling import (
     NOT_FINITE,
     STRONGEST,
     SampledTokens,
@@ -45,9 +44,16 @@ from exl2flow.kernels.interface.sampler_ops import (
     SamplerSteps,
 )
 from exl2flow.kernels.plans.product import MOST_MATRICES
+from exl2flow.kernels.reference.ops import Ops
 from exl2flow.kernels.reference.refit import times_output
 from exl2flow.kernels.reference.steps import halved
-from exl2flow.kernels.streams import Threads, on_device, record_stream, run_concurrently
+from exl2flow.kernels.streams import (
+    Threads,
+    device_table,
+    on_device,
+    record_stream,
+    run_concurrently,
+)
 
 __all__ = [
     "ACTIVATIONS",
@@ -78,6 +84,7 @@ __all__ = [
     "SamplerState",
     "SamplerSteps",
     "Scales",
+    "StepCache",
     "Threads",
     "device_table",
     "get_ops",

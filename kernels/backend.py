@@ -1,13 +1,16 @@
-"""Choose a device and the implementation of `Ops` for it.
+"""Choose a device, the implementation of `Ops` for it, and the precision of its products.
 
 CuPy is imported only when a CUDA device is requested, so everything else runs without it.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
-from exl2flow.kernels.interface.ops import Ops
-from exl2flow.kernels.reference.ops import TORCH_OPS
+from exl2flow.kernels.reference.ops import TORCH_OPS, Ops
 
 
 def resolve_device(name: str) -> torch.device:
@@ -48,3 +51,30 @@ def get_ops(device: torch.device | str) -> Ops:
             "`exl2flow[cuda12]`, whichever your driver supports, or use `--device cpu`"
         ) from error
     return CUDA_OPS
+
+
+_switching = threading.Lock()
+_blocks: dict[object, bool] = {}  # active `tensor_cores` blocks, after the setting before them
+
+
+@contextmanager
+def tensor_cores(use: bool = True) -> Iterator[None]:
+    """Allow or forbid TF32 for fp32 products on a GPU: fp16 and bf16 weights lose nothing.
+
+    The switch belongs to the process. Where blocks of several threads overlap, the one begun
+    last decides, and the last to end restores the earlier setting. Stages on a GPU never overlap
+    (`core.runtime.device_locks.turn`), so timing changes no result (`docs/concepts/gpu.md`).
+    """
+    block = object()
+    with _switching:
+        _blocks.setdefault("before", torch.backends.cuda.matmul.allow_tf32)
+        _blocks[block] = use
+        torch.backends.cuda.matmul.allow_tf32 = use
+    try:
+        yield
+    finally:
+        with _switching:
+            del _blocks[block]
+            torch.backends.cuda.matmul.allow_tf32 = list(_blocks.values())[-1]
+            if len(_blocks) == 1:
+                _blocks.clear()

@@ -90,21 +90,21 @@ def record_stream(*tensors: torch.Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def kept(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache what a function sends to a device; made once even if two threads call it.
+def device_cache(function: Callable[P, T]) -> Callable[P, T]:
+    """Cache what a function sends to a device; done once even if two threads call it.
 
     Streams do not wait for each other: if a second copy were freed, its memory would be rewritten
     while a kernel that has not started still needs it. Nothing is ever freed.
     """
-    lock, made = threading.Lock(), dict[object, T]()
+    lock, results = threading.Lock(), dict[object, T]()
 
     @wraps(function)
     def ask(*args: P.args, **kwargs: P.kwargs) -> T:
         key = args, tuple(kwargs.items())
         with lock, torch.inference_mode(False):  # autograd may use it too
-            if key not in made:
-                made[key] = function(*args, **kwargs)
-            return made[key]
+            if key not in results:
+                results[key] = function(*args, **kwargs)
+            return results[key]
 
     return ask
 
@@ -123,15 +123,24 @@ def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a small tensor on a device, ready for every stream, without waiting for other work.
 
-    Only for functions decorated with `kept`.
+    Only for functions decorated with `device_cache`.
     """
     if device.type == "cpu":
         return tensor
     stream = own_stream(device, -1)
     with torch.cuda.stream(stream):
-        there = tensor.pin_memory().to(device, non_blocking=True)
+        copy = tensor.pin_memory().to(device, non_blocking=True)
     stream.synchronize()
-    return there
+    return copy
+
+
+@device_cache
+def device_table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return integers as int64 on a device; each table is sent once.
+
+    The result is shared: never change it.
+    """
+    return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
 @cache

@@ -20,6 +20,7 @@ from exl2flow.kernels import (
     AttentionRule,
     Element,
     LayerStore,
+    StepCache,
     get_ops,
     on_device,
     slots_at,
@@ -64,18 +65,9 @@ class StepView:
         self, store: LayerStore, *new: Tensor, table: RopeTable, rule: AttentionRule
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in new)
+        cache = StepCache(store=store, tables=self.tables, lengths=self.lengths, slots=self.slots)
         found = get_ops(q.device).attend_step(
-            q,
-            k,
-            v,
-            store,
-            self.tables,
-            self.lengths,
-            self.slots,
-            table.cos,
-            table.sin,
-            rule=rule,
-            interleaved=table.interleaved,
+            q, k, v, cache, table.cos, table.sin, rule=rule, interleaved=table.interleaved
         )
         return found.transpose(1, 2)
 

@@ -7,8 +7,7 @@
 #include "early.cuh"
 
 constexpr int THREADS = 32 * CTA_WARPS;
-constexpr int LIST_HEADER = 4;           // ints before the steps of a list
-constexpr int PIECES = 4;                // of x that a thread reads at a time
+constexpr int PIECES = 4;  // of x that a thread reads at a time
 
 struct Matrix {
     const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel

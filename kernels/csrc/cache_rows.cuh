@@ -1,6 +1,6 @@
-// How elements of keys and values are stored; the order is that of `Element` in cache_formats.py.
+// How elements of keys and values are stored.
 
-enum { HALF = 0, UPPER_BYTE = 1, ROTATED_8 = 2, ROTATED_4 = 3 };
+enum { ELEMENTS };  // those of `Element` in cache_formats.py: HALF is 0, ROTATED_8 before ROTATED_4
 
 template <int E> __device__ __forceinline__ constexpr int bits_of() {
     return E == HALF ? 16 : E == ROTATED_4 ? 4 : 8;

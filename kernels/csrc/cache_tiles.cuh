@@ -82,7 +82,7 @@ __device__ __forceinline__ void keep(int& x) { asm volatile("" : "+r"(x)); }
 // elements, at least two, so that scales are copied 16 bytes at a time.
 template <int WIDTH, int E, bool OF_WHOLE = false> struct Tiles {
     static constexpr int BYTES = WIDTH * bits_of<E>() / 8, CHUNKS = BYTES / 16;
-    static constexpr int ROW = BYTES + (WIDTH > 256 ? 48 : 16);
+    static constexpr int ROW = BYTES + (WIDTH > 256 ? LONG_ROW_PAD : ROW_PAD);
     static constexpr int PAIRS = 16 / bits_of<E>();  // per word
     static constexpr int UNITS = WIDTH / 64;         // with two scales each
     static constexpr int COPIED = OF_WHOLE ? 4 : 1;  // units whose scales a lane copies

@@ -218,11 +218,11 @@ __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, inte
     GATED_BY(NAME, ACTIVATION, 8)                                                                 \
     ACTIVATED_BY(NAME, ACTIVATION, 1)                                                             \
     ACTIVATED_BY(NAME, ACTIVATION, 8)
-GATED(silu, 1)
-GATED(gelu, 2)
-GATED(gelu_tanh, 3)
-GATED(relu, 4)
-GATED(relu2, 5)
+GATED(silu, SILU)
+GATED(gelu, GELU)
+GATED(gelu_tanh, GELU_TANH)
+GATED(relu, RELU)
+GATED(relu2, RELU2)
 
 // x (t, pieces), rows a `step` apart → rows `slots` int64 (t,) of `data`, in pieces of 16 bytes:
 // blockIdx.x is a row.

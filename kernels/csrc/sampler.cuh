@@ -5,13 +5,7 @@
 
 #define INFINITE __int_as_float(0x7f800000)
 
-enum Setting {  // the columns of a slot's settings
-    TEMPERATURE, TEMPERATURE_LAST, SMOOTHING_FACTOR, MIN_TEMP, MAX_TEMP, TEMP_EXPONENT, TOP_K,
-    TOP_P, TOP_A, MIN_P, TFS, TYPICAL, SKEW, REPETITION_PENALTY, REPETITION_RANGE,
-    REPETITION_DECAY, FREQUENCY_PENALTY, PRESENCE_PENALTY, MIROSTAT, MIROSTAT_TAU, MIROSTAT_ETA,
-    CFG_SCALE, DRY_MULTIPLIER, DRY_BASE, DRY_ALLOWED_LENGTH, DRY_RANGE, DRY_MAX_NGRAM,
-    DRY_COUNTS, XTC_PROBABILITY, XTC_THRESHOLD, COLUMNS
-};
+enum Setting { SETTINGS, COLUMNS };  // the columns of a slot's settings: names of `SamplingSettings`
 
 typedef unsigned long long Key;  // of a candidate: its logit's ordered bits, then its falling id
 

@@ -5,23 +5,33 @@ Everything else is torch on the device.
 
 import math
 from collections.abc import MutableMapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from exl2flow.kernels.cuda.compiler import ATTENTION_STEP, ATTENTION_WARPS, THREADS, launch, limits
+from exl2flow.kernels.cuda.compiler import (
+    ATTENTION_STEP,
+    ATTENTION_WARPS,
+    LONG_ROW_PAD,
+    ROW_PAD,
+    THREADS,
+    launch,
+    limits,
+)
 from exl2flow.kernels.interface.attention_rule import AttentionRule
 from exl2flow.kernels.interface.cache_formats import (
     PAGE_TOKENS,
+    STEP_TOKENS,
     UNIT,
     CacheRows,
     Element,
     LayerStore,
+    StepCache,
     padded_width,
 )
-from exl2flow.kernels.interface.cache_ops import STEP_TOKENS
-from exl2flow.kernels.plans.product import filled
+from exl2flow.kernels.plans.sources import filled, struct
 from exl2flow.kernels.reference import cache as torch_cache
 
 PUT_THREADS = 256  # per copying CTA, 16 bytes each
@@ -42,48 +52,7 @@ SET = 8  # columns of an mma: pairs of a new token and a query head
 WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are worth two sets in a CTA
 LEAST_BESIDE = 18 << 10  # bytes of shared memory that are never for stages, nor were when measured
 RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
-CALL = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "q",
-            "k",
-            "v",
-            "keys",
-            "key_scales",
-            "values",
-            "value_scales",
-            "tables",
-            "lengths",
-            "partial",
-            "arrived",
-            "out",
-            "cosines",
-            "sines",
-            "slots",
-            "sinks",
-        )
-    ]
-    + [
-        (name, np.int32)
-        for name in (
-            "tokens",
-            "heads",
-            "kv_heads",
-            "parts",
-            "head_dim",
-            "pages",
-            "splits",
-            "stages",
-            "window",
-            "half",
-            "angle_step",
-            "interleaved",
-        )
-    ]
-    + [("scale", np.float32), ("softcap", np.float32)],
-    align=True,
-)
+CALL = struct("attention.cu", "Call")
 
 
 def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -156,14 +125,27 @@ def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Ten
     launch("cache.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttentionLaunch:
+    """The launch of a step's attention, without tensors.
+
+    name: the kernel's instance; threads, shared: of a CTA; sums: shape of what CTAs exchange;
+    argument: `CALL`.
+    """
+
+    name: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared: int
+    sums: tuple[int, ...]
+    argument: np.void
+
+
 def attend_step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    store: LayerStore,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
+    cache: StepCache,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
@@ -171,17 +153,58 @@ def attend_step(
     interleaved: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
+    store = cache.store
     if not _is_known(q, store):
-        return torch_cache.attend_step(
-            q, k, v, store, tables, lengths, slots, cos, sin, rule=rule, interleaved=interleaved
-        )
-    (b, t, heads, head_dim), kv_heads, pages = q.shape, store.kv_heads, tables.shape[1]
-    width = _width(head_dim)
-    assert width is not None
+        return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
+    plan = _planned(q, store, cache.tables.shape[1])
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
+    arrived = _counters(store, math.prod(plan.sums[:3]))
+    call = filled(
+        plan.argument,
+        q=q,
+        k=k,
+        v=v,
+        tables=cache.tables,
+        lengths=cache.lengths,
+        partial=partial,
+        arrived=arrived,
+        out=out,
+        # without rotation, the first angle is read all the same
+        cosines=cos if cos.numel() else q,
+        sines=sin if cos.numel() else q,
+        slots=cache.slots,
+        sinks=0 if rule.sinks is None else rule.sinks,
+        window=rule.window or ALL,
+        half=cos.shape[-1],
+        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
+        interleaved=interleaved,
+        scale=rule.scale,
+        softcap=rule.softcap or 0.0,
+    )
+    for name, rows in (("keys", store.keys), ("values", store.values)):
+        filled(call[name], data=rows.data, scales=rows.scales)
+    launch(
+        "attention.cu",
+        plan.name,
+        plan.grid,
+        call,
+        threads=plan.threads,
+        shared=plan.shared,
+        device=q.device,
+        early=True,
+    )
+    return out
+
+
+def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:
+    """Divide queries (b, t, heads, head_dim), and positions of `pages` per sequence, among CTAs."""
+    (b, t, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
     elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
-    bits, most = sum(element.bits for element in elements), 1 if t == 1 else STEP_TOKENS
-    is_coded = all(element.has_scales for element in elements)
-    columns = _columns(most, width, pairs, b * pages * PAGE_TOKENS, is_coded=is_coded)
+    width, bits = _width(head_dim), sum(element.bits for element in elements)
+    assert width is not None
+    most, is_coded = 1 if t == 1 else STEP_TOKENS, all(element.has_scales for element in elements)
+    columns = _columns(most, width, pairs, b * length, is_coded=is_coded)
     processors, most_shared = limits(q.device.index)
     together = 1
     if columns == pairs < SET and width == head_dim == TOGETHER_WIDTH:
@@ -190,73 +213,36 @@ def attend_step(
         )
     columns, teams, parts = columns * together, kv_heads // together, -(-pairs // columns)
     is_small = is_coded and bits == 2 * Element.ROTATED_4.bits and most == 1
-    ctas = CODED_CTAS if is_small and together == 1 else CTAS
-    splits = min(
-        MOST_SPLITS,
-        max(1, ctas * processors // (b * teams * parts)),
-        max(1, pages * PAGE_TOKENS // APART),
-    )
-    if pages * PAGE_TOKENS <= SHORT:
-        ctas = max(ctas, min(MOST_CTAS, -(-b * teams * parts // processors)))
+    ctas, of_split = CODED_CTAS if is_small and together == 1 else CTAS, b * teams * parts
+    splits = min(MOST_SPLITS, max(1, ctas * processors // of_split), max(1, length // APART))
+    if length <= SHORT:
+        ctas = max(ctas, min(MOST_CTAS, -(-of_split // processors)))
     warps, stages, shared = _stages(
         bits,
         together * width,
         columns,
-        positions=-(-pages * PAGE_TOKENS // splits),
+        positions=-(-length // splits),
         room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
     )
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    out = torch.empty_like(q)
-    partial = torch.empty(b, teams, parts, splits, columns, width + 2, device=q.device)
-    # without rotation, the first angle is read all the same
-    angles = (cos, sin) if cos.numel() else (q, q)
-    arrived = _counters(store, b * teams * parts)
-    call = filled(
-        np.zeros(1, CALL)[0],
-        q=q,
-        k=k,
-        v=v,
-        keys=store.keys.data,
-        key_scales=store.keys.scales,
-        values=store.values.data,
-        value_scales=store.values.scales,
-        tables=tables,
-        lengths=lengths,
-        partial=partial,
-        arrived=arrived,
-        out=out,
-        cosines=angles[0],
-        sines=angles[1],
-        sinks=0 if rule.sinks is None else rule.sinks,
-        slots=slots,
-        tokens=t,
-        heads=heads,
-        kv_heads=kv_heads,
-        parts=parts,
-        head_dim=head_dim,
-        pages=pages,
-        splits=splits,
-        stages=stages,
-        window=rule.window or ALL,
-        half=cos.shape[-1],
-        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
-        scale=rule.scale,
-        softcap=rule.softcap or 0.0,
-        interleaved=interleaved,
-    )
     formats = ", ".join(element.name for element in elements)
-    name = f"attend<{width}, {formats}, {most}, {columns}, {together}>"
-    launch(
-        "attention.cu",
-        name,
-        (splits, teams * parts, b),
-        call,
+    return _AttentionLaunch(
+        name=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
+        grid=(splits, teams * parts, b),
         threads=32 * warps,
         shared=shared,
-        device=q.device,
-        early=True,
+        sums=(b, teams, parts, splits, columns, width + 2),
+        argument=filled(
+            np.zeros(1, CALL)[0],
+            tokens=t,
+            heads=heads,
+            kv_heads=kv_heads,
+            parts=parts,
+            head_dim=head_dim,
+            pages=pages,
+            splits=splits,
+            stages=stages,
+        ),
     )
-    return out
 
 
 def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
@@ -315,7 +301,7 @@ def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, process
 
 def _pad(width: int) -> int:
     """Return the bytes after each key or value of this many elements, in shared memory."""
-    return 48 if width > WIDTHS[-1] else 16
+    return LONG_ROW_PAD if width > WIDTHS[-1] else ROW_PAD
 
 
 def _beside(bits: int, width: int, tokens: int, columns: int, together: int = 1) -> int:
@@ -363,9 +349,9 @@ _COUNTERS: MutableMapping[torch.Tensor, dict[int, torch.Tensor]] = WeakIdKeyDict
 def _counters(store: LayerStore, count: int) -> torch.Tensor:
     """Return zeros int32 (count,), for a count always the same; each launch leaves them zero."""
     of_layer = _COUNTERS.setdefault(store.keys.data, {})
-    found = of_layer.get(count)
-    if found is None:
-        found = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)
+    counters = of_layer.get(count)
+    if counters is None:
+        counters = torch.zeros(count, dtype=torch.int32, device=store.keys.data.device)
         if not torch.cuda.is_current_stream_capturing():  # a recording frees what it allocates
-            of_layer[count] = found
-    return found
+            of_layer[count] = counters
+    return counters

@@ -1,35 +1,34 @@
-"""Compile the functions of the CUDA sources in `cuda/` on first use, and launch them.
+"""Compile the functions of the CUDA sources in `csrc/` on first use, and launch them.
 
 CuPy compiles with NVRTC for the current device and caches the result on disk.
 """
 
 import ctypes
-import re
 import sys
 import threading
 from functools import cache
-from pathlib import Path
 
 import cupy
 import numpy as np
 import torch
 
-from exl2flow.kernels.interface import sampler_ops
-from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
-from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
-from exl2flow.kernels.interface.ops import MOST_COLUMNS
+from exl2flow.kernels.interface import sampling
+from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
+from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.packed import TILE
-from exl2flow.kernels.plans import product, shares
+from exl2flow.kernels.plans import batched, product, shares
+from exl2flow.kernels.plans.sources import source
 from exl2flow.kernels.reference import descent as torch_descent
 from exl2flow.kernels.reference import ops as torch_ops
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import sampler as torch_sampler
 
-FOLDER = Path(__file__).parents[1] / "csrc"
 THREADS = 128  # per CTA, with one column per thread
 WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is no struct; arguments
 ATTENTION_WARPS = 8  # most warps of an attention CTA
 ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
+ROW_PAD, LONG_ROW_PAD = 16, 48  # bytes after a key or value in shared memory; of over 256 elements
 DECODE_WARPS, DECODE_TILES = 4, 4  # warps of a decoding CTA, and tiles of each, of one panel
 NORM_PIECES = 4  # pieces of 8 numbers that a thread keeps of a row
 GRID_TOGETHER = 8  # grid search multipliers that a thread tries at once
@@ -52,8 +51,11 @@ DEFINITIONS = {
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
+    "LIST_HEADER": batched.LIST_HEADER,
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "ATTENTION_STEP": ATTENTION_STEP,
+    "ROW_PAD": ROW_PAD,
+    "LONG_ROW_PAD": LONG_ROW_PAD,
     "DECODE_WARPS": DECODE_WARPS,
     "DECODE_TILES": DECODE_TILES,
     "PAGE_TOKENS": PAGE_TOKENS,
@@ -73,10 +75,13 @@ DEFINITIONS = {
     "SELECT_THREADS": SELECT_THREADS,
     "COUNTED": COUNTED,
     "COUNT_THREADS": COUNT_THREADS,
+    "ELEMENTS": ",".join(Element.__members__),
+    "ACTIVATIONS": ",".join(ACTIVATIONS).upper(),
+    "SETTINGS": ",".join(sampling.COLUMNS).upper(),
     "STRETCH": STRETCH,
     "TEAM": TEAM,
-    "MOST_REPEATED": sampler_ops.MOST_REPEATED,
-    "STRONGEST": str(sampler_ops.STRONGEST),  # fp64
+    "MOST_REPEATED": sampling.MOST_REPEATED,
+    "STRONGEST": str(sampling.STRONGEST),  # fp64
     "LEAST": str(torch_sampler.LEAST),
     "NEAR": str(torch_sampler.NEAR),
 }
@@ -84,12 +89,6 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
-
-
-def source(file: str) -> str:
-    """Return a source with its headers inlined: CuPy's cache keys on this text alone."""
-    text = (FOLDER / file).read_text(encoding="utf-8")
-    return re.sub(r'#include "(.*)"\n', lambda match: source(match[1]), text)
 
 
 @cache
@@ -166,6 +165,11 @@ def launch(
         call.pointers[place] = call.places[place]
     if status:
         raise RuntimeError(f"{name} of {file} could not be launched: CUDA error {status}")
+
+
+def whole_warps(threads: int) -> int:
+    """Return the number of threads in whole warps that cover so many."""
+    return -(-threads // 32) * 32
 
 
 @cache

@@ -1,6 +1,6 @@
-"""The CUDA implementation of `Ops`: the kernels of `cuda/`, on torch's current stream.
+"""The CUDA implementation of `Ops`: the kernels of `csrc/`, on torch's current stream.
 
-Nothing waits for the device. Each method computes what its torch twin does, with sums in another
+Nothing waits for the device. Each method computes what that of `Ops` does, with sums in another
 order; methods that are not overridden run torch on the device.
 """
 
@@ -8,7 +8,7 @@ import atexit
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,15 +20,14 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda import steps as cuda_steps
-from exl2flow.kernels.cuda.compiler import GRID_TOGETHER, THREADS, build, launch
+from exl2flow.kernels.cuda.compiler import GRID_TOGETHER, THREADS, build, launch, whole_warps
 from exl2flow.kernels.cuda.packing import panel_table
-from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.ops import (
+from exl2flow.kernels.interface.groups import (
     MOST_COLUMNS,
+    PANEL_ROWS,
     BegunGroups,
-    Ops,
+    Group,
     Scales,
-    device_table,
     half_ranges,
 )
 from exl2flow.kernels.reference.ops import (
@@ -36,17 +35,18 @@ from exl2flow.kernels.reference.ops import (
     GRID_POINTS,
     MAXIMA,
     WIDEST_COLUMNS,
-    TorchOps,
+    Ops,
     sample_step,
     search_multiples,
 )
 from exl2flow.kernels.reference.refit import REFIT_MAXIMA, STRENGTHS, maxima_multiples, times_output
+from exl2flow.kernels.streams import device_table
 
 _CAPTURING = threading.Lock()  # captures register with the random number generator
 
 
-class CudaOps(TorchOps):
-    """See `Ops`."""
+class CudaOps(Ops):
+    """`Ops` with kernels."""
 
     norm = staticmethod(cuda_steps.norm)
     rotate = staticmethod(cuda_steps.rotate)
@@ -101,42 +101,7 @@ class CudaOps(TorchOps):
         places = device_table(tuple(members), device)
         searched, base = (rows, places, counts, halves), torch.empty(j, n, device=device)
         launch("search.cu", "column_ranges", (_tiles(n), j), *searched, base, m, n)
-        order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
-        sampled = min(n, WIDEST_COLUMNS) - (min(0, WIDEST_COLUMNS - n) // step)
-        cost = torch.empty(j, MAXIMA, sampled, device=device)
-        chosen = torch.empty(j, dtype=torch.float16, device=device)
-        multiples = search_multiples(device)
-        launch(
-            "search.cu",
-            "maximum_costs",
-            (_tiles(sampled), MAXIMA, j),
-            *searched,
-            row_weights,
-            base,
-            order,
-            multiples,
-            cost,
-            m,
-            n,
-            step,
-            sampled,
-        )
-        launch(
-            "search.cu",
-            "best_maximum",
-            (j,),
-            places,
-            base,
-            order,
-            multiples,
-            cost,
-            chosen,
-            scales.maxima,
-            n,
-            step,
-            sampled,
-            threads=32 * MAXIMA,
-        )
+        chosen = _best_maxima(searched, row_weights, base, scales.maxima)
         launch(
             "search.cu",
             "choose_codes",
@@ -173,7 +138,7 @@ class CudaOps(TorchOps):
         else:
             blocks, b, _ = output.shape
             last = (output, codes, errors, torch.empty_like(rows), p, m, b)
-            launch("round.cu", "round_coupled", (blocks,), *first, *last, threads=_warps(b))
+            launch("round.cu", "round_coupled", (blocks,), *first, *last, threads=whole_warps(b))
         return codes, errors
 
     def descend_panel(
@@ -197,7 +162,9 @@ class CudaOps(TorchOps):
         else:
             blocks, b, _ = output.shape
             last = (output, change, p, m, b)
-            launch("descend.cu", "descend_coupled", (blocks,), *first, *last, threads=_warps(b))
+            launch(
+                "descend.cu", "descend_coupled", (blocks,), *first, *last, threads=whole_warps(b)
+            )
         return change
 
     def refit_scales(
@@ -210,66 +177,15 @@ class CudaOps(TorchOps):
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Ops.refit_scales`."""
-        (r, m), (_, j, n) = steps.shape, scales.decoded.shape
-        tiles, device, b = _tiles(n), steps.device, 1 if output is None else output.shape[1]
-        new = partial(torch.empty, device=device)
-        steps = begun.only(steps)
-        pushed = times_output(gradient, output)
-        curvature, wanted = new(2, m)
-        launch(
-            "refit.cu",
-            "wanted_scales",
-            (_tiles(m),),
-            steps,
-            hessian @ steps,
-            pushed,
-            0 if output is None else output,
-            scales.decoded,
-            curvature,
-            wanted,
-            r,
-            m,
-            b,
-        )
-        multiples, misses = maxima_multiples(device), new(STRENGTHS * j, REFIT_MAXIMA, tiles)
-        launch(
-            "refit.cu",
-            "scale_misses",
-            (tiles, STRENGTHS * j),
-            wanted,
-            curvature,
-            scales.decoded,
-            scales.maxima,
-            multiples,
-            misses,
-            n,
-            j,
-        )
-        codes, maxima = new(STRENGTHS, m, dtype=torch.uint8), new(STRENGTHS, j, dtype=torch.float16)
-        found, change = new(STRENGTHS, m), new(STRENGTHS, r, m)
-        launch(
-            "refit.cu",
-            "nearest_scales",
-            (tiles, STRENGTHS * j),
-            wanted,
-            scales.decoded,
-            scales.maxima,
-            multiples,
-            misses,
-            steps,
-            codes,
-            maxima,
-            found,
-            change,
-            r,
-            n,
-            j,
-        )
-        moved = hessian @ times_output(change.view(-1, m), output).view(change.shape)
-        rises, taken = new(STRENGTHS * j, tiles), new(r, m)
-        launch(
-            "refit.cu", "scale_rises", (tiles, STRENGTHS * j), moved, pushed, change, rises, r, n, j
-        )
+        r, (_, j, n) = len(steps), scales.decoded.shape
+        steps, pushed = begun.only(steps), times_output(gradient, output)
+        curvature, wanted = _wanted_scales(steps, pushed, hessian, scales, output)
+        codes, maxima, decoded, change = _nearest_scales(wanted, curvature, steps, scales)
+        moved = hessian @ times_output(change.flatten(0, 1), output).view(change.shape)
+        tiles, sizes = _tiles(n), (r, n, j)
+        rises, taken = steps.new_empty(STRENGTHS * j, tiles), torch.empty_like(steps)
+        grid = (tiles, STRENGTHS * j)
+        launch("refit.cu", "scale_rises", grid, moved, pushed, change, rises, *sizes)
         launch(
             "refit.cu",
             "take_scales",
@@ -277,16 +193,14 @@ class CudaOps(TorchOps):
             rises,
             codes,
             maxima,
-            found,
+            decoded,
             change,
             begun.rows,
             scales.codes,
             scales.maxima,
             scales.decoded,
             taken,
-            r,
-            n,
-            j,
+            *sizes,
             STRENGTHS,
         )
         return taken
@@ -352,6 +266,76 @@ class CudaOps(TorchOps):
         super().repeat(work, times)
 
 
+def _best_maxima(
+    searched: tuple[torch.Tensor, ...],
+    row_weights: torch.Tensor,
+    base: torch.Tensor,
+    maxima: torch.Tensor,
+) -> torch.Tensor:
+    """Return the best maximum of each group, fp16 (j,), and store it among those of all matrices.
+
+    searched: rows, and places, row counts and half ranges of the groups; base: fp32 (j, n), ranges
+    of their columns.
+    """
+    (_, places, *_), (j, n), m = searched, base.shape, searched[0].shape[1]
+    order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
+    sampled = min(n, WIDEST_COLUMNS) - (min(0, WIDEST_COLUMNS - n) // step)
+    cost, multiples = base.new_empty(j, MAXIMA, sampled), search_multiples(base.device)
+    chosen, grid = base.new_empty(j, dtype=torch.float16), (_tiles(sampled), MAXIMA, j)
+    tried, columns = (base, order, multiples, cost), (n, step, sampled)
+    launch("search.cu", "maximum_costs", grid, *searched, row_weights, *tried, m, *columns)
+    threads = 32 * MAXIMA
+    launch(
+        "search.cu", "best_maximum", (j,), places, *tried, chosen, maxima, *columns, threads=threads
+    )
+    return chosen
+
+
+def _wanted_scales(
+    steps: torch.Tensor,
+    pushed: torch.Tensor,
+    hessian: torch.Tensor,
+    scales: Scales,
+    output: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the objective's curvature in each scale, and the scale at its minimum, fp32 (m,)."""
+    (r, m), b = steps.shape, 1 if output is None else output.shape[1]
+    curvature, wanted = steps.new_empty(2, m)
+    launch(
+        "refit.cu",
+        "wanted_scales",
+        (_tiles(m),),
+        steps,
+        hessian @ steps,
+        pushed,
+        0 if output is None else output,
+        scales.decoded,
+        curvature,
+        wanted,
+        r,
+        m,
+        b,
+    )
+    return curvature, wanted
+
+
+def _nearest_scales(
+    wanted: torch.Tensor, curvature: torch.Tensor, steps: torch.Tensor, scales: Scales
+) -> tuple[torch.Tensor, ...]:
+    """Return codes, maxima and scales nearest to wanted ones, and the change, by strength."""
+    (r, m), (_, j, n) = steps.shape, scales.decoded.shape
+    grid, multiples = (_tiles(n), STRENGTHS * j), maxima_multiples(steps.device)
+    misses = steps.new_empty(STRENGTHS * j, REFIT_MAXIMA, _tiles(n))
+    tried = (scales.decoded, scales.maxima, multiples, misses)
+    launch("refit.cu", "scale_misses", grid, wanted, curvature, *tried, n, j)
+    codes = steps.new_empty(STRENGTHS, m, dtype=torch.uint8)
+    maxima = steps.new_empty(STRENGTHS, j, dtype=torch.float16)
+    decoded, change = steps.new_empty(STRENGTHS, m), steps.new_empty(STRENGTHS, r, m)
+    nearest = (codes, maxima, decoded, change)
+    launch("refit.cu", "nearest_scales", grid, wanted, *tried, steps, *nearest, r, n, j)
+    return nearest
+
+
 @lru_cache(maxsize=16)
 def _recorder(current: torch.cuda.Stream) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
     """Return the stream that captures for `current`, and a first graph, which owns their memory.
@@ -399,9 +383,4 @@ def _tiles(n: int) -> int:
     return -(-n // THREADS)
 
 
-def _warps(columns: int) -> int:
-    """Return the number of threads in whole warps that cover the columns."""
-    return -(-columns // 32) * 32
-
-
-CUDA_OPS: Ops = CudaOps()
+CUDA_OPS = CudaOps()

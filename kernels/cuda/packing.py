@@ -1,14 +1,14 @@
 """Repack a file's matrices on a GPU for the inference kernels, one launch each."""
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 
 from exl2flow.kernels.cuda.compiler import THREADS, launch
-from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.ops import device_table
-from exl2flow.kernels.interface.packed import LANES, TILE
-from exl2flow.kernels.streams import kept
+from exl2flow.kernels.interface.groups import Group
+from exl2flow.kernels.interface.packed import LANES, TILE, panels_of
+from exl2flow.kernels.streams import device_cache, device_table
 
 
 def lay_out(
@@ -53,14 +53,9 @@ def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tenso
     return scales
 
 
-@kept
+@device_cache
 def panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
     """Return bits, first word and group of every panel, int64 (panels, 3), and the word count."""
-    rows: list[tuple[int, int, int]] = []
-    word = 0
-    for index, group in enumerate(groups):
-        for _ in range(group.rows // PANEL_ROWS):
-            rows.append((group.bits, word, index))
-            word += group.bits
-    flat = tuple(value for row in rows for value in row)
-    return device_table(flat, device).view(-1, 3), word
+    panels = panels_of(groups, 1)
+    table = device_table(tuple(chain.from_iterable(panels)), device).view(-1, 3)
+    return table, sum(bits for bits, _, _ in panels)

@@ -12,23 +12,22 @@ import torch
 from exl2flow.core.options.config import tuning_file
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
-from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits, source
+from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.kernels.cuda.steps import activated, add_normed, norm
 from exl2flow.kernels.cuda.timing import ColdTimer
-from exl2flow.kernels.interface.ops import FEW_ROWS
-from exl2flow.kernels.interface.packed import FusedLinear
+from exl2flow.kernels.interface.packed import FEW_ROWS, FusedLinear
 from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans.product import (
     MOST_ROWS,
     LaunchPlan,
-    filled,
     fuses_all,
     norms_apart,
     plan_of,
     splits_epilogue,
 )
 from exl2flow.kernels.plans.shares import WARPS
+from exl2flow.kernels.plans.sources import filled, source
 from exl2flow.kernels.plans.tuning import Parts, Tuning, candidates, fastest, key_of
 
 
@@ -47,10 +46,10 @@ def multiply(
         if len(products) == 1:
             return _halved(x, products, hidden)
         runs = [[product] for product in products]
-    found: list[torch.Tensor] = [x]
+    results: list[torch.Tensor] = [x]
     for run in runs:
-        found, hidden = _run(found[0], run, hidden)
-    return found, found[0] if hidden is None else hidden
+        results, hidden = _run(results[0], run, hidden)
+    return results, results[0] if hidden is None else hidden
 
 
 def _halved(
@@ -86,12 +85,12 @@ def _run(
     if first.norm is not None and norms_apart(first):
         x = norm(x, first.norm)
     cores = [_core(product, is_last=product is last) for product in products]
-    found, states = multiply(x, cores, hidden)
+    results, states = multiply(x, cores, hidden)
     if any(core.adds for core in cores):
         hidden = states
     if not splits_epilogue(last, None, len(x)):
-        return found, hidden
-    [y] = found
+        return results, hidden
+    [y] = results
     if last.activation is not None and not last.is_gated:
         y = activated(y, last.activation)
     if last.after is not None:
@@ -127,7 +126,7 @@ def _launched(
     by = products[0].norm
     if by is not None and not argument["stages"][0]["norm"]:
         x = norm(x, by)
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     used = [x]  # kept until the launch: stages must not share memory
     before: FusedLinear | None = None
     for stage, product in zip(argument["stages"], products, strict=False):
@@ -152,12 +151,12 @@ def _launched(
             filled(entries[0], residual=hidden)
         if adds or product is products[-1]:
             dtype = torch.float32 if product.exact else x.dtype
-            found = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
-            for entry, result in zip(entries, found, strict=False):
+            results = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
+            for entry, result in zip(entries, results, strict=False):
                 filled(entry, **{"exact" if product.exact else "y": result})
-            used += found
+            used += results
         if adds:
-            hidden = found[0]
+            hidden = results[0]
         if product is not products[-1]:
             x = x.new_empty(len(x), matrices[0].columns)
             used.append(x)
@@ -173,7 +172,7 @@ def _launched(
         early=True,
         together=plan.meets,
     )
-    return found, found[0] if hidden is None else hidden
+    return results, results[0] if hidden is None else hidden
 
 
 _PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | None]] = WeakKeyDictionary()

@@ -11,41 +11,32 @@ from exl2flow.kernels.cuda.compiler import DECODE_TILES, DECODE_WARPS, launch
 from exl2flow.kernels.cuda.packing import panel_table
 from exl2flow.kernels.cuda.steps import activated, add_normed, gated, norm
 from exl2flow.kernels.interface.groups import PANEL_ROWS
-from exl2flow.kernels.interface.ops import MOST_BESIDE
-from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
-from exl2flow.kernels.plans.product import MOST_MATRICES, filled
+from exl2flow.kernels.interface.packed import MOST_BESIDE, TILE, FusedLinear, PackedMatrix
+from exl2flow.kernels.plans.product import MOST_MATRICES
+from exl2flow.kernels.plans.sources import filled, struct
 
-PART = np.dtype(  # `Part` in decode.cu
-    [(name, np.uint64) for name in ("codes", "scales", "table", "order")]
-    + [("tile_bytes", np.int64)]
-    + [(name, np.int32) for name in ("tiles", "groups", "column", "first")],
-    align=True,
-)
-WORK = np.dtype(  # `Work`
-    [("of", PART, MOST_MATRICES), ("y", np.uint64), ("step", np.int64), ("count", np.int32)],
-    align=True,
-)
+WORK = struct("decode.cu", "Work", MOST_MATRICES=MOST_MATRICES)
 
 
 def multiply(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """See `Ops.multiply`."""
-    found, is_own = [x], False  # whether the hidden state was made here
+    results, is_own = [x], False  # whether the hidden state was made here
     for p in products:
-        x = found[0] if p.norm is None else norm(found[0], p.norm)
+        x = results[0] if p.norm is None else norm(results[0], p.norm)
         if hidden is not None and _is_sum(p):
             weight = _decoded(p.matrices)
             if is_own:
                 hidden.addmm_(x, weight, alpha=p.multiplier)
             else:
                 hidden = torch.addmm(hidden, x, weight, alpha=p.multiplier)
-            found = [hidden]
+            results = [hidden]
         else:
-            found = _finished(p, _results(x, p), hidden if p.adds else None)
-            hidden = found[0] if p.adds else hidden
+            results = _finished(p, _results(x, p), hidden if p.adds else None)
+            hidden = results[0] if p.adds else hidden
         is_own = is_own or p.adds
-    return found, found[0] if hidden is None else hidden
+    return results, results[0] if hidden is None else hidden
 
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
@@ -61,31 +52,31 @@ def _is_sum(p: FusedLinear) -> bool:
 
 def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
     """Return x Q + bias of each matrix; those of several may be columns of one tensor."""
-    found: list[torch.Tensor] = []
+    results: list[torch.Tensor] = []
     for matrices in [p.matrices] if _bytes(p.matrices) <= MOST_BESIDE else zip(p.matrices):
         weight = _decoded(matrices)
         y = torch.mm(x, weight, out_dtype=torch.float32) if p.exact else x @ weight
         begin = 0
         for matrix in matrices:
-            found.append(y[:, begin : begin + matrix.columns])
+            results.append(y[:, begin : begin + matrix.columns])
             begin += _width(matrix)
     return [
         y if matrix.bias is None else y + matrix.bias
-        for y, matrix in zip(found, p.matrices, strict=True)
+        for y, matrix in zip(results, p.matrices, strict=True)
     ]
 
 
 def _finished(
-    p: FusedLinear, found: list[torch.Tensor], hidden: torch.Tensor | None
+    p: FusedLinear, results: list[torch.Tensor], hidden: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Apply what follows a product."""
     if p.activation is not None:
-        first, *up = found
-        found = [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
+        first, *up = results
+        results = [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
     if p.after is not None:
-        return [add_normed(y, p.after, hidden, p.multiplier) for y in found]
-    found = found if p.multiplier == 1.0 else [y * p.multiplier for y in found]
-    return found if hidden is None else [found[0] + hidden]
+        return [add_normed(y, p.after, hidden, p.multiplier) for y in results]
+    results = results if p.multiplier == 1.0 else [y * p.multiplier for y in results]
+    return results if hidden is None else [results[0] + hidden]
 
 
 # by the first matrix and the others, which are held so that no later ones get their addresses
@@ -122,7 +113,7 @@ _Work = tuple[str, tuple[int, int], np.void]  # of a launch: the function, the g
 
 def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
     """Return the launches that decode matrices: one, unless their forms differ."""
-    found: list[_Work] = []
+    launches: list[_Work] = []
     column, width = 0, sum(map(_width, matrices))
     for has_zeros, alike in groupby(matrices, lambda matrix: matrix.has_zeros):
         work = filled(np.zeros(1, WORK)[0], step=width)
@@ -146,8 +137,8 @@ def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
             ctas += -(-tiles // (DECODE_WARPS * DECODE_TILES))
         work["count"] = count
         panels = len(matrices[0].order) // PANEL_ROWS
-        found.append(("decode_gptq" if has_zeros else "decode_exl2", (ctas, panels), work))
-    return found
+        launches.append(("decode_gptq" if has_zeros else "decode_exl2", (ctas, panels), work))
+    return launches
 
 
 def _width(matrix: PackedMatrix) -> int:

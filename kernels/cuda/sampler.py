@@ -15,69 +15,16 @@ from exl2flow.kernels.cuda.compiler import (
     launch,
     limits,
 )
-from exl2flow.kernels.interface.sampler_ops import SampledTokens, SamplerState, SamplerSteps
-from exl2flow.kernels.plans.product import filled
+from exl2flow.kernels.interface.sampling import SampledTokens, SamplerState, SamplerSteps
+from exl2flow.kernels.plans.sources import filled, struct
 from exl2flow.kernels.reference import sampler as torch_sampler
 
 MOST_FEW = 1024  # candidates that one CTA handles in shared memory
 FEW_BYTES = 56  # of a candidate there
-SEEN_BYTES = 16  # of an id whose occurrences are counted
+SEEN_BYTES = struct("logits.cu", "Seen").itemsize  # of an id whose occurrences are counted
 SEARCH_THREADS, WIDE_THREADS = 256, 1024
 WIDTHS = {"allowed": "words", "ignored": "words", "breakers": "breaker_words", "bias": "width"}
-CALL = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "logits",
-            "table",
-            "draws",
-            "history",
-            "counts",
-            "active",
-            "mu",
-            "partner",
-            "lead",
-            "allowed",
-            "breakers",
-            "ignored",
-            "bias",
-            "norms",
-            "lengths",
-            "longest",
-            "adjusted",
-            "flags",
-            "keys",
-            "ordered",
-            "order",
-            "scratch",
-            "partial",
-            "meetings",
-            "ids",
-            "top_ids",
-            "probabilities",
-            "top_probabilities",
-        )
-    ]
-    + [
-        (name, np.int64)
-        for name in (
-            "rows",
-            "vocab",
-            "step",
-            "words",
-            "breaker_words",
-            "width",
-            "room",
-            "pieces",
-            "flagged",
-            "stretches",
-            "most",
-            "top",
-            "penalizes",
-            "mixes",
-        )
-    ]
-)  # `Sampler` in sampler.cuh
+CALL = struct("sampler.cuh", "Sampler")
 
 
 def sample(

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from exl2flow.kernels.cuda.compiler import NORM_PIECES, THREADS, launch
+from exl2flow.kernels.cuda.compiler import NORM_PIECES, THREADS, launch, whole_warps
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.reference import steps as torch_steps
 
@@ -22,7 +22,7 @@ def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
         x = x.contiguous()
         y = torch.empty_like(x)
     d, eps, where = x.shape[-1], np.float32(by.eps), (x.data_ptr(), by.weight, y.data_ptr())
-    rows, of_row = x.numel() // d, _whole_warps(-(-d // (WIDE * NORM_PIECES)))
+    rows, of_row = x.numel() // d, whole_warps(-(-d // (WIDE * NORM_PIECES)))
     if not by.is_plain:
         _add_normed(x, by, None, y)
     elif _is_wide(d, x, by.weight) and of_row <= MOST_THREADS:
@@ -47,7 +47,7 @@ def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
             *where,
             d,
             eps,
-            threads=min(NORM_THREADS, _whole_warps(d)),
+            threads=min(NORM_THREADS, whole_warps(d)),
             early=True,
         )
     return y
@@ -92,7 +92,7 @@ def _add_normed(
         int(by.centered),
         np.float32(by.eps),
         np.float32(multiplier),
-        threads=min(NORM_THREADS, _whole_warps(d)),
+        threads=min(NORM_THREADS, whole_warps(d)),
         early=True,
     )
 
@@ -108,7 +108,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     is_wide = _is_wide(half, x, cos, sin) and all(n % WIDE == 0 for n in (head_dim, *steps))
     width = WIDE if is_wide else 1
     units = heads * (head_dim - half) // width  # pairs, and elements that are not rotated
-    threads = min(STEP_THREADS, _whole_warps(units))
+    threads = min(STEP_THREADS, whole_warps(units))
     launch(
         "elementwise.cu",
         f"rotate_{width}",
@@ -219,7 +219,3 @@ def _room_like(x: torch.Tensor) -> torch.Tensor | None:
 def _is_wide(d: int, *tensors: torch.Tensor) -> bool:
     """Return whether rows of d numbers and the tensors' addresses are multiples of 16 bytes."""
     return d % WIDE == 0 and all(x.data_ptr() % 16 == 0 for x in tensors)
-
-
-def _whole_warps(threads: int) -> int:
-    return -(-threads // 32) * 32

@@ -1,1 +1,1 @@
-"""What both implementations share: `Ops`, formats of codes and caches, attention rules."""
+"""What operations take and return: packed matrices, cache formats, attention rules."""

@@ -1,4 +1,4 @@
-"""Activation functions of products, in the order `cuda/product.cu` numbers them."""
+"""Activation functions of products; kernels number them in this order."""
 
 from collections.abc import Callable
 from functools import partial

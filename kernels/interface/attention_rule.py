@@ -27,8 +27,8 @@ class AttentionRule:
     def visible(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Return which keys each query sees, bool (t, n), of positions (t,) and (n,)."""
         queries, keys = queries[:, None], keys[None]
-        found = keys <= queries
-        return found if self.window is None else found & (keys > queries - self.window)
+        causal = keys <= queries
+        return causal if self.window is None else causal & (keys > queries - self.window)
 
     def weights(self, products: torch.Tensor, visible: torch.Tensor | None) -> torch.Tensor:
         """Return the shares of values, from products q · k fp32 (…, heads, t, n)."""

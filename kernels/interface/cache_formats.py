@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 PAGE_TOKENS = 256
+STEP_TOKENS = 8  # most new tokens of a sequence for which kernels attend
 UNIT = 64  # elements rotated together: the even places, and the odd ones
 RUN = 32  # elements that share a scale
 LARGEST_HALF = torch.finfo(torch.float16).max
@@ -116,6 +117,21 @@ class LayerStore:
     def nbytes(self) -> int:
         """Allocated bytes."""
         return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCache:
+    """The cache of one layer, for a step that adds t tokens to each of b sequences.
+
+    tables: int32 (b, pages), each sequence's pages in order; lengths: int32 (b,), its stored
+    positions before the new tokens; slots: int64 (b, t), those of the new positions. Duplicates, as
+    idle rows have them on a spare page, hold any of their tokens afterwards.
+    """
+
+    store: LayerStore
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
 
 
 def padded_width(width: int) -> int:

@@ -2,13 +2,13 @@
 
 Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
 warp holds the codes that it feeds to a tensor core as bytes; narrow ones share a byte.
-`docs/concepts/decoding.md` draws it; `cuda/packed.cuh` reads it.
+`docs/concepts/decoding.md` draws it; `csrc/packed.cuh` reads it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import torch
 from torch.nn import functional
@@ -18,6 +18,8 @@ from exl2flow.kernels.interface.norm import NormArgs
 
 TILE = 32  # columns
 LANES = 32
+MOST_BESIDE = 192 << 20  # bytes of matrices that are decoded and multiplied together
+FEW_ROWS = 32  # most rows for which a product reads the codes of a packed matrix directly
 # registers whose codes lie below those of others, by bits and register: words, place in the byte
 # and bits of each piece, the lowest first
 SPREAD = {
@@ -68,13 +70,7 @@ class PackedMatrix:
 
     def panels(self) -> tuple[tuple[int, int, int], ...]:
         """Return bits, first word and group of every panel."""
-        kinds = [
-            (group.bits, index)
-            for index, group in enumerate(self.groups)
-            for _ in range(group.rows // PANEL_ROWS)
-        ]
-        words = accumulate((LANES * bits for bits, _ in kinds), initial=0)
-        return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
+        return panels_of(self.groups, LANES)
 
     def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
         """Return the matrix without its padding columns, with a bias."""
@@ -112,6 +108,17 @@ class FusedLinear:
     def is_gated(self) -> bool:
         """Whether one matrix gates the other."""
         return self.activation is not None and len(self.matrices) == 2
+
+
+def panels_of(groups: Sequence[Group], of_bit: int) -> tuple[tuple[int, int, int], ...]:
+    """Return bits, first word and group of every panel, which has bits · `of_bit` words."""
+    kinds = [
+        (group.bits, index)
+        for index, group in enumerate(groups)
+        for _ in range(group.rows // PANEL_ROWS)
+    ]
+    words = accumulate((of_bit * bits for bits, _ in kinds), initial=0)
+    return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
 
 
 @cache
@@ -169,7 +176,7 @@ def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     _, n = codes.shape
     rows, columns = _owned(codes.device)
     parts = []
-    for bits, start, stop in _runs(groups):
+    for bits, start, stop in runs_of(groups):
         panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
         words = codes.new_zeros(n // TILE, panels.shape[1], bits, LANES, dtype=torch.int32)
         for index, pieces in enumerate(places(bits)):
@@ -188,7 +195,7 @@ def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
     rows, columns = _owned(packed.device)
     codes = packed.new_zeros(tiles, len(matrix.order), TILE, dtype=torch.uint8)
     word = 0
-    for bits, start, stop in _runs(matrix.groups):
+    for bits, start, stop in runs_of(matrix.groups):
         count = (stop - start) // PANEL_ROWS
         run = packed[:, word : word + count * bits * LANES].view(tiles, count, -1)
         word += count * bits * LANES
@@ -235,7 +242,7 @@ def decoded_scales(matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
-    """See `Ops.decode_packed`."""
+    """Return a packed matrix as fp16 (k, columns), its rows in in-feature order."""
     scales, zeros = decoded_scales(matrix)
     rows = torch.tensor([group.rows for group in matrix.groups], device=scales.device)
     of_row = torch.arange(len(rows), device=scales.device).repeat_interleave(rows)
@@ -245,59 +252,13 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return torch.empty_like(values).index_copy_(0, matrix.order, values)[:, : matrix.columns]
 
 
-def multiply(
-    x: torch.Tensor,
-    products: Sequence[FusedLinear],
-    hidden: torch.Tensor | None,
-    *,
-    norm: Callable[[torch.Tensor, NormArgs], torch.Tensor],
-    gated: Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor],
-    activated: Callable[[torch.Tensor, str], torch.Tensor],
-    product: Callable[[torch.Tensor, PackedMatrix, torch.dtype], torch.Tensor],
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Implement `Ops.multiply` with a device's norms, activations and product."""
-    found: list[torch.Tensor] = []
-    for index, p in enumerate(products):
-        if index:
-            x = found[0]
-        if p.norm is not None:
-            x = norm(x, p.norm)
-        dtype = torch.float32 if p.exact else torch.float16
-        found = [product(x, matrix, dtype) for matrix in p.matrices]
-        found = [
-            y if m.bias is None else y + m.bias for y, m in zip(found, p.matrices, strict=True)
-        ]
-        if p.activation:
-            found = [
-                gated(found[0], found[1], p.activation)
-                if p.is_gated
-                else activated(found[0], p.activation)
-            ]
-        if p.after is not None:
-            found = [norm(y, p.after) for y in found]
-        if p.multiplier != 1.0:
-            found = [y * p.multiplier for y in found]
-        if p.adds:
-            found = [found[0] if hidden is None else found[0] + hidden]
-            hidden = found[0]
-    return found, found[0] if hidden is None else hidden
-
-
-def exact_product(x: torch.Tensor, matrix: PackedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """Return x Q (r, columns), summed in fp32."""
-    return (x.float() @ decode_packed(matrix).float()).to(dtype)
-
-
 def whole_tiles(x: torch.Tensor) -> torch.Tensor:
     """Return rows (r, n), zero-padded until n is a multiple of 32."""
     return functional.pad(x, (0, -x.shape[1] % TILE))
 
 
-def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
-    """Yield bits, first row and end of each run of rows of one width."""
-    start = 0
-    for index, group in enumerate(groups):
-        stop = group.start + group.rows
-        if index + 1 == len(groups) or groups[index + 1].bits != group.bits:
-            yield group.bits, start, stop
-            start = stop
+def runs_of(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
+    """Yield bits, first row and end of each run of groups of one bit width."""
+    for bits, run in groupby(groups, key=lambda group: group.bits):
+        members = list(run)
+        yield bits, members[0].start, members[-1].start + members[-1].rows

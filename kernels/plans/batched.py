@@ -13,7 +13,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
 from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import (
@@ -21,11 +20,15 @@ from exl2flow.kernels.plans.product import (
     MOST_CHAINED,
     MOST_MATRICES,
     LaunchPlan,
-    filled,
+    fill_matrix,
+    fill_stage,
+    instance_of,
+    kernel_rows,
+    padded_table,
 )
 from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS, kinds_of
+from exl2flow.kernels.plans.sources import fill, filled, struct
 
-ROWS = (8, 16, 32)  # kernels, by the most rows of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
 LIST_ROOM = 4 << 10  # bytes that lists of steps take at most
 X_SHARE = 0.5  # of shared memory, at most, for x
@@ -33,62 +36,7 @@ MOST_PARTS = 64
 LIST_HEADER = 4  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
-MATRIX = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "codes",
-            "scales",
-            "lists",
-            "bias",
-            "residual",
-            "y",
-            "exact",
-            "copy",
-            "partial",
-        )
-    ]
-    + [
-        (name, np.int32)
-        for name in (
-            "columns",
-            "tiles",
-            "tile_bytes",
-            "scale_bytes",
-            "parts",
-            "each",
-            "first_cta",
-            "ctas",
-        )
-    ],
-    align=True,
-)
-STAGE = np.dtype(
-    [("of", MATRIX, MOST_MATRICES)]
-    + [
-        (name, np.uint64)
-        for name in (
-            "x",
-            "norm",
-            "squares",
-            "squared",
-            "after",
-            "hidden",
-            "sum",
-            "next",
-            "summed",
-            "to",
-        )
-    ]
-    + [(name, np.int32) for name in ("k", "matrices", "words", "list_at", "gathers", "activation")]
-    + [(name, np.float32) for name in ("eps", "multiplier", "after_eps", "after_multiplier")],
-    align=True,
-)
-CHAIN = np.dtype(
-    [("stages", STAGE, MOST_CHAINED), ("meetings", np.uint64)]
-    + [(name, np.int32) for name in ("count", "rows", "slots", "x_bytes")],
-    align=True,
-)
+CHAIN = struct("batched.cu", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=MOST_CHAINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +51,6 @@ class Division:
     ctas: int
     cost: float
     panels: int
-
-
-def kernel_rows(rows: int) -> int:
-    """Return the row capacity of the kernel variant for `rows` rows."""
-    return next(most for most in ROWS if rows <= most)
 
 
 def plan_of(
@@ -125,62 +68,72 @@ def plan_of(
     Returns:
         The plan, or None if x does not fit.
     """
-    held, slot = kernel_rows(rows), WARPS * (slot_bytes(products[0]) + 8)
-    room, panel_bytes = most_shared - FIXED_SHARED, held * 2 * PANEL_ROWS
+    slot, room = WARPS * (slot_bytes(products[0]) + 8), most_shared - FIXED_SHARED
+    panel_bytes = kernel_rows(rows) * 2 * PANEL_ROWS
     most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)
+    most_panels = most_x // (panel_bytes + 4 * PANEL_ROWS)
     divided = []
     for product in products:
-        found = divide(
-            product.matrices,
-            rows,
-            processors=processors,
-            most_panels=most_x // (panel_bytes + 4 * PANEL_ROWS),
-        )
-        if found is None:
+        divisions = divide(product.matrices, rows, processors=processors, most_panels=most_panels)
+        if divisions is None:
             return None
-        divided.append(found)
+        divided.append(divisions)
     lists = [
         [
-            lists_of(matrix, own.parts, product.order if product is products[0] else None)
-            for matrix, own in zip(product.matrices, of, strict=True)
+            lists_of(matrix, division.parts, product.order if product is products[0] else None)
+            for matrix, division in zip(product.matrices, divisions, strict=True)
         ]
-        for product, of in zip(products, divided, strict=True)
+        for product, divisions in zip(products, divided, strict=True)
     ]
     words = [max(len(part) for matrix in of for part in matrix) for of in lists]
-    x_bytes = panel_bytes * max(own.panels for of in divided for own in of)
+    x_bytes = panel_bytes * max(division.panels for of in divided for division in of)
     fixed = x_bytes + 4 * sum(words)
     slots = min(MOST_SLOTS, (room - fixed) // slot)
     if slots < LEAST_SLOTS:
         return None
-    device = products[0].matrices[0].codes.device
-    meetings = torch.zeros(1, dtype=torch.int32, device=device)
-    squares = 4 * rows * max(len(matrix.codes) for p in products for matrix in p.matrices)
-    scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
-    argument, kept = np.zeros(1, CHAIN)[0], [meetings, scratch]
-    filled(
-        argument, meetings=meetings, count=len(products), rows=rows, slots=slots, x_bytes=x_bytes
-    )
-    for index, (product, of, of_lists) in enumerate(zip(products, divided, lists, strict=True)):
-        entry = argument["stages"][index]
-        kept += _fill(entry, product, of, of_lists, words[index], scratch[2 * squares :], held)
-        filled(entry, list_at=sum(words[:index]))
-        if index:
-            before = argument["stages"][index - 1], products[index - 1]
-            kept += _join(*before, entry, product, [scratch, scratch[squares:]])
-        else:
-            filled(entry, gathers=True)
-    has_zeros = products[0].matrices[0].has_zeros
+    argument, tensors = _chain(products, rows, divided, lists)
+    filled(argument, slots=slots, x_bytes=x_bytes)
     return LaunchPlan(
-        parts=tuple(own.parts for of in divided for own in of),
+        parts=tuple(division.parts for of in divided for division in of),
         file="batched.cu",
-        name=f"batched<{held}, {str(has_zeros).lower()}>",
+        name=instance_of("batched", products, rows),
         ctas=processors,
         shared=fixed + slots * slot,
         meets=True,
         adds_normed=True,
         argument=argument,
-        kept=kept,
+        tensors=tensors,
     )
+
+
+Lists = Sequence[Sequence[Sequence[int]]]  # of each matrix and part
+
+
+def _chain(
+    products: Sequence[FusedLinear],
+    rows: int,
+    divided: Sequence[Sequence[Division]],
+    lists: Sequence[Lists],
+) -> tuple[np.void, list[torch.Tensor]]:
+    """Return a `Chain` without inputs and results, and the tensors it points to."""
+    held, device = kernel_rows(rows), products[0].matrices[0].codes.device
+    squares = 4 * rows * max(len(matrix.codes) for p in products for matrix in p.matrices)
+    scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
+    argument = np.zeros(1, CHAIN)[0]
+    meetings = torch.zeros(1, dtype=torch.int32, device=device)
+    tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
+    stages, list_at = argument["stages"], 0
+    for index, (product, divisions, of_lists) in enumerate(
+        zip(products, divided, lists, strict=True)
+    ):
+        entry = stages[index]
+        tensors += _fill(entry, product, divisions, of_lists, scratch[2 * squares :], held)
+        filled(entry, list_at=list_at, gathers=index == 0)
+        list_at += entry["words"]
+        if index:
+            before = stages[index - 1], products[index - 1]
+            tensors += _join(*before, entry, product, [scratch, scratch[squares:]])
+    return argument, tensors
 
 
 _SCRATCH: dict[torch.device, torch.Tensor] = {}
@@ -191,10 +144,10 @@ def _scratch(device: torch.device, count: int) -> torch.Tensor:
 
     They begin at a multiple of 16 bytes.
     """
-    found = _SCRATCH.get(device)
-    if found is None or len(found) < count:
-        found = _SCRATCH[device] = torch.empty(count, device=device)
-    return found
+    scratch = _SCRATCH.get(device)
+    if scratch is None or len(scratch) < count:
+        scratch = _SCRATCH[device] = torch.empty(count, device=device)
+    return scratch
 
 
 def slot_bytes(product: FusedLinear) -> int:
@@ -209,15 +162,15 @@ def divide(
     options = [_divisions(m.groups, len(m.codes), rows, processors, most_panels) for m in matrices]
     if not all(options):
         return None
-    costs = sorted({own.cost for of in options for own in of})
+    costs = sorted({division.cost for of in options for division in of})
 
     def within(cost: float) -> list[Division] | None:
         """Return the fewest CTAs for each matrix within a cost, if there are so many."""
-        fitting = [[own for own in of if own.cost <= cost] for of in options]
+        fitting = [[division for division in of if division.cost <= cost] for of in options]
         if not all(fitting):
             return None
-        found = [min(of, key=lambda own: (own.ctas, own.cost)) for of in fitting]
-        return found if sum(own.ctas for own in found) <= processors else None
+        fewest = [min(of, key=lambda division: (division.ctas, division.cost)) for of in fitting]
+        return fewest if sum(division.ctas for division in fewest) <= processors else None
 
     least = bisect_left(costs, True, key=lambda cost: within(cost) is not None)
     return within(costs[least]) if least < len(costs) else None
@@ -228,7 +181,7 @@ def _divisions(
     groups: tuple[Group, ...], tiles: int, rows: int, processors: int, most_panels: int
 ) -> list[Division]:
     """Return divisions of a matrix whose parts have up to `most_panels`."""
-    before, found = _bytes_before(groups), list[Division]()
+    before, divisions = _bytes_before(groups), list[Division]()
     for parts in range(1, min(len(before) - 1, processors, MOST_PARTS) + 1):
         cuts = _cuts(before, parts)
         longest = int(np.diff(cuts).max())
@@ -242,8 +195,8 @@ def _divisions(
                 continue
             last, cost = each, float(each * most_bytes + READ_BYTES * parts)
             ctas = parts * teams
-            found.append(Division(parts=parts, each=each, ctas=ctas, cost=cost, panels=longest))
-    return found
+            divisions.append(Division(parts=parts, each=each, ctas=ctas, cost=cost, panels=longest))
+    return divisions
 
 
 def _bytes_before(groups: Sequence[Group]) -> np.ndarray:
@@ -281,56 +234,37 @@ def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> li
 def _sums(product: FusedLinear, divided: Sequence[Division]) -> int:
     """Return how many sums are kept of each row of x."""
     matrices = zip(product.matrices, divided, strict=True)
-    return sum(len(matrix.codes) * own.parts * TILE for matrix, own in matrices)
+    return sum(len(matrix.codes) * division.parts * TILE for matrix, division in matrices)
 
 
 def _fill(
     entry: np.void,
     product: FusedLinear,
-    divided: Sequence[Division],
-    lists: Sequence[Sequence[Sequence[int]]],
-    words: int,
+    divisions: Sequence[Division],
+    lists: Lists,
     sums: torch.Tensor,
     held: int,
 ) -> list[torch.Tensor]:
-    """Fill a `STAGE` except inputs and results; return the tensors it points to."""
-    kept: list[torch.Tensor] = []
+    """Fill a `Stage` except inputs and results; return the tensors it points to."""
+    words = max(len(part) for of_matrix in lists for part in of_matrix)
+    tensors = fill_stage(entry, product, matrices=len(product.matrices), words=words)
     first_cta = first_sum = 0
-    for of, matrix, own, parts in zip(entry["of"], product.matrices, divided, lists, strict=False):
-        table = torch.tensor(
-            [[*part, *[0] * (words - len(part))] for part in parts], dtype=torch.int32
-        ).to(matrix.codes.device)
-        filled(
+    for of, matrix, division, parts in zip(
+        entry["of"], product.matrices, divisions, lists, strict=False
+    ):
+        tensors += fill_matrix(
             of,
-            codes=matrix.codes,
-            scales=matrix.scales,
-            lists=table,
+            matrix,
+            lists=padded_table(parts, words, matrix.codes.device),
             partial=sums[first_sum:],
-            columns=matrix.columns,
-            tiles=len(matrix.codes),
-            tile_bytes=4 * matrix.codes.shape[1],
-            scale_bytes=matrix.scale_bytes * len(matrix.groups),
-            parts=own.parts,
-            each=own.each,
+            parts=division.parts,
+            each=division.each,
             first_cta=first_cta,
-            ctas=own.ctas,
+            ctas=division.ctas,
         )
-        kept += [matrix.codes, matrix.scales, table]
-        if matrix.bias is not None:
-            filled(of, bias=matrix.bias)
-            kept.append(matrix.bias)
-        first_cta += own.ctas
-        first_sum += len(matrix.codes) * own.parts * TILE * held
-    activation = product.activation
-    filled(
-        entry,
-        k=len(product.order),
-        matrices=len(product.matrices),
-        words=words,
-        activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
-        multiplier=1.0 if product.after is not None else product.multiplier,
-    )
-    return kept
+        first_cta += division.ctas
+        first_sum += len(matrix.codes) * division.parts * TILE * held
+    return tensors
 
 
 def _join(
@@ -344,23 +278,23 @@ def _join(
 
     squares: room for those of a result, and of its sum with hidden states.
     """
-    to = torch.argsort(product.order).int()
-    filled(stage, to=to)
-    kept, x_squares, name = [to], squares[0], "squared"
+    tensors, x_squares, name = (
+        fill(stage, to=torch.argsort(product.order).int()),
+        squares[0],
+        "squared",
+    )
     if before.after is not None:
         by = before.after
-        filled(
+        tensors += fill(
             stage,
             after=by.weight,
             squared=x_squares,
             after_eps=by.eps,
             after_multiplier=before.multiplier,
         )
-        kept.append(by.weight)
         x_squares, name = squares[1], "summed"
     if product.norm is not None:
         weight = product.norm.weight[product.order].contiguous()
         filled(stage, **{name: x_squares})
-        filled(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
-        kept.append(weight)
-    return kept
+        tensors += fill(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
+    return tensors

@@ -14,9 +14,11 @@ from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.packed import LANES, TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.shares import STEP, WARPS, scale_bytes, shares_of
+from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROWS = (1, 4)  # kernels, by the most rows of x
 MOST_ROWS = ROWS[-1]
+BATCHED_ROWS = (8, 16, 32)  # the same of `batched.cu`
 X_PIECES = 2  # of a row that a thread holds, if its norm is added to hidden states
 UNIT = 8  # bytes that belong to a panel of a row of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
@@ -26,55 +28,7 @@ MOST_MATRICES = 3  # per product
 MOST_TILES = 14  # per CTA, because it holds their sums
 MOST_CHAINED = 4  # products per launch
 NO_CTA = 1 << 30
-MATRIX = np.dtype(
-    [
-        (name, np.uint64)
-        for name in (
-            "codes",
-            "scales",
-            "shares",
-            "bias",
-            "residual",
-            "y",
-            "exact",
-            "copy",
-            "partial",
-            "arrived",
-        )
-    ]
-    + [
-        (name, np.int32)
-        for name in ("columns", "tiles", "tile_bytes", "scale_bytes", "each", "first_cta")
-    ],
-    align=True,
-)
-STAGE = np.dtype(
-    [("of", MATRIX, MOST_MATRICES)]
-    + [
-        (name, np.uint64)
-        for name in ("x", "norm", "place", "to", "after", "order", "hidden", "sum")
-    ]
-    + [
-        (name, np.int32)
-        for name in (
-            "k",
-            "length",
-            "ctas",
-            "parts",
-            "words",
-            "share_at",
-            "scale_at",
-            "activation",
-        )
-    ]
-    + [(name, np.float32) for name in ("eps", "multiplier", "after_eps", "after_multiplier")],
-    align=True,
-)
-CHAIN = np.dtype(
-    [("stages", STAGE, MOST_CHAINED), ("meetings", np.uint64)]
-    + [(name, np.int32) for name in ("count", "rows", "slots", "words", "scale_room", "tiles")],
-    align=True,
-)
+CHAIN = struct("work.cuh", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=MOST_CHAINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +38,7 @@ class LaunchPlan:
     parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
     ctas, shared: the number of CTAs, and bytes of each; meets: whether CTAs wait for each other;
     adds_normed: whether a product whose result is normalized adds it to hidden states, and not the
-    product behind it; argument: `CHAIN`; kept: what it points to.
+    product behind it; argument: `CHAIN`; tensors: what it points to.
     """
 
     parts: tuple[int, ...]
@@ -95,12 +49,12 @@ class LaunchPlan:
     meets: bool
     adds_normed: bool
     argument: np.void
-    kept: Sequence[torch.Tensor]
+    tensors: Sequence[torch.Tensor]
 
 
 def kernel_rows(rows: int) -> int:
     """Return the row capacity of the kernel variant for `rows` rows."""
-    return next(most for most in ROWS if rows <= most)
+    return next(most for most in (*ROWS, *BATCHED_ROWS) if rows <= most)
 
 
 def fuses_all(products: Sequence[FusedLinear], rows: int) -> bool:
@@ -151,73 +105,76 @@ def plan_of(
         rows: rows of x, up to `MOST_ROWS`.
         processors: multiprocessors of the device.
         most_shared: bytes of shared memory that a CTA can have.
-            parts: for each product, into how many its rows are divided; more if they do not fit.
-                None: as few as fit, but more where there are fewer tiles than processors.
+        parts: for each product, into how many its rows are divided; more if they do not fit.
+            None: as few as fit, but more where there are fewer tiles than processors.
 
     Returns:
         The plan, or None if several products do not fit on the device together.
     """
-    room = most_shared - FIXED_SHARED
-    least = min(LEAST_SLOTS, room // (2 * SLOT))  # leaves at least half for the rest
     counts: Sequence[int | None] = [None] * len(products) if parts is None else parts
     divisions = [
         _Division.of(product, count, processors)
         for product, count in zip(products, counts, strict=True)
     ]
-    while True:
-        ctas = max(division.ctas * division.parts for division in divisions)
-        if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
-            return None
-        inputs = [
-            division.input_bytes(rows, product.matrices[0].shape[0] // PANEL_ROWS * adds)
-            for division, product, adds in zip(divisions, products, _add(products), strict=True)
-        ]
-        words, scale_room = (sum(d.words for d in divisions), sum(d.scales for d in divisions))
-        tiles = max(division.tiles for division in divisions)
-        fixed = WARPS * (scale_room + 4 * words) + 4 * rows * TILE * tiles + max(inputs)
-        slots = min(MOST_SLOTS, (room - fixed) // SLOT)
-        if slots >= least:
-            break
-        largest = inputs.index(max(inputs))
-        if divisions[largest].length == 1:
-            return None
-        divisions[largest] = divisions[largest].shorter(products[largest], processors)
-    device = products[0].matrices[0].codes.device
-    argument, kept = np.zeros(1, CHAIN)[0], [torch.zeros(1, dtype=torch.int32, device=device)]
-    filled(
-        argument,
-        meetings=kept[0],
-        count=len(products),
-        rows=rows,
-        slots=slots,
-        words=words,
-        scale_room=scale_room,
-        tiles=tiles,
-    )
-    share_at = scale_at = 0
-    for index, (product, division) in enumerate(zip(products, divisions, strict=True)):
-        following = products[index + 1] if index + 1 < len(products) else None
-        entry = argument["stages"][index]
-        kept += _fill(entry, product, division, following, rows, device)
-        if index:
-            kept += _fill_after(entry, products[index - 1], product)
-        filled(entry, share_at=share_at, scale_at=scale_at)
-        share_at, scale_at = share_at + division.words, scale_at + division.scales
-    place = torch.argsort(products[0].order).int()
-    filled(argument["stages"][0], place=place)
-    kept.append(place)
-    has_zeros = products[0].matrices[0].has_zeros
+    memory = _fit(products, rows, divisions, processors, most_shared - FIXED_SHARED)
+    if memory is None:
+        return None
+    slots, shared = memory
+    argument, tensors = _chain(products, rows, divisions, slots)
     return LaunchPlan(
         parts=tuple(division.parts for division in divisions),
         file="product.cu",
-        name=f"product<{kernel_rows(rows)}, {str(has_zeros).lower()}>",
-        ctas=ctas,
-        shared=fixed + slots * SLOT,
+        name=instance_of("product", products, rows),
+        ctas=max(division.ctas * division.parts for division in divisions),
+        shared=shared,
         meets=len(products) > 1,
         adds_normed=False,
         argument=argument,
-        kept=kept,
+        tensors=tensors,
     )
+
+
+def instance_of(kernel: str, products: Sequence[FusedLinear], rows: int) -> str:
+    """Return the instance of a kernel's template for products of so many rows of x."""
+    has_zeros = products[0].matrices[0].has_zeros
+    return f"{kernel}<{kernel_rows(rows)}, {str(has_zeros).lower()}>"
+
+
+def fill_stage(
+    entry: np.void, product: FusedLinear, **fields: torch.Tensor | float
+) -> list[torch.Tensor]:
+    """Fill fields of a `Stage` that both kernels have, and others; return the tensors."""
+    activation = product.activation
+    return fill(
+        entry,
+        k=len(product.order),
+        activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
+        multiplier=1.0 if product.after is not None else product.multiplier,
+        **fields,
+    )
+
+
+def fill_matrix(
+    entry: np.void, matrix: PackedMatrix, **fields: torch.Tensor | float
+) -> list[torch.Tensor]:
+    """Fill fields of a `Matrix` that both kernels have, and others; return the tensors."""
+    return fill(
+        entry,
+        codes=matrix.codes,
+        scales=matrix.scales,
+        bias=0 if matrix.bias is None else matrix.bias,
+        columns=matrix.columns,
+        tiles=len(matrix.codes),
+        tile_bytes=4 * matrix.codes.shape[1],
+        scale_bytes=matrix.scale_bytes * len(matrix.groups),
+        **fields,
+    )
+
+
+def padded_table(lists: Sequence[Sequence[int]], words: int, device: torch.device) -> torch.Tensor:
+    """Return lists as int32 (lists, words), zeros after each."""
+    table = [[*one, *[0] * (words - len(one))] for one in lists]
+    return torch.tensor(table, dtype=torch.int32).to(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,84 +246,116 @@ def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
     return [matrices] if product.activation else [[matrix] for matrix in matrices]
 
 
-def _fill(
-    entry: np.void,
-    product: FusedLinear,
-    division: _Division,
-    following: FusedLinear | None,
+def _fit(
+    products: Sequence[FusedLinear],
     rows: int,
-    device: torch.device,
+    divisions: list[_Division],
+    processors: int,
+    room: int,
+) -> tuple[int, int] | None:
+    """Divide products further, in place, until they fit; return slots, and bytes of shared memory.
+
+    room: most of these bytes. None: they cannot fit, or too many CTAs have to wait for each other.
+    """
+    least = min(LEAST_SLOTS, room // (2 * SLOT))  # leaves at least half for the rest
+    while True:
+        ctas = max(division.ctas * division.parts for division in divisions)
+        if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
+            return None
+        inputs = [
+            division.input_bytes(rows, product.matrices[0].shape[0] // PANEL_ROWS * adds)
+            for division, product, adds in zip(divisions, products, _add(products), strict=True)
+        ]
+        sums = 4 * rows * TILE * max(division.tiles for division in divisions)
+        of_warp = sum(division.scales + 4 * division.words for division in divisions)
+        fixed = WARPS * of_warp + sums + max(inputs)
+        slots = min(MOST_SLOTS, (room - fixed) // SLOT)
+        if slots >= least:
+            return slots, fixed + slots * SLOT
+        largest = inputs.index(max(inputs))
+        if divisions[largest].length == 1:
+            return None
+        divisions[largest] = divisions[largest].shorter(products[largest], processors)
+
+
+def _chain(
+    products: Sequence[FusedLinear], rows: int, divisions: Sequence[_Division], slots: int
+) -> tuple[np.void, list[torch.Tensor]]:
+    """Return a `Chain` without inputs and results, and the tensors it points to."""
+    argument = np.zeros(1, CHAIN)[0]
+    stages, device = argument["stages"], products[0].matrices[0].codes.device
+    tensors = fill(
+        argument,
+        meetings=torch.zeros(1, dtype=torch.int32, device=device),
+        count=len(products),
+        rows=rows,
+        slots=slots,
+        words=sum(division.words for division in divisions),
+        scale_room=sum(division.scales for division in divisions),
+        tiles=max(division.tiles for division in divisions),
+    )
+    share_at = scale_at = 0
+    for index, (product, division) in enumerate(zip(products, divisions, strict=True)):
+        entry = stages[index]
+        tensors += _fill(entry, product, division, rows)
+        filled(entry, share_at=share_at, scale_at=scale_at)
+        share_at, scale_at = share_at + division.words, scale_at + division.scales
+        if index:
+            tensors += fill(stages[index - 1], to=torch.argsort(product.order).int())
+            tensors += _fill_after(entry, products[index - 1], product)
+    return argument, tensors + fill(stages[0], place=torch.argsort(products[0].order).int())
+
+
+def _fill(
+    entry: np.void, product: FusedLinear, division: _Division, rows: int
 ) -> list[torch.Tensor]:
-    """Fill a `STAGE` except inputs and results; return the tensors it points to."""
-    kept: list[torch.Tensor] = []
-    entry["of"]["first_cta"] = NO_CTA
-    entries, ctas = iter(entry["of"]), 0
-    for together, each, of_set in zip(_sets(product), division.each, division.shares, strict=True):
-        words, tiles = division.words, len(together[0].codes)
-        table = [[*share, *[0] * (words - len(share))] for part in of_set for share in part]
-        shares = torch.tensor(table, dtype=torch.int32).to(device)
-        for index, matrix in enumerate(together):
-            of_matrix = next(entries)
-            sums = tiles * division.parts * rows * TILE if division.parts > 1 else 0
-            partial = torch.empty(sums, device=device)
-            arrived = torch.zeros(division.ctas, dtype=torch.int32, device=device)
-            filled(
-                of_matrix,
-                codes=matrix.codes,
-                scales=matrix.scales,
-                shares=shares,
-                partial=partial,
-                arrived=arrived,
-                columns=matrix.columns,
-                tiles=tiles,
-                tile_bytes=4 * matrix.codes.shape[1],
-                scale_bytes=matrix.scale_bytes * len(matrix.groups),
-                each=each,
-            )
-            if index == 0:
-                of_matrix["first_cta"] = ctas
-            if matrix.bias is not None:
-                filled(of_matrix, bias=matrix.bias)
-            kept += [matrix.codes, matrix.scales, shares, partial, arrived]
-        ctas += -(-tiles // each)
-    if product.norm is not None:
-        weight = product.norm.weight[product.order].contiguous()
-        filled(entry, norm=weight, eps=product.norm.eps)
-        kept.append(weight)
-    if following is not None:
-        to = torch.argsort(following.order).int()
-        filled(entry, to=to)
-        kept.append(to)
-    activation = product.activation
-    filled(
+    """Fill a `Stage` except inputs and results; return the tensors it points to."""
+    tensors = fill_stage(
         entry,
-        k=product.matrices[0].shape[0],
+        product,
         length=division.length,
         ctas=division.ctas,
         parts=division.parts,
         words=division.words,
-        activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
-        multiplier=1.0 if product.after is not None else product.multiplier,
     )
-    return kept
+    device = product.matrices[0].codes.device
+    entry["of"]["first_cta"] = NO_CTA
+    entries, ctas = iter(entry["of"]), 0
+    for together, each, of_set in zip(_sets(product), division.each, division.shares, strict=True):
+        tiles = len(together[0].codes)
+        flat = [share for part in of_set for share in part]
+        shares = padded_table(flat, division.words, device)
+        sums = tiles * division.parts * rows * TILE if division.parts > 1 else 0
+        for index, matrix in enumerate(together):
+            tensors += fill_matrix(
+                next(entries),
+                matrix,
+                shares=shares,
+                partial=torch.empty(sums, device=device),
+                arrived=torch.zeros(division.ctas, dtype=torch.int32, device=device),
+                each=each,
+                first_cta=NO_CTA if index else ctas,
+            )
+        ctas += -(-tiles // each)
+    if product.norm is not None:
+        weight = product.norm.weight[product.order].contiguous()
+        tensors += fill(entry, norm=weight, eps=product.norm.eps)
+    return tensors
 
 
 def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> list[torch.Tensor]:
-    """Fill what a `STAGE` adds to hidden states; return the tensors it points to."""
+    """Fill what a `Stage` adds to hidden states; return the tensors it points to."""
     if before.after is None:
         return []
     order = product.order
-    weight = before.after.weight[order].contiguous()
-    features, place = order.int(), torch.argsort(order).int()
-    filled(
+    return fill(
         entry,
-        after=weight,
-        order=features,
-        place=place,
+        after=before.after.weight[order].contiguous(),
+        order=order.int(),
+        place=torch.argsort(order).int(),
         after_eps=before.after.eps,
         after_multiplier=before.multiplier,
     )
-    return [weight, features, place]
 
 
 def _tiles_each(
@@ -374,18 +363,8 @@ def _tiles_each(
 ) -> list[int]:
     """Return the tiles per CTA of each set, giving each set CTAs in proportion to its bytes."""
     sizes = [sum(matrix.codes.numel() for matrix in together) for together in sets]
-    most, found = MOST_TILES // len(sets[0]), []
+    most, tiles_each = MOST_TILES // len(sets[0]), []
     for count, size in zip(tiles, sizes, strict=True):
         share = max(1, int(ctas * size / sum(sizes) + 0.01))
-        found.append(-(-count // (share * -(-count // (share * most)))))
-    return found
-
-
-def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
-    """Set fields of a kernel's struct to numbers, or to addresses of contiguous tensors."""
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            assert value.is_contiguous(), f"{name} is not contiguous"
-            value = value.data_ptr()
-        entry[name] = value
-    return entry
+        tiles_each.append(-(-count // (share * -(-count // (share * most)))))
+    return tiles_each

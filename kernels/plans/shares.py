@@ -6,11 +6,12 @@ from operator import itemgetter
 
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.packed import PackedMatrix
+from exl2flow.kernels.plans.sources import struct
 
 WARPS = 16  # per CTA
 STEP = 2048  # bytes of codes that a warp fetches at once
 MOST_PANELS = 4  # per step
-HEADER = 13  # ints of a `Share` before its steps
+HEADER = struct("work.cuh", "Share").itemsize // 4 - 1  # ints before its steps
 
 
 def shares_of(

@@ -39,7 +39,7 @@ def candidates(
     first = plan_of(products, rows, processors=processors, most_shared=most_shared)
     if first is None:
         return []
-    found = {first.parts: first}
+    plans = {first.parts: first}
     for step, index in product(STEPS, range(len(products))):
         parts = list(first.parts)
         parts[index] += step
@@ -47,10 +47,10 @@ def candidates(
             continue
         plan = plan_of(products, rows, processors=processors, most_shared=most_shared, parts=parts)
         if plan is not None:
-            found.setdefault(plan.parts, plan)
-        if len(found) == MOST_CANDIDATES:
+            plans.setdefault(plan.parts, plan)
+        if len(plans) == MOST_CANDIDATES:
             break
-    return list(found.values())
+    return list(plans.values())
 
 
 def fastest(plans: Sequence[LaunchPlan], time: Callable[[LaunchPlan], float]) -> LaunchPlan:
@@ -117,14 +117,14 @@ class Tuning:
         """
         with self._lock:
             if key not in self._chosen:
-                self._chosen[key] = self._stored(key, count) or self._made(key, measure())
+                self._chosen[key] = self._stored(key, count) or self._recorded(key, measure())
             return self._chosen[key]
 
     def _stored(self, key: str, count: int) -> Parts | None:
         parts = self._read().get(key, ())
         return parts if len(parts) == count else None
 
-    def _made(self, key: str, parts: Parts | None) -> Parts | None:
+    def _recorded(self, key: str, parts: Parts | None) -> Parts | None:
         """Keep a choice, or return the one another process has made meanwhile."""
         if parts is None:
             return None

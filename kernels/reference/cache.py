@@ -12,11 +12,12 @@ from exl2flow.kernels.interface.cache_formats import (
     CacheRows,
     Element,
     LayerStore,
+    StepCache,
     padded_width,
     slots_of,
 )
 from exl2flow.kernels.reference.steps import halved, rotate
-from exl2flow.kernels.streams import kept, sent
+from exl2flow.kernels.streams import device_cache, sent
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,18 +55,24 @@ def decode(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
 
 
 def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """See `Ops.write_cache`."""
+    """Store keys and values in the format of the cache.
+
+    Args:
+        store: the cache of one layer.
+        slots: int64 (t,), the destinations, without duplicates.
+        k: rotated keys (t, kv_heads, head_dim), rounded to fp16 here.
+        v: values of the same shape.
+    """
     for rows, x in ((store.keys, k), (store.values, v)):
         data, scales = encode(rows.element, x.reshape(len(slots), rows.width))
         rows.data[slots], rows.scales[slots] = data, scales
 
 
 def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.read_cache`."""
-    return _read(store, slots)
+    """Return keys and values at slots int64 (t,), each fp16 (t, kv_heads, head_dim).
 
-
-def _read(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+    Those of a slice that are stored as they are returned are not copied.
+    """
     shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
 
@@ -74,25 +81,36 @@ def attend_step(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    store: LayerStore,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    slots: torch.Tensor,
+    cache: StepCache,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
     rule: AttentionRule,
     interleaved: bool = False,
 ) -> torch.Tensor:
-    """See `Ops.attend_step`."""
+    """Rotate and store new tokens; each attends to all up to itself, as the cache holds them.
+
+    Args:
+        q: queries (b, t, heads, head_dim) before rotation; kernels take up to `STEP_TOKENS`.
+        k: keys (b, t, kv_heads, head_dim) before rotation.
+        v: values, of the same shape as the keys.
+        cache: the cache of one layer, and where the new tokens go.
+        cos: of the new positions, without any columns too; see `Ops.rotate`.
+        sin: of the same shape.
+        rule: what happens to the scores.
+        interleaved: the pairs to rotate are neighbours; see `halved`.
+
+    Returns:
+        (b, t, heads, head_dim) in the dtype of q.
+    """
     if interleaved:
         q, k = (halved(x.transpose(1, 2), 2 * cos.shape[-1]).transpose(1, 2) for x in (q, k))
     q, k = (rotate(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
-    write_cache(store, slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
+    write_cache(cache.store, cache.slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
     outputs = []
-    for row, length in enumerate(lengths.tolist()):
-        held = _read(store, _slots(tables[row], length + q.shape[1]))
-        keys, values = (x.float() for x in held)
+    for row, length in enumerate(cache.lengths.tolist()):
+        slots = _slots(cache.tables[row], length + q.shape[1])
+        keys, values = (x.float() for x in read_cache(cache.store, slots))
         outputs.append(_attention(q[row].float(), keys, values, rule))
     return torch.stack(outputs).to(q.dtype)
 
@@ -115,10 +133,10 @@ def _attention(
         mask = rule.visible(queries, torch.arange(positions, device=q.device))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     if rule.is_fused:
-        found = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=mask, scale=rule.scale, enable_gqa=True
         )
-        return found[0].transpose(0, 1)
+        return attended[0].transpose(0, 1)
     k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
     return (rule.weights(q @ k.mT, mask) @ v).transpose(0, 1)
 
@@ -129,7 +147,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("ij,tujp->tuip", hadamard(UNIT // 2, x.device), units).reshape(x.shape)
 
 
-@kept
+@device_cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """Return the Hadamard matrix in natural order, fp32 (size, size); `size` a power of two."""
     return sent(_hadamard(size), device)

@@ -117,8 +117,8 @@ class CoupledRowDescent(RowDescent):
         width = change.shape[1]
         for attempt in range(1, RETRIES + 3):
             pushed = _block_product(change, output)
-            own = pushed.narrow(1, index * width, width)
-            rise = torch.add(slope, own, alpha=curvature / 2).mul_(change).sum(dim=1, keepdim=True)
+            part = pushed.narrow(1, index * width, width)
+            rise = torch.add(slope, part, alpha=curvature / 2).mul_(change).sum(dim=1, keepdim=True)
             if float(rise.max()) <= 0:
                 break
             gain = -change * (curvature * change * diagonal + 2 * slope)

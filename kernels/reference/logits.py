@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from exl2flow.kernels.interface.sampler_ops import STRONGEST, SamplerState, SamplerSteps
+from exl2flow.kernels.interface.sampling import STRONGEST, SamplerState, SamplerSteps
 
 Numbers = dict[str, torch.Tensor]  # settings by column, (n, 1) each
 
@@ -44,8 +44,8 @@ def mixed(logits: torch.Tensor, partner: torch.Tensor, scale: torch.Tensor) -> t
     is_paired = (partner != torch.arange(len(logits), device=logits.device))[:, None]
     share = torch.where(is_paired, scale, 1)
     norm = (norm * share + norm[partner] * (1 - share)) * is_paired
-    own, other = share.float(), (1 - share).float()
-    return (logits * own).add_(logits[partner] * other).sub_(norm.float())
+    mixed_in = logits[partner] * (1 - share).float()
+    return (logits * share.float()).add_(mixed_in).sub_(norm.float())
 
 
 def penalize(logits: torch.Tensor, state: SamplerState, numbers: Numbers) -> None:
@@ -63,10 +63,10 @@ def penalize(logits: torch.Tensor, state: SamplerState, numbers: Numbers) -> Non
     newest = zeros[0].scatter_reduce_(1, ids, steps, "amax").gather(1, ids) / unit
     every = zeros[1].scatter_add_(1, ids, steps).gather(1, ids) / unit
     factor = (numbers["repetition_penalty"] - 1) * newest + 1
-    found = logits.gather(1, ids).double()
-    found = torch.where(found > 0, found / factor, found * factor)
-    found = found - numbers["presence_penalty"] * newest - numbers["frequency_penalty"] * every
-    logits.scatter_(1, ids, found.clamp_max_(STRONGEST).float())
+    seen = logits.gather(1, ids).double()
+    seen = torch.where(seen > 0, seen / factor, seen * factor)
+    seen = seen - numbers["presence_penalty"] * newest - numbers["frequency_penalty"] * every
+    logits.scatter_(1, ids, seen.clamp_max_(STRONGEST).float())
 
 
 def penalize_repetitions(
@@ -102,8 +102,8 @@ def penalize_repetitions(
     after = ids[:, 1:].long()
     times = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     times = times.scatter_add_(1, after, (lengths == length).int()).gather(1, after)
-    found = logits.gather(1, after) - penalty * torch.minimum(times, numbers["dry_counts"])
-    logits.scatter_(1, after, found.float())
+    penalized = logits.gather(1, after) - penalty * torch.minimum(times, numbers["dry_counts"])
+    logits.scatter_(1, after, penalized.float())
 
 
 def contains(words: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

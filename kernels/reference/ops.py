@@ -1,25 +1,31 @@
-"""The torch implementation of `Ops`: the specification for every kernel.
+"""`Ops`: every operation that quantization and inference need from a device, in torch.
+
+It is the interface, and the specification of every kernel: `CudaOps` overrides what is slow.
 
 fp16 rounding is `.half()` of an exact fp32 product, so every step is the round to nearest even of
 the format's dequantization law (`docs/format.md` section 3), subnormals included.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
 from math import gcd
 
 import torch
 
 from exl2flow.kernels.interface import packed
-from exl2flow.kernels.interface.groups import SCALE_LEVELS, Group
-from exl2flow.kernels.interface.ops import BegunGroups, Ops, Scales, device_table, half_ranges
-from exl2flow.kernels.interface.packed import FusedLinear
+from exl2flow.kernels.interface.groups import (
+    SCALE_LEVELS,
+    BegunGroups,
+    Group,
+    Scales,
+    half_ranges,
+)
+from exl2flow.kernels.interface.packed import FusedLinear, runs_of
 from exl2flow.kernels.reference import cache as torch_cache
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import sampler as torch_sampler
 from exl2flow.kernels.reference import steps as torch_steps
 from exl2flow.kernels.reference.descent import descent_of
-from exl2flow.kernels.streams import kept, sent
+from exl2flow.kernels.streams import device_cache, device_table, sent
 
 GRID_POINTS = 97  # multipliers tried on a group's maximum scale
 GRID_START, GRID_END = 0.70, 1.20
@@ -34,8 +40,11 @@ EPSILON = 1e-12  # keeps an all-zero column's scale positive
 CACHED_ELEMENTS = 1 << 14  # per piece of the grid search, so that it fits in one core's cache
 
 
-class TorchOps:
-    """Vectorized over columns, and over matrices that share a Hessian."""
+class Ops:
+    """The operations of quantization and inference; all tensors of a call lie on one device.
+
+    Vectorized over columns, and over matrices that share a Hessian.
+    """
 
     write_cache = staticmethod(torch_cache.write_cache)
     read_cache = staticmethod(torch_cache.read_cache)
@@ -51,21 +60,57 @@ class TorchOps:
     def multiply(
         self, x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """See `Ops.multiply`."""
-        return packed.multiply(
-            x,
-            products,
-            hidden,
-            norm=self.norm,
-            gated=self.gated,
-            activated=self.activated,
-            product=packed.exact_product,
-        )
+        """Return x Q + bias of packed matrices, summed in fp32; chain several products.
+
+        Args:
+            x: fp16 (rows, k).
+            products: each reads the previous result; up to three matrices each, one
+                result in all but the last.
+            hidden: fp16 (rows, columns), results are added to it; None: zeros.
+
+        Returns:
+            The results of the last product, (rows, columns) each, fp32 if it is `exact`, else
+            fp16; and the last hidden state, or the results once more if there is none.
+        """
+        results = [x]
+        for p in products:
+            x = results[0] if p.norm is None else self.norm(results[0], p.norm)
+            dtype = torch.float32 if p.exact else torch.float16
+            results = [(x.float() @ packed.decode_packed(m).float()).to(dtype) for m in p.matrices]
+            results = [
+                y if m.bias is None else y + m.bias
+                for y, m in zip(results, p.matrices, strict=True)
+            ]
+            if p.activation is not None:
+                first, *up = results
+                results = [
+                    self.gated(first, up[0], p.activation)
+                    if up
+                    else self.activated(first, p.activation)
+                ]
+            if p.after is not None:
+                results = [self.norm(y, p.after) for y in results]
+            if p.multiplier != 1.0:
+                results = [y * p.multiplier for y in results]
+            if p.adds:
+                results = [results[0] if hidden is None else results[0] + hidden]
+                hidden = results[0]
+        return results, results[0] if hidden is None else hidden
 
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.search_grid`; `docs/format.md` section 4 has the formulas."""
+        """Choose scale codes from column ranges, and the best maximum, for several matrices.
+
+        Args:
+            x: fp32 (j, r, n), current rows of each of `j` matrices from the start of a group.
+            groups: one per matrix; rows beyond a group's own are ignored.
+
+        Returns:
+            Scale codes uint8 (j, n) from 0 to 15, and the stored maxima fp16 (j,).
+
+        `docs/format.md` section 4 has the formulas.
+        """
         base = self._column_ranges(x, groups)  # (j, n)
         largest = base.amax(dim=1, keepdim=True)
         levels = (SCALE_LEVELS * (base / largest).sqrt()).round().clamp(1, SCALE_LEVELS)
@@ -77,7 +122,16 @@ class TorchOps:
     def search_columns(
         self, x: torch.Tensor, groups: Sequence[Group], row_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.search_columns`."""
+        """Choose the maximum and every column's scale code by weighted squared error.
+
+        Args:
+            x: as for `search_grid`.
+            groups: as for `search_grid`.
+            row_weights: fp32 (r,), weight of each row's squared error.
+
+        Returns:
+            As `search_grid`.
+        """
         base = self._column_ranges(x, groups)  # (j, n)
         multiples = search_multiples(x.device)
         maxima = (base.amax(dim=1, keepdim=True) * multiples).half()  # (j, MAXIMA)
@@ -97,7 +151,15 @@ class TorchOps:
         half_range: torch.Tensor,
         row_weights: torch.Tensor | None = None,
     ) -> None:
-        """See `Ops.begin_groups`."""
+        """Choose the scales of the groups that begin at a row, for matrices side by side.
+
+        Args:
+            rows: fp32 (r, m), current rows from there on, r rows in the longest group.
+            members: index of each matrix, of `j`, that has a group → the group.
+            scales: of this one panel; overwritten for the members.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column; overwritten for the members.
+            row_weights: fp32 (r,), for `search_columns`; None: use `search_grid`.
+        """
         _, j, n = scales.codes.shape
         groups, places = list(members.values()), device_table(tuple(members), rows.device)
         x = rows.view(-1, j, n).transpose(0, 1)[places]
@@ -163,7 +225,19 @@ class TorchOps:
         half_range: torch.Tensor,
         output: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.round_panel`."""
+        """Round a panel's rows in order, and feed each row's error to the rows below it.
+
+        Args:
+            rows: fp32 (p, m), overwritten; p is at most `PANEL_ROWS`.
+            upper: fp32 (p, p), the panel's diagonal block of the upper factor of H⁻¹.
+            scales: fp32 (m,), decoder scale of each column.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column.
+            output: fp32 (blocks, b, b) with blocks · b = m, metric in which a row's error is
+                minimized; None: the columns are independent.
+
+        Returns:
+            Codes uint8 (p, m), and errors over the factor's diagonal fp32 (p, m).
+        """
         row = descent_of(scales, half_range, output)
         rows = row.ordered(rows)
         divisors = torch.where(row.scales > 0, row.scales, torch.inf)  # scale 0: the zero point
@@ -186,15 +260,27 @@ class TorchOps:
         half_range: torch.Tensor,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Ops.descend_panel`."""
+        """Improve a panel's steps by coordinate descent on tr(O Eᵀ H E), row by row.
+
+        Args:
+            steps: fp32 (p, m), signed codes; overwritten; p is at most `PANEL_ROWS`.
+            gradient: fp32 (p, m), H E O of the panel's rows; overwritten.
+            hessian: fp32 (p, p), the panel's diagonal block of H.
+            scales: fp32 (m,), decoder scale of each column.
+            half_range: fp32 (m,), 2 ** (bits - 1) of each column.
+            output: fp32 (blocks, b, b), O; None: the identity.
+
+        Returns:
+            The change of the panel's values, fp32 (p, m).
+        """
         row = descent_of(scales, half_range, output)
         before, slopes = row.ordered(steps), row.ordered(gradient)
-        found = before.clone()
+        improved = before.clone()
         for r, curvature in enumerate(hessian.diagonal().tolist()):
-            pushed = row.descend(found[r], slopes[r], curvature)
+            pushed = row.descend(improved[r], slopes[r], curvature)
             slopes[r + 1 :].addr_(hessian[r + 1 :, r], pushed)
-        change = torch.sub(found, before).mul_(row.scales)
-        steps.copy_(row.restored(found))
+        change = torch.sub(improved, before).mul_(row.scales)
+        steps.copy_(row.restored(improved))
         return row.restored(change)
 
     def refit_scales(
@@ -206,18 +292,33 @@ class TorchOps:
         scales: Scales,
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Ops.refit_scales`."""
+        """Move scales towards the optimum of tr(O Eᵀ H E) as long as each matrix's share falls.
+
+        Args:
+            steps: fp32 (r, m), signed codes of `j` matrices side by side, from the groups' start.
+            gradient: fp32 (r, m), H E of these rows.
+            hessian: fp32 (r, r), their diagonal block of H.
+            begun: the groups, the longest of r rows.
+            scales: of the r / 32 panels; overwritten.
+            output: fp32 (blocks, b, b), O; None: the identity.
+
+        Returns:
+            The change of the rows' values, fp32 (r, m).
+        """
         return torch_refit.refit_scales(
             self.decode_scales, steps, gradient, hessian, begun, scales, output
         )
 
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-        """See `Ops.pack`; bit `b * i` of a unit's integer begins code `i`."""
+        """Pack codes uint8 (k, n) into words int32 (sum of rows * bits / 32, n).
+
+        Bit `b * i` of a unit's integer begins code `i`.
+        """
         n = codes.shape[1]
         parts = []
-        for bits, start, rows in _runs(groups):
+        for bits, start, stop in runs_of(groups):
             unit, words = _unit(bits)
-            values = codes[start : start + rows].view(-1, unit, n).to(torch.int64)
+            values = codes[start:stop].view(-1, unit, n).to(torch.int64)
             packed = torch.zeros(values.shape[0], words, n, dtype=torch.int64, device=codes.device)
             for i, word, shift, spill in _places(bits):
                 packed[:, word] |= values[:, i] << shift
@@ -228,13 +329,13 @@ class TorchOps:
         return _to_int32(torch.cat(parts))
 
     def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-        """See `Ops.unpack`."""
+        """Invert `pack`: words int32 → codes uint8 (k, n)."""
         n = packed.shape[1]
         parts = []
         word_start = 0
-        for bits, _, rows in _runs(groups):
+        for bits, start, stop in runs_of(groups):
             unit, words = _unit(bits)
-            count = rows * bits // 32
+            count = (stop - start) * bits // 32
             values = packed[word_start : word_start + count].to(torch.int64) & 0xFFFFFFFF
             values = values.view(-1, words, n)
             codes = torch.empty(values.shape[0], unit, n, dtype=torch.uint8, device=packed.device)
@@ -248,26 +349,32 @@ class TorchOps:
         return torch.cat(parts)
 
     def pack_scales(self, codes: torch.Tensor) -> torch.Tensor:
-        """See `Ops.pack_scales`."""
+        """Pack 4-bit scale codes uint8 (g, n) into int32 (g, n / 8), low nibble first."""
         shifts = torch.arange(0, 32, 4, device=codes.device)
         nibbles = codes.to(torch.int64).view(codes.shape[0], -1, 8) << shifts
         return _to_int32(nibbles.sum(dim=2))
 
     def unpack_scales(self, packed: torch.Tensor) -> torch.Tensor:
-        """See `Ops.unpack_scales`."""
+        """Invert `pack_scales`: int32 (g, n / 8) → codes uint8 (g, n)."""
         shifts = torch.arange(0, 32, 4, device=packed.device)
         codes = (packed.to(torch.int64).unsqueeze(2) >> shifts) & 15
         return codes.view(packed.shape[0], -1).to(torch.uint8)
 
     def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-        """See `Ops.decode_scales`: RN16((code + 1)² · RN16(max / 256))."""
+        """Return the scales fp16 (g, n) a decoder uses for codes (g, n) and maxima fp16 (g,).
+
+        They are RN16((code + 1)² · RN16(max / 256)).
+        """
         unit = (max_scales.float() / 256).half().float()
         return ((codes.float() + 1).square() * unit[..., None]).half()
 
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
     ) -> torch.Tensor:
-        """See `Ops.decode`: RN16((code - 2^(bits-1)) · scale)."""
+        """Return the matrix fp16 (k, n) for codes uint8 (k, n) and scales fp16 (g, n).
+
+        Its elements are RN16((code - 2^(bits-1)) · scale).
+        """
         matrix = torch.empty(codes.shape, dtype=torch.float16, device=codes.device)
         for index, group in enumerate(groups):
             rows = slice(group.start, group.start + group.rows)
@@ -278,28 +385,39 @@ class TorchOps:
     def lay_out(
         self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Ops.lay_out`."""
+        """Convert a file's words to `PackedMatrix.codes`; zero columns fill the last tile.
+
+        Args:
+            words: int32 (sum of rows * bits / 32, n).
+            groups: of the result, in whole panels.
+            order: int64 (k,), the file's row for each row, all of 4 bits; None: unchanged.
+        """
         codes = self.unpack(words, groups)  # of one width, so any groups do
         codes = codes if order is None else codes[order]
         return packed.pack_codes(packed.whole_tiles(codes), groups)
 
     def lay_out_scales(self, words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-        """See `Ops.lay_out_scales`."""
+        """Convert codes int32 (g, n / 8) and maxima fp16 (g,) to `PackedMatrix.scales`."""
         return packed.pack_scales(packed.whole_tiles(self.unpack_scales(words)), max_scales)
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
-        """See `Ops.repeat`."""
+        """Run the same work several times.
+
+        Args:
+            work: changes tensors in place; must not wait for the device or copy to it.
+            times: how often.
+        """
         for _ in range(times):
             work()
 
     def prepare(self) -> None:
-        """See `Ops.prepare`: nothing is built here."""
+        """Start to build the largest kernel for generation, which takes seconds, in a thread."""
 
 
-TORCH_OPS: Ops = TorchOps()
+TORCH_OPS = Ops()
 
 
-@kept
+@device_cache
 def search_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of the largest range to try as a maximum, fp32 (MAXIMA,)."""
     return sent(torch.linspace(MAXIMA_START, MAXIMA_END, MAXIMA), device)
@@ -370,13 +488,6 @@ def _grid_cost(
             torch.sum(root, dim=0, out=sums[i])
         cost += (sums * weights[columns]).sum(dim=1)
     return cost
-
-
-def _runs(groups: Sequence[Group]) -> Iterator[tuple[int, int, int]]:
-    """Yield (bits, first row, rows) of consecutive groups of one bit width."""
-    for bits, run in groupby(groups, key=lambda group: group.bits):
-        members = list(run)
-        yield bits, members[0].start, sum(group.rows for group in members)
 
 
 def _unit(bits: int) -> tuple[int, int]:

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS
-from exl2flow.kernels.interface.ops import BegunGroups, Scales
-from exl2flow.kernels.streams import kept, sent
+from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
+from exl2flow.kernels.streams import device_cache, sent
 
 REFIT_MAXIMA = 31  # maxima tried around the current one
 REFIT_SPAN = 0.15  # their reach, relative to it
@@ -55,20 +54,20 @@ def refit_scales(
     for attempt in range(STRENGTHS):
         target = before + wanted * 0.5**attempt
         codes, maxima = nearest_scales(decode, scales.maxima[0], target, curvature.view(j, n))
-        found = decode(codes, maxima).float()
-        change = steps * (found - before).view(-1)  # (r, m)
+        decoded = decode(codes, maxima).float()
+        change = steps * (decoded - before).view(-1)  # (r, m)
         moved = hessian @ times_output(change, output)
         rise = ((moved + 2 * pushed) * change).view(r, j, n).sum(dim=(0, 2))
         taken = is_open & (rise < 0)
         is_open = is_open & ~taken
-        decoded = torch.where((taken & panels)[:, :, None], found, scales.decoded)
-        scales.decoded.copy_(decoded)
+        is_new = (taken & panels)[:, :, None]
+        scales.decoded.copy_(torch.where(is_new, decoded, scales.decoded))
         scales.codes[0] = torch.where(taken[:, None], codes, scales.codes[0])
         scales.maxima[0] = torch.where(taken, maxima, scales.maxima[0])
     return steps * (scales.decoded[0] - before).view(-1)
 
 
-@kept
+@device_cache
 def maxima_multiples(device: torch.device) -> torch.Tensor:
     """Return the multiples of a maximum to try, fp32 (REFIT_MAXIMA,)."""
     return sent(1 + torch.linspace(-REFIT_SPAN, REFIT_SPAN, REFIT_MAXIMA), device)

@@ -9,7 +9,7 @@ import math
 import torch
 from torch.nn.functional import pad
 
-from exl2flow.kernels.interface.sampler_ops import (
+from exl2flow.kernels.interface.sampling import (
     NOT_FINITE,
     SampledTokens,
     SamplerState,
@@ -27,13 +27,23 @@ FRACTION = 53  # bits of a draw
 def sample(
     logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
 ) -> SampledTokens:
-    """See `Ops.sample`."""
-    found, numbers = adjusted(logits, state, steps), state.numbers
+    """Choose an id for each row, and append it to its history.
+
+    Candidates are ordered by falling probability, then rising id, so equal draws give equal
+    tokens on every device. Nothing waits for the device, so the whole can be recorded.
+
+    Args:
+        logits: fp32 (n, width), kept as they are; -infinity excludes an id.
+        state: of n rows; counts, histories and mu of active ones advance.
+        draws: fp64 (n,) in [0, 1).
+        steps: serve the settings of all active rows.
+    """
+    scores, numbers = adjusted(logits, state, steps), state.numbers
     if steps.most == 1:
-        best, ids = found.max(dim=-1)  # the first of equals
+        best, ids = scores.max(dim=-1)  # the first of equals
         sampled = SampledTokens(ids=ids, probabilities=torch.ones_like(draws))
     else:
-        ids, ordered = rank(found, steps.most)
+        ids, ordered = rank(scores, steps.most)
         best = ordered[:, 0]
         weights = weigh(ordered, numbers, steps.rest)
         if steps.rest:
@@ -86,16 +96,16 @@ def weigh(ordered: torch.Tensor, numbers: Numbers, rest: bool) -> torch.Tensor:
     weights = torch.exp(scaled / numbers["temperature"])
     weights = weights.nan_to_num_(nan=1.0)  # rows with NaN only need indices in range
     sums = weights.cumsum(-1)
-    kept = torch.minimum((weights > 0).sum(-1, keepdim=True), numbers["top_k"].long())
-    mass = sums.gather(1, kept - 1)
-    kept = torch.minimum(kept, (sums < numbers["top_p"] * mass).sum(-1, keepdim=True) + 1)
+    prefix = torch.minimum((weights > 0).sum(-1, keepdim=True), numbers["top_k"].long())
+    mass = sums.gather(1, prefix - 1)
+    prefix = torch.minimum(prefix, (sums < numbers["top_p"] * mass).sum(-1, keepdim=True) + 1)
     least = numbers["min_p"]
     if rest:
-        least = torch.maximum(least, numbers["top_a"] / sums.gather(1, kept - 1))
-    kept = torch.minimum(kept, (weights >= least).sum(-1, keepdim=True)).clamp_min_(1)
+        least = torch.maximum(least, numbers["top_a"] / sums.gather(1, prefix - 1))
+    prefix = torch.minimum(prefix, (weights >= least).sum(-1, keepdim=True)).clamp_min_(1)
     if rest:
-        kept = drop_tail(weights, kept, numbers["tfs"])
-    return weights.masked_fill_(places >= kept, 0)
+        prefix = drop_tail(weights, prefix, numbers["tfs"])
+    return weights.masked_fill_(places >= prefix, 0)
 
 
 def reshape(
@@ -187,19 +197,19 @@ def finish(
     )
 
 
-def drop_tail(weights: torch.Tensor, kept: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
-    """Return how many of the first `kept` (n, 1) tokens remain after tail-free sampling.
+def drop_tail(weights: torch.Tensor, prefix: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """Return how many of the first `prefix` (n, 1) tokens remain after tail-free sampling.
 
     d_i = |p_i - 2 p_(i+1) + p_(i+2)|; as many as have a running share of d within the bound, and
     one more. Fewer than three candidates stay.
     """
     if weights.shape[1] < 3:
-        return kept
+        return prefix
     curve = (weights[:, :-2] - 2 * weights[:, 1:-1] + weights[:, 2:]).abs_()
-    within = _places(curve) < kept - 2
+    within = _places(curve) < prefix - 2
     sums = (curve * within).cumsum(-1)
     leading = ((sums <= bound * sums[:, -1:]) & within).sum(-1, keepdim=True)
-    return torch.where((bound < 1) & (kept > 2), leading + 1, kept)
+    return torch.where((bound < 1) & (prefix > 2), leading + 1, prefix)
 
 
 def keep_typical(weights: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,11 @@ import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.norm import NormArgs
-from exl2flow.kernels.interface.ops import device_table
+from exl2flow.kernels.streams import device_table
 
 
 def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
-    """See `Ops.norm`."""
+    """Normalize x (…, d), or (…, heads, t, d) with weights of heads; see `NormArgs`."""
     wide = x.float()
     if by.centered:
         wide = wide - wide.mean(-1, keepdim=True)
@@ -18,17 +18,26 @@ def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `Ops.gated`."""
+    """Return activation(gate) · up, each rounded to their dtype; the activation by name."""
     return ACTIVATIONS[activation](gate) * up
 
 
 def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `Ops.activated`."""
+    """Return activation(x); the activation by name."""
     return ACTIVATIONS[activation](x)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See `Ops.rotate`."""
+    """Rotate pairs (i, i + d/2) of each head's first d dimensions, in fp32.
+
+    Args:
+        x: (b, h, t, head_dim).
+        cos: fp32 (t, d/2) or (b, 1, t, d/2).
+        sin: of the same shape. Without any columns, x is returned as it is.
+
+    Returns:
+        Rotated x, in its shape and dtype.
+    """
     half = cos.shape[-1]
     if not half:
         return x
@@ -36,17 +45,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     first, second = wide[..., :half], wide[..., half:]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     rest = x[..., 2 * half :]
-    found = rotated.to(x.dtype)
-    return torch.cat((found, rest), dim=-1) if rest.shape[-1] else found
+    y = rotated.to(x.dtype)
+    return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
 
 
 def joined(
     a: torch.Tensor, b: torch.Tensor, a_sums: torch.Tensor, b_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.joined`."""
+    """Return attention to two sets of positions from attention to each, and the sums.
+
+    Args:
+        a: what queries (b, h, t, head_dim) find among the first ones.
+        b: among the second ones.
+        a_sums: logarithms of the sums of exp(score), fp32 (b, h, t).
+        b_sums: of the second ones.
+    """
     share = torch.sigmoid(b_sums - a_sums)[..., None]
-    found = torch.lerp(a.float(), b.float(), share).to(a.dtype)
-    return found, torch.logaddexp(a_sums, b_sums)
+    attended = torch.lerp(a.float(), b.float(), share).to(a.dtype)
+    return attended, torch.logaddexp(a_sums, b_sums)
 
 
 def halved(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from exl2flow.kernels import (
     STEP_TOKENS,
     AttentionRule,
     LayerStore,
+    StepCache,
     get_ops,
     halved,
     slots_at,
@@ -147,15 +148,13 @@ class Steps:
         new = (x[:, part].contiguous() for x in (self.q, self.k, self.v))
         angles = (x[:, :, part].contiguous() for x in self.angles)
         given = AttentionRule(**{"scale": self.q.shape[-1] ** -0.5, **rule})
-        return ops.attend_step(
-            *new,
-            self.store,
-            self.tables,
-            self.held + begin,
-            self.slots[:, part].contiguous(),
-            *angles,
-            rule=given,
+        cache = StepCache(
+            store=self.store,
+            tables=self.tables,
+            lengths=self.held + begin,
+            slots=self.slots[:, part].contiguous(),
         )
+        return ops.attend_step(*new, cache, *angles, rule=given)
 
     def expected(self, end: int, **rule: Any) -> torch.Tensor:
         """Return what the first new tokens see of the cache as it is now, all of them in it."""
@@ -334,15 +333,14 @@ def test_neighbours_are_rotated_as_pairs(name: str, half: int, new: int) -> None
     angles = 7 * torch.rand(new, half, device=DEVICE)
     cos, sin = angles.cos(), angles.sin()
     rule = AttentionRule(scale=0.1)
+    caches = [
+        StepCache(store=store, tables=tables, lengths=lengths, slots=slots) for store in stores
+    ]
 
-    found = get_ops(DEVICE).attend_step(
-        q, k, v, stores[0], tables, lengths, slots, cos, sin, rule=rule, interleaved=True
-    )
+    found = get_ops(DEVICE).attend_step(q, k, v, caches[0], cos, sin, rule=rule, interleaved=True)
 
     near = (halved(x.transpose(1, 2), 2 * half).transpose(1, 2) for x in (q, k))
-    expected = get_ops(DEVICE).attend_step(
-        *near, v, stores[1], tables, lengths, slots, cos, sin, rule=rule
-    )
+    expected = get_ops(DEVICE).attend_step(*near, v, caches[1], cos, sin, rule=rule)
     assert torch.equal(found, expected)
     for mine, theirs in zip(*((x.keys, x.values) for x in stores), strict=True):
         assert torch.equal(mine.data[slots], theirs.data[slots])
@@ -357,11 +355,14 @@ def test_what_no_kernel_is_made_for_is_left_to_torch(dtype: torch.dtype, new: in
     lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slots = torch.arange(new, device=DEVICE)[None]
     cos, sin = torch.rand(2, new, 48, device=DEVICE)
+    caches = [
+        StepCache(store=store, tables=tables, lengths=lengths, slots=slots) for store in stores
+    ]
 
     found, expected = (
-        attend(q, k, v, store, tables, lengths, slots, cos, sin, rule=AttentionRule(scale=0.1))
-        for attend, store in zip(
-            (get_ops(DEVICE).attend_step, torch_cache.attend_step), stores, strict=True
+        attend(q, k, v, cache, cos, sin, rule=AttentionRule(scale=0.1))
+        for attend, cache in zip(
+            (get_ops(DEVICE).attend_step, torch_cache.attend_step), caches, strict=True
         )
     )
 

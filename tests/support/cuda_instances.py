@@ -5,10 +5,9 @@ from itertools import product
 from caches import GPU_FORMATS
 
 from exl2flow.kernels.cuda.cache import SET, STEP_TOKENS, TOGETHER_WIDTH, WIDTHS
-from exl2flow.kernels.cuda.compiler import FOLDER
 from exl2flow.kernels.interface.cache_formats import CACHE_FORMATS
-from exl2flow.kernels.plans.batched import ROWS as batched_rows
-from exl2flow.kernels.plans.product import ROWS as product_rows
+from exl2flow.kernels.plans.product import BATCHED_ROWS, ROWS
+from exl2flow.kernels.plans.sources import FOLDER
 
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
@@ -28,6 +27,6 @@ INSTANCES = {
         for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
         if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
-    "product.cu": [f"product<{rows}, {gptq}>" for rows in product_rows for gptq in GPTQ],
-    "batched.cu": [f"batched<{rows}, {gptq}>" for rows in batched_rows for gptq in GPTQ],
+    "product.cu": [f"product<{rows}, {gptq}>" for rows in ROWS for gptq in GPTQ],
+    "batched.cu": [f"batched<{rows}, {gptq}>" for rows in BATCHED_ROWS for gptq in GPTQ],
 }

@@ -127,7 +127,7 @@ class Step:
 def shares_of(case: Case, index: int) -> Iterator[tuple[int, Work, int, list[int]]]:
     """Yield CTA, its work, warp and share of all that have tiles of a stage."""
     stage = case.plan.argument["stages"][index]
-    tables = {tensor.data_ptr(): tensor for tensor in case.plan.kept}
+    tables = {tensor.data_ptr(): tensor for tensor in case.plan.tensors}
     shares = [tables[of["shares"]].tolist() if of["shares"] else [] for of in stage["of"]]
     for block in range(case.plan.ctas):
         work = Work(stage, block)

@@ -9,17 +9,30 @@ import torch
 from exl2flow.core.errors import BackendUnavailable
 from exl2flow.kernels import Ops, get_ops, resolve_device
 
+BEYOND_TORCH: dict[str, str] = {}  # public operations of `CudaOps` alone: name → reason
 
-def test_torch_implementation_is_complete() -> None:
-    functions = inspect.getmembers(Ops, inspect.isfunction)
-    wanted = {name: function for name, function in functions if name[0] != "_"}
 
-    ops = get_ops("cpu")
+def operations(ops: Ops) -> dict[str, inspect.Signature]:
+    """Return the signatures of public operations as callers see them: without self."""
+    functions = inspect.getmembers(ops, inspect.isroutine)
+    return {name: inspect.signature(f) for name, f in functions if not name.startswith("_")}
 
-    assert len(wanted) == 27
-    for name, function in wanted.items():
-        parameters = list(inspect.signature(function).parameters)[1:]  # without self
-        assert list(inspect.signature(getattr(ops, name)).parameters) == parameters
+
+def test_kernels_override_operations_as_they_are_declared() -> None:
+    from exl2flow.kernels.cuda.ops import CUDA_OPS
+
+    declared, overridden = operations(get_ops("cpu")), operations(CUDA_OPS)
+
+    assert len(declared) == 27
+    assert {name: overridden[name] for name in declared} == declared
+    assert overridden.keys() - declared.keys() == BEYOND_TORCH.keys()
+
+
+def test_every_operation_is_described_where_it_is_declared() -> None:
+    for name in operations(get_ops("cpu")):
+        text = inspect.getdoc(getattr(Ops, name))
+        assert text, name
+        assert not text.startswith("See "), name
 
 
 def test_kernels_are_those_of_every_operation() -> None:

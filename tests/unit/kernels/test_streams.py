@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exl2flow.kernels import Threads, run_concurrently
-from exl2flow.kernels.streams import kept, sent
+from exl2flow.kernels.streams import device_cache, sent
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def test_what_is_kept_is_made_once_however_many_ask() -> None:
     made = []
 
-    @kept
+    @device_cache
     def table(number: int) -> torch.Tensor:
         made.append(number)
         time.sleep(0.05)

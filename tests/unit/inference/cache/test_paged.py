@@ -22,7 +22,7 @@ from exl2flow.kernels import (
     LayerStore,
 )
 from exl2flow.kernels.reference.cache import attend_step, read_cache
-from exl2flow.kernels.reference.ops import TorchOps
+from exl2flow.kernels.reference.ops import Ops
 from exl2flow.model import RopeTable, RopeTables
 
 LENGTHS = (5, 300, 1, 7, 4, 260, 40)  # of prompts; several fall into one group
@@ -243,7 +243,7 @@ def test_short_ends_share_steps_and_are_read_as_one_by_one_and_as_whole_prompts(
         return attend_step(q, *others, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchOps, "attend_step", staticmethod(seen))
+        patch.setattr(Ops, "attend_step", staticmethod(seen))
         found = pools[0].read(together)
 
     assert steps == [(1, 1), (2, 3), (2, 8), (1, 1)] * model.spec.num_layers
@@ -300,7 +300,7 @@ def test_a_prompt_reads_only_what_its_own_pass_lacks(
         read.append([*range(slots.start, slots.stop)] if is_run else slots.tolist())
         return read_cache(store, slots)
 
-    monkeypatch.setattr(TorchOps, "read_cache", staticmethod(seen))
+    monkeypatch.setattr(Ops, "read_cache", staticmethod(seen))
     pool, ids, longer = Pool(model, name), random_ids(model, 3), random_ids(model, 65)
 
     pool.read([([0], 0, ids), ([1], 0, ids)])

@@ -1,6 +1,5 @@
 """What a GPU launches to sample: launches are recorded instead of made."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,8 @@ from sampled import PLAIN, slots_of
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels.cuda import sampler as cuda_sampler
-from exl2flow.kernels.cuda.compiler import FOLDER, STRETCH
-from exl2flow.kernels.interface.sampler_ops import COLUMNS, MOST_REPEATED
+from exl2flow.kernels.cuda.compiler import STRETCH
+from exl2flow.kernels.interface.sampling import MOST_REPEATED
 
 VOCABULARY = 40_000
 GREEDY = SamplingSettings.greedy()
@@ -86,22 +85,6 @@ def test_as_many_teams_work_as_are_resident_together(rows: int, teams: int, laun
     sample(PLAIN, rows)
 
     assert launches["choose_all"][0] == (8, teams)
-
-
-def test_the_kernels_read_the_fields_that_are_set() -> None:
-    text = (FOLDER / "sampler.cuh").read_text(encoding="utf-8")
-    body = text.partition("struct Sampler {")[2].partition("};")[0]
-    declared = re.sub(r"//.*", "", body).replace(",", ";").split(";")
-    names = [re.findall(r"\w+", each)[-1] for each in declared if each.strip()]
-
-    assert tuple(names) == cuda_sampler.CALL.names
-
-
-def test_the_kernels_know_the_columns_of_the_settings() -> None:
-    text = (FOLDER / "sampler.cuh").read_text(encoding="utf-8")
-    body = re.sub(r"//.*", "", text.partition("enum Setting {")[2].partition("};")[0])
-
-    assert re.findall(r"\w+", body.lower()) == [*COLUMNS, "columns"]
 
 
 def test_every_repetition_of_the_settings_fits() -> None:

@@ -1,17 +1,24 @@
 """Every CUDA source compiles for the supported devices, without any present."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from struct import unpack_from
 
+import numpy as np
 import pytest
 from cuda_instances import INSTANCES, SOURCES
 from cupy_backends.cuda.libs import nvrtc
 
+from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.cuda import prompts as cuda_prompts
+from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda.cache import RESERVED, _beside
-from exl2flow.kernels.cuda.compiler import OPTIONS, source
+from exl2flow.kernels.cuda.compiler import OPTIONS
 from exl2flow.kernels.interface.cache_formats import Element
+from exl2flow.kernels.plans import batched
+from exl2flow.kernels.plans import product as plans_of_product
+from exl2flow.kernels.plans.sources import source
 
 DEVICES = (80, 86, 89, 90, 120)
 
@@ -59,6 +66,38 @@ def test_an_instance_of_each_source_compiles_for_every_device(file: str) -> None
 def test_every_instance_compiles_for_every_device(file: str) -> None:
     with ThreadPoolExecutor() as threads:
         list(threads.map(partial(compile_without_a_warning, file, INSTANCES[file]), DEVICES))
+
+
+STRUCTS = {
+    "attention.cu": ("Call", cuda_cache.CALL),
+    "batched.cu": ("Chain", batched.CHAIN),
+    "choose.cu": ("Sampler", cuda_sampler.CALL),
+    "decode.cu": ("Work", cuda_prompts.WORK),
+    "product.cu": ("Chain", plans_of_product.CHAIN),
+}
+
+
+def offsets(dtype: np.dtype, before: str = "") -> Iterator[tuple[str, int]]:
+    """Yield the fields of a struct, those of structs in it too, and where they lie in theirs."""
+    assert dtype.fields is not None
+    for name, (field, offset, *_) in dtype.fields.items():
+        yield before + name, offset
+        if field.base.fields is not None:
+            inner = f"{before}{name}{'[0]' * field.ndim}."
+            yield from ((path, offset + at) for path, at in offsets(field.base, inner))
+
+
+@pytest.mark.parametrize("file", STRUCTS)
+def test_structs_are_laid_out_as_the_compiler_does_it(file: str) -> None:
+    name, dtype = STRUCTS[file]
+    wanted = [f"__builtin_offsetof({name}, {path}) == {at}" for path, at in offsets(dtype)]
+    wanted.append(f"sizeof({name}) == {dtype.itemsize}")
+    text = source(file) + "".join(f"static_assert({each});\n" for each in wanted)
+    program = nvrtc.createProgram(text, file, (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, "-arch=sm_90"))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program))
 
 
 def test_no_source_is_left_out() -> None:

@@ -15,11 +15,10 @@ from exl2flow.kernels.plans.batched import (
     LEAST_SLOTS,
     LIST_HEADER,
     MOST_SLOTS,
-    kernel_rows,
     plan_of,
     slot_bytes,
 )
-from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan
+from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan, kernel_rows
 from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
 
 RTX_3060 = (28, 99 << 10)
@@ -64,7 +63,7 @@ def made(name: str) -> tuple[list[FusedLinear], int, tuple[int, int], LaunchPlan
 
 
 def pointed(plan: LaunchPlan, address: int) -> torch.Tensor:
-    return next(tensor for tensor in plan.kept if tensor.data_ptr() == address)
+    return next(tensor for tensor in plan.tensors if tensor.data_ptr() == address)
 
 
 def lists(plan: LaunchPlan, stage: np.void, of: np.void) -> list[list[int]]:
@@ -157,7 +156,7 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
 @every_case
 def test_sums_and_squares_have_places_of_their_own(name: str) -> None:
     products, rows, _, plan = made(name)
-    scratch, held = plan.kept[1], kernel_rows(rows)
+    scratch, held = plan.tensors[1], kernel_rows(rows)
     begin, end = scratch.data_ptr(), scratch.data_ptr() + scratch.nbytes
     for stage, of_stage in zip(plan.argument["stages"], products, strict=False):
         places = [

@@ -163,7 +163,7 @@ def test_warps_have_equal_shares(name: str) -> None:
 @every_case
 def test_sums_of_warps_and_parts_have_places_of_their_own(name: str) -> None:
     case = case_named(name)
-    tables = {tensor.data_ptr(): tensor for tensor in case.plan.kept}
+    tables = {tensor.data_ptr(): tensor for tensor in case.plan.tensors}
     for index, of_stage, stage in stages(case):
         owners = defaultdict(set)
         for step in steps_of(case, index):
@@ -204,7 +204,7 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
 
 
 def pointed(plan: LaunchPlan, address: int) -> torch.Tensor:
-    return next(tensor for tensor in plan.kept if tensor.data_ptr() == address)
+    return next(tensor for tensor in plan.tensors if tensor.data_ptr() == address)
 
 
 def test_a_plan_says_what_matrices_are() -> None:

@@ -13,6 +13,7 @@ from exl2flow.kernels import (
     PAGE_TOKENS,
     AttentionRule,
     LayerStore,
+    StepCache,
     get_ops,
     slots_at,
     slots_of,
@@ -252,10 +253,12 @@ def test_new_tokens_attend_to_all_as_it_is_stored(
         q,
         k,
         v,
-        store,
-        tables,
-        torch.tensor(lengths).int(),
-        slots_at(tables, held),
+        StepCache(
+            store=store,
+            tables=tables,
+            lengths=torch.tensor(lengths).int(),
+            slots=slots_at(tables, held),
+        ),
         cos[:, None],
         sin[:, None],
         rule=AttentionRule(scale=DIM**-0.5, window=window, softcap=softcap),
@@ -287,14 +290,16 @@ def test_tokens_at_once_attend_as_one_by_one(name: str, window: int | None) -> N
     q, (k, v) = torch.randn(2, 8, 3 * HEADS, DIM), torch.randn(2, 2, 8, HEADS, DIM)
     cos, sin = torch.rand(2, 2, 1, 8, DIM // 2)
     slots = slots_at(tables, lengths[:, None] + torch.arange(8))
+    cache = StepCache(store=store, tables=tables, lengths=lengths, slots=slots)
     attend, options = get_ops("cpu").attend_step, {"rule": AttentionRule(scale=0.2, window=window)}
 
-    found = attend(q, k, v, store, tables, lengths, slots, cos, sin, **options)
+    found = attend(q, k, v, cache, cos, sin, **options)
 
     for i in range(8):
         new = (x[:, i : i + 1] for x in (q, k, v))
         angles = (x[:, :, i : i + 1].contiguous() for x in (cos, sin))
-        single = attend(*new, other, tables, lengths + i, slots[:, i : i + 1], *angles, **options)
+        later = replace(cache, store=other, lengths=lengths + i, slots=slots[:, i : i + 1])
+        single = attend(*new, later, *angles, **options)
         # sums of products may be ordered by their shapes
         torch.testing.assert_close(single[:, 0], found[:, i], **near(found[:, i], DIM, 258))
     for mine, theirs in ((store.keys, other.keys), (store.values, other.values)):
@@ -312,10 +317,9 @@ def test_neighbours_are_rotated_as_pairs() -> None:
         q,
         k,
         v,
-        store,
-        tables,
-        torch.zeros(1, dtype=torch.int32),
-        slots,
+        StepCache(
+            store=store, tables=tables, lengths=torch.zeros(1, dtype=torch.int32), slots=slots
+        ),
         cos,
         sin,
         rule=AttentionRule(scale=0.2),
@@ -342,12 +346,12 @@ def test_idle_rows_may_share_a_spare_page() -> None:
     lengths = torch.tensor([300, 0, 0], dtype=torch.int32)
     slots = slots_at(tables, lengths[:, None] + torch.arange(2))
     options = {"rule": AttentionRule(scale=0.1)}
+    cache = StepCache(store=store, tables=tables, lengths=lengths, slots=slots)
 
-    found = get_ops("cpu").attend_step(q, k, v, store, tables, lengths, slots, *plain(q), **options)
+    found = get_ops("cpu").attend_step(q, k, v, cache, *plain(q), **options)
 
-    alone = get_ops("cpu").attend_step(
-        q[:1], k[:1], v[:1], store, tables[:1], lengths[:1], slots[:1], *plain(q), **options
-    )
+    cache = StepCache(store=store, tables=tables[:1], lengths=lengths[:1], slots=slots[:1])
+    alone = get_ops("cpu").attend_step(q[:1], k[:1], v[:1], cache, *plain(q), **options)
     assert torch.equal(found[:1], alone)
     assert found.isfinite().all()
 
@@ -363,10 +367,9 @@ def test_a_soft_cap_bounds_the_scores() -> None:
         q,
         k,
         v,
-        store,
-        tables,
-        torch.zeros(1, dtype=torch.int32),
-        slots,
+        StepCache(
+            store=store, tables=tables, lengths=torch.zeros(1, dtype=torch.int32), slots=slots
+        ),
         *plain(q),
         rule=AttentionRule(scale=1.0, softcap=0.5),
     )
@@ -382,10 +385,9 @@ def test_heads_without_positions_are_stored_as_they_are() -> None:
     lengths = torch.tensor([5, 0], dtype=torch.int32)
     slots = slots_at(tables, lengths[:, None] + torch.arange(3))
     none, rule = torch.zeros(2, 1, 3, 0), AttentionRule(scale=DIM**-0.5)
+    cache = StepCache(store=store, tables=tables, lengths=lengths, slots=slots)
 
-    found = get_ops("cpu").attend_step(
-        q, k, v, store, tables, lengths, slots, none, none, rule=rule
-    )
+    found = get_ops("cpu").attend_step(q, k, v, cache, none, none, rule=rule)
 
     for row, length in enumerate(lengths.tolist()):
         keys, values = get_ops("cpu").read_cache(store, slots_of(tables[row], 0, length + 3))
@@ -404,12 +406,11 @@ def test_sinks_take_a_share_of_the_weights(softcap: float | None) -> None:
         slots_at(tables, torch.arange(9, 11)[None]),
     )
     sinks = torch.linspace(-2, 3, 2 * HEADS)
+    cache = StepCache(store=store, tables=tables, lengths=lengths, slots=slots)
     rule = AttentionRule(scale=DIM**-0.5, softcap=softcap)
 
     def found(rule: AttentionRule) -> torch.Tensor:
-        return get_ops("cpu").attend_step(
-            q, k, v, store, tables, lengths, slots, *plain(q), rule=rule
-        )[0]
+        return get_ops("cpu").attend_step(q, k, v, cache, *plain(q), rule=rule)[0]
 
     without, result = found(rule), found(replace(rule, sinks=sinks))
 

@@ -1,7 +1,6 @@
-"""The sampling operation of `Ops`: from logits to tokens."""
+"""What a call of `Ops.sample` takes and returns."""
 
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 import torch
 
@@ -92,23 +91,3 @@ class SampledTokens:
     probabilities: torch.Tensor | None = None
     top_ids: torch.Tensor | None = None
     top_probabilities: torch.Tensor | None = None
-
-
-class SamplerOps(Protocol):
-    """Choosing tokens; `docs/concepts/decoding.md` has the order of the steps."""
-
-    def sample(
-        self, logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
-    ) -> SampledTokens:
-        """Choose an id for each row, and append it to its history.
-
-        Candidates are ordered by falling probability, then rising id, so equal draws give equal
-        tokens on every device. Nothing waits for the device, so the whole can be recorded.
-
-        Args:
-            logits: fp32 (n, width), kept as they are; -infinity excludes an id.
-            state: of n rows; counts, histories and mu of active ones advance.
-            draws: fp64 (n,) in [0, 1).
-            steps: serve the settings of all active rows.
-        """
-        ...
