@@ -71,8 +71,8 @@ def convert(
     """Convert a Hugging Face model into an EXL2 model.
 
     Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; some options add
-    compose before tokenize, supplement after measure, tune after quantize. Each resumes where it
-    stopped and is kept in the work root.
+    compose before tokenize, tune after quantize. Each resumes where it stopped and is kept in the
+    work root.
     """
     config = build(source, out, values)
     with flow_server(wanted=not (no_prefect or dry_run)) as server:

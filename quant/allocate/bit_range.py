@@ -8,14 +8,19 @@ from typing import Self
 from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import ModelSpec, ProjectionSpec
-from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
+from exl2flow.quant.allocate.budget import (
+    check_measured,
+    decoder_numel,
+    read_candidates,
+    total_target,
+)
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.measure.candidates import (
     HEAD_OPTIONS,
     HEAD_PARAMS,
     PROJECTION_OPTIONS,
-    SUPPLEMENT_OPTIONS,
     candidates_for,
+    is_allowed,
 )
 from exl2flow.quant.measure.measurement import (
     Candidate,
@@ -23,7 +28,6 @@ from exl2flow.quant.measure.measurement import (
     projection_bits,
     read_measurement,
 )
-from exl2flow.quant.supplement.stage import is_allowed, read_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +49,9 @@ class BitRange:
             measured = read_candidates(config, spec, config.measurement).decoder
             bits = [[result.total_bits for result in results] for results in measured.values()]
         else:
+            prefer = config.allocate.prefer
             bits = [
-                [candidate_bits(projections, c) for c in candidates if is_allowed(config, c)]
+                [candidate_bits(projections, c) for c in candidates if is_allowed(prefer, c)]
                 for projections, candidates in _slots(config, spec)
             ]
         fixed = config.fixed_head_bits
@@ -110,12 +115,8 @@ def _slots(
             (part.projections, candidates_for(part)) for s in spec.sublayers for part in s.parts
         )
         return
-    options = (
-        *PROJECTION_OPTIONS,
-        *(SUPPLEMENT_OPTIONS if config.allocate.prefer == "speed" else ()),
-    )
     for projection in (p for s in spec.sublayers for p in s.projections):
-        yield (projection,), [{projection.name: params} for params in options]
+        yield (projection,), [{projection.name: params} for params in PROJECTION_OPTIONS]
 
 
 def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:

@@ -6,7 +6,7 @@ Costs of matrices are summed as if they were independent; `stage.py` corrects fo
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
@@ -17,11 +17,12 @@ from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
 from exl2flow.quant.allocate.layout import Choice, carried_bytes, output_bytes
-from exl2flow.quant.measure.candidates import HEAD_PARAMS
+from exl2flow.quant.measure.candidates import FAST_GROUP, HEAD_PARAMS, is_allowed
 from exl2flow.quant.measure.measurement import (
     CandidateResult,
     Measurement,
     Slots,
+    read_measurement,
     slot_projections,
 )
 
@@ -168,6 +169,26 @@ def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) 
             "further rounds of allocation need costs in nats; use `--sensitivity fisher` and a "
             "measurement made with it, or another `--quality`"
         )
+
+
+def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Measurement:
+    """Read a measurement, without the candidates that the preference excludes.
+
+    Raises:
+        ConfigError: it is not a measurement of the model; or speed is preferred, and a slot has no
+            candidate with all its groups of `FAST_GROUP` rows.
+    """
+    measurement = read_measurement(path, spec)
+    decoder = {
+        name: [result for result in results if is_allowed(config.allocate.prefer, result.params)]
+        for name, results in measurement.decoder.items()
+    }
+    if lacking := [name for name, results in decoder.items() if not results]:
+        raise ConfigError(
+            f"`{path}`: `{lacking[0]}` lists no candidates in groups of {FAST_GROUP} rows; leave "
+            "out `--prefer speed` or `--measurement`"
+        )
+    return replace(measurement, decoder=decoder)
 
 
 def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:

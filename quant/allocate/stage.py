@@ -22,6 +22,7 @@ from exl2flow.quant.allocate.budget import (
     allot,
     check_measured,
     projection_params,
+    read_candidates,
     stored_bits,
     total_nats,
 )
@@ -34,7 +35,6 @@ from exl2flow.quant.measure.measurement import (
     Measurement,
     projection_bits,
 )
-from exl2flow.quant.supplement.stage import read_candidates
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -54,7 +54,7 @@ def allocate(run: StageRun) -> None:
     total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
-    measurement = read_candidates(config, spec, path, run.inputs.get("supplement"))
+    measurement = read_candidates(config, spec, path)
     allotted = allot(config, spec, measurement)
     tried: list[dict[str, object]] = []
     if rounds:
@@ -230,7 +230,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 ALLOCATE = Stage(
     name="allocate",
     schema=3,
-    inputs=("tokenize", "sensitivity", "measure", "supplement"),
+    inputs=("tokenize", "sensitivity", "measure"),
     options=_options,
     run=allocate,
     files=lambda config: filter(None, [config.measurement]),

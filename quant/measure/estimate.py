@@ -57,12 +57,10 @@ class Estimating(SourceWalk):
         folder: StageFolder,
         factors: FactorFiles,
         options: RoundingOptions,
-        candidates: Sequence[QuantParams] = PROJECTION_OPTIONS,
     ) -> None:
         self.folder = folder
         self.factors = factors
         self.options = options
-        self.candidates = candidates
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -84,7 +82,7 @@ class Estimating(SourceWalk):
                 Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
                 for spec in specs
             ]
-            return estimated(projections, self.candidates, self.options)
+            return estimated(projections, PROJECTION_OPTIONS, self.options)
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
         results: dict[str, list[CandidateResult]] = {}
@@ -283,11 +281,7 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
         sha256 = write_json(folder.path / HEAD_FILE, _content(found))
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
-    return read_slots(folder, [*map(work.file, model.spec.sublayers), HEAD_FILE])
-
-
-def read_slots(folder: StageFolder, files: Iterable[str]) -> dict[str, object]:
-    """Return projection key → entries from files of a walk."""
+    files = [*map(work.file, model.spec.sublayers), HEAD_FILE]
     return {key: value for name in files for key, value in read_entries(folder.path / name).items()}
 
 

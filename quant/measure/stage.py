@@ -20,7 +20,7 @@ from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import DenseLinear, ModelSpec, Sublayer, SublayerPart, SublayerSpec
+from exl2flow.model import DenseLinear, Sublayer, SublayerPart, SublayerSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.estimate import estimate_options, estimate_slots
@@ -244,14 +244,9 @@ def measure(run: StageRun) -> None:
         entries = {}
         for sublayer in model.spec.sublayers:
             entries |= slot_entries(sublayer, run.folder.path / work.file(sublayer))
-    write_measurement(run, model.spec, entries)
-
-
-def write_measurement(run: StageRun, spec: ModelSpec, entries: Mapping[str, object]) -> None:
-    """Write `measurement.json` with the entries of all slots into the stage folder."""
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
-        "last_module_idx": len(spec.sublayers) + 2,  # embedding, sublayers, norm, head
+        "last_module_idx": len(model.spec.sublayers) + 2,  # embedding, sublayers, norm, head
         "exl2flow": {
             "fingerprint": run.folder.manifest.fingerprint,
             "versions": versions(),
@@ -272,7 +267,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=7,
+    schema=8,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,
