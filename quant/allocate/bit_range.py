@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.quant.allocate.budget import (
+    bitrate_unreachable,
     check_measured,
     decoder_numel,
     read_candidates,
+    size_unreachable,
     total_target,
 )
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
@@ -84,26 +85,12 @@ class BitRange:
         low, high = self.bpw
         if config.bpw is not None:
             if config.bpw < low:
-                raise BudgetUnreachable(
-                    f"{config.bpw:g} bits per weight are out of reach: this model's candidates "
-                    f"span {low:.3f} to {high:.3f}; raise `--bpw`" + _way_out(config)
-                )
+                raise bitrate_unreachable(config.bpw, low, high, config.allocate)
             return int((self.numel * min(config.bpw, high) + self.head[0]) / 8)
         target, (least, most) = total_target(config, spec), self.output_bytes
         if target < least:
-            raise BudgetUnreachable(
-                f"a total of {target:,} bytes is out of reach: the smallest output has about "
-                f"{least:,}; raise the target" + _way_out(config)
-            )
+            raise size_unreachable(target, least, config.allocate)
         return min(target, most) - self.plain
-
-
-def _way_out(config: ConversionConfig) -> str:
-    """Return what else helps if the preference is why a target is out of reach."""
-    if config.allocate.prefer == "quality":
-        return ""
-    given = ", or `--measurement`, so that 2 bits are measured in groups of 128 rows"
-    return " or leave out `--prefer speed`" + given * (config.measurement is not None)
 
 
 def _slots(
@@ -125,9 +112,5 @@ def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: it lacks costs in nats or the head, or belongs to another model.
     """
-    in_nats = with_head = config.sensitivity.kind == "fisher"
-    if config.measurement is not None:
-        given = read_measurement(config.measurement, spec)
-        costs = [result.nats for results in given.decoder.values() for result in results]
-        in_nats, with_head = in_nats and None not in costs, bool(given.head)
-    check_measured(config, in_nats=in_nats, with_head=with_head)
+    given = config.measurement
+    check_measured(config, None if given is None else read_measurement(given, spec))

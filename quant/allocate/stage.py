@@ -12,9 +12,10 @@ import torch
 
 from exl2flow.core.options.config import TARGETS, ConversionConfig
 from exl2flow.core.store.files import digest, read_json, write_json
-from exl2flow.core.store.stage import NATS, Stage, StageRun
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, SublayerSpec, resolve
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
@@ -23,7 +24,7 @@ from exl2flow.quant.allocate.budget import (
     check_measured,
     projection_params,
     read_candidates,
-    stored_bits,
+    total_bits,
     total_nats,
 )
 from exl2flow.quant.allocate.layout import Choice
@@ -79,11 +80,7 @@ def improve(
         ConfigError: there are no costs in nats to correct.
     """
     config = run.config
-    check_measured(
-        config,
-        in_nats="sensitivity" in run.inputs and first[0].objective == NATS,
-        with_head=bool(measurement.head),
-    )
+    check_measured(config, measurement)
     training, held_out = split_rows(run.inputs["tokenize"], HELD_OUT_ROWS)
     trials = Trials(
         SourceModel.open(config, run.device),
@@ -154,29 +151,25 @@ def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotte
     """
     projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
     budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
-    fitting: list[dict[str, CandidateResult]] = []
-    for params in {r.params[p.name] for p in projections for r in measurement.decoder[p.key]}:
-        alike = {
-            p.key: result
-            for p in projections
-            for result in measurement.decoder[p.key]
-            if result.params[p.name] == params
-        }
-        if len(alike) == len(projections) and sum(map(stored_bits, alike.values())) <= budget:
-            fitting.append(alike)
+    alike: dict[QuantParams, dict[str, CandidateResult]] = {}
+    for p in projections:
+        for result in measurement.decoder[p.key]:
+            alike.setdefault(result.params[p.name], {})[p.key] = result
+    fitting = [
+        (total_nats(results.values()), bits, results)
+        for results in alike.values()
+        if len(results) == len(projections) and (bits := total_bits(results.values())) <= budget
+    ]
     if not fitting:
         return first
-    chosen = min(
-        fitting,
-        key=lambda alike: (total_nats(alike.values()), sum(map(stored_bits, alike.values()))),
-    )
+    _, _, chosen = min(fitting, key=lambda priced: priced[:2])
     choice = {**first[0].choice, **chosen}
     params_by_key = projection_params(spec, choice)
     allocation = replace(
         first[0],
         choice=choice,
         params=params_by_key,
-        used_bits=sum(map(stored_bits, choice.values())),
+        used_bits=total_bits(choice.values()),
         value=total_nats(choice.values()),
         status="uniform",
     )

@@ -20,16 +20,17 @@ from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import DenseLinear, Sublayer, SublayerPart, SublayerSpec
+from exl2flow.model import DenseLinear, Sublayer, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import candidates_for
-from exl2flow.quant.measure.estimate import estimate_options, estimate_slots
+from exl2flow.quant.measure.estimate import estimate_all, estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
     Candidate,
     CandidateResult,
     candidate_bits,
     read_entries,
+    to_entries,
 )
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
@@ -56,7 +57,7 @@ class Measuring(SourceWalk):
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
-        accuracies = [entry["accuracy"] for entry in read_json(path)]
+        accuracies = [e["accuracy"] for entries in read_json(path).values() for e in entries]
         return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
@@ -74,13 +75,12 @@ class Measuring(SourceWalk):
             if item.remedy:
                 self.folder.note(f"{sublayer.spec.name} {capture}: {item.remedy}")
         targets = torch.stack([outputs[row] for row in range(len(states))])
-        results = [
-            result
+        results = {
+            part.name: self._results(sublayer, part, states, targets, factors)
             for part in sublayer.spec.parts
-            for result in self._results(sublayer, part, states, targets, factors)
-        ]
+        }
         states.copy_(targets)
-        return partial(write_json, path, [result.to_json() for result in results])
+        return partial(write_json, path, to_entries(results))
 
     def _results(
         self,
@@ -96,9 +96,9 @@ class Measuring(SourceWalk):
             sublayer, part, candidates, factors, self.options.scale_search
         )
         candidates = undominated(part, candidates, costs)
-        own = dict(sublayer.linears)
+        originals = dict(sublayer.linears)
         errors = _candidate_errors(sublayer, part, states, targets, candidates, rounded)
-        sublayer.linears.update(own)
+        sublayer.linears.update(originals)
         results = [
             CandidateResult(
                 accuracy=max(LEAST_ACCURACY, 1 - error),
@@ -114,15 +114,6 @@ class Measuring(SourceWalk):
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         return results
-
-
-def slot_entries(sublayer: SublayerSpec, path: Path) -> dict[str, object]:
-    """Return slot → entries, from a file that lists those of all parts of a sublayer."""
-    entries = read_entries(path)
-    return {
-        part.name: [entry for entry in entries if part.projections[0].name in entry]
-        for part in sublayer.parts
-    }
 
 
 def _candidate_errors(
@@ -174,7 +165,7 @@ def undominated(
     A candidate is dropped if another one needs no more bits and costs no more in any projection.
     The largest one stays: it bounds the targets that can be reached.
     """
-    seen = [
+    prices = [
         (
             candidate_bits(part.projections, candidate),
             *(costs[name, params] for name, params in candidate.items()),
@@ -182,15 +173,15 @@ def undominated(
         for candidate in candidates
     ]
 
-    most = max(bits for bits, *_ in seen)
+    most = max(bits for bits, *_ in prices)
 
-    def is_dominated(own: tuple[float, ...]) -> bool:
-        return own[0] < most and any(
-            other != own and all(map(operator.le, other, own)) for other in seen
+    def is_dominated(price: tuple[float, ...]) -> bool:
+        return price[0] < most and any(
+            other != price and all(map(operator.le, other, price)) for other in prices
         )
 
-    pairs = zip(candidates, seen, strict=True)
-    return tuple(candidate for candidate, own in pairs if not is_dominated(own))
+    pairs = zip(candidates, prices, strict=True)
+    return tuple(candidate for candidate, price in pairs if not is_dominated(price))
 
 
 def _round_variants(
@@ -234,16 +225,16 @@ def measure(run: StageRun) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     rows = load_rows(run.inputs["tokenize"], "measure")
-    entries: dict[str, object]
     if "sensitivity" in run.inputs:
-        entries = estimate_slots(run, model, rows)
+        files = estimate_all(run, model, rows)
     else:
         run.folder.manifest.total = len(model.spec.sublayers)
         work = Measuring(run.folder, run.config.rounding)
         walk(run, model, rows, work, to_end=False)
-        entries = {}
-        for sublayer in model.spec.sublayers:
-            entries |= slot_entries(sublayer, run.folder.path / work.file(sublayer))
+        files = [work.file(sublayer) for sublayer in model.spec.sublayers]
+    entries: dict[str, object] = {}
+    for file in files:
+        entries |= read_entries(run.folder.path / file)
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
         "last_module_idx": len(model.spec.sublayers) + 2,  # embedding, sublayers, norm, head
