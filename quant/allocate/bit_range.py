@@ -1,12 +1,11 @@
 """The range of targets that the candidates can reach, in bits and in bytes of the output."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.model import ModelSpec, ProjectionSpec
+from exl2flow.model import ModelSpec
 from exl2flow.quant.allocate.budget import (
     bitrate_unreachable,
     check_measured,
@@ -24,7 +23,6 @@ from exl2flow.quant.measure.candidates import (
     is_allowed,
 )
 from exl2flow.quant.measure.measurement import (
-    Candidate,
     candidate_bits,
     projection_bits,
     read_measurement,
@@ -46,15 +44,24 @@ class BitRange:
     @classmethod
     def of(cls, config: ConversionConfig, spec: ModelSpec) -> Self:
         """Sum over all slots; a given measurement decides which candidates there are."""
+        prefer = config.allocate.prefer
         if config.measurement is not None:
             measured = read_candidates(config, spec, config.measurement).decoder
             bits = [[result.total_bits for result in results] for results in measured.values()]
-        else:
-            prefer = config.allocate.prefer
+        elif config.sensitivity.kind == "error":
             bits = [
-                [candidate_bits(projections, c) for c in candidates if is_allowed(prefer, c)]
-                for projections, candidates in _slots(config, spec)
+                [
+                    candidate_bits(part.projections, candidate)
+                    for candidate in candidates_for(part)
+                    if is_allowed(prefer, candidate.values())
+                ]
+                for sublayer in spec.sublayers
+                for part in sublayer.parts
             ]
+        else:
+            allowed = [params for params in PROJECTION_OPTIONS if is_allowed(prefer, [params])]
+            projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
+            bits = [[projection_bits(p, params) for params in allowed] for p in projections]
         fixed = config.fixed_head_bits
         options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
         head = [projection_bits(spec.head, params) for params in options]
@@ -91,19 +98,6 @@ class BitRange:
         if target < least:
             raise size_unreachable(target, least, config.allocate)
         return min(target, most) - self.plain
-
-
-def _slots(
-    config: ConversionConfig, spec: ModelSpec
-) -> Iterator[tuple[Sequence[ProjectionSpec], Sequence[Candidate]]]:
-    """Yield the projections of every slot and the candidates that would be measured."""
-    if config.sensitivity.kind == "error":
-        yield from (
-            (part.projections, candidates_for(part)) for s in spec.sublayers for part in s.parts
-        )
-        return
-    for projection in (p for s in spec.sublayers for p in s.projections):
-        yield (projection,), [{projection.name: params} for params in PROJECTION_OPTIONS]
 
 
 def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:

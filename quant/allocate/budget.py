@@ -204,7 +204,7 @@ def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Me
     """
     measurement = read_measurement(path, spec)
     decoder = {
-        name: [result for result in results if is_allowed(config.allocate.prefer, result.params)]
+        name: [r for r in results if is_allowed(config.allocate.prefer, r.params.values())]
         for name, results in measurement.decoder.items()
     }
     if lacking := [name for name, results in decoder.items() if not results]:

@@ -123,12 +123,12 @@ HEAD_PARAMS: dict[int, QuantParams] = dict(
 )
 
 
-def is_allowed(prefer: Preference, candidate: Candidate) -> bool:
-    """Return whether bit allocation may choose a candidate.
+def is_allowed(prefer: Preference, candidate: Iterable[QuantParams]) -> bool:
+    """Return whether bit allocation may choose these parameters of a slot.
 
     For speed all groups must have `FAST_GROUP` rows; only speed may choose 2 bits in such groups.
     """
-    pairs = single_widths(candidate.values())
+    pairs = single_widths(candidate)
     if prefer == "quality":
         return (2, FAST_GROUP) not in pairs
     return all(size == FAST_GROUP for _, size in pairs)

@@ -66,16 +66,17 @@ class Estimating(SourceWalk):
         """See `SublayerWork`: advance the states unquantized, and try all candidates."""
         hessians, _ = collect_hessians(sublayer, states, move=True)
         factors = self.factors.read(sublayer.spec.index)
+        reading, note = sublayer.spec.reading, self.folder.note
         items = {
-            capture: self.factor(sublayer.spec.reading(capture)[0], hessian, factors)
+            capture: shared_factor(reading(capture)[0], hessian, factors, self.options, note=note)
             for capture, hessian in hessians.items()
         }
 
         def work(capture: str) -> dict[str, list[CandidateResult]]:
-            specs, hessian, item = sublayer.spec.reading(capture), hessians[capture], items[capture]
+            hessian, item = hessians[capture], items[capture]
             projections = [
                 Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
-                for spec in specs
+                for spec in reading(capture)
             ]
             return estimated(projections, PROJECTION_OPTIONS, self.options)
 
@@ -85,12 +86,6 @@ class Estimating(SourceWalk):
             results |= by_key
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
         return partial(write_json, path, to_entries(in_order))
-
-    def factor(
-        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
-    ) -> HessianFactor:
-        """Factor the Hessian of an activation, and record any remedy."""
-        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
 
 
 class Projection:
@@ -280,7 +275,7 @@ def estimate_all(run: StageRun, model: SourceModel, rows: torch.Tensor) -> list[
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
     spec, head = model.spec.head, model.head()
-    factors = work.factors.read("head")[spec.name]
+    factors = work.factors.read("head")
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])
@@ -292,6 +287,6 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
         return torch.tensor(divergence(head, inputs, rounded, inputs), device=matrix.device)
 
     hessian = head_hessian(head, states)
-    item = work.factor(spec, hessian, {spec.name: factors})
-    projection = Projection(spec, head.linear, hessian, item, factors)
+    item = shared_factor(spec, hessian, factors, work.options, note=work.folder.note)
+    projection = Projection(spec, head.linear, hessian, item, factors[spec.name])
     return estimated([projection], HEAD_OPTIONS, work.options, nats)[spec.key]

@@ -38,7 +38,8 @@ from exl2flow.quant.rounding.error_feedback import (
     padded_weight,
     round_matrices,
 )
-from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, factor, mixed
+from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians
+from exl2flow.quant.sensitivity.fisher import shared_factor
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
@@ -63,17 +64,11 @@ class Measuring(SourceWalk):
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then advance the states unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
+        reading, note = sublayer.spec.reading, self.folder.note
         factors = {
-            capture: factor(
-                mixed(hessian, None, 0),
-                damping=self.options.damping,
-                name=f"{sublayer.spec.name}.{capture}",
-            )
+            capture: shared_factor(reading(capture)[0], hessian, {}, self.options, note=note)
             for capture, hessian in hessians.items()
         }
-        for capture, item in factors.items():
-            if item.remedy:
-                self.folder.note(f"{sublayer.spec.name} {capture}: {item.remedy}")
         targets = torch.stack([outputs[row] for row in range(len(states))])
         results = {
             part.name: self._results(sublayer, part, states, targets, factors)

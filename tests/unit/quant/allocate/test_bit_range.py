@@ -45,7 +45,7 @@ def test_what_is_reachable_depends_on_the_slots(kind: str, source: Path) -> None
             [
                 projection_bits(p, params)
                 for params in PROJECTION_OPTIONS
-                if is_allowed("quality", {p.name: params})
+                if is_allowed("quality", [params])
             ]
             for p in decoder_projections(spec)
         ]
