@@ -16,7 +16,7 @@ from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
-from exl2flow.quant.allocate.layout import Choice, carried_bytes, output_bytes
+from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
 from exl2flow.quant.measure.candidates import FAST_GROUP, HEAD_PARAMS, is_allowed
 from exl2flow.quant.measure.measurement import (
     CandidateResult,
@@ -34,7 +34,10 @@ LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The chosen candidate of every slot, under a budget in bits; params: by projection key."""
+    """The chosen candidate of every slot, under a budget in bits.
+
+    params: by key of every projection, including the head, even if its bits are fixed.
+    """
 
     budget_bits: int
     used_bits: int
@@ -65,9 +68,6 @@ class Allocation:
             "worst_rel_err": max(1 - result.accuracy for result in self.choice.values()),
             "choice": {name: result.to_json() for name, result in self.choice.items()},
         }
-
-
-Allotted = tuple[Allocation, Choice]
 
 
 def allocate_bits(
@@ -215,17 +215,20 @@ def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Me
     return replace(measurement, decoder=decoder)
 
 
-def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
+def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allocation:
     """Allocate bits for the target, whichever kind it is."""
     if config.bpw is None:
         return allocate_total(config, spec, measurement)
     assert config.fixed_head_bits is not None
     budget = int(decoder_numel(spec) * config.bpw)
     allocation = allocate_bits(spec, measurement.decoder, budget=budget, options=config.allocate)
-    return allocation, {**allocation.params, spec.head.key: HEAD_PARAMS[config.fixed_head_bits]}
+    head = {spec.head.key: HEAD_PARAMS[config.fixed_head_bits]}
+    return replace(allocation, params={**allocation.params, **head})
 
 
-def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
+def allocate_total(
+    config: ConversionConfig, spec: ModelSpec, measurement: Measurement
+) -> Allocation:
     """Allocate bits so that all output weight files together stay within the target.
 
     Raises:
@@ -243,8 +246,7 @@ def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measu
     least = {
         name: min(results, key=lambda result: result.total_bits) for name, results in slots.items()
     }
-    choice: Choice = projection_params(spec, least) | fixed
-    size = output_bytes(spec, choice, config.shard_size_mb)
+    size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb)
     # headers grow by a few digits at most
     overhead = size * 8 - total_bits(least.values())
     if size > target:
@@ -253,10 +255,10 @@ def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measu
         allocation = allocate_bits(
             spec, slots, budget=target * 8 - overhead, options=config.allocate
         )
-        choice = {**allocation.params, **fixed}
-        excess = output_bytes(spec, choice, config.shard_size_mb) - target
+        allocation = replace(allocation, params={**allocation.params, **fixed})
+        excess = output_bytes(spec, allocation.params, config.shard_size_mb) - target
         if excess <= 0:
-            return allocation, choice
+            return allocation
         overhead += 8 * excess
 
 

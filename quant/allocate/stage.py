@@ -19,7 +19,6 @@ from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
-    Allotted,
     allot,
     check_measured,
     projection_params,
@@ -56,13 +55,12 @@ def allocate(run: StageRun) -> None:
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
     measurement = read_candidates(config, spec, path)
-    allotted = allot(config, spec, measurement)
+    allocation = allot(config, spec, measurement)
     tried: list[dict[str, object]] = []
     if rounds:
-        allotted, tried = improve(run, spec, measurement, allotted)
-    allocation, choice = allotted
+        allocation, tried = improve(run, spec, measurement, allocation)
     log.info("bpw=%.4f objective=%s %s", allocation.bpw, allocation.value, allocation.status)
-    params = {key: value.to_json() for key, value in choice.items()}
+    params = {key: value.to_json() for key, value in allocation.params.items()}
     content = {**allocation.to_json(), "tried": tried, "params": params}
     sha256 = write_json(folder.path / ALLOCATION_FILE, content)
     folder.commit(ALLOCATION_FILE, sha256, cursor=total)
@@ -72,8 +70,8 @@ def allocate(run: StageRun) -> None:
 @tensor_cores()
 @torch.inference_mode()
 def improve(
-    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allotted
-) -> tuple[Allotted, list[dict[str, object]]]:
+    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allocation
+) -> tuple[Allocation, list[dict[str, object]]]:
     """Try allocations end to end, correct the costs, and return the best and all that were tried.
 
     Raises:
@@ -90,7 +88,7 @@ def improve(
     )
     judged = _Judge(run, trials, held_out)
     best, uniform = first, uniform_allocation(spec, measurement, first)
-    verdict = judged({"estimate": first[1], "uniform": uniform[1]})
+    verdict = judged({"estimate": first.params, "uniform": uniform.params})
     tried: list[dict[str, object]] = [
         {"name": name, "kl": kl} for name, kl in verdict.divergences.items()
     ]
@@ -100,10 +98,10 @@ def improve(
     current = first
     for number in range(1, config.allocate.rounds + 1):
         total = verdict.divergences[next(iter(verdict.divergences))]
-        measurement = corrected(spec, measurement, current[0], verdict.without, total)
+        measurement = corrected(spec, measurement, current, verdict.without, total)
         current = allot(config, spec, measurement)
         name = f"corrected {number}"
-        verdict = judged({name: current[1]})
+        verdict = judged({name: current.params})
         tried.append({"name": name, "kl": verdict.divergences[name]})
         log.info("allocation=%s kl=%.5f", name, verdict.divergences[name])
         if verdict.divergences[name] >= least:
@@ -144,13 +142,13 @@ class _Judge:
         return Verdict(**read_json(folder.path / file))
 
 
-def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:
+def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocation) -> Allocation:
     """Return the best allocation with the same parameters for all decoder matrices.
 
     It keeps the head of `first` and uses no more bits; `first` itself if none fits.
     """
     projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
-    budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
+    budget = sum(projection_bits(p, first.params[p.key]) for p in projections)
     alike: dict[QuantParams, dict[str, CandidateResult]] = {}
     for p in projections:
         for result in measurement.decoder[p.key]:
@@ -163,17 +161,15 @@ def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotte
     if not fitting:
         return first
     _, _, chosen = min(fitting, key=lambda priced: priced[:2])
-    choice = {**first[0].choice, **chosen}
-    params_by_key = projection_params(spec, choice)
-    allocation = replace(
-        first[0],
+    choice = {**first.choice, **chosen}
+    return replace(
+        first,
         choice=choice,
-        params=params_by_key,
+        params={**first.params, **projection_params(spec, choice)},
         used_bits=total_bits(choice.values()),
         value=total_nats(choice.values()),
         status="uniform",
     )
-    return allocation, {**first[1], **params_by_key}
 
 
 def corrected(

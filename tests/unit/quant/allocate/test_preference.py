@@ -74,12 +74,12 @@ def test_speed_allows_groups_of_128_and_any_head(
     everything = read_measurement(path, spec)
 
     measurement = read_candidates(config, spec, path)
-    allocation, choice = allot(config, spec, measurement)
+    allocation = allot(config, spec, measurement)
 
     assert measurement.head == everything.head
     assert allocation.used_bits <= allocation.budget_bits
     for p in decoder_projections(spec):
-        assert set(choice[p.key].group_sizes) == {FAST_GROUP}
+        assert set(allocation.params[p.key].group_sizes) == {FAST_GROUP}
         fast = [r for r in everything.decoder[p.key] if "32g" not in str(r.params[p.name])]
         fast = [r for r in fast if "64g" not in str(r.params[p.name])]
         assert measurement.decoder[p.key] == fast
