@@ -3,7 +3,6 @@
 Costs of matrices are summed as if they were independent; `stage.py` corrects for interactions.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ from exl2flow.quant.measure.measurement import (
     read_measurement,
     slot_projections,
 )
-
-log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
 LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer

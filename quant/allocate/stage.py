@@ -87,27 +87,23 @@ def improve(
         training[:: max(1, len(training) // HESSIAN_ROWS)],
     )
     judged = _Judge(run, trials, held_out)
-    best, uniform = first, uniform_allocation(spec, measurement, first)
-    verdict = judged({"estimate": first.params, "uniform": uniform.params})
-    tried: list[dict[str, object]] = [
-        {"name": name, "kl": kl} for name, kl in verdict.divergences.items()
-    ]
-    least = verdict.divergences["estimate"]
-    if verdict.divergences["uniform"] < least:
-        best, least = uniform, verdict.divergences["uniform"]
+    allocations = {"estimate": first, "uniform": uniform_allocation(spec, measurement, first)}
+    verdict = judged({name: each.params for name, each in allocations.items()})
+    divergences = dict(verdict.divergences)
     current = first
     for number in range(1, config.allocate.rounds + 1):
-        total = verdict.divergences[next(iter(verdict.divergences))]
+        total = next(iter(verdict.divergences.values()))
         measurement = corrected(spec, measurement, current, verdict.without, total)
         current = allot(config, spec, measurement)
-        name = f"corrected {number}"
+        name, least = f"corrected {number}", min(divergences.values())
         verdict = judged({name: current.params})
-        tried.append({"name": name, "kl": verdict.divergences[name]})
-        log.info("allocation=%s kl=%.5f", name, verdict.divergences[name])
-        if verdict.divergences[name] >= least:
+        allocations[name] = current
+        divergences |= verdict.divergences
+        log.info("allocation=%s kl=%.5f", name, divergences[name])
+        if divergences[name] >= least:
             break
-        best, least = current, verdict.divergences[name]
-    return best, tried
+    best = min(divergences, key=divergences.__getitem__)
+    return allocations[best], [{"name": name, "kl": kl} for name, kl in divergences.items()]
 
 
 class _Judge:
