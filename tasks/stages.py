@@ -14,13 +14,12 @@ from exl2flow.quant.measure.stage import MEASURE
 from exl2flow.quant.quantize.stage import QUANTIZE
 from exl2flow.quant.refine.stage import REFINE
 from exl2flow.quant.sensitivity.stage import SENSITIVITY
-from exl2flow.quant.supplement.stage import SUPPLEMENT
 from exl2flow.quant.tokenize.stage import TOKENIZE
 from exl2flow.quant.tune.stage import TUNE
 
 __all__ = ["MEASURE_STAGES", "REFINE_STAGES", "STAGES", "run_in_order"]
 
-MEASURE_STAGES: tuple[Stage, ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE, SUPPLEMENT)
+MEASURE_STAGES: tuple[Stage, ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE)
 STAGES: tuple[Stage, ...] = (*MEASURE_STAGES, ALLOCATE, QUANTIZE, TUNE, COMPILE, VALIDATE)
 REFINE_STAGES: tuple[Stage, ...] = (
     COMPOSE,

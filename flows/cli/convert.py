@@ -46,8 +46,8 @@ def convert(
     """Convert a Hugging Face model into an EXL2 model.
 
     Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; some options add
-    compose before tokenize, supplement after measure, tune after quantize. Each resumes where it
-    stopped and is kept in the work root.
+    compose before tokenize, tune after quantize. Each resumes where it stopped and is kept in the
+    work root.
     """
     with flow_server(wanted=not (no_prefect or dry_run)) as server:
         _convert(config, server, restart=restart, dry_run=dry_run, as_json=as_json)

@@ -1,29 +1,32 @@
 """The range of targets that the candidates can reach, in bits and in bytes of the output."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.model import ModelSpec, ProjectionSpec
-from exl2flow.quant.allocate.budget import check_measured, decoder_numel, total_target
+from exl2flow.model import ModelSpec
+from exl2flow.quant.allocate.budget import (
+    bitrate_unreachable,
+    check_measured,
+    decoder_numel,
+    read_candidates,
+    size_unreachable,
+    total_target,
+)
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.measure.candidates import (
     HEAD_OPTIONS,
     HEAD_PARAMS,
     PROJECTION_OPTIONS,
-    SUPPLEMENT_OPTIONS,
     candidates_for,
+    is_allowed,
 )
 from exl2flow.quant.measure.measurement import (
-    Candidate,
     candidate_bits,
     projection_bits,
     read_measurement,
 )
-from exl2flow.quant.supplement.stage import is_allowed, read_candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +44,24 @@ class BitRange:
     @classmethod
     def of(cls, config: ConversionConfig, spec: ModelSpec) -> Self:
         """Sum over all slots; a given measurement decides which candidates there are."""
+        prefer = config.allocate.prefer
         if config.measurement is not None:
             measured = read_candidates(config, spec, config.measurement).decoder
             bits = [[result.total_bits for result in results] for results in measured.values()]
-        else:
+        elif config.sensitivity.kind == "error":
             bits = [
-                [candidate_bits(projections, c) for c in candidates if is_allowed(config, c)]
-                for projections, candidates in _slots(config, spec)
+                [
+                    candidate_bits(part.projections, candidate)
+                    for candidate in candidates_for(part)
+                    if is_allowed(prefer, candidate.values())
+                ]
+                for sublayer in spec.sublayers
+                for part in sublayer.parts
             ]
+        else:
+            allowed = [params for params in PROJECTION_OPTIONS if is_allowed(prefer, [params])]
+            projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
+            bits = [[projection_bits(p, params) for params in allowed] for p in projections]
         fixed = config.fixed_head_bits
         options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
         head = [projection_bits(spec.head, params) for params in options]
@@ -79,43 +92,12 @@ class BitRange:
         low, high = self.bpw
         if config.bpw is not None:
             if config.bpw < low:
-                raise BudgetUnreachable(
-                    f"{config.bpw:g} bits per weight are out of reach: this model's candidates "
-                    f"span {low:.3f} to {high:.3f}; raise `--bpw`" + _way_out(config)
-                )
+                raise bitrate_unreachable(config.bpw, low, high, config.allocate)
             return int((self.numel * min(config.bpw, high) + self.head[0]) / 8)
         target, (least, most) = total_target(config, spec), self.output_bytes
         if target < least:
-            raise BudgetUnreachable(
-                f"a total of {target:,} bytes is out of reach: the smallest output has about "
-                f"{least:,}; raise the target" + _way_out(config)
-            )
+            raise size_unreachable(target, least, config.allocate)
         return min(target, most) - self.plain
-
-
-def _way_out(config: ConversionConfig) -> str:
-    """Return what else helps if the preference is why a target is out of reach."""
-    if config.allocate.prefer == "quality":
-        return ""
-    given = ", or `--measurement`, so that 2 bits are measured in groups of 128 rows"
-    return " or leave out `--prefer speed`" + given * (config.measurement is not None)
-
-
-def _slots(
-    config: ConversionConfig, spec: ModelSpec
-) -> Iterator[tuple[Sequence[ProjectionSpec], Sequence[Candidate]]]:
-    """Yield the projections of every slot and the candidates that would be measured."""
-    if config.sensitivity.kind == "error":
-        yield from (
-            (part.projections, candidates_for(part)) for s in spec.sublayers for part in s.parts
-        )
-        return
-    options = (
-        *PROJECTION_OPTIONS,
-        *(SUPPLEMENT_OPTIONS if config.allocate.prefer == "speed" else ()),
-    )
-    for projection in (p for s in spec.sublayers for p in s.projections):
-        yield (projection,), [{projection.name: params} for params in options]
 
 
 def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
@@ -124,9 +106,5 @@ def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
     Raises:
         ConfigError: it lacks costs in nats or the head, or belongs to another model.
     """
-    in_nats = with_head = config.sensitivity.kind == "fisher"
-    if config.measurement is not None:
-        given = read_measurement(config.measurement, spec)
-        costs = [result.nats for results in given.decoder.values() for result in results]
-        in_nats, with_head = in_nats and None not in costs, bool(given.head)
-    check_measured(config, in_nats=in_nats, with_head=with_head)
+    given = config.measurement
+    check_measured(config, None if given is None else read_measurement(given, spec))

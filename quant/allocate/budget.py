@@ -3,10 +3,9 @@
 Costs of matrices are summed as if they were independent; `stage.py` corrects for interactions.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
@@ -16,16 +15,15 @@ from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.quant.allocate.knapsack import solve
-from exl2flow.quant.allocate.layout import Choice, carried_bytes, output_bytes
-from exl2flow.quant.measure.candidates import HEAD_PARAMS
+from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
+from exl2flow.quant.measure.candidates import FAST_GROUP, HEAD_PARAMS, is_allowed
 from exl2flow.quant.measure.measurement import (
     CandidateResult,
     Measurement,
     Slots,
+    read_measurement,
     slot_projections,
 )
-
-log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
 LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
@@ -33,7 +31,10 @@ LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """The chosen candidate of every slot, under a budget in bits; params: by projection key."""
+    """The chosen candidate of every slot, under a budget in bits.
+
+    params: by key of every projection, including the head, even if its bits are fixed.
+    """
 
     budget_bits: int
     used_bits: int
@@ -66,9 +67,6 @@ class Allocation:
         }
 
 
-Allotted = tuple[Allocation, Choice]
-
-
 def allocate_bits(
     spec: ModelSpec, slots: Slots, *, budget: int, options: AllocateOptions
 ) -> Allocation:
@@ -91,11 +89,7 @@ def allocate_bits(
         solution = solve(bits, cost, budget)
     except BudgetUnreachable as error:
         low, high = (sum(map(extreme, bits)) / numel for extreme in (min, max))
-        raise BudgetUnreachable(
-            f"{budget / numel:.3f} bits per weight are out of reach: this model's candidates span "
-            f"{low:.3f} to {high:.3f}; ask for at least {math.ceil(low * 100) / 100:.2f} "
-            "with `--bpw`"
-        ) from error
+        raise bitrate_unreachable(budget / numel, low, high, options) from error
     choice = {
         name: results[index]
         for (name, results), index in zip(slots.items(), solution.choice, strict=True)
@@ -113,10 +107,37 @@ def allocate_bits(
     )
 
 
+def bitrate_unreachable(
+    bpw: float, low: float, high: float, options: AllocateOptions
+) -> BudgetUnreachable:
+    """Return the error of a bitrate below the range from low to high that candidates reach."""
+    return BudgetUnreachable(
+        f"{bpw:.4g} bits per weight are out of reach: this model's candidates span {low:.3f} to "
+        f"{high:.3f}; ask for at least {math.ceil(low * 100) / 100:.2f} with `--bpw`"
+        + _other_remedy(options)
+    )
+
+
+def size_unreachable(target: int, least: int, options: AllocateOptions) -> BudgetUnreachable:
+    """Return the error of a target in bytes below the smallest output."""
+    return BudgetUnreachable(
+        f"a total of {target:,} bytes is out of reach: the smallest output has about {least:,}; "
+        "raise the target" + _other_remedy(options)
+    )
+
+
+def _other_remedy(options: AllocateOptions) -> str:
+    return " or leave out `--prefer speed`" if options.prefer == "speed" else ""
+
+
 def _objective(slots: Slots, options: AllocateOptions) -> str:
-    if all(result.nats is not None for results in slots.values() for result in results):
+    if _is_in_nats(slots):
         return NATS
     return options.objective + (f" {options.power:g}" if options.objective == "power" else "")
+
+
+def _is_in_nats(slots: Slots) -> bool:
+    return all(result.nats is not None for results in slots.values() for result in results)
 
 
 def _cost(result: CandidateResult, options: AllocateOptions) -> float:
@@ -147,17 +168,18 @@ def read_choice(folder: Path) -> dict[str, QuantParams]:
     return {key: QuantParams.from_json(value) for key, value in params.items()}
 
 
-def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) -> None:
-    """Check that a measurement has everything that this allocation needs.
+def check_measured(config: ConversionConfig, measurement: Measurement | None) -> None:
+    """Check that a measurement has the head and costs in nats if this allocation needs them.
 
-    Args:
-        config: the conversion.
-        in_nats: whether there are Fisher factors and costs measured with them.
-        with_head: whether the head was measured.
+    None is the measurement that this conversion will make.
 
     Raises:
         ConfigError: naming what is missing.
     """
+    in_nats = with_head = config.sensitivity.kind == "fisher"
+    if measurement is not None:
+        in_nats = in_nats and _is_in_nats(measurement.decoder)
+        with_head = bool(measurement.head)
     if config.fixed_head_bits is None and not with_head:
         raise ConfigError(
             "the measurement does not include the head, whose bits are to be chosen; give "
@@ -170,17 +192,40 @@ def check_measured(config: ConversionConfig, *, in_nats: bool, with_head: bool) 
         )
 
 
-def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
+def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Measurement:
+    """Read a measurement, without the candidates that the preference excludes.
+
+    Raises:
+        ConfigError: it is not a measurement of the model; or speed is preferred, and a slot has no
+            candidate with all its groups of `FAST_GROUP` rows.
+    """
+    measurement = read_measurement(path, spec)
+    decoder = {
+        name: [r for r in results if is_allowed(config.allocate.prefer, r.params.values())]
+        for name, results in measurement.decoder.items()
+    }
+    if lacking := [name for name, results in decoder.items() if not results]:
+        raise ConfigError(
+            f"`{path}`: `{lacking[0]}` lists no candidates in groups of {FAST_GROUP} rows; leave "
+            "out `--prefer speed` or `--measurement`"
+        )
+    return replace(measurement, decoder=decoder)
+
+
+def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allocation:
     """Allocate bits for the target, whichever kind it is."""
     if config.bpw is None:
         return allocate_total(config, spec, measurement)
     assert config.fixed_head_bits is not None
     budget = int(decoder_numel(spec) * config.bpw)
     allocation = allocate_bits(spec, measurement.decoder, budget=budget, options=config.allocate)
-    return allocation, {**allocation.params, spec.head.key: HEAD_PARAMS[config.fixed_head_bits]}
+    head = {spec.head.key: HEAD_PARAMS[config.fixed_head_bits]}
+    return replace(allocation, params={**allocation.params, **head})
 
 
-def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allotted:
+def allocate_total(
+    config: ConversionConfig, spec: ModelSpec, measurement: Measurement
+) -> Allocation:
     """Allocate bits so that all output weight files together stay within the target.
 
     Raises:
@@ -192,27 +237,25 @@ def allocate_total(config: ConversionConfig, spec: ModelSpec, measurement: Measu
     if config.fixed_head_bits is not None:
         fixed[spec.head.key] = HEAD_PARAMS[config.fixed_head_bits]
     else:
-        check_measured(config, in_nats=True, with_head=bool(measurement.head))
+        check_measured(config, measurement)
         slots[spec.head.key] = measurement.head
     target = total_target(config, spec)
-    least = {name: min(results, key=stored_bits) for name, results in slots.items()}
-    choice: Choice = projection_params(spec, least) | fixed
-    size = output_bytes(spec, choice, config.shard_size_mb)
-    overhead = size * 8 - sum(
-        map(stored_bits, least.values())
-    )  # headers grow by a few digits at most
+    least = {
+        name: min(results, key=lambda result: result.total_bits) for name, results in slots.items()
+    }
+    size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb)
+    # headers grow by a few digits at most
+    overhead = size * 8 - total_bits(least.values())
     if size > target:
-        raise BudgetUnreachable(
-            f"the smallest output has {size:,} bytes, the target is {target:,}; raise the target"
-        )
+        raise size_unreachable(target, size, config.allocate)
     while True:
         allocation = allocate_bits(
             spec, slots, budget=target * 8 - overhead, options=config.allocate
         )
-        choice = {**allocation.params, **fixed}
-        excess = output_bytes(spec, choice, config.shard_size_mb) - target
+        allocation = replace(allocation, params={**allocation.params, **fixed})
+        excess = output_bytes(spec, allocation.params, config.shard_size_mb) - target
         if excess <= 0:
-            return allocation, choice
+            return allocation
         overhead += 8 * excess
 
 
@@ -225,9 +268,9 @@ def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
     return int(weights * config.bpw_total / 8) + carried_bytes(spec)
 
 
-def stored_bits(result: CandidateResult) -> int:
-    """Return the bits of a candidate."""
-    return result.total_bits
+def total_bits(results: Iterable[CandidateResult]) -> int:
+    """Return the sum of the stored bits."""
+    return sum(result.total_bits for result in results)
 
 
 def total_nats(results: Iterable[CandidateResult]) -> float:

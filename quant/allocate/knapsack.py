@@ -96,7 +96,7 @@ def _within_bound(
     gap = excess[slots, picked].sum() + high * slack
     keep = excess <= gap * (1 + TOLERANCE) + TOLERANCE * np.abs(priced[slots, picked]).max()
     return [
-        [i for i, kept in zip(f, row, strict=False) if kept]
+        [i for i, may_win in zip(f, row, strict=False) if may_win]
         for f, row in zip(fronts, keep, strict=True)
     ]
 

@@ -12,17 +12,18 @@ import torch
 
 from exl2flow.core.options.config import TARGETS, ConversionConfig
 from exl2flow.core.store.files import digest, read_json, write_json
-from exl2flow.core.store.stage import NATS, Stage, StageRun
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, SublayerSpec, resolve
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
-    Allotted,
     allot,
     check_measured,
     projection_params,
-    stored_bits,
+    read_candidates,
+    total_bits,
     total_nats,
 )
 from exl2flow.quant.allocate.layout import Choice
@@ -34,7 +35,6 @@ from exl2flow.quant.measure.measurement import (
     Measurement,
     projection_bits,
 )
-from exl2flow.quant.supplement.stage import read_candidates
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -54,14 +54,13 @@ def allocate(run: StageRun) -> None:
     total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement
     path = given if given is not None else run.inputs["measure"] / MEASUREMENT_FILE
-    measurement = read_candidates(config, spec, path, run.inputs.get("supplement"))
-    allotted = allot(config, spec, measurement)
+    measurement = read_candidates(config, spec, path)
+    allocation = allot(config, spec, measurement)
     tried: list[dict[str, object]] = []
     if rounds:
-        allotted, tried = improve(run, spec, measurement, allotted)
-    allocation, choice = allotted
+        allocation, tried = improve(run, spec, measurement, allocation)
     log.info("bpw=%.4f objective=%s %s", allocation.bpw, allocation.value, allocation.status)
-    params = {key: value.to_json() for key, value in choice.items()}
+    params = {key: value.to_json() for key, value in allocation.params.items()}
     content = {**allocation.to_json(), "tried": tried, "params": params}
     sha256 = write_json(folder.path / ALLOCATION_FILE, content)
     folder.commit(ALLOCATION_FILE, sha256, cursor=total)
@@ -71,19 +70,15 @@ def allocate(run: StageRun) -> None:
 @tensor_cores()
 @torch.inference_mode()
 def improve(
-    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allotted
-) -> tuple[Allotted, list[dict[str, object]]]:
+    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allocation
+) -> tuple[Allocation, list[dict[str, object]]]:
     """Try allocations end to end, correct the costs, and return the best and all that were tried.
 
     Raises:
         ConfigError: there are no costs in nats to correct.
     """
     config = run.config
-    check_measured(
-        config,
-        in_nats="sensitivity" in run.inputs and first[0].objective == NATS,
-        with_head=bool(measurement.head),
-    )
+    check_measured(config, measurement)
     training, held_out = split_rows(run.inputs["tokenize"], HELD_OUT_ROWS)
     trials = Trials(
         SourceModel.open(config, run.device),
@@ -92,27 +87,23 @@ def improve(
         training[:: max(1, len(training) // HESSIAN_ROWS)],
     )
     judged = _Judge(run, trials, held_out)
-    best, uniform = first, uniform_allocation(spec, measurement, first)
-    verdict = judged({"estimate": first[1], "uniform": uniform[1]})
-    tried: list[dict[str, object]] = [
-        {"name": name, "kl": kl} for name, kl in verdict.divergences.items()
-    ]
-    least = verdict.divergences["estimate"]
-    if verdict.divergences["uniform"] < least:
-        best, least = uniform, verdict.divergences["uniform"]
+    allocations = {"estimate": first, "uniform": uniform_allocation(spec, measurement, first)}
+    verdict = judged({name: each.params for name, each in allocations.items()})
+    divergences = dict(verdict.divergences)
     current = first
     for number in range(1, config.allocate.rounds + 1):
-        total = verdict.divergences[next(iter(verdict.divergences))]
-        measurement = corrected(spec, measurement, current[0], verdict.without, total)
+        total = next(iter(verdict.divergences.values()))
+        measurement = corrected(spec, measurement, current, verdict.without, total)
         current = allot(config, spec, measurement)
-        name = f"corrected {number}"
-        verdict = judged({name: current[1]})
-        tried.append({"name": name, "kl": verdict.divergences[name]})
-        log.info("allocation=%s kl=%.5f", name, verdict.divergences[name])
-        if verdict.divergences[name] >= least:
+        name, least = f"corrected {number}", min(divergences.values())
+        verdict = judged({name: current.params})
+        allocations[name] = current
+        divergences |= verdict.divergences
+        log.info("allocation=%s kl=%.5f", name, divergences[name])
+        if divergences[name] >= least:
             break
-        best, least = current, verdict.divergences[name]
-    return best, tried
+    best = min(divergences, key=divergences.__getitem__)
+    return allocations[best], [{"name": name, "kl": kl} for name, kl in divergences.items()]
 
 
 class _Judge:
@@ -147,40 +138,34 @@ class _Judge:
         return Verdict(**read_json(folder.path / file))
 
 
-def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotted) -> Allotted:
+def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocation) -> Allocation:
     """Return the best allocation with the same parameters for all decoder matrices.
 
     It keeps the head of `first` and uses no more bits; `first` itself if none fits.
     """
     projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
-    budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
-    fitting: list[dict[str, CandidateResult]] = []
-    for params in {r.params[p.name] for p in projections for r in measurement.decoder[p.key]}:
-        alike = {
-            p.key: result
-            for p in projections
-            for result in measurement.decoder[p.key]
-            if result.params[p.name] == params
-        }
-        if len(alike) == len(projections) and sum(map(stored_bits, alike.values())) <= budget:
-            fitting.append(alike)
+    budget = sum(projection_bits(p, first.params[p.key]) for p in projections)
+    alike: dict[QuantParams, dict[str, CandidateResult]] = {}
+    for p in projections:
+        for result in measurement.decoder[p.key]:
+            alike.setdefault(result.params[p.name], {})[p.key] = result
+    fitting = [
+        (total_nats(results.values()), bits, results)
+        for results in alike.values()
+        if len(results) == len(projections) and (bits := total_bits(results.values())) <= budget
+    ]
     if not fitting:
         return first
-    chosen = min(
-        fitting,
-        key=lambda alike: (total_nats(alike.values()), sum(map(stored_bits, alike.values()))),
-    )
-    choice = {**first[0].choice, **chosen}
-    params_by_key = projection_params(spec, choice)
-    allocation = replace(
-        first[0],
+    _, _, chosen = min(fitting, key=lambda priced: priced[:2])
+    choice = {**first.choice, **chosen}
+    return replace(
+        first,
         choice=choice,
-        params=params_by_key,
-        used_bits=sum(map(stored_bits, choice.values())),
+        params={**first.params, **projection_params(spec, choice)},
+        used_bits=total_bits(choice.values()),
         value=total_nats(choice.values()),
         status="uniform",
     )
-    return allocation, {**first[1], **params_by_key}
 
 
 def corrected(
@@ -230,7 +215,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 ALLOCATE = Stage(
     name="allocate",
     schema=3,
-    inputs=("tokenize", "sensitivity", "measure", "supplement"),
+    inputs=("tokenize", "sensitivity", "measure"),
     options=_options,
     run=allocate,
     files=lambda config: filter(None, [config.measurement]),

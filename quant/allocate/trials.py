@@ -87,7 +87,7 @@ class Trials:
     ) -> dict[tuple[str, QuantParams], Linear]:
         """Round each distinct matrix that some allocation needs."""
         factors = self.factors.read(sublayer.spec.index)
-        found: dict[tuple[str, QuantParams], Linear] = {}
+        variants: dict[tuple[str, QuantParams], Linear] = {}
         for capture, hessian in hessians.items():
             specs = sublayer.spec.reading(capture)
             item = shared_factor(specs[0], hessian, factors, self.options)
@@ -96,8 +96,8 @@ class Trials:
                 projection = Projection(p, linear, hessian, item, factors[p.name])
                 wanted = dict.fromkeys(choice[p.key] for choice in choices.values())
                 matrices = self._round(projection, linear, tuple(wanted))
-                found |= {(p.name, params): matrix for params, matrix in matrices.items()}
-        return found
+                variants |= {(p.name, params): matrix for params, matrix in matrices.items()}
+        return variants
 
     def _round(
         self, projection: Projection, linear: Linear, wanted: tuple[QuantParams, ...]
@@ -126,12 +126,12 @@ class Trials:
         factors = self.factors.read("head")
         hessian = head_hessian(head, seen)
         item = shared_factor(projection, hessian, factors, self.options)
-        found = Projection(projection, head.linear, hessian, item, factors[projection.name])
-        heads = self._round(found, head.linear, wanted)
+        source = Projection(projection, head.linear, hessian, item, factors[projection.name])
+        heads = self._round(source, head.linear, wanted)
 
-        def compare(found: torch.Tensor, choice: Choice) -> float:
-            own = head.with_linear(heads[choice[projection.key]])
-            return mean_divergence(head, reference, own, found)
+        def compare(final: torch.Tensor, choice: Choice) -> float:
+            rounded = head.with_linear(heads[choice[projection.key]])
+            return mean_divergence(head, reference, rounded, final)
 
         first = next(iter(choices.values()))
         return Verdict(

@@ -4,7 +4,7 @@ Constants count what exists at the worst moment of the code they describe. The s
 with the peaks of models that are mostly hidden states, mostly wide matrices or mostly head.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Self
@@ -16,20 +16,15 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.background import HELPERS
 from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.model import Composition, ModelSpec
-from exl2flow.model.files.exl2 import QuantParams, padded_columns
+from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.allocate.stage import HELD_OUT_ROWS, HESSIAN_ROWS
-from exl2flow.quant.measure.candidates import (
-    PROJECTION_OPTIONS,
-    SUPPLEMENT_OPTIONS,
-    single_widths,
-)
+from exl2flow.quant.measure.candidates import PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.quantize.correction import paired_rows
 from exl2flow.quant.rounding.error_feedback import BATCH_ELEMENTS, gpu_batch_elements
 from exl2flow.quant.sensitivity import stage as sensitivity
 from exl2flow.quant.sensitivity.fisher import factor_bytes
-from exl2flow.quant.supplement.stage import is_needed as needs_supplement
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.divergence import LOGIT_POSITIONS
 from exl2flow.quant.walk.source_model import ROWS_TOGETHER
@@ -126,9 +121,7 @@ class Forecast:
         if self.fisher:
             needs["sensitivity"] = self._sensitivity()
         if config.measurement is None and not self.refines:
-            needs["measure"] = self._measure(PROJECTION_OPTIONS)
-        if not self.refines and needs_supplement(config):
-            needs["supplement"] = self._measure(SUPPLEMENT_OPTIONS)
+            needs["measure"] = self._measure()
         if config.allocate.rounds and not self.refines:
             needs["allocate"] = self._allocate()
         needs["refine" if self.refines else "quantize"] = self._quantize(packed)
@@ -149,12 +142,12 @@ class Forecast:
             **self._on_gpu(work, 3 * self.token * options.rows * tokens),
         )
 
-    def _measure(self, options: Sequence[QuantParams]) -> Need:
+    def _measure(self) -> Need:
         """Outputs of all rows are kept beside their inputs; many candidates are rounded at once.
 
         With Fisher factors each matrix is rounded by itself, and its errors are kept.
         """
-        tokens, widths = self.rows.measure_row_tokens, len(single_widths(options))
+        tokens, widths = self.rows.measure_row_tokens, len(single_widths(PROJECTION_OPTIONS))
         states = self.token * self.rows.measure_rows * tokens
         rounded = self.largest if self.fisher else self.sublayer
         batch = min(max(BATCH_ELEMENTS, self.largest), widths * rounded)
@@ -166,7 +159,7 @@ class Forecast:
         work += self._on_most(tokens, weight=8, square=3 * FLOAT)
         return Need(
             memory_bytes=2 * states + self._working(weights, tokens),
-            kept_bytes=ENTRY * (len(self.projections) + 1) * len(options),
+            kept_bytes=ENTRY * (len(self.projections) + 1) * len(PROJECTION_OPTIONS),
             passing_bytes=STATE_FILES * states,
             **self._on_gpu(work, (2 - self.fisher) * states),
         )

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Stages that do not depend on the target
-SHARED = ("compose", "tokenize", "sensitivity", "measure", "supplement")
+SHARED = ("compose", "tokenize", "sensitivity", "measure")
 
 
 def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:

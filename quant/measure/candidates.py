@@ -8,7 +8,7 @@ options of single projections and of the head are this project's (`docs/concepts
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, pairwise
 
-from exl2flow.core.options.config import HEAD_BITS
+from exl2flow.core.options.config import HEAD_BITS, Preference
 from exl2flow.model import Role, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.measurement import Candidate
@@ -115,21 +115,23 @@ def single_widths(options: Iterable[QuantParams]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(chain.from_iterable(parts)))
 
 
-PROJECTION_OPTIONS = (
-    *_mixes((3, 4, 5, 6, 8), (128,), (0.1, 0.25, 0.5, 0.75)),
-    *_mixes((2, 3, 4, 5, 6, 8), (64, 32), (0.1, 0.25, 0.5, 0.75)),
-)
 FAST_GROUP = 128  # rows that share a scale where speed is preferred
-# What PROJECTION_OPTIONS lacks in such groups; `quant/supplement/stage.py` measures it
-SUPPLEMENT_OPTIONS = tuple(
-    params
-    for params in _mixes((2, 3), (FAST_GROUP,), (0.1, 0.25, 0.5, 0.75))
-    if params not in PROJECTION_OPTIONS
-)
+PROJECTION_OPTIONS = tuple(_mixes((2, 3, 4, 5, 6, 8), (FAST_GROUP, 64, 32), (0.1, 0.25, 0.5, 0.75)))
 HEAD_OPTIONS = tuple(_mixes((3, 4, 5, 6, 8), (128, 64), (0.15, 0.25, 0.5, 0.75)))
 HEAD_PARAMS: dict[int, QuantParams] = dict(
     zip(HEAD_BITS, map(parse_params, HEAD_TABLE.strip().splitlines()), strict=True)
 )
+
+
+def is_allowed(prefer: Preference, candidate: Iterable[QuantParams]) -> bool:
+    """Return whether bit allocation may choose these parameters of a slot.
+
+    For speed all groups must have `FAST_GROUP` rows; only speed may choose 2 bits in such groups.
+    """
+    pairs = single_widths(candidate)
+    if prefer == "quality":
+        return (2, FAST_GROUP) not in pairs
+    return all(size == FAST_GROUP for _, size in pairs)
 
 
 def candidates_for(part: SublayerPart) -> tuple[Candidate, ...]:

@@ -1,8 +1,8 @@
 """Estimate the cost in nats of rounding each projection, from its Fisher factors.
 
-The second kind of measurement: no candidate is run through the model. Every projection, and the
-head, is a slot of its own. Only matrices of a single width are rounded; the cost of a mixed one is
-the sum of its rows' costs in those (`docs/concepts/quality.md`).
+No candidate is run through the model. Every projection, and the head, is a slot. Only matrices of
+a single width are rounded; a mixed one costs the sum of its rows' costs at their widths
+(`docs/concepts/quality.md`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from exl2flow.kernels import run_concurrently
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
-from exl2flow.quant.measure.measurement import CandidateResult, projection_bits, read_entries
+from exl2flow.quant.measure.measurement import CandidateResult, projection_bits, to_entries
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
     RoundingJob,
@@ -52,17 +52,10 @@ REFERENCE = (3, 128)  # bits and group size at which the gain of the output metr
 class Estimating(SourceWalk):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
-    def __init__(
-        self,
-        folder: StageFolder,
-        factors: FactorFiles,
-        options: RoundingOptions,
-        candidates: Sequence[QuantParams] = PROJECTION_OPTIONS,
-    ) -> None:
+    def __init__(self, folder: StageFolder, factors: FactorFiles, options: RoundingOptions) -> None:
         self.folder = folder
         self.factors = factors
         self.options = options
-        self.candidates = candidates
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -73,31 +66,26 @@ class Estimating(SourceWalk):
         """See `SublayerWork`: advance the states unquantized, and try all candidates."""
         hessians, _ = collect_hessians(sublayer, states, move=True)
         factors = self.factors.read(sublayer.spec.index)
+        reading, note = sublayer.spec.reading, self.folder.note
         items = {
-            capture: self.factor(sublayer.spec.reading(capture)[0], hessian, factors)
+            capture: shared_factor(reading(capture)[0], hessian, factors, self.options, note=note)
             for capture, hessian in hessians.items()
         }
 
         def work(capture: str) -> dict[str, list[CandidateResult]]:
-            specs, hessian, item = sublayer.spec.reading(capture), hessians[capture], items[capture]
+            hessian, item = hessians[capture], items[capture]
             projections = [
                 Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
-                for spec in specs
+                for spec in reading(capture)
             ]
-            return estimated(projections, self.candidates, self.options)
+            return estimated(projections, PROJECTION_OPTIONS, self.options)
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
         results: dict[str, list[CandidateResult]] = {}
-        for found in run_concurrently(works, device_of(sublayer)):
-            results |= found
+        for by_key in run_concurrently(works, device_of(sublayer)):
+            results |= by_key
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
-        return partial(write_json, path, _content(in_order))
-
-    def factor(
-        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
-    ) -> HessianFactor:
-        """Factor the Hessian of an activation, and record any remedy."""
-        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
+        return partial(write_json, path, to_entries(in_order))
 
 
 class Projection:
@@ -150,17 +138,17 @@ class Projection:
             norms = [self.factors.output.row_norms(part) for part in matrix.fed_back.readings()]
             shares = torch.cat(norms).clamp(min=0).double()
             shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
-            found = matrix.dequantize()
-            squared = squared_norm(self.hessian, found, less=self.values).clamp(min=0) / size
-            price = self.nats(found) if nats is None else nats(found)
+            rounded = matrix.dequantize()
+            squared = squared_norm(self.hessian, rounded, less=self.values).clamp(min=0) / size
+            price = self.nats(rounded) if nats is None else nats(rounded)
             return torch.stack([price, squared])[:, None].double() * shares
 
         # keep no matrix of a head while the next one is computed
         return torch.stack(list(map(cost, self.rounded(options, search, keep_fed_back=True))))
 
-    def nats(self, found: torch.Tensor) -> torch.Tensor:
+    def nats(self, rounded: torch.Tensor) -> torch.Tensor:
         """Return the estimated cost of a rounded matrix, (k, n)."""
-        return estimated_nats(found, self.factors, less=self.values)
+        return estimated_nats(rounded, self.factors, less=self.values)
 
     def results(
         self,
@@ -178,14 +166,14 @@ class Projection:
         Raises:
             QuantizationError: even the best one is unusable.
         """
-        found = [self._result(params, costs, gain) for params in options]
-        best = 1 - max(result.accuracy for result in found)
+        results = [self._result(params, costs, gain) for params in options]
+        best = 1 - max(result.accuracy for result in results)
         if best > HOPELESS_ERROR:
             raise QuantizationError(
                 f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
-        return found
+        return results
 
     def _result(
         self,
@@ -218,7 +206,7 @@ def estimated(
     rounding: RoundingOptions,
     nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, list[CandidateResult]]:
-    """Return the costs of all candidates of projections that read one activation, by key.
+    """Price all candidates of the projections that read one activation, by projection key.
 
     Args:
         projections: the projections to round.
@@ -234,12 +222,11 @@ def estimated(
     if nats is None and rounding.rounds:
         without = torch.stack([cost[bands.index(REFERENCE), 0].sum() for cost in costs])
         gains = (_with_metric(projections, rounding) / without).clamp(max=1).nan_to_num(nan=1)
-    found = zip(projections, costs, gains.tolist(), strict=True)
     return {
         projection.spec.key: projection.results(
             options, dict(zip(bands, cost.cpu(), strict=True)), gain
         )
-        for projection, cost, gain in found
+        for projection, cost, gain in zip(projections, costs, gains.tolist(), strict=True)
     }
 
 
@@ -264,8 +251,8 @@ def estimate_options(options: RoundingOptions) -> dict[str, object]:
     return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
 
 
-def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dict[str, object]:
-    """Return projection key → entries of `measurement.json`, including the head's.
+def estimate_all(run: StageRun, model: SourceModel, rows: torch.Tensor) -> list[str]:
+    """Measure all projections and the head; return the files that list them, in order.
 
     Args:
         run: the stage `measure`.
@@ -279,22 +266,16 @@ def estimate_slots(run: StageRun, model: SourceModel, rows: torch.Tensor) -> dic
     states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
     if states is not None:
         results = made_to_fit(partial(_head, model, states, work))
-        found = {model.spec.head.key: results}
-        sha256 = write_json(folder.path / HEAD_FILE, _content(found))
+        sha256 = write_json(folder.path / HEAD_FILE, to_entries({model.spec.head.key: results}))
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
-    return read_slots(folder, [*map(work.file, model.spec.sublayers), HEAD_FILE])
-
-
-def read_slots(folder: StageFolder, files: Iterable[str]) -> dict[str, object]:
-    """Return projection key → entries from files of a walk."""
-    return {key: value for name in files for key, value in read_entries(folder.path / name).items()}
+    return [*map(work.file, model.spec.sublayers), HEAD_FILE]
 
 
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
     spec, head = model.spec.head, model.head()
-    factors = work.factors.read("head")[spec.name]
+    factors = work.factors.read("head")
     step = max(1, len(states) // HEAD_ROWS)
     chosen = states[::step][:HEAD_ROWS]
     inputs = torch.cat([head.normed(row[None].to(model.device))[0] for row in chosen])
@@ -302,14 +283,10 @@ def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[Ca
     def nats(matrix: torch.Tensor) -> torch.Tensor:
         columns = len(head.linear.weight)
         weight = matrix.T.to(head.linear.weight.dtype)
-        found = head.with_linear(DenseLinear(weight, head.linear.bias, out_features=columns))
-        return torch.tensor(divergence(head, inputs, found, inputs), device=matrix.device)
+        rounded = head.with_linear(DenseLinear(weight, head.linear.bias, out_features=columns))
+        return torch.tensor(divergence(head, inputs, rounded, inputs), device=matrix.device)
 
     hessian = head_hessian(head, states)
-    item = work.factor(spec, hessian, {spec.name: factors})
-    projection = Projection(spec, head.linear, hessian, item, factors)
+    item = shared_factor(spec, hessian, factors, work.options, note=work.folder.note)
+    projection = Projection(spec, head.linear, hessian, item, factors[spec.name])
     return estimated([projection], HEAD_OPTIONS, work.options, nats)[spec.key]
-
-
-def _content(results: Mapping[str, list[CandidateResult]]) -> dict[str, object]:
-    return {key: [item.to_json() for item in items] for key, items in results.items()}

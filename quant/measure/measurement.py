@@ -53,6 +53,11 @@ class CandidateResult:
         )
 
 
+def to_entries(results: Mapping[str, Sequence[CandidateResult]]) -> dict[str, object]:
+    """Return slot → entries of `measurement.json`."""
+    return {slot: [result.to_json() for result in each] for slot, each in results.items()}
+
+
 @cache
 def _params(text: str) -> QuantParams:
     """Read parameters, the same object for the same text: all slots list the same ones."""
@@ -67,8 +72,8 @@ def read_entries(path: Path) -> Any:
     """
     known: dict[str, dict[str, Any]] = {}
 
-    def shared(found: dict[str, Any]) -> dict[str, Any]:
-        return known.setdefault(repr(found), found) if "bits_prop" in found else found
+    def shared(entry: dict[str, Any]) -> dict[str, Any]:
+        return known.setdefault(repr(entry), entry) if "bits_prop" in entry else entry
 
     return read_json(path, hook=shared)
 

@@ -20,16 +20,17 @@ from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import DenseLinear, ModelSpec, Sublayer, SublayerPart, SublayerSpec
+from exl2flow.model import DenseLinear, Sublayer, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import candidates_for
-from exl2flow.quant.measure.estimate import estimate_options, estimate_slots
+from exl2flow.quant.measure.estimate import estimate_all, estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
     Candidate,
     CandidateResult,
     candidate_bits,
     read_entries,
+    to_entries,
 )
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
@@ -37,7 +38,8 @@ from exl2flow.quant.rounding.error_feedback import (
     padded_weight,
     round_matrices,
 )
-from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, factor, mixed
+from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians
+from exl2flow.quant.sensitivity.fisher import shared_factor
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
@@ -56,31 +58,24 @@ class Measuring(SourceWalk):
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
-        accuracies = [entry["accuracy"] for entry in read_json(path)]
+        accuracies = [e["accuracy"] for entries in read_json(path).values() for e in entries]
         return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then advance the states unquantized."""
         hessians, outputs = collect_hessians(sublayer, states)
+        reading, note = sublayer.spec.reading, self.folder.note
         factors = {
-            capture: factor(
-                mixed(hessian, None, 0),
-                damping=self.options.damping,
-                name=f"{sublayer.spec.name}.{capture}",
-            )
+            capture: shared_factor(reading(capture)[0], hessian, {}, self.options, note=note)
             for capture, hessian in hessians.items()
         }
-        for capture, item in factors.items():
-            if item.remedy:
-                self.folder.note(f"{sublayer.spec.name} {capture}: {item.remedy}")
         targets = torch.stack([outputs[row] for row in range(len(states))])
-        results = [
-            result
+        results = {
+            part.name: self._results(sublayer, part, states, targets, factors)
             for part in sublayer.spec.parts
-            for result in self._results(sublayer, part, states, targets, factors)
-        ]
+        }
         states.copy_(targets)
-        return partial(write_json, path, [result.to_json() for result in results])
+        return partial(write_json, path, to_entries(results))
 
     def _results(
         self,
@@ -96,9 +91,9 @@ class Measuring(SourceWalk):
             sublayer, part, candidates, factors, self.options.scale_search
         )
         candidates = undominated(part, candidates, costs)
-        own = dict(sublayer.linears)
+        originals = dict(sublayer.linears)
         errors = _candidate_errors(sublayer, part, states, targets, candidates, rounded)
-        sublayer.linears.update(own)
+        sublayer.linears.update(originals)
         results = [
             CandidateResult(
                 accuracy=max(LEAST_ACCURACY, 1 - error),
@@ -114,15 +109,6 @@ class Measuring(SourceWalk):
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         return results
-
-
-def slot_entries(sublayer: SublayerSpec, path: Path) -> dict[str, object]:
-    """Return slot → entries, from a file that lists those of all parts of a sublayer."""
-    entries = read_entries(path)
-    return {
-        part.name: [entry for entry in entries if part.projections[0].name in entry]
-        for part in sublayer.parts
-    }
 
 
 def _candidate_errors(
@@ -174,7 +160,7 @@ def undominated(
     A candidate is dropped if another one needs no more bits and costs no more in any projection.
     The largest one stays: it bounds the targets that can be reached.
     """
-    seen = [
+    prices = [
         (
             candidate_bits(part.projections, candidate),
             *(costs[name, params] for name, params in candidate.items()),
@@ -182,15 +168,15 @@ def undominated(
         for candidate in candidates
     ]
 
-    most = max(bits for bits, *_ in seen)
+    most = max(bits for bits, *_ in prices)
 
-    def is_dominated(own: tuple[float, ...]) -> bool:
-        return own[0] < most and any(
-            other != own and all(map(operator.le, other, own)) for other in seen
+    def is_dominated(price: tuple[float, ...]) -> bool:
+        return price[0] < most and any(
+            other != price and all(map(operator.le, other, price)) for other in prices
         )
 
-    pairs = zip(candidates, seen, strict=True)
-    return tuple(candidate for candidate, own in pairs if not is_dominated(own))
+    pairs = zip(candidates, prices, strict=True)
+    return tuple(candidate for candidate, price in pairs if not is_dominated(price))
 
 
 def _round_variants(
@@ -234,24 +220,19 @@ def measure(run: StageRun) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     rows = load_rows(run.inputs["tokenize"], "measure")
-    entries: dict[str, object]
     if "sensitivity" in run.inputs:
-        entries = estimate_slots(run, model, rows)
+        files = estimate_all(run, model, rows)
     else:
         run.folder.manifest.total = len(model.spec.sublayers)
         work = Measuring(run.folder, run.config.rounding)
         walk(run, model, rows, work, to_end=False)
-        entries = {}
-        for sublayer in model.spec.sublayers:
-            entries |= slot_entries(sublayer, run.folder.path / work.file(sublayer))
-    write_measurement(run, model.spec, entries)
-
-
-def write_measurement(run: StageRun, spec: ModelSpec, entries: Mapping[str, object]) -> None:
-    """Write `measurement.json` with the entries of all slots into the stage folder."""
+        files = [work.file(sublayer) for sublayer in model.spec.sublayers]
+    entries: dict[str, object] = {}
+    for file in files:
+        entries |= read_entries(run.folder.path / file)
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
-        "last_module_idx": len(spec.sublayers) + 2,  # embedding, sublayers, norm, head
+        "last_module_idx": len(model.spec.sublayers) + 2,  # embedding, sublayers, norm, head
         "exl2flow": {
             "fingerprint": run.folder.manifest.fingerprint,
             "versions": versions(),
@@ -272,7 +253,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MEASURE = Stage(
     name="measure",
-    schema=7,
+    schema=8,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,

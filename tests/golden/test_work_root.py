@@ -1,31 +1,45 @@
-"""A work root that version 0.1.0 wrote, before its folders were divided, is continued."""
+"""A work root that version 0.1.0 wrote, before its folders were divided, is continued.
+
+`measure` has had another schema since (8): it and what follows begin anew.
+"""
 
 import tarfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from conversions import small_config, snapshot
 from prefect.serializers import JSONSerializer
 
+from exl2flow.core.store.stage import Stage
 from exl2flow.core.store.store import StageRef
 from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.flows.runs.local import run_locally
+from exl2flow.quant.measure.stage import MEASURE
 from exl2flow.tasks.stages import STAGES
 
 # a tiny model, and its work root with the finished stages up to `quantize`
 STORED = Path(__file__).with_name("work_root.tar.xz")
 FINISHED = ("tokenize", "sensitivity", "measure", "allocate", "quantize")
+STAGES_THEN = [replace(stage, schema=7) if stage is MEASURE else stage for stage in STAGES]
 
 
-def test_stages_of_a_stored_work_root_are_finished_and_the_others_follow(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stages", "finished"), [(STAGES, FINISHED[:2]), (STAGES_THEN, FINISHED)], ids=["now", "then"]
+)
+def test_stages_of_a_stored_work_root_are_finished_and_the_others_follow(
+    stages: Sequence[Stage], finished: Sequence[str], tmp_path: Path
+) -> None:
     with tarfile.open(STORED) as archive:
         archive.extractall(tmp_path, filter="data")
     config = small_config(tmp_path / "model", tmp_path / "out", work_root=tmp_path / "work")
-    pipeline = open_pipeline(config, STAGES)
-    assert [name for name in pipeline.stages if pipeline.is_complete(name)] == [*FINISHED]
-    folders = [pipeline.path(name) for name in FINISHED]
+    pipeline = open_pipeline(config, stages)
+    assert [name for name in pipeline.stages if pipeline.is_complete(name)] == [*finished]
+    folders = [pipeline.path(name) for name in finished]
     before = [snapshot(folder) for folder in folders]
 
-    run_locally(config)
+    run_locally(config, stages=stages)
 
     assert [snapshot(folder) for folder in folders] == before
     assert (config.out / "model.safetensors").is_file()

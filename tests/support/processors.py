@@ -60,7 +60,7 @@ LONG = (
     "unit/inference/validate",
     "property/test_sampling.py",
     *(f"unit/quant/allocate/test_{name}.py" for name in ("rounds", "stage", "trials")),
-    *(f"unit/quant/{name}" for name in ("compile", "measure", "quantize", "refine", "supplement")),
+    *(f"unit/quant/{name}" for name in ("compile", "measure", "quantize", "refine")),
     "unit/quant/tune",
     "unit/quant/walk",
     "unit/quant/test_blocks.py",

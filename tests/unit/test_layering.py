@@ -85,7 +85,6 @@ ORDER = {
         "rounding",
         "sensitivity",
         "measure",
-        "supplement",
         "allocate",
         "quantize",
         "tune",

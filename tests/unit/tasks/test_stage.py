@@ -73,29 +73,19 @@ def test_page_of_a_later_run_says_what_changed(pipeline: Pipeline) -> None:
 def test_stages_run_in_the_documented_order() -> None:
     names = [stage.name for stage in STAGES]
 
-    before = ["compose", "tokenize", "sensitivity", "measure", "supplement", "allocate"]
+    before = ["compose", "tokenize", "sensitivity", "measure", "allocate"]
     assert names == [*before, "quantize", "tune", "compile", "validate"]
 
 
 @pytest.mark.parametrize(
     ("values", "left_out"),
     [
-        ({}, ["compose", "supplement", "tune"]),
-        ({"calibration": {"text": "self"}}, ["supplement", "tune"]),
-        ({"quality": "best"}, ["compose", "supplement"]),
-        ({"quality": "exllamav2"}, ["compose", "sensitivity", "supplement", "tune"]),
-        ({"measurement": "measurement.json"}, ["compose", "measure", "supplement", "tune"]),
+        ({}, ["compose", "tune"]),
+        ({"calibration": {"text": "self"}}, ["tune"]),
+        ({"quality": "best"}, ["compose"]),
+        ({"quality": "exllamav2"}, ["compose", "sensitivity", "tune"]),
+        ({"measurement": "measurement.json"}, ["compose", "measure", "tune"]),
         ({**SPEED, "bpw": 3.0}, ["compose", "tune"]),
-        ({**SPEED, "target_bytes": 10**9}, ["compose", "tune"]),
-        ({**SPEED, "bpw": 4.0}, ["compose", "supplement", "tune"]),
-        (
-            {**SPEED, "bpw": 3.0, "quality": "exllamav2"},
-            ["compose", "sensitivity", "supplement", "tune"],
-        ),
-        (
-            {**SPEED, "bpw": 3.0, "measurement": "measurement.json"},
-            ["compose", "measure", "supplement", "tune"],
-        ),
     ],
     ids=str,
 )

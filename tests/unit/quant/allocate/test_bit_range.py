@@ -14,7 +14,7 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.bit_range import BitRange
 from exl2flow.quant.allocate.budget import decoder_numel, total_target
-from exl2flow.quant.measure.candidates import PROJECTION_OPTIONS, candidates_for
+from exl2flow.quant.measure.candidates import PROJECTION_OPTIONS, candidates_for, is_allowed
 from exl2flow.quant.measure.measurement import candidate_bits, projection_bits
 
 
@@ -42,7 +42,11 @@ def test_what_is_reachable_depends_on_the_slots(kind: str, source: Path) -> None
     spec = resolve(source)
     if kind == "fisher":
         bits = [
-            [projection_bits(p, params) for params in PROJECTION_OPTIONS]
+            [
+                projection_bits(p, params)
+                for params in PROJECTION_OPTIONS
+                if is_allowed("quality", [params])
+            ]
             for p in decoder_projections(spec)
         ]
     else:

@@ -22,7 +22,6 @@ from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
-    Allotted,
     allocate_bits,
     decoder_numel,
     read_choice,
@@ -274,9 +273,9 @@ def test_a_sublayer_that_is_held_to_cost_nothing_stays_so(spec: ModelSpec) -> No
         assert found.decoder[p.key] == measurement.decoder[p.key]
 
 
-def allotted(spec: ModelSpec, measurement: Measurement, bpw: float, *, head: int) -> Allotted:
+def allotted(spec: ModelSpec, measurement: Measurement, bpw: float, *, head: int) -> Allocation:
     allocation = allocation_with(spec, measurement, bpw)
-    return allocation, {**allocation.params, spec.head.key: HEAD_PARAMS[head]}
+    return replace(allocation, params={**allocation.params, spec.head.key: HEAD_PARAMS[head]})
 
 
 @pytest.mark.parametrize("bpw", [3.5, 4.2, 5.7])
@@ -285,7 +284,7 @@ def test_the_same_for_all_is_the_cheapest_that_fits(seed: int, bpw: float, spec:
     measurement = measured_in_nats(spec, seed=seed)
     first = allotted(spec, measurement, bpw, head=8)
     slots = decoder_projections(spec)
-    budget = sum(projection_bits(p, first[1][p.key]) for p in slots)
+    budget = sum(projection_bits(p, first.params[p.key]) for p in slots)
     costs = {}
     for params in OPTIONS:
         picked = [
@@ -297,11 +296,12 @@ def test_the_same_for_all_is_the_cheapest_that_fits(seed: int, bpw: float, spec:
         if sum(result.total_bits for result in picked) <= budget:
             costs[params] = sum(result.nats or 0 for result in picked)
 
-    allocation, choice = uniform_allocation(spec, measurement, first)
+    allocation = uniform_allocation(spec, measurement, first)
 
     best = min(costs, key=costs.__getitem__)
     assert 1 < len(costs) < len(OPTIONS)
-    assert choice == {**dict.fromkeys((p.key for p in slots), best), spec.head.key: HEAD_PARAMS[8]}
+    head = {spec.head.key: HEAD_PARAMS[8]}
+    assert allocation.params == {**dict.fromkeys((p.key for p in slots), best), **head}
     assert allocation.value == pytest.approx(costs[best])
 
 
@@ -314,4 +314,4 @@ def test_where_no_uniform_one_fits_the_first_stays(spec: ModelSpec) -> None:
     found = uniform_allocation(spec, measured_in_nats(spec, options=larger), first)
 
     assert found is first
-    assert set(first[0].params.values()) == {smallest}
+    assert {first.params[p.key] for p in projections} == {smallest}

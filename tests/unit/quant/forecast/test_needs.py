@@ -70,10 +70,6 @@ def needs_of(source: Path, **values: object) -> dict[str, Need]:
         ({"quality": "exllamav2"}, ["measure", "quantize"]),
         ({"quality": "fast"}, ["sensitivity", "measure", "quantize"]),
         ({"quality": "best"}, ["sensitivity", "measure", "allocate", "quantize", "tune"]),
-        (
-            {"allocate": {"prefer": "speed"}, "bpw": 3.9},
-            ["sensitivity", "measure", "supplement", "quantize"],
-        ),
     ],
 )
 def test_stages_that_will_run_are_forecast_in_order(

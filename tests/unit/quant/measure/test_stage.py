@@ -28,6 +28,7 @@ from exl2flow.quant.rounding.hessian import (
     collect_hessians,
     factor,
 )
+from exl2flow.quant.sensitivity import fisher as fisher_module
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -211,13 +212,13 @@ def singular(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_remedy_is_recorded_and_the_run_goes_on(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    singular(measure_module, monkeypatch)
+    singular(fisher_module, monkeypatch)
 
     pipeline = run_until(config, "measure")
 
     folder = StageFolder.load(pipeline.path("measure"), pipeline.refs["measure"].fingerprint)
     expected = [
-        f"model.layers.0.{part} {capture}: identity Hessian"
+        f"model.layers.0.{part}.{capture}: identity Hessian"
         for part in ("self_attn", "mlp")
         for capture in ("input", "inner")
     ]

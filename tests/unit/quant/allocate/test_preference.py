@@ -1,7 +1,6 @@
-"""The preference for speed: which groups it allows, and what it measures besides."""
+"""The preference for speed: which groups it allows, and which targets it reaches."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,23 +18,20 @@ from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.page import write_up
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.quant.allocate.bit_range import BitRange
-from exl2flow.quant.allocate.budget import allot, read_choice
+from exl2flow.quant.allocate.budget import allot, read_candidates, read_choice
 from exl2flow.quant.allocate.stage import ALLOCATE
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.measure.candidates import (
     FAST_GROUP,
     PROJECTION_OPTIONS,
-    SUPPLEMENT_OPTIONS,
     parse_params,
 )
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
-from exl2flow.quant.supplement import stage as supplement_module
-from exl2flow.quant.supplement.stage import BELOW, read_candidates
 from exl2flow.tasks.stages import STAGES
 
 SPEED = {"prefer": "speed"}
 SHARED = ("tokenize", "sensitivity", "measure")
-LOW, HIGH = 2.75, BELOW  # bits per weight; only the first has a supplement
+LOW, HIGH = 2.75, 4.0  # bits per weight; only the first needs 2 bits
 
 
 @pytest.fixture(scope="module")
@@ -78,23 +74,33 @@ def test_speed_allows_groups_of_128_and_any_head(
     everything = read_measurement(path, spec)
 
     measurement = read_candidates(config, spec, path)
-    allocation, choice = allot(config, spec, measurement)
+    allocation = allot(config, spec, measurement)
 
     assert measurement.head == everything.head
     assert allocation.used_bits <= allocation.budget_bits
     for p in decoder_projections(spec):
-        assert set(choice[p.key].group_sizes) == {FAST_GROUP}
+        assert set(allocation.params[p.key].group_sizes) == {FAST_GROUP}
         fast = [r for r in everything.decoder[p.key] if "32g" not in str(r.params[p.name])]
         fast = [r for r in fast if "64g" not in str(r.params[p.name])]
         assert measurement.decoder[p.key] == fast
 
 
-def test_by_default_every_candidate_is_allowed(spec: ModelSpec, tmp_path: Path) -> None:
-    path = written_in_nats(tmp_path / "measurement.json", spec)
-    config = config_of(spec, measurement=path, allocate={})
+def test_by_default_all_but_2_bits_in_groups_of_128_are_allowed(
+    allotted: Pipeline,
+) -> None:
+    spec = resolve(allotted.config.source)
+    path = allotted.path("measure") / MEASUREMENT_FILE
+    everything, default = read_measurement(path, spec), read_candidates(allotted.config, spec, path)
 
-    assert config == config_of(spec, measurement=path, allocate={"prefer": "quality"})
-    assert read_candidates(config, spec, path) == read_measurement(path, spec)
+    assert allotted.config.allocate.prefer == "quality"
+    assert default.head == everything.head
+    for p in decoder_projections(spec):
+        left_out = [r.params[p.name] for r in everything.decoder[p.key]]
+        for result in default.decoder[p.key]:
+            left_out.remove(result.params[p.name])
+        assert len(left_out) == 5  # 2 bits alone, and four shares of 3 bits
+        for params in left_out:
+            assert (params.bit_widths[-1], params.group_sizes[-1]) == (2, FAST_GROUP)
 
 
 def test_allocations_from_before_the_preference_stay_valid(spec: ModelSpec) -> None:
@@ -111,9 +117,10 @@ def test_allocations_from_before_the_preference_stay_valid(spec: ModelSpec) -> N
     assert ALLOCATE.options(config_of(spec, bpw=3.0)) == {**options, "prefer": "speed"}
 
 
-def test_switching_measures_nothing_again(allotted: Pipeline) -> None:
+@pytest.mark.parametrize("bpw", [LOW, HIGH])
+def test_switching_measures_nothing_again(bpw: float, allotted: Pipeline) -> None:
     before = [snapshot(allotted.path(name)) for name in SHARED]
-    fast = switched(allotted, allocate=SPEED, bpw=HIGH)
+    fast = switched(allotted, allocate=SPEED, bpw=bpw)
 
     assert list(fast.stages)[:4] == [*SHARED, "allocate"]
     assert all(fast.is_complete(name) for name in SHARED)
@@ -121,56 +128,30 @@ def test_switching_measures_nothing_again(allotted: Pipeline) -> None:
 
     assert group_sizes(fast) == {FAST_GROUP}
     assert before == [snapshot(fast.path(name)) for name in SHARED]
-    assert fast.refs["allocate"] != switched(allotted, bpw=HIGH).refs["allocate"]
-
-
-def test_low_bitrates_measure_2_bits_and_nothing_else(allotted: Pipeline) -> None:
-    fast = switched(allotted, allocate=SPEED)
-
-    assert all(fast.is_complete(name) for name in SHARED)
-    for name in ("supplement", "allocate"):
-        fast.run(name, progress=silent)
-
-    assert group_sizes(fast) == {FAST_GROUP}
+    assert fast.refs["allocate"] != switched(allotted, bpw=bpw).refs["allocate"]
     choice = read_choice(fast.path("allocate")).values()
-    assert any(2 in params.bit_widths for params in choice)
-    found = read_json(fast.path("supplement") / MEASUREMENT_FILE)["measurement"]
-    counts = {len(entries) for entries in found.values() if entries}
-    assert counts == {len(SUPPLEMENT_OPTIONS)}
-    lower = switched(allotted, allocate=SPEED, bpw=LOW - 0.25)
-    assert lower.refs["supplement"] == fast.refs["supplement"]
+    assert bpw == HIGH or any(2 in params.bit_widths for params in choice)
 
 
-def test_the_supplement_completes_the_measurement_in_groups_of_128() -> None:
-    measured, in_64 = (
-        {p for p in PROJECTION_OPTIONS if set(p.group_sizes) == {size}} for size in (FAST_GROUP, 64)
-    )
+def test_candidates_in_groups_of_128_are_those_in_groups_of_64() -> None:
+    widths = [
+        [(p.bit_widths, p.proportions) for p in PROJECTION_OPTIONS if set(p.group_sizes) == {size}]
+        for size in (FAST_GROUP, 64)
+    ]
 
-    assert measured.isdisjoint(SUPPLEMENT_OPTIONS)
-    assert len(measured) + len(SUPPLEMENT_OPTIONS) == len(in_64)
+    assert widths[0] == widths[1]
 
 
-def test_the_supplement_prices_candidates_as_the_measurement_does(
-    allotted: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both = parse_params("3 g128")
-    monkeypatch.setattr(supplement_module, "SUPPLEMENT_OPTIONS", (*SUPPLEMENT_OPTIONS, both))
-    fast = switched(allotted, allocate=SPEED, work_root=tmp_path)
-    for name in ("tokenize", "sensitivity"):
-        shutil.copytree(allotted.path(name), fast.path(name))
-
-    fast.run("supplement", progress=silent)
-
+def test_2_bits_in_groups_of_128_cost_more_than_in_groups_of_64(allotted: Pipeline) -> None:
     spec = resolve(allotted.config.source)
-    folders = (allotted.path("measure"), fast.path("supplement"))
-    measured, added = (read_measurement(f / MEASUREMENT_FILE, spec).decoder for f in folders)
+    measured = read_measurement(allotted.path("measure") / MEASUREMENT_FILE, spec).decoder
+
     for p in decoder_projections(spec):
-        [first], [second] = (
-            [r for r in results[p.key] if r.params[p.name] == both] for results in (measured, added)
-        )
-        assert second.nats == pytest.approx(first.nats, rel=1e-5)
-        in_64 = next(r for r in measured[p.key] if r.params[p.name] == parse_params("2 g64"))
-        assert first.nats < in_64.nats < added[p.key][0].nats  # 2 bits in groups of 128
+        nats = {result.params[p.name]: result.nats for result in measured[p.key]}
+        in_128, in_64 = (nats[parse_params(f"2 g{size}")] for size in (FAST_GROUP, 64))
+        assert in_64 is not None
+        assert in_128 is not None
+        assert in_64 < in_128
 
 
 def test_model_record_plan_and_reports_say_what_was_preferred(allotted: Pipeline) -> None:
@@ -207,7 +188,7 @@ def test_reach_is_that_of_groups_of_128(kind: str, spec: ModelSpec) -> None:
 def test_targets_that_need_smaller_groups_are_refused_with_a_way_out(spec: ModelSpec) -> None:
     config = config_of(spec, bpw=4.0, sensitivity={"kind": "error"})
 
-    with pytest.raises(BudgetUnreachable, match=r"raise `--bpw` or leave out `--prefer speed`$"):
+    with pytest.raises(BudgetUnreachable, match=r"with `--bpw` or leave out `--prefer speed`$"):
         BitRange.of(config, spec).packed_bytes(config, spec)
 
 
@@ -216,7 +197,7 @@ def test_targets_that_need_2_bits_beside_a_given_measurement_are_refused(
 ) -> None:
     config = config_of(spec, bpw=3.0, measurement=written_in_nats(tmp_path / "m.json", spec))
 
-    with pytest.raises(PreflightFailed, match=r"span 3\.\d+ to .*, or `--measurement`, so"):
+    with pytest.raises(PreflightFailed, match=r"span 3\.\d+ to .* or leave out `--prefer speed`$"):
         preflight(config)
 
 
