@@ -55,7 +55,7 @@ def sublayer_backward(
     for row in range(len(states)):
         look()
         hidden = states[row : row + 1].detach().clone().to(device).requires_grad_()
-        with torch.enable_grad(), _repeatable(device):
+        with torch.enable_grad(), repeatable_attention(device):
             output = sublayer(hidden)
             outputs = [tap.put for tap in taps.values()]
             pull = (output * gradient[row : row + 1].to(device)).sum()
@@ -148,8 +148,8 @@ def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return labels.clamp_(max=p.shape[-1] - 1)
 
 
-def _repeatable(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention's gradients are deterministic."""
+def repeatable_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context in which the gradients of attention on a device are deterministic."""
     return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
 

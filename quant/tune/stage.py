@@ -8,10 +8,8 @@ resumes from its last saved state and gives the same bytes.
 import json
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TuneOptions
@@ -26,6 +24,7 @@ from exl2flow.quant.quantize.stage import (
     sublayer_file,
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
+from exl2flow.quant.sensitivity.backward import repeatable_attention
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.tune.trainable import TunedLinear
@@ -79,18 +78,12 @@ def tune(run: StageRun) -> None:
         model = TunedModel(source, run.inputs["quantize"], run.config.tune)
         training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
         work = Distillation(source, model, run.config.tune, training=training, held_out=held_out)
-        with _attention(source.device):
+        with repeatable_attention(source.device):
             distill(run, work)
         work.recall_best()
         write_results(run, model, work)
     run.folder.manifest.cursor = run.folder.manifest.total
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
-
-
-def _attention(device: torch.device) -> AbstractContextManager[None]:
-    """On CUDA, use the attention whose gradient is deterministic."""
-    on_cuda = device.type == "cuda"
-    return sdpa_kernel(SDPBackend.MATH) if on_cuda else nullcontext()
 
 
 def distill(run: StageRun, work: Distillation) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from conversions import small_config
+from decoders import build_decoder
 from stage_runs import text_parquet
 from tiny import make_tiny
 
@@ -11,7 +12,7 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Progress, silent
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import TensorFiles, resolve
-from exl2flow.model.layers.decoder import Decoder, build_decoder
+from exl2flow.model.layers.decoder import Decoder
 from exl2flow.quant.sensitivity.stage import SENSITIVITY
 from exl2flow.quant.tokenize.stage import TOKENIZE
 
