@@ -22,6 +22,7 @@ from exl2flow.core.runtime.memory import free_memory
 from exl2flow.inference.loading.streamed import Look, StreamedModel
 from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals
 from exl2flow.model import SublayerSpec, check_ids, with_bos
+from exl2flow.model.layers.decoder import divergence_terms
 
 STATE_BYTES = 1 << 27  # of hidden states held at a time on a CPU, all models together ...
 LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all matrices
@@ -288,7 +289,7 @@ def _row_scores(
             )
             losses[index, span] = -found.gather(1, targets)[:, 0]
             if base is not None and not is_base:
-                divergences[index, span] = (base.exp() * (base - found)).sum(dim=1)
+                divergences[index, span] = divergence_terms(base, found).sum(dim=1)
                 agreements[index, span] = base.argmax(dim=1) == found.argmax(dim=1)
     return RowScores(
         losses=losses.cpu(), divergences=divergences.cpu(), agreements=agreements.cpu()

@@ -108,6 +108,14 @@ def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
+def divergence_terms(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return `p ln(p / q)` of log probabilities p and q, (…, v).
+
+    The sum over v is the KL divergence of q from p in nats.
+    """
+    return expected.exp() * (expected - found)
+
+
 class Head:
     """Final norm and projection to the vocabulary; `softcap` limits logits, see `capped`."""
 

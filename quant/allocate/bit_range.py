@@ -114,7 +114,7 @@ def _slots(
         *PROJECTION_OPTIONS,
         *(SUPPLEMENT_OPTIONS if config.allocate.prefer == "speed" else ()),
     )
-    for projection in (p for s in spec.sublayers for p in s.projections):
+    for projection in spec.projections:
         yield (projection,), [{projection.name: params} for params in options]
 
 

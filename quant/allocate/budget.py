@@ -3,7 +3,6 @@
 Costs of matrices are summed as if they were independent; `stage.py` corrects for interactions.
 """
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ from exl2flow.quant.measure.measurement import (
     Slots,
     slot_projections,
 )
-
-log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
 LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
@@ -138,7 +135,7 @@ def _numel(projection: ProjectionSpec) -> int:
 
 def decoder_numel(spec: ModelSpec) -> int:
     """Return the number of weights in the decoder's matrices, padding included."""
-    return sum(_numel(p) for sublayer in spec.sublayers for p in sublayer.projections)
+    return sum(map(_numel, spec.projections))
 
 
 def read_choice(folder: Path) -> dict[str, QuantParams]:

@@ -6,7 +6,6 @@ the digest of every reconstruction, which `compile` checks after writing.
 """
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -59,8 +58,6 @@ from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
 from exl2flow.quant.walk.walk import Store, advance, walk
 
-log = logging.getLogger(__name__)
-
 HEAD_FILE = "sublayers/head.safetensors"
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
 
@@ -96,7 +93,7 @@ class MatrixWork:
         self.rows = rows
         self.error_rows = range(0, rows, max(1, rows // ERROR_ROWS))
         factors = run.inputs.get("sensitivity")
-        self.factors = factors and FactorFiles(factors, torch.device(run.device))
+        self.factors = factors and FactorFiles(factors, run.device)
 
     def file(self, sublayer: SublayerSpec) -> str:
         """See `SublayerWork`."""

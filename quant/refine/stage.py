@@ -4,7 +4,6 @@ Bits, groups, permutations, norms and embedding do not change. States are those 
 model: each sublayer is refined for the actual output of the refined ones before it.
 """
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -41,8 +40,6 @@ from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import Store, advance, walk
-
-log = logging.getLogger(__name__)
 
 KEPT = "kept"  # report of a matrix that is not refined
 

@@ -52,7 +52,7 @@ class StoredModel:
     @property
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections of the decoder in order, then the head if stored in EXL2 form."""
-        found = tuple(p for sublayer in self.spec.sublayers for p in sublayer.projections)
+        found = self.spec.projections
         return (*found, self.spec.head) if self.has_head else found
 
     @property
@@ -145,7 +145,7 @@ def check_refinement(config: RefinementConfig) -> None:
 
 
 def _check_quantized(stored: StoredModel) -> None:
-    decoder = [p for sublayer in stored.spec.sublayers for p in sublayer.projections]
+    decoder = stored.spec.projections
     dense = [p.key for p in decoder if not is_quantized(p.key, stored.tensors)]
     if len(dense) == len(decoder):
         raise SourceModelError(
@@ -161,7 +161,7 @@ def _check_quantized(stored: StoredModel) -> None:
 def _check_alike(stored: StoredModel, reference: ModelSpec) -> None:
     """Compare the shapes of the decoders' matrices, as both configs imply them."""
     found, expected = (
-        {p.key: (p.in_features, p.out_features) for s in spec.sublayers for p in s.projections}
+        {p.key: (p.in_features, p.out_features) for p in spec.projections}
         for spec in (stored.spec, reference)
     )
     unlike = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]

@@ -1,6 +1,5 @@
 """The tokenize stage: calibration text → token rows for measuring and for quantizing."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,6 @@ from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
-log = logging.getLogger(__name__)
 
 Mix = Literal["measure", "quantize"]
 Maker = Callable[[RowRequest], CalibrationRows]

@@ -49,8 +49,8 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
     of one sublayer and the head, a step's logits, and the activations.
     """
     tensors = CanonicalTensors(spec)
-    sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
-    head = spec.head.in_features * spec.head.out_features
+    sizes = [sum(p.numel for p in s.projections) for s in spec.sublayers]
+    head = spec.head.numel
     codes = sum(sizes) + head
     trained = head * bool(options.embedding_rate) + codes * bool(options.code_rate)
     logits = options.tokens * spec.vocab_size

@@ -146,19 +146,42 @@ def _walk(
                 store = work.compute(sublayer, states, path)
                 finished[spec.index] = True
                 results.store(store, partial(commit, spec, begun, sum(finished)))
-            is_last = run.stop.signum is not None
-            if is_last or (spec.index + 1 < stop and saves.is_idle() and folder.states_are_due()):
-                save_states(folder, states, spec.index + 1, saves)
-            if is_last:
-                results.wait()
-                saves.wait()
-            run.stop_if_asked()
+            save_when_due(run, states, spec.index + 1, results, saves, needed=spec.index + 1 < stop)
             begun = time.monotonic()
     return states if to_end else None
 
 
-def save_states(folder: StageFolder, states: torch.Tensor, index: int, saves: Background) -> None:
-    """Save the states entering sublayer `index`, which may change as soon as this returns."""
+def save_when_due(
+    run: StageRun,
+    states: torch.Tensor,
+    index: int,
+    results: Background,
+    saves: Background,
+    *,
+    needed: bool = True,
+) -> None:
+    """Save the states entering sublayer `index`, which may change as soon as this returns.
+
+    After a signal they are saved at once, and the run stops when all results are stored.
+
+    Args:
+        run: the stage.
+        states: fp32 (rows, t, hidden).
+        index: of the sublayer.
+        results: stores results.
+        saves: saves states, unless those before are still being saved.
+        needed: whether to save them without a signal.
+    """
+    is_last = run.stop.signum is not None
+    if is_last or (needed and saves.is_idle() and run.folder.states_are_due()):
+        _save_states(run.folder, states, index, saves)
+    if is_last:
+        results.wait()
+        saves.wait()
+    run.stop_if_asked()
+
+
+def _save_states(folder: StageFolder, states: torch.Tensor, index: int, saves: Background) -> None:
     if states.is_pinned():
         torch.cuda.synchronize()  # what the device puts there may be on its way
     waiting = to_host({"states": states}, hold=True)
