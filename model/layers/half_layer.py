@@ -34,7 +34,7 @@ class HalfLayer(ABC):
         *,
         norms: dict[str, Norm],
         linears: dict[str, Linear],
-        multiplier: float = 1.0,
+        multiplier: float,
     ) -> None:
         self.spec = spec
         self.norms = norms

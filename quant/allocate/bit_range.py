@@ -114,7 +114,7 @@ def _slots(
         *PROJECTION_OPTIONS,
         *(SUPPLEMENT_OPTIONS if config.allocate.prefer == "speed" else ()),
     )
-    for projection in spec.projections:
+    for projection in (p for s in spec.sublayers for p in s.projections):
         yield (projection,), [{projection.name: params} for params in options]
 
 

@@ -3,6 +3,7 @@
 Costs of matrices are summed as if they were independent; `stage.py` corrects for interactions.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from exl2flow.quant.measure.measurement import (
     Slots,
     slot_projections,
 )
+
+log = logging.getLogger(__name__)
 
 ALLOCATION_FILE = "allocation.json"
 LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
@@ -135,7 +138,7 @@ def _numel(projection: ProjectionSpec) -> int:
 
 def decoder_numel(spec: ModelSpec) -> int:
     """Return the number of weights in the decoder's matrices, padding included."""
-    return sum(map(_numel, spec.projections))
+    return sum(_numel(p) for sublayer in spec.sublayers for p in sublayer.projections)
 
 
 def read_choice(folder: Path) -> dict[str, QuantParams]:

@@ -152,7 +152,7 @@ def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allotte
 
     It keeps the head of `first` and uses no more bits; `first` itself if none fits.
     """
-    projections = spec.projections
+    projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
     budget = sum(projection_bits(p, first[1][p.key]) for p in projections)
     fitting: list[dict[str, CandidateResult]] = []
     for params in {r.params[p.name] for p in projections for r in measurement.decoder[p.key]}:

@@ -246,7 +246,7 @@ def test_reading_back_detects_a_flipped_bit(
         return of_config(run, spec)
 
     of_config = compile_module._config
-    monkeypatch.setattr(compile_module, "_write_config", flip)
+    monkeypatch.setattr(compile_module, "_config", flip)
 
     with pytest.raises(ReconstructionMismatch, match=rf"`{named}` in "):
         run_until(prepared(source), "compile")
