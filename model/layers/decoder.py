@@ -16,7 +16,7 @@ from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.placement import Placement
 from exl2flow.model.layers.rope import RopeTables
 from exl2flow.model.layers.span import Span
-from exl2flow.model.layers.sublayers import Sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 
 
 def check_ids(ids: torch.Tensor | Sequence[int], spec: ModelSpec, *, noise: bool = False) -> None:

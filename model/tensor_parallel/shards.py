@@ -22,7 +22,7 @@ from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
 from exl2flow.model.layers.linear import DenseLinear, Linear, QuantizedLinear
 from exl2flow.model.layers.parallel import ParallelSublayer
-from exl2flow.model.layers.sublayers import Sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 TILE = 32  # columns of the head that stay together

@@ -64,8 +64,7 @@ def tokenize(run: StageRun) -> None:
         kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
         for note in made.notes:
             run.folder.note(f"{mix} rows: {note}")
-    write_json(run.folder.path / KINDS_FILE, kinds)
-    run.folder.commit(KINDS_FILE, digest(run.folder.path / KINDS_FILE))
+    run.folder.commit(KINDS_FILE, write_json(run.folder.path / KINDS_FILE, kinds))
     sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
     run.folder.commit(ROWS_FILE, sha256, cursor=1)
     run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")

@@ -13,7 +13,7 @@ import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TuneOptions
-from exl2flow.core.store.files import digest, write_json, write_tensors
+from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
@@ -117,10 +117,9 @@ def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
     _write_linears(run, HEAD_FILE, [(model.spec.head, model.head)])
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
-    path = run.folder.path / TUNING_FILE
-    write_json(path, work.report())
+    sha256 = write_json(run.folder.path / TUNING_FILE, work.report())
     run.folder.note(f"tuned: {work.summary}")  # stored with the commit that ends the stage's work
-    run.folder.commit(TUNING_FILE, digest(path))
+    run.folder.commit(TUNING_FILE, sha256)
 
 
 def _write_linears(
