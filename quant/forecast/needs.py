@@ -103,6 +103,7 @@ class Forecast:
         groups, block = [s.projections for s in spec.sublayers], config.sensitivity.block
         self.factors = [factor_bytes(group, block=block) for group in groups]
         self.factors.append(factor_bytes((spec.head,), block=sensitivity.head_block(block)))
+        self.projections = [p for group in groups for p in group]
         parts = [
             [(p.in_features, padded_columns(p.out_features)) for p in group]
             for group in (*groups, (spec.head,))
@@ -165,7 +166,7 @@ class Forecast:
         work += self._on_most(tokens, weight=8, square=3 * FLOAT)
         return Need(
             memory_bytes=2 * states + self._working(weights, tokens),
-            kept_bytes=ENTRY * (len(self.spec.projections) + 1) * len(options),
+            kept_bytes=ENTRY * (len(self.projections) + 1) * len(options),
             passing_bytes=STATE_FILES * states,
             **self._on_gpu(work, (2 - self.fisher) * states),
         )
@@ -203,7 +204,7 @@ class Forecast:
         plain, head = sum(map(prod, plain_tensors(spec).values())), spec.head
         trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)
         if options.code_rate:
-            trained += decoder_numel(spec) + head.numel
+            trained += decoder_numel(spec) + head.in_features * head.out_features
         state, working = DISTILLED * FLOAT * trained, tune_memory(spec, options)
         return Need(
             memory_bytes=state + (0 if self.card else working),
@@ -217,7 +218,7 @@ class Forecast:
 
         Shared are the activations of a row, Hessians and Fisher factors (half of each is on disk).
         """
-        widest = max(p.in_features for p in self.spec.projections)
+        widest = max(p.in_features for p in self.projections)
         logits = LOGITS * FLOAT * min(tokens, LOGIT_POSITIONS) * self.spec.vocab_size
         shared = FLOAT * (8 * tokens * widest + HESSIANS * widest**2)
         shared += 2 * max(self.factors) * self.fisher

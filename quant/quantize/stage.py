@@ -56,7 +56,7 @@ from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
-from exl2flow.quant.walk.walk import Store, advance, walk
+from exl2flow.quant.walk.walk import Store, SublayerWork, advance, walk
 
 HEAD_FILE = "sublayers/head.safetensors"
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
@@ -78,14 +78,12 @@ def read_report(path: Path) -> dict[str, object]:
     return report
 
 
-class MatrixWork:
+class MatrixWork(SublayerWork):
     """Base for work whose results are the matrices of each sublayer, and of the head.
 
     States are those of the model with its new matrices; the source's own ones of `again` follow.
     Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
     """
-
-    again = range(0)
 
     def __init__(self, run: StageRun, rows: int) -> None:
         self.folder = run.folder

@@ -6,11 +6,12 @@ not repeated: those sublayers only run forward, from the last saved states or fr
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -27,44 +28,33 @@ log = logging.getLogger(__name__)
 Store = Callable[[], str]
 
 
-class SublayerWork(Protocol):
-    """What a walk does at each sublayer."""
+class SublayerWork(ABC):
+    """What a walk does at each sublayer.
 
-    again: range  # rows whose states are walked twice; the copies follow all rows
+    By default the states are the source's own, which need no results, and results are JSON.
+    """
+
+    again = range(0)  # rows whose states are walked twice; the copies follow all rows
 
     def file(self, sublayer: SublayerSpec) -> str:
         """Return the name of the sublayer's result inside the stage folder."""
-        ...
+        return f"sublayers/{sublayer.index:04d}.json"
 
+    @abstractmethod
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """Do the work, advance `states` in place, and return a function that stores the result.
 
         States are fp32 (rows, t, hidden), those of `again` last. The function runs in another
         thread, writes `path`, and returns the file's sha256.
         """
-        ...
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """Advance `states` in place through the sublayer, using committed results."""
-        ...
+        advance(sublayer, states)
 
+    @abstractmethod
     def describe(self, path: Path) -> str:
         """Describe a finished result in a few words for the log."""
-        ...
-
-
-class SourceWalk:
-    """Base for work whose states are the source's own and whose results are JSON."""
-
-    again = range(0)
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return f"sublayers/{sublayer.index:04d}.json"
-
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: the source's states need no results."""
-        advance(sublayer, states)
 
 
 def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
