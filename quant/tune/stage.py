@@ -24,12 +24,11 @@ from exl2flow.quant.quantize.stage import (
     sublayer_file,
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
-from exl2flow.quant.sensitivity.backward import repeatable_attention
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.tune.trainable import TunedLinear
 from exl2flow.quant.tune.tuned_model import TunedModel
-from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
 
 log = logging.getLogger(__name__)
 
