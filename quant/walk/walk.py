@@ -18,7 +18,6 @@ import torch
 from exl2flow.core.runtime.background import Background, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.stage import StageRun
-from exl2flow.core.store.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
 from exl2flow.quant.walk.source_model import SourceModel, StatesCheck, device_of, row_batches
 
@@ -164,17 +163,13 @@ def save_when_due(
     """
     is_last = run.stop.signum is not None
     if is_last or (needed and saves.is_idle() and run.folder.states_are_due()):
-        _save_states(run.folder, states, index, saves)
+        if states.is_pinned():
+            torch.cuda.synchronize()  # what the device puts there may be on its way
+        waiting = to_host({"states": states}, hold=True)
+        saves.submit(lambda: run.folder.save_states(waiting()["states"], index))
+        if not states.is_cuda:
+            saves.wait()  # they are not copied
     if is_last:
         results.wait()
         saves.wait()
     run.stop_if_asked()
-
-
-def _save_states(folder: StageFolder, states: torch.Tensor, index: int, saves: Background) -> None:
-    if states.is_pinned():
-        torch.cuda.synchronize()  # what the device puts there may be on its way
-    waiting = to_host({"states": states}, hold=True)
-    saves.submit(lambda: folder.save_states(waiting()["states"], index))
-    if not states.is_cuda:
-        saves.wait()  # they are not copied
