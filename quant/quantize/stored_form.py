@@ -96,7 +96,7 @@ class Packed:
         }
 
 
-class Kept(Packed):
+class Unchanged(Packed):
     """A matrix that stays as it is stored, and the report on it."""
 
     def __init__(

@@ -24,7 +24,7 @@ from exl2flow.quant.quantize.stage import (
     row_errors,
     summary,
 )
-from exl2flow.quant.quantize.stored_form import Kept, Packed, Reports, storing
+from exl2flow.quant.quantize.stored_form import Packed, Reports, Unchanged, storing
 from exl2flow.quant.refine.improvement import improve, params_of, unpacked
 from exl2flow.quant.refine.stored_model import StoredModel, refinement
 from exl2flow.quant.rounding.error_feedback import near, padded_weight
@@ -136,7 +136,7 @@ class Refining(MatrixWork):
         stored: QuantizedMatrix,
         weight: torch.Tensor,
         hessian: torch.Tensor,
-    ) -> Kept:
+    ) -> Unchanged:
         """Return a matrix unchanged that is stored with more columns than needed."""
         found = stored.dequantize()
         used = found[:, : weight.shape[1]].float().to(weight.device)
@@ -149,7 +149,7 @@ class Refining(MatrixWork):
             "start": KEPT,
             "before": {"rel_err": error},
         }
-        return Kept(projection, stored, report)
+        return Unchanged(projection, stored, report)
 
 
 def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
