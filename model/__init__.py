@@ -27,7 +27,6 @@ from exl2flow.model.layers.decoder import (
     Decoder,
     Embedding,
     Head,
-    build_decoder,
     build_embedding,
     build_head,
     check_ids,
@@ -44,7 +43,8 @@ from exl2flow.model.layers.linear import (
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.placement import Placement
 from exl2flow.model.layers.rope import RopeTable, RopeTables
-from exl2flow.model.layers.sublayers import Sublayer, build_sublayer
+from exl2flow.model.layers.sublayer import Sublayer
+from exl2flow.model.layers.sublayers import build_sublayer
 from exl2flow.model.memory.composition import Composition
 from exl2flow.model.text.chat_template import ChatTemplate, Message
 from exl2flow.model.text.text_stream import TextStream
@@ -89,7 +89,6 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "attend",
-    "build_decoder",
     "build_embedding",
     "build_head",
     "build_sublayer",

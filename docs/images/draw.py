@@ -39,7 +39,7 @@ from exl2flow.quant.rounding.error_feedback import (
 )
 from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, factor, mixed
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
-from exl2flow.quant.sensitivity.stage import read_factors
+from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import divergence
 from exl2flow.quant.walk.source_model import SourceModel
@@ -150,7 +150,7 @@ class Demo:
             made = []
             for spec in self.model.spec.sublayers:
                 sublayer = self.model.sublayer(spec)
-                factors = read_factors(folder, spec.index)
+                factors = FactorFiles(folder, "cpu").read(spec.index)
                 hessians, outputs = collect_hessians(sublayer, states)
                 for row, output in outputs.items():
                     states[row] = output

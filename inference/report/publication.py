@@ -85,18 +85,13 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
         score = Score.of(str(folder), known.score)
     return Bitrate(
         folder=folder,
-        branch=branch_name(record.get("options", {}).get("bpw") or round(bpw, BRANCH_DIGITS)),
+        branch=bitrate_name(record.get("options", {}).get("bpw") or round(bpw, BRANCH_DIGITS)),
         bpw=bpw,
         weight_bytes=weight_bytes,
         record=record,
         score=score,
         spec=resolve(folder),
     )
-
-
-def branch_name(bpw: float) -> str:
-    """Return the branch for a bitrate, named like its folder in a sweep."""
-    return bitrate_name(bpw)
 
 
 def is_branch(name: str) -> bool:

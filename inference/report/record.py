@@ -10,6 +10,7 @@ from typing import Any
 
 from exl2flow.core.options.config import DEFAULT_HEAD_BITS
 from exl2flow.core.store.stage import NATS, RECORD_FILE, SCORE_FILE
+from exl2flow.inference.scoring.intervals import json_number
 from exl2flow.model.config.fields import json_object
 
 
@@ -50,8 +51,8 @@ def mapping(value: object) -> dict[str, Any]:
 
 def number(value: object) -> float | None:
     """Return a finite number of a foreign JSON file; None if it is something else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and abs(value) < 2**63 else None  # type: ignore[arg-type, return-value]  # number
+    found = json_number(value)
+    return found if found is not None and abs(found) < 2**63 else None
 
 
 def read_record(folder: Path) -> Record | None:

@@ -20,8 +20,9 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.memory import free_memory
 from exl2flow.inference.loading.streamed import Look, StreamedModel
-from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals
+from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals, json_number
 from exl2flow.model import SublayerSpec, check_ids, with_bos
+from exl2flow.model.layers.decoder import divergence_terms
 
 STATE_BYTES = 1 << 27  # of hidden states held at a time on a CPU, all models together ...
 LEAST_ROWS = 4  # ... but no fewer rows, because each block of rows decodes all matrices
@@ -59,7 +60,9 @@ class Score:
         Unknown fields are ignored; missing ones are None.
         """
         others = ("model", "text", "rows", "intervals")
-        found = {name: _number(values.get(name)) for name in cls.__slots__ if name not in others}
+        found = {
+            name: json_number(values.get(name)) for name in cls.__slots__ if name not in others
+        }
         text = values.get("text")
         whole = [found.pop(name) for name in ("tokens", "bytes")]
         perplexity = found.pop("perplexity")
@@ -76,13 +79,6 @@ class Score:
             intervals=Intervals.of(values.get("intervals")),
             **found,
         )
-
-
-def _number(value: object) -> float | None:
-    """Return a number from a JSON file, including infinity; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if isinstance(value, float) or abs(value) < 2**63 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,7 +284,7 @@ def _row_scores(
             )
             losses[index, span] = -found.gather(1, targets)[:, 0]
             if base is not None and not is_base:
-                divergences[index, span] = (base.exp() * (base - found)).sum(dim=1)
+                divergences[index, span] = divergence_terms(base, found).sum(dim=1)
                 agreements[index, span] = base.argmax(dim=1) == found.argmax(dim=1)
     return RowScores(
         losses=losses.cpu(), divergences=divergences.cpu(), agreements=agreements.cpu()

@@ -66,7 +66,7 @@ class Intervals:
 
 
 def _numbers(value: object) -> tuple[float, ...] | None:
-    if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+    if not isinstance(value, list | tuple) or any(json_number(item) is None for item in value):
         return None
     return tuple(value)
 
@@ -76,10 +76,11 @@ def _pair(value: object) -> Interval | None:
     return (found[0], found[1]) if found is not None and len(found) == 2 else None
 
 
-def _is_number(value: object) -> bool:
+def json_number(value: object) -> float | None:
+    """Return a number from a JSON file, including infinity; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, float) or abs(value) < 2**63
+        return None
+    return value if isinstance(value, float) or abs(value) < 2**63 else None
 
 
 def intervals(rows: RowSums, other: RowSums | None = None) -> Intervals | None:

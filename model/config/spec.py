@@ -124,6 +124,11 @@ class ModelSpec:
             capture="input",
         )
 
+    @cached_property
+    def projections(self) -> tuple[ProjectionSpec, ...]:
+        """All projections of the decoder, in order; the head is not among them."""
+        return tuple(p for sublayer in self.sublayers for p in sublayer.projections)
+
     @property
     def quant_method(self) -> str | None:
         """The quantization that the config declares; tensor names alone decide how it loads."""

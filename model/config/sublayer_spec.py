@@ -58,6 +58,11 @@ class ProjectionSpec:
         return self.role in ("o", "down")
 
     @property
+    def numel(self) -> int:
+        """The number of its weights, without padding."""
+        return self.in_features * self.out_features
+
+    @property
     def reads(self) -> str:
         """The name of the activation that it reads; the head has one of its own."""
         if self.role == "head":

@@ -1,1 +1,1 @@
-"""Model files: safetensors, and weights as fp8, mxfp4, GPTQ and EXL2."""
+"""Model files: safetensors, and weights as fp8, GPTQ and EXL2."""

@@ -103,15 +103,14 @@ def _replaced(name: str, renames: tuple[tuple[str, str], ...]) -> str:
 def _transposed(spec: ModelSpec, fused: Mapping[str, object]) -> Iterator[str]:
     """Yield the weights of layers that are stored as (in, out), fused ones whole."""
     yield from (name for name in fused if name.endswith(PARTS[0]))
-    for sublayer in spec.sublayers:
-        yield from (f"{projection.key}{PARTS[0]}" for projection in sublayer.projections)
+    yield from (f"{projection.key}{PARTS[0]}" for projection in spec.projections)
 
 
 def fused_rows(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Yield each fused tensor that there may be, and the rows of its parts in order."""
     if not spec.family.fused:
         return
-    rows = {p.key: p.out_features for s in spec.sublayers for p in s.projections}
+    rows = {p.key: p.out_features for p in spec.projections}
     for layer in range(spec.num_layers):
         start = f"{spec.layers_key}{layer}."
         for name, parts in spec.family.fused:

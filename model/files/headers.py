@@ -61,7 +61,7 @@ def carried(spec: ModelSpec, tensors: TensorFiles) -> Layout:
 def _quantized(spec: ModelSpec, tensors: TensorFiles) -> Iterator[str]:
     """Yield the names that a model's linears have in quantized forms, and a tied head's weight."""
     yield f"{spec.head.key}.weight"
-    for projection in (*(p for s in spec.sublayers for p in s.projections), spec.head):
+    for projection in (*spec.projections, spec.head):
         yield from (*tensor_names(projection.key), *gptq_names(projection.key))
         if f"{projection.key}.weight" not in tensors:
             yield f"{projection.key}.bias"  # zeros, where the config implies none

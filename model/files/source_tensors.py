@@ -26,7 +26,7 @@ def check_storable(spec: ModelSpec) -> None:
     Raises:
         TensorShapeError: naming them.
     """
-    projections = [p for s in spec.sublayers for p in s.projections] + [spec.head]
+    projections = (*spec.projections, spec.head)
     bad = [p for p in projections if p.in_features % ROW_MULTIPLE or p.in_features > MAX_ROWS]
     if bad:
         names = ", ".join(f"`{p.key}` ({p.in_features})" for p in bad[:4])
@@ -98,7 +98,7 @@ def check_claimed(spec: ModelSpec) -> None:
 
 def gptq_projections(spec: ModelSpec, tensors: TensorFiles) -> tuple[ProjectionSpec, ...]:
     """Return the projections that are stored in GPTQ form."""
-    return tuple(p for p in _projections(spec) if is_gptq(p.key, tensors))
+    return tuple(p for p in (*spec.projections, spec.head) if is_gptq(p.key, tensors))
 
 
 def source_form(spec: ModelSpec, tensors: TensorFiles) -> SourceForm:
@@ -108,15 +108,11 @@ def source_form(spec: ModelSpec, tensors: TensorFiles) -> SourceForm:
     return "fp8" if tensors.in_fp8 else "floats"
 
 
-def _projections(spec: ModelSpec) -> tuple[ProjectionSpec, ...]:
-    return (*(p for s in spec.sublayers for p in s.projections), spec.head)
-
-
 def _check_form(
     spec: ModelSpec, tensors: TensorFiles, in_gptq: Sequence[ProjectionSpec], *, lossy: bool
 ) -> None:
     """Refuse what is quantized already, GPTQ only unless `lossy`."""
-    in_exl2 = [p.key for p in _projections(spec) if is_quantized(p.key, tensors)]
+    in_exl2 = [p.key for p in (*spec.projections, spec.head) if is_quantized(p.key, tensors)]
     if in_exl2:
         raise SourceModelError(
             f"`{spec.source_dir}` is quantized already (`{in_exl2[0]}`, {len(in_exl2)} matrices "

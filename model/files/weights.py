@@ -6,9 +6,10 @@ referred to. Tensors for a GPU pass through a small pinned buffer.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from io import BufferedReader
 from math import prod
@@ -86,6 +87,17 @@ class TensorFiles:
                 )
             for unused in fp8.unused_names(name):
                 self._entries.pop(unused, None)
+
+    def overlaid(
+        self, instead: Mapping[str, tuple["TensorFiles", str]], *, without: Iterable[str] = ()
+    ) -> "TensorFiles":
+        """Return these tensors, some removed and others replaced: name → (files, name there)."""
+        made = copy(self)
+        made._ahead = {}
+        removed = set(without)
+        made._entries = {n: entry for n, entry in self._entries.items() if n not in removed}
+        made._entries |= {n: files._entry(other) for n, (files, other) in instead.items()}
+        return made
 
     @property
     def names(self) -> tuple[str, ...]:

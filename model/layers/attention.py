@@ -17,10 +17,10 @@ from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.blockwise import attend_in_blocks
 from exl2flow.model.layers.fuse import Pair, product_of
-from exl2flow.model.layers.half_layer import HalfLayer
 from exl2flow.model.layers.linear import Linear, narrowed
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable, rope_table
+from exl2flow.model.layers.sublayer import Sublayer
 
 COMMON_TOKENS = 256  # cuDNN keeps a plan of 1.4 MB per shape: for texts of multiples of this only
 FAR_STEP, NEAR_STEP = 2048, 1024  # as above, for a piece of a prompt: of positions, of its tokens
@@ -70,7 +70,7 @@ class Projected:
     v: torch.Tensor
 
 
-class AttentionSublayer(HalfLayer):
+class AttentionSublayer(Sublayer):
     """A `Sublayer`; `project` and `attend` are the two halves of what `reads` computes."""
 
     def __init__(

@@ -16,7 +16,7 @@ from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.placement import Placement
 from exl2flow.model.layers.rope import RopeTables
 from exl2flow.model.layers.span import Span
-from exl2flow.model.layers.sublayers import Sublayer, build_sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 
 
 def check_ids(ids: torch.Tensor | Sequence[int], spec: ModelSpec, *, noise: bool = False) -> None:
@@ -106,6 +106,14 @@ def placed(
 def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """Return softcap · tanh(logits / softcap), or logits as they are without a soft-cap."""
     return logits if softcap is None else (logits / softcap).tanh() * softcap
+
+
+def divergence_terms(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return `p ln(p / q)` of log probabilities p and q, (…, v).
+
+    The sum over v is the KL divergence of q from p in nats.
+    """
+    return expected.exp() * (expected - found)
 
 
 class Head:
@@ -296,26 +304,3 @@ def build_head(
         )
     final_norm = load_norm(tensors, spec.final_norm, dtype=dtype, device=device)
     return Head(final_norm=final_norm, linear=linear, softcap=spec.logit_softcap)
-
-
-def build_decoder(
-    spec: ModelSpec,
-    tensors: TensorFiles,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    packed: bool = False,
-) -> Decoder:
-    """Load a whole model onto one device; `packed` as in `load_linear`."""
-    embedding = build_embedding(spec, tensors, dtype=dtype, device=device)
-    return Decoder(
-        spec,
-        embedding=embedding,
-        sublayers=[
-            build_sublayer(spec, sublayer, tensors, dtype=dtype, device=device, packed=packed)
-            for sublayer in spec.sublayers
-        ],
-        head=build_head(
-            spec, tensors, dtype=dtype, device=device, embedding=embedding, packed=packed
-        ),
-    )

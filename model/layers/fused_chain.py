@@ -17,7 +17,7 @@ from exl2flow.model.layers.attention import AttentionSublayer, KvCache, Projecte
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
-from exl2flow.model.layers.sublayers import Sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Padding is cut off when a map is built, so outputs have exactly `out_features` columns.
 """
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.core.runtime.background import send_async
-from exl2flow.kernels import LARGEST_HALF, FusedLinear, PackedMatrix, get_ops
+from exl2flow.kernels import LARGEST_HALF, FusedLinear, get_ops
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
 from exl2flow.model.files.exl2 import (
     QuantizedMatrix,
@@ -24,6 +24,7 @@ from exl2flow.model.files.gptq import GptqMatrix, gptq_host_names, gptq_names, i
 from exl2flow.model.files.weights import TensorFiles
 
 SENT_ELEMENTS = 8 << 20  # of a tensor are sent and converted at a time
+StoredMatrix = QuantizedMatrix | GptqMatrix  # as a file stores it
 
 
 class Linear(Protocol):
@@ -59,30 +60,7 @@ class DenseLinear:
         return product(x, self.weight, self.bias)
 
 
-class StoredMatrix(Protocol):
-    """A quantized matrix as a file stores it, in any format."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def bias(self) -> torch.Tensor | None: ...
-
-    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield slices of columns and their decoded values, fp16 (k, c)."""
-        ...
-
-    @property
-    def order(self) -> torch.Tensor:
-        """The in-features, int64 (k,), in the order in which kernels read them."""
-        ...
-
-    def laid_out(self, order: torch.Tensor) -> PackedMatrix:
-        """Return the matrix in the layout of the inference kernels, with `order` on its device."""
-        ...
-
-
-class QuantizedLinear:
+class QuantizedLinear(DenseLinear):
     """A map stored in quantized form and decoded on load; `matrix` is the stored form."""
 
     def __init__(
@@ -96,16 +74,12 @@ class QuantizedLinear:
         """Dequantize the first `out_features` of the padded columns to `dtype`."""
         self.matrix = matrix
         k, n = matrix.shape
-        self.weight = torch.empty(min(out_features, n), k, dtype=dtype, device=device)
+        weight = torch.empty(min(out_features, n), k, dtype=dtype, device=device)
         for columns, part in matrix.parts():
-            rows = self.weight[columns]
+            rows = weight[columns]
             rows.copy_(part.T[: len(rows)])
-        bias = matrix.bias
-        self.bias = None if bias is None else bias[:out_features].to(device=device, dtype=dtype)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (…, k) to (…, n)."""
-        return product(x, self.weight, self.bias)
+        bias = None if matrix.bias is None else matrix.bias[:out_features].to(device, dtype)
+        super().__init__(weight, bias)
 
 
 class PackedLinear:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from exl2flow.kernels import MOST_MATRICES, get_ops
 from exl2flow.model.layers.decoder import Decoder
 from exl2flow.model.layers.fuse import product_of
-from exl2flow.model.layers.sublayers import Sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 
 Matrices = Mapping[str, tuple[torch.Tensor, torch.Tensor]]  # key → A (r, k) and Bᵀ (r, n)
 

@@ -8,13 +8,13 @@ from exl2flow.kernels import get_ops
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.attention import LayerCache
 from exl2flow.model.layers.fuse import Pair, product_of
-from exl2flow.model.layers.half_layer import HalfLayer
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
+from exl2flow.model.layers.sublayer import Sublayer
 
 
-class MlpSublayer(HalfLayer):
+class MlpSublayer(Sublayer):
     """A `Sublayer` that ignores positions and cache."""
 
     def __init__(

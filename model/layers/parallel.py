@@ -4,12 +4,12 @@ import torch
 
 from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
 from exl2flow.model.layers.fuse import Pair
-from exl2flow.model.layers.half_layer import HalfLayer
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.rope import RopeTable
+from exl2flow.model.layers.sublayer import Sublayer
 
 
-class ParallelSublayer(HalfLayer):
+class ParallelSublayer(Sublayer):
     """A `Sublayer` of two others, which share its spec, norms and linears."""
 
     def __init__(self, attention: AttentionSublayer, mlp: MlpSublayer) -> None:

@@ -9,7 +9,7 @@ from exl2flow.model.layers.attention import AttentionSublayer, KvCache
 from exl2flow.model.layers.fused_chain import Chains
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
-from exl2flow.model.layers.sublayers import Sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 
 
 class Span:

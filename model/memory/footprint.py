@@ -97,7 +97,7 @@ class DeviceNeed:
         sublayers = [s for s in spec.sublayers if s.layer_index == index]
         matrices = [p for s in sublayers for p in s.projections]
         attention = spec.attentions[index]
-        largest = max(p.in_features * p.out_features for p in matrices)
+        largest = max(p.numel for p in matrices)
         beside = min(max(map(_beside, sublayers)), MOST_BESIDE // HALF)
         widths = 4 * spec.hidden_size + 3 * spec.mlp.intermediate_size + 2 * attention.width
         return cls(
@@ -194,10 +194,7 @@ def _prompt_tokens(texts: Texts) -> int:
 def _beside(sublayer: SublayerSpec) -> int:
     """Return the elements of the linears that read the same."""
     captures = {p.capture for p in sublayer.projections}
-    return max(
-        sum(p.in_features * p.out_features for p in sublayer.reading(capture))
-        for capture in captures
-    )
+    return max(sum(p.numel for p in sublayer.reading(capture)) for capture in captures)
 
 
 def _layout_bytes(rows: int, columns: int) -> int:

@@ -22,7 +22,7 @@ from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
 from exl2flow.model.layers.linear import DenseLinear, Linear, QuantizedLinear
 from exl2flow.model.layers.parallel import ParallelSublayer
-from exl2flow.model.layers.sublayers import Sublayer
+from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 TILE = 32  # columns of the head that stay together
@@ -47,12 +47,8 @@ class Gathered:
         return self._linear(self._ranks.gather(x, self._widths))
 
 
-class Columns:
+class Columns(Gathered):
     """A linear whose columns are shared out; every rank gets all of them."""
-
-    def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
-        self._linear, self._ranks, self._widths = linear, ranks, widths
-        self.weight, self.bias = linear.weight, linear.bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._ranks.gather(self._linear(x), self._widths)

@@ -4,34 +4,33 @@ Shards, their order, `config.json`, indexes, tokenizer and the model's other fil
 whichever program wrote them; configs lose the paths they name.
 """
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.interrupt import look
-from exl2flow.core.store.files import Layout, digest, read_json, write_json, write_layout
-from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links, left_out
+from exl2flow.core.store.files import digest, read_json
+from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links
 from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.model import TensorFiles
+from exl2flow.quant.allocate.layout import Shard
 from exl2flow.quant.compile.stage import (
-    carry,
+    carry_all,
     check_output_folder,
+    check_same,
     made_from,
     predicted_kl,
     remove_others,
+    write_own,
+    write_shard,
 )
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.refine.stored_model import StoredModel, refinement
-
-log = logging.getLogger(__name__)
 
 ALLOTTING = (
     "bpw",
@@ -87,47 +86,24 @@ def recompile(run: StageRun) -> None:
     run.folder.manifest.total = len(files)
     names = {path.name for path in [*files, *others]} | {RECORD_FILE}
     remove_others(out, names)
-    _commit(run, _write_record(run, stored, judgement, names))
-    for path in others:
-        _commit(run, carry(path, out / path.name))
-    if behind := left_out(config.model):
-        log.info("not copied from `%s`: %s", config.model, ", ".join(behind))
+    write_own(run, RECORD_FILE, _record(run, stored, judgement, names))
+    carry_all(run, config.model, others)
     for index, path in enumerate(files, 1):
-        _write_shard(run, path, out / path.name, tensors, order=stored.tensors.names, cursor=index)
-        run.tick(index, len(files), path.name)
-        run.stop_if_asked()
-    _compare(out, tensors)
+        with safe_open(path, framework="pt") as file:
+            inside, metadata = set(file.keys()), file.metadata()
+        order = [name for name in stored.tensors.names if name in inside]
+        layout = {name: (tensors.dtype(name), tensors.shape(name)) for name in order}
+        shard = Shard(name=path.name, layout=layout)
+        write_shard(run, shard, map(tensors.read, order), metadata, index=index)
+    written = TensorFiles(out)
+    for name in tensors.names:
+        check_same(written, name, tensors.read(name))
 
 
-def _write_shard(
-    run: StageRun,
-    old: Path,
-    new: Path,
-    tensors: TensorFiles,
-    *,
-    order: Sequence[str],
-    cursor: int,
-) -> None:
-    """Write a file with an old one's names and metadata; `order` lists all names."""
-    if run.folder.valid(str(new)):
-        return
-    with safe_open(old, framework="pt") as file:
-        inside, metadata = set(file.keys()), file.metadata()
-    names = [name for name in order if name in inside]
-    layout: Layout = {name: (tensors.dtype(name), tensors.shape(name)) for name in names}
-    contents = (tensors.read(name) for name in names)
-    sha256 = write_layout(new, layout, contents, metadata=metadata)
-    run.folder.commit(str(new), sha256, cursor=cursor)
-
-
-def _commit(run: StageRun, path: Path) -> None:
-    run.folder.commit(str(path), digest(path))
-
-
-def _write_record(
+def _record(
     run: StageRun, stored: StoredModel, judgement: Mapping[str, Any], files: set[str]
-) -> Path:
-    """Record how the folder was made: model, reference, options, verdict, errors."""
+) -> dict[str, object]:
+    """Return how the folder was made: model, reference, options, verdict, errors."""
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
     layers: list[dict[str, Any]] = [read_report(run.inputs["refine"] / name) for name in names]
@@ -135,7 +111,7 @@ def _write_record(
         layers = [_before(layer) for layer in layers]
     decoder = layers[: len(stored.spec.sublayers)]
     weights = sum(layer["bits"] / layer["bpw"] for layer in decoder)
-    record = {
+    return {
         **made_from(run, files),
         "options": config.model_dump(mode="json", exclude=NOT_RECORDED),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
@@ -143,9 +119,6 @@ def _write_record(
         "predicted_kl": predicted_kl(layers),
         "layers": layers,
     }
-    path = config.out.resolve() / RECORD_FILE
-    write_json(path, record)
-    return path
 
 
 def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,21 +129,6 @@ def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
         for name, entry in layer["projections"].items()
     }
     return {**layer, "rel_err": layer["before"]["rel_err"], "projections": projections}
-
-
-def _compare(out: Path, tensors: TensorFiles) -> None:
-    """Read every tensor back and compare its bits with the expected ones."""
-    written = TensorFiles(out)
-    for name in tensors.names:
-        look()
-        found, expected = (
-            files.read(name).reshape(-1).view(torch.uint8) for files in (written, tensors)
-        )
-        if not torch.equal(found, expected):
-            raise ReconstructionMismatch(
-                f"`{name}` in `{out}` differs from what was written; the disk or memory is faulty: "
-                "delete the folder and repeat the command"
-            )
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -174,26 +174,19 @@ def compile_model(run: StageRun) -> None:
     names |= {INDEX_FILE} if len(shards) > 1 else set()
     names |= {TOKENIZER_FILE} if has_only_tekken(config.source) else set()
     remove_others(out, names)
-    _write_record(run, out, spec, names)
-    for path in extras:
-        _commit(run, carry(path, out / path.name))
+    write_own(run, RECORD_FILE, _record(run, spec, names))
+    carry_all(run, config.source, extras)
     if has_only_tekken(config.source):
-        write_text(out / TOKENIZER_FILE, Tokenizer.load(config.source).backend.to_str())
-        _commit(run, out / TOKENIZER_FILE)
-    if others := left_out(config.source):
-        log.info("not copied from `%s`: %s", config.source, ", ".join(others))
+        path = out / TOKENIZER_FILE
+        write_text(path, Tokenizer.load(config.source).backend.to_str())
+        run.folder.commit(str(path), digest(path))
     tensors = _Tensors(spec, quantized / "sublayers")
     for index, shard in enumerate(shards, 1):
-        path = out / shard.name
-        if not run.folder.valid(str(path)):
-            reads = (partial(tensors.read, name, entry[1]) for name, entry in shard.layout.items())
-            sha256 = write_layout(path, shard.layout, prefetch(reads), metadata=FORMAT_METADATA)
-            run.folder.commit(str(path), sha256, cursor=index)
-        run.tick(index, len(shards), shard.name)
-        run.stop_if_asked()
+        reads = (partial(tensors.read, name, entry[1]) for name, entry in shard.layout.items())
+        write_shard(run, shard, prefetch(reads), FORMAT_METADATA, index=index)
     if len(shards) > 1:
-        _commit(run, _write_index(out, shards))
-    _commit(run, _write_config(run, out, spec))
+        write_own(run, INDEX_FILE, _index(shards))
+    write_own(run, CONFIG_FILE, _config(run, spec))
     _compare(out, quantized, spec, tensors, run.device)
 
 
@@ -202,8 +195,36 @@ def _quantized(run: StageRun) -> Path:
     return run.inputs.get("tune", run.inputs["quantize"])
 
 
-def _commit(run: StageRun, path: Path) -> None:
-    run.folder.commit(str(path), digest(path))
+def write_own(run: StageRun, name: str, content: object) -> None:
+    """Write a JSON file into the output and commit it."""
+    path = run.config.out.resolve() / name
+    run.folder.commit(str(path), write_json(path, content))
+
+
+def write_shard(
+    run: StageRun,
+    shard: Shard,
+    contents: Iterable[torch.Tensor],
+    metadata: Mapping[str, str] | None,
+    *,
+    index: int,
+) -> None:
+    """Write and commit a shard of the output, the `index`-th, unless an earlier run did."""
+    path, folder = run.config.out.resolve() / shard.name, run.folder
+    if not folder.valid(str(path)):
+        sha256 = write_layout(path, shard.layout, contents, metadata=metadata)
+        folder.commit(str(path), sha256, cursor=index)
+    run.tick(index, folder.manifest.total, shard.name)
+    run.stop_if_asked()
+
+
+def carry_all(run: StageRun, model: Path, files: Iterable[Path]) -> None:
+    """Copy a model's other files into the output and commit them; log what stays behind."""
+    for path in files:
+        copy = carry(path, run.config.out.resolve() / path.name)
+        run.folder.commit(str(copy), digest(copy))
+    if others := left_out(model):
+        log.info("not copied from `%s`: %s", model, ", ".join(others))
 
 
 def carry(source: Path, target: Path) -> Path:
@@ -255,8 +276,8 @@ def made_from(run: StageRun, names: set[str]) -> dict[str, object]:
     }
 
 
-def _write_record(run: StageRun, out: Path, spec: ModelSpec, names: set[str]) -> None:
-    """Record how the folder was made: source, options, rows, allocation, errors and their cost."""
+def _record(run: StageRun, spec: ModelSpec, names: set[str]) -> dict[str, object]:
+    """Return how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
     apart = carried_tensors(spec)
@@ -274,8 +295,7 @@ def _write_record(run: StageRun, out: Path, spec: ModelSpec, names: set[str]) ->
         parts = ", ".join(name.strip(".") for name in spec.family.carried)
         size = sum(map(tensor_bytes, apart.values()))
         record["not_quantized"] = {"parts": parts, "tensors": len(apart), "bytes": size}
-    write_json(out / RECORD_FILE, record)
-    _commit(run, out / RECORD_FILE)
+    return record
 
 
 def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
@@ -300,23 +320,22 @@ def _calibration(run: StageRun) -> dict[str, object]:
     return {"dataset": run.config.calibration.dataset, "sha256": rows, **mixes}
 
 
-def _write_index(out: Path, shards: list[Shard]) -> Path:
+def _index(shards: list[Shard]) -> dict[str, object]:
     sizes = [tensor_bytes(entry) for shard in shards for entry in shard.layout.values()]
-    index = {
+    return {
         "metadata": {"total_size": sum(sizes)},
         "weight_map": {name: shard.name for shard in shards for name in shard.layout},
     }
-    path = out / INDEX_FILE
-    write_json(path, index)
-    return path
 
 
-def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
-    """Write config.json with the block that identifies EXL2 to other programs."""
+def _config(run: StageRun, spec: ModelSpec) -> dict[str, object]:
+    """Return config.json with the block that identifies EXL2 to other programs."""
     config = run.config
     calibration = config.calibration
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
-    content = without_origin(json.loads((config.source / CONFIG_FILE).read_bytes()))
+    content: dict[str, object] = without_origin(
+        json.loads((config.source / CONFIG_FILE).read_bytes())
+    )
     content["quantization_config"] = {
         "quant_method": "exl2",
         "version": versions()["exl2flow"],
@@ -328,8 +347,7 @@ def _write_config(run: StageRun, out: Path, spec: ModelSpec) -> Path:
             "dataset": calibration.dataset,
         },
     }
-    write_json(out / CONFIG_FILE, content)
-    return out / CONFIG_FILE
+    return content
 
 
 def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
@@ -369,15 +387,22 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
         pass
     for name, shape in plain.items():
-        look()
-        found, expected = (
-            t.reshape(-1).view(torch.uint8) for t in (written.read(name), tensors.read(name, shape))
+        check_same(written, name, tensors.read(name, shape))
+
+
+def check_same(written: TensorFiles, name: str, expected: torch.Tensor) -> None:
+    """Read a tensor back and compare its bits with the expected ones: 0.0 is not -0.0.
+
+    Raises:
+        ReconstructionMismatch: they differ.
+    """
+    look()
+    bits = [t.reshape(-1).view(torch.uint8) for t in (written.read(name), expected)]
+    if not torch.equal(*bits):
+        raise ReconstructionMismatch(
+            f"`{name}` in `{written.folder}` differs from what was written; the disk or memory is "
+            "faulty: delete the folder and repeat the command"
         )
-        if not torch.equal(found, expected):  # as bits: 0.0 is not -0.0
-            raise ReconstructionMismatch(
-                f"`{name}` in `{out}` differs from what was written; the disk or memory is faulty: "
-                "delete the folder and repeat the command"
-            )
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.store.files import digest, write_json
+from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder
 from exl2flow.quant.refine.stored_model import StoredModel, refinement
@@ -90,9 +90,8 @@ def judge(run: StageRun) -> None:
             "aside; the old matrices stay"
         )
         log.warning("%s", run.folder.manifest.notes[-1])
-    path = run.folder.path / JUDGEMENT_FILE
-    write_json(path, content)
-    run.folder.commit(JUDGEMENT_FILE, digest(path), cursor=total)
+    sha256 = write_json(run.folder.path / JUDGEMENT_FILE, content)
+    run.folder.commit(JUDGEMENT_FILE, sha256, cursor=total)
     run.tick(total, total, f"KL on rows set aside {kl['before']:.5f} -> {kl['after']:.5f}")
 
 

@@ -40,7 +40,7 @@ from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.walk.divergence import divergence
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of
-from exl2flow.quant.walk.walk import SourceWalk, Store, walk
+from exl2flow.quant.walk.walk import Store, SublayerWork, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
@@ -49,7 +49,7 @@ LEAST_SIZE = 1e-30  # of a projection's output
 REFERENCE = (3, 128)  # bits and group size at which the gain of the output metric is measured
 
 
-class Estimating(SourceWalk):
+class Estimating(SublayerWork):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
     def __init__(self, folder: StageFolder, factors: FactorFiles, options: RoundingOptions) -> None:

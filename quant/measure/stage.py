@@ -43,13 +43,13 @@ from exl2flow.quant.sensitivity.fisher import shared_factor
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
-from exl2flow.quant.walk.walk import SourceWalk, Store, walk
+from exl2flow.quant.walk.walk import Store, SublayerWork, walk
 
 LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
 
 
-class Measuring(SourceWalk):
+class Measuring(SublayerWork):
     """The work of `measure` at a sublayer: the error of its output under every candidate."""
 
     def __init__(self, folder: StageFolder, options: RoundingOptions) -> None:

@@ -6,9 +6,7 @@ the digest of every reconstruction, which `compile` checks after writing.
 """
 
 import json
-import logging
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -27,7 +25,7 @@ from exl2flow.model import (
     Sublayer,
     SublayerSpec,
 )
-from exl2flow.model.files.exl2 import QuantizedMatrix
+from exl2flow.model.files.exl2 import QuantizedMatrix, padded_columns
 from exl2flow.quant.allocate.budget import read_choice
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.quantize.correction import (
@@ -58,9 +56,7 @@ from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
-from exl2flow.quant.walk.walk import Store, advance, walk
-
-log = logging.getLogger(__name__)
+from exl2flow.quant.walk.walk import Store, SublayerWork, advance, walk
 
 HEAD_FILE = "sublayers/head.safetensors"
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
@@ -82,35 +78,37 @@ def read_report(path: Path) -> dict[str, object]:
     return report
 
 
-class Rounding:
-    """How matrices are rounded: in the metric of Fisher factors, or by their Hessians alone."""
+class MatrixWork(SublayerWork):
+    """Base for work whose results are the matrices of each sublayer, and of the head.
 
-    def __init__(self, run: StageRun, choice: Choice) -> None:
+    States are those of the model with its new matrices; the source's own ones of `again` follow.
+    Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
+    """
+
+    def __init__(self, run: StageRun, rows: int) -> None:
         self.folder = run.folder
         self.options = run.config.rounding
+        self.rows = rows
+        self.error_rows = range(0, rows, max(1, rows // ERROR_ROWS))
         factors = run.inputs.get("sensitivity")
-        self.factors = factors and FactorFiles(factors, torch.device(run.device))
-        self.choice = choice
-        self.correction = Correction(
-            strength=self.options.correction, damping=self.options.damping, note=run.folder.note
-        )
+        self.factors = factors and FactorFiles(factors, run.device)
+
+    def file(self, sublayer: SublayerSpec) -> str:
+        """See `SublayerWork`."""
+        return sublayer_file(sublayer)
+
+    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
+        """See `SublayerWork`: advance states through the matrices of an earlier run."""
+        advance_source(sublayer, states[self.rows :])
+        tensors = read_tensors(path)
+        for projection in sublayer.spec.projections:
+            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
+            install(sublayer, projection, matrix.to(device_of(sublayer)))
+        advance(sublayer, states[: self.rows])
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or the head; empty if there are none."""
         return self.factors.read(index) if self.factors else {}
-
-    def summary(self, name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
-        """Return the report on a sublayer or the head, without its own error."""
-        bits = sum(item.matrix.total_bits for item in packed)
-        numel = sum(math.prod(item.matrix.shape) for item in packed)
-        projections = {
-            item.projection.name: {
-                "params": str(self.choice[item.projection.key]),
-                **reports[item.projection.name],
-            }
-            for item in packed
-        }
-        return {"name": name, "bits": bits, "bpw": bits / numel, "projections": projections}
 
     def factor(
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
@@ -118,17 +116,122 @@ class Rounding:
         """Return the factor of an activation, given the first projection that reads it."""
         return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
 
-    def job(
+    def output_metric(self, factors: Factors | None) -> torch.Tensor | None:
+        """Return the metric of errors in one row of a matrix, fp32 (blocks, b, b)."""
+        if factors is None or not self.options.rounds:
+            return None
+        return factors.output.damped(self.options.output_damping).blocks
+
+    def store_head(self, packed: Packed) -> None:
+        """Write the head's matrix and its report, and commit the file."""
+
+        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+            (report,) = reports.values()
+            errors = {key: report[key] for key in ("rel_err", "before") if key in report}
+            return summary(packed.projection.key, [packed], reports) | errors
+
+        sha256 = storing(self.folder.path / HEAD_FILE, [packed], {}, finish)()
+        self.folder.commit(HEAD_FILE, sha256, cursor=self.folder.manifest.total)
+
+
+def summary(name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
+    """Return the report on a sublayer or the head, without its own errors."""
+    bits = sum(item.matrix.total_bits for item in packed)
+    projections = [item.projection for item in packed]
+    numel = sum(p.in_features * padded_columns(p.out_features) for p in projections)
+    return {"name": name, "bits": bits, "bpw": bits / numel, "projections": reports}
+
+
+def row_errors(
+    sublayer: Sublayer, states: Iterable[torch.Tensor], reference: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """Return the relative error of each row of states, in the reference's order, fp32 (rows,)."""
+    device = device_of(sublayer)
+    pairs = zip(states, reference.values(), strict=True)
+    found = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
+    return torch.stack(found)
+
+
+class Quantizing(MatrixWork):
+    """The work of `quantize` at a sublayer, and at the head."""
+
+    def __init__(self, run: StageRun, rows: int, choice: Choice) -> None:
+        super().__init__(run, rows)
+        self.choice = choice
+        self.again = paired_rows(rows) if self.options.correction else range(0)
+        self.correction = Correction(
+            strength=self.options.correction, damping=self.options.damping, note=run.folder.note
+        )
+
+    def describe(self, path: Path) -> str:
+        """See `SublayerWork`."""
+        report = read_report(path)
+        return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
+
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+        """See `SublayerWork`: round, pack, and advance the states quantized."""
+        quantized = states[: self.rows]
+        crosses = CrossProducts(sublayer, states[self.rows :], self.again)
+        hessians, reference = collect_hessians(
+            sublayer, quantized, keep=self.error_rows, observe=crosses.add
+        )
+        source, targets = dict(sublayer.linears), dict(sublayer.linears)
+        if self.again:
+            targets = self.correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+        factors = self.read_factors(sublayer.spec.index)
+        rounded = self._round_sublayer(sublayer, targets, hessians, factors)
+        packed = []
+        for p in sublayer.spec.projections:
+            item = self._packed(p, source[p.name], rounded[p.name], hessians[p.capture], factors)
+            packed.append(item)
+            install(sublayer, p, item.matrix)
+        advance(sublayer, quantized)
+        errors = row_errors(sublayer, (quantized[row] for row in reference), reference)
+
+        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+            error = {"rel_err": float(host["errors"].mean())}
+            return summary(sublayer.spec.name, packed, reports) | error
+
+        return storing(path, packed, {"errors": errors}, finish)
+
+    def head(self, model: SourceModel, states: torch.Tensor) -> None:
+        """Quantize the head on the final states and commit its file."""
+        projection, head = model.spec.head, model.head()
+        quantized, source = states[: self.rows], states[self.rows :]
+        hessian = head_hessian(head, quantized)
+        factors = self.read_factors("head")
+
+        def target() -> Linear:
+            if not self.again:
+                return head.linear
+            paired = quantized[:: self.again.step]
+            return self.correction.head_target(head, hessian, paired, source)
+
+        # keep no reference to targets and weights, which are as large as the head
+        jobs = [self._job(projection, target(), factors)]
+        (matrix,) = self._round(jobs, self.factor(projection, hessian, factors))
+        self.store_head(self._packed(projection, head.linear, matrix, hessian, factors))
+
+    def _job(
         self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]
     ) -> RoundingJob:
         """Return the rounding job of a projection."""
-        options, output = self.options, None
-        if factors and options.rounds:
-            output = factors[projection.name].output.damped(options.output_damping).blocks
+        output = self.output_metric(factors.get(projection.name))
         params = self.choice[projection.key]
         return RoundingJob(weight=padded_weight(linear), params=params, output=output)
 
-    def round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
+    def _packed(
+        self,
+        projection: ProjectionSpec,
+        linear: Linear,
+        rounded: RoundedMatrix,
+        hessian: torch.Tensor,
+        factors: Mapping[str, Factors],
+    ) -> Packed:
+        params, own = str(self.choice[projection.key]), factors.get(projection.name)
+        return Packed(projection, linear, rounded, hessian, own, params=params)
+
+    def _round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
         """Round matrices that read one activation.
 
         Args:
@@ -155,70 +258,7 @@ class Rounding:
             )
         return refined
 
-
-class Quantizing:
-    """The work of `quantize` at a sublayer."""
-
-    def __init__(self, rounding: Rounding, rows: int) -> None:
-        self.rounding = rounding
-        self.rows = rows
-        self.again = paired_rows(rows) if rounding.options.correction else range(0)
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return sublayer_file(sublayer)
-
-    def describe(self, path: Path) -> str:
-        """See `SublayerWork`."""
-        report = read_report(path)
-        return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
-
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: advance states through the matrices of an earlier run."""
-        quantized, source = states[: self.rows], states[self.rows :]
-        advance_source(sublayer, source)
-        tensors = read_tensors(path)
-        for projection in sublayer.spec.projections:
-            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
-            install(sublayer, projection, matrix.to(device_of(sublayer)))
-        advance(sublayer, quantized)
-
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
-        """See `SublayerWork`: round, pack, and advance the states quantized."""
-        quantized = states[: self.rows]
-        kept = range(0, self.rows, max(1, self.rows // ERROR_ROWS))
-        crosses = CrossProducts(sublayer, states[self.rows :], self.again)
-        hessians, reference = collect_hessians(sublayer, quantized, keep=kept, observe=crosses.add)
-        source, targets = dict(sublayer.linears), dict(sublayer.linears)
-        if self.again:
-            correction = self.rounding.correction
-            targets = correction.sublayer_targets(sublayer, quantized, hessians, crosses)
-        factors = self.rounding.read_factors(sublayer.spec.index)
-        rounded = self._round(sublayer, targets, hessians, factors)
-        packed = []
-        for p in sublayer.spec.projections:
-            item = Packed(
-                p, source[p.name], rounded[p.name], hessians[p.capture], factors.get(p.name)
-            )
-            packed.append(item)
-            install(sublayer, p, item.matrix)
-        advance(sublayer, quantized)
-        device = device_of(sublayer)
-        errors = torch.stack(
-            [
-                relative_distance(quantized[row].to(device, non_blocking=True), y)
-                for row, y in reference.items()
-            ]
-        )
-
-        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
-            return self.rounding.summary(sublayer.spec.name, packed, reports) | {
-                "rel_err": float(host["errors"].mean())
-            }
-
-        return storing(path, packed, {"errors": errors}, finish)
-
-    def _round(
+    def _round_sublayer(
         self,
         sublayer: Sublayer,
         targets: dict[str, Linear],
@@ -230,19 +270,18 @@ class Quantizing:
         Empties `targets`: each is as large as the sublayer's weights.
         """
         jobs = {
-            p.name: self.rounding.job(p, targets.pop(p.name), factors)
-            for p in sublayer.spec.projections
+            p.name: self._job(p, targets.pop(p.name), factors) for p in sublayer.spec.projections
         }
 
         def factor(capture: str) -> HessianFactor:
             first = sublayer.spec.reading(capture)[0]
-            return self.rounding.factor(first, hessians[capture], factors)
+            return self.factor(first, hessians[capture], factors)
 
         items = {capture: factor(capture) for capture in hessians}
 
         def work(capture: str) -> dict[str, RoundedMatrix]:
             names = [p.name for p in sublayer.spec.reading(capture)]
-            found = self.rounding.round(
+            found = self._round(
                 [jobs[name] for name in names],
                 # already used if this runs a second time
                 items.pop(capture) if capture in items else factor(capture),
@@ -265,50 +304,18 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
     )
 
 
-def quantize_head(
-    run: StageRun, model: SourceModel, work: Quantizing, states: torch.Tensor
-) -> None:
-    """Quantize the head on the final states and commit its file."""
-    rounding = work.rounding
-    projection = model.spec.head
-    head = model.head()
-    quantized, source = states[: work.rows], states[work.rows :]
-    hessian = head_hessian(head, quantized)
-    factors = rounding.read_factors("head")
-
-    def target() -> Linear:
-        if not work.again:
-            return head.linear
-        paired = quantized[:: work.again.step]
-        return rounding.correction.head_target(head, hessian, paired, source)
-
-    # keep no reference to targets and weights, which are as large as the head
-    jobs = [rounding.job(projection, target(), factors)]
-    (matrix,) = rounding.round(jobs, rounding.factor(projection, hessian, factors))
-    packed = Packed(projection, head.linear, matrix, hessian, factors.get(projection.name))
-
-    def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
-        return rounding.summary(projection.key, [packed], reports) | {
-            "rel_err": reports[projection.name]["rel_err"]
-        }
-
-    sha256 = storing(run.folder.path / HEAD_FILE, [packed], {}, finish)()
-    run.folder.commit(HEAD_FILE, sha256, cursor=run.folder.manifest.total)
-
-
 @tensor_cores()
 @torch.inference_mode()
 def quantize(run: StageRun) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
-    rounding = Rounding(run, read_choice(run.inputs["allocate"]))
     ids = load_rows(run.inputs["tokenize"], "quantize")
     head_is_open = not run.folder.valid(HEAD_FILE)
-    work = Quantizing(rounding, len(ids))
+    work = Quantizing(run, len(ids), read_choice(run.inputs["allocate"]))
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
-        made_to_fit(partial(quantize_head, run, model, work, states))
+        made_to_fit(partial(work.head, model, states))
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 

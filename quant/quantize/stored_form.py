@@ -10,7 +10,7 @@ import torch
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.runtime.background import to_host
 from exl2flow.core.store.files import tensor_bytes, write_tensors
-from exl2flow.model import Linear, ProjectionSpec
+from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, padded
 from exl2flow.quant.rounding.hessian import relative_error
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
@@ -35,6 +35,9 @@ class Packed:
         rounded: RoundedMatrix,
         hessian: torch.Tensor,
         factors: Factors | None = None,
+        *,
+        params: str | None = None,
+        others: Mapping[str, object] | None = None,
     ) -> None:
         """Pack.
 
@@ -44,8 +47,12 @@ class Packed:
             rounded: the rounded matrix.
             hessian: of the projection's inputs, fp32 (k, k).
             factors: to estimate the cost; without them `nats` is None.
+            params: the report begins with them, if given.
+            others: further entries of the report.
         """
         self.projection = projection
+        self._params = {} if params is None else {"params": params}
+        self._others = others or {}
         self.matrix = rounded.pack(None if linear.bias is None else padded(linear.bias))
         values, weight = rounded.dequantize(), padded(linear.weight.T)
         self._figures = {
@@ -79,12 +86,31 @@ class Packed:
                 "matrix; this is a defect of exl2flow: report it with the model's name"
             )
         return {
+            **self._params,
             "rel_err": float(figures["rel_err"]),
             "nats": float(figures["nats"]) if "nats" in figures else None,
             "bits": self.matrix.total_bits,
             "bpw": self.matrix.total_bits / figures["values"].numel(),
             "sha256": reconstruction_digest(figures["values"]),
+            **self._others,
         }
+
+
+class Unchanged(Packed):
+    """A matrix that stays as it is stored, and the report on it."""
+
+    def __init__(
+        self, projection: ProjectionSpec, matrix: QuantizedMatrix, report: dict[str, object]
+    ) -> None:
+        self.projection, self.matrix, self._report = projection, matrix, report
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """See `Packed`: none, the report is complete."""
+        return {}
+
+    def report(self, host: Mapping[str, torch.Tensor]) -> dict[str, object]:
+        """See `Packed`."""
+        return self._report
 
 
 def storing(

@@ -4,31 +4,27 @@ Bits, groups, permutations, norms and embedding do not change. States are those 
 model: each sublayer is refined for the actual output of the refined ones before it.
 """
 
-import json
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.background import to_host
-from exl2flow.core.store.files import read_tensors, write_tensors
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import Linear, ProjectionSpec, Sublayer, SublayerSpec
-from exl2flow.model.files.exl2 import QuantizedMatrix, padded_columns
+from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix, Sublayer
 from exl2flow.quant.quantize.stage import (
-    ERROR_ROWS,
     HEAD_FILE,
+    MatrixWork,
     install,
     read_report,
-    sublayer_file,
+    row_errors,
+    summary,
 )
-from exl2flow.quant.quantize.stored_form import Packed
+from exl2flow.quant.quantize.stored_form import Packed, Reports, Unchanged, storing
 from exl2flow.quant.refine.improvement import improve, params_of, unpacked
 from exl2flow.quant.refine.stored_model import StoredModel, refinement
 from exl2flow.quant.rounding.error_feedback import near, padded_weight
@@ -38,33 +34,22 @@ from exl2flow.quant.rounding.hessian import (
     head_hessian,
     relative_error,
 )
-from exl2flow.quant.sensitivity.fisher import Factors, estimate, shared_factor
-from exl2flow.quant.sensitivity.stage import FactorFiles
+from exl2flow.quant.sensitivity.fisher import Factors, estimate
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.source_model import SourceModel, device_of
+from exl2flow.quant.walk.pinned import made_to_fit
+from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import Store, advance, walk
-
-log = logging.getLogger(__name__)
 
 KEPT = "kept"  # report of a matrix that is not refined
 
 
-class Refining:
+class Refining(MatrixWork):
     """The work of `refine` at a sublayer, and at the head."""
 
-    again = range(0)
-
-    def __init__(self, run: StageRun, stored: StoredModel) -> None:
-        self.run = run
+    def __init__(self, run: StageRun, rows: int, stored: StoredModel) -> None:
+        super().__init__(run, rows)
         self.stored = stored
-        self.options = run.config.rounding
-        factors = run.inputs.get("sensitivity")
-        self.factors = factors and FactorFiles(factors, torch.device(run.device))
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return sublayer_file(sublayer)
 
     def describe(self, path: Path) -> str:
         """Return bits per weight and errors of the sublayer."""
@@ -73,78 +58,45 @@ class Refining:
         change = f"{before['rel_err']:.4f}->{report['rel_err']:.4f}"
         return f"bpw={report['bpw']:.3f} rel_err={change}"
 
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: advance states through the matrices in `path`."""
-        tensors = read_tensors(path)
-        for projection in sublayer.spec.projections:
-            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
-            install(sublayer, projection, matrix.to(device_of(sublayer)))
-        advance(sublayer, states)
-
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
-        kept = range(0, len(states), max(1, len(states) // ERROR_ROWS))
-        hessians, reference = collect_hessians(sublayer, states, keep=kept)
+        hessians, reference = collect_hessians(sublayer, states, keep=self.error_rows)
         weights = dict(sublayer.linears)
         before = {p.name: self.stored.matrix(p) for p in sublayer.spec.projections}
         for p in sublayer.spec.projections:
             install(sublayer, p, before[p.name])
         kept_states = states[list(reference)].clone()
         advance(sublayer, kept_states)
-        errors = _errors(kept_states, reference)
-        factors = self._read_factors(sublayer.spec.index)
-        tensors: dict[str, torch.Tensor] = {}
-        reports: dict[str, dict[str, object]] = {}
+        figures = {"before": row_errors(sublayer, kept_states, reference)}
+        factors = self.read_factors(sublayer.spec.index)
+        packed = []
         for capture, hessian in hessians.items():
             members = sublayer.spec.reading(capture)
-            item = self._factor(members[0], hessian, factors)
+            item = self.factor(members[0], hessian, factors)
             for p in members:
-                packed, reports[p.name] = self._refine(
-                    p, before[p.name], weights[p.name], item, hessian, factors.get(p.name)
-                )
-                tensors |= packed.to_tensors(p.key)
-                install(sublayer, p, packed)
+                old, own = before[p.name], factors.get(p.name)
+                packed.append(self._refine(p, old, weights[p.name], item, hessian, own))
+                install(sublayer, p, packed[-1].matrix)
         advance(sublayer, states)
-        report = _report(sublayer.spec.name, sublayer.spec.projections, reports) | {
-            "rel_err": _errors(states[list(reference)], reference),
-            "before": {"rel_err": errors},
-        }
-        metadata = {"report": json.dumps(report)}
-        return partial(write_tensors, path, tensors, metadata=metadata)
+        figures["after"] = row_errors(sublayer, (states[row] for row in reference), reference)
+
+        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+            error = {name: sum(host[name].tolist()) / len(reference) for name in figures}
+            return summary(sublayer.spec.name, packed, reports) | {
+                "rel_err": error["after"],
+                "before": {"rel_err": error["before"]},
+            }
+
+        return storing(path, packed, figures, finish)
 
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
         """Refine the head on the final states and commit its file."""
         projection, head = model.spec.head, model.head()
         hessian = head_hessian(head, states)
-        factors = self._read_factors("head")
-        matrix, report = self._refine(
-            projection,
-            self.stored.matrix(projection),
-            head.linear,
-            self._factor(projection, hessian, factors),
-            hessian,
-            factors.get(projection.name),
-        )
-        summary = _report(projection.key, (projection,), {projection.name: report}) | {
-            "rel_err": report["rel_err"],
-            "before": report["before"],
-        }
-        folder = self.run.folder
-        sha256 = write_tensors(
-            folder.path / HEAD_FILE,
-            matrix.to_tensors(projection.key),
-            metadata={"report": json.dumps(summary)},
-        )
-        folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
-
-    def _read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
-        return self.factors.read(index) if self.factors else {}
-
-    def _factor(
-        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
-    ) -> HessianFactor:
-        """Return the factor of an activation, given the first projection that reads it."""
-        return shared_factor(first, hessian, factors, self.options, note=self.run.folder.note)
+        factors = self.read_factors("head")
+        item = self.factor(projection, hessian, factors)
+        old, own = self.stored.matrix(projection), factors.get(projection.name)
+        self.store_head(self._refine(projection, old, head.linear, item, hessian, own))
 
     def _refine(
         self,
@@ -154,23 +106,17 @@ class Refining:
         item: HessianFactor,
         hessian: torch.Tensor,
         factors: Factors | None,
-    ) -> tuple[QuantizedMatrix, dict[str, object]]:
-        """Return the replacement of a stored matrix, and the report on it."""
+    ) -> Packed:
+        """Return the replacement of a stored matrix; with more columns than needed it stays."""
         weight = padded_weight(linear)
         values = near(weight, linear)
         old = unpacked(stored, values.device)
         if stored.shape != tuple(weight.shape):
             return self._kept(projection, stored, values, hessian)
-        output = None
-        if factors is not None:
-            factors = factors.to(values.device)
-            output = factors.output.damped(self.options.output_damping).blocks
-        made = improve(old, weight, item, output, self.options)
-        packed = Packed(projection, linear, made.matrix, hessian, factors)
+        factors = factors and factors.to(values.device)
+        made = improve(old, weight, item, self.output_metric(factors), self.options)
         found = old.dequantize()
-        return packed.matrix, {
-            "params": str(params_of(old.groups) or ""),
-            **packed.report(to_host(packed.tensors())()),
+        figures = {
             "start": made.start,
             "losses": dict(made.losses),
             "before": {
@@ -179,6 +125,10 @@ class Refining:
                 "loss": made.before,
             },
         }
+        params = str(params_of(old.groups) or "")
+        return Packed(
+            projection, linear, made.matrix, hessian, factors, params=params, others=figures
+        )
 
     def _kept(
         self,
@@ -186,35 +136,20 @@ class Refining:
         stored: QuantizedMatrix,
         weight: torch.Tensor,
         hessian: torch.Tensor,
-    ) -> tuple[QuantizedMatrix, dict[str, object]]:
+    ) -> Unchanged:
         """Return a matrix unchanged that is stored with more columns than needed."""
         found = stored.dequantize()
         used = found[:, : weight.shape[1]].float().to(weight.device)
         error = float(relative_error(hessian, weight, used))
-        self.run.folder.note(f"{projection.key}: {stored.shape[1]} columns, kept as they are")
-        return stored, {
+        self.folder.note(f"{projection.key}: {stored.shape[1]} columns, kept as they are")
+        report = {
             "rel_err": error,
             "bits": stored.total_bits,
             "bpw": stored.total_bits / found.numel(),
             "start": KEPT,
             "before": {"rel_err": error},
         }
-
-
-def _errors(states: torch.Tensor, reference: Mapping[int, torch.Tensor]) -> float:
-    """Return the mean relative error of rows fp32 (rows, t, hidden), in the reference's order."""
-    pairs = zip(states, reference.values(), strict=True)
-    errors = [float((found - expected).norm() / expected.norm()) for found, expected in pairs]
-    return sum(errors) / len(errors)
-
-
-def _report(
-    name: str, projections: Sequence[ProjectionSpec], reports: Mapping[str, Mapping[str, object]]
-) -> dict[str, object]:
-    """Return the part of a report that is common to sublayers and head."""
-    bits = sum(int(str(report["bits"])) for report in reports.values())
-    numel = sum(p.in_features * padded_columns(p.out_features) for p in projections)
-    return {"name": name, "bits": bits, "bpw": bits / numel, "projections": reports}
+        return Unchanged(projection, stored, report)
 
 
 def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
@@ -235,10 +170,10 @@ def refine_model(run: StageRun) -> None:
     run.folder.manifest.total = len(model.spec.sublayers) + stored.has_head
     ids = hessian_rows(run.inputs["tokenize"], config.held_out_rows)
     head_is_open = stored.has_head and not run.folder.valid(HEAD_FILE)
-    work = Refining(run, stored)
+    work = Refining(run, len(ids), stored)
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
-        work.head(model, states)
+        made_to_fit(partial(work.head, model, states))
     total = run.folder.manifest.total
     run.tick(total, total, "refined")
 

@@ -2,7 +2,7 @@
 embedding of the one with the weights of the other, or with refined matrices.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,24 +24,6 @@ from exl2flow.model.files.exl2 import is_quantized, padded_columns, tensor_names
 from exl2flow.quant.walk.source_model import SourceModel
 
 NAMED = 4  # most problems of one kind that a message lists
-
-
-class Overlay(TensorFiles):
-    """The tensors of a folder, with some removed and others replaced."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        without: Iterable[str] = (),
-        instead: Mapping[str, tuple[TensorFiles, str]],
-    ) -> None:
-        """Read the headers of `folder`; `instead`: name → (files, name there)."""
-        super().__init__(folder)
-        for name in without:
-            self._entries.pop(name, None)
-        for name, (files, other) in instead.items():
-            self._entries[name] = files._entry(other)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +52,7 @@ class StoredModel:
     @property
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections of the decoder in order, then the head if stored in EXL2 form."""
-        found = tuple(p for sublayer in self.spec.sublayers for p in sublayer.projections)
+        found = self.spec.projections
         return (*found, self.spec.head) if self.has_head else found
 
     @property
@@ -109,7 +91,7 @@ class StoredModel:
         if head in instead and head not in weights:  # tied
             instead[head] = (weights, f"{self.spec.embedding_key}.weight")
         stored = [name for p in self.projections for name in tensor_names(p.key)]
-        return self._model(Overlay(self.folder, without=stored, instead=instead))
+        return self._model(self.tensors.overlaid(instead, without=stored))
 
     def with_matrices(self, folder: Path) -> SourceModel:
         """Return the model with the matrices in a folder's files instead of its own."""
@@ -119,7 +101,7 @@ class StoredModel:
         """Return the model's tensors with the matrices from a folder's files."""
         made = TensorFiles(folder)
         names = [name for p in self.projections for name in tensor_names(p.key)]
-        return Overlay(self.folder, instead={name: (made, name) for name in names})
+        return self.tensors.overlaid({name: (made, name) for name in names})
 
     def _model(self, tensors: TensorFiles) -> SourceModel:
         return SourceModel(spec=self.spec, tensors=tensors, device=self.device)
@@ -163,7 +145,7 @@ def check_refinement(config: RefinementConfig) -> None:
 
 
 def _check_quantized(stored: StoredModel) -> None:
-    decoder = [p for sublayer in stored.spec.sublayers for p in sublayer.projections]
+    decoder = stored.spec.projections
     dense = [p.key for p in decoder if not is_quantized(p.key, stored.tensors)]
     if len(dense) == len(decoder):
         raise SourceModelError(
@@ -179,7 +161,7 @@ def _check_quantized(stored: StoredModel) -> None:
 def _check_alike(stored: StoredModel, reference: ModelSpec) -> None:
     """Compare the shapes of the decoders' matrices, as both configs imply them."""
     found, expected = (
-        {p.key: (p.in_features, p.out_features) for s in spec.sublayers for p in s.projections}
+        {p.key: (p.in_features, p.out_features) for p in spec.projections}
         for spec in (stored.spec, reference)
     )
     unlike = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]

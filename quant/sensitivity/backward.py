@@ -5,16 +5,17 @@ information. Labels come from uniform numbers of a CPU generator, one per token,
 of the cumulative probabilities: devices draw the same labels up to rounding.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
 from exl2flow.quant.sensitivity.fisher import FactorSum
-from exl2flow.quant.walk.source_model import device_of, non_finite_share
+from exl2flow.quant.walk.source_model import (
+    device_of,
+    non_finite_share,
+    repeatable_attention,
+)
 
 LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
 
@@ -55,7 +56,7 @@ def sublayer_backward(
     for row in range(len(states)):
         look()
         hidden = states[row : row + 1].detach().clone().to(device).requires_grad_()
-        with torch.enable_grad(), _repeatable(device):
+        with torch.enable_grad(), repeatable_attention(device):
             output = sublayer(hidden)
             outputs = [tap.put for tap in taps.values()]
             pull = (output * gradient[row : row + 1].to(device)).sum()
@@ -146,11 +147,6 @@ def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     wanted = uniform[:, None] * cumulated[:, -1:]  # the sum is not quite 1
     labels = torch.searchsorted(cumulated, wanted, right=True)[:, 0]
     return labels.clamp_(max=p.shape[-1] - 1)
-
-
-def _repeatable(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which attention's gradients are deterministic."""
-    return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
 
 def _check_gradients(gradients: torch.Tensor, *, where: str) -> None:

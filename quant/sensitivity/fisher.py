@@ -221,15 +221,6 @@ def storing_factors(
     return lambda: write_tensors(path, waiting(), metadata=metadata)
 
 
-def read_file(path: Path, device: torch.device | str = "cpu") -> dict[str, Factors]:
-    """Return projection → factors on a device, from a file of `storing_factors`.
-
-    Raises:
-        CorruptCheckpoint: the file is missing or damaged.
-    """
-    return unpacked(StoredFactors.read(path), device)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFactors:
     """tensors: packed, by name; captures: projection → (name of its input factor, its columns)."""

@@ -33,13 +33,12 @@ from exl2flow.quant.sensitivity.fisher import (
     FactorSum,
     StoredFactors,
     factor_bytes,
-    read_file,
     storing_factors,
     unpacked,
 )
 from exl2flow.quant.tokenize.stage import text_rows
 from exl2flow.quant.walk.source_model import DTYPE, SourceModel
-from exl2flow.quant.walk.walk import advance, remedied, save_states
+from exl2flow.quant.walk.walk import advance, remedied, save_when_due
 
 log = logging.getLogger(__name__)
 
@@ -59,44 +58,31 @@ def factor_files(spec: ModelSpec) -> list[str]:
     return [*(factor_file(sublayer.index) for sublayer in spec.sublayers), HEAD_FILE]
 
 
-def read_factors(
-    folder: Path, index: int | Literal["head"], device: torch.device | str = "cpu"
-) -> dict[str, Factors]:
-    """Return projection → factors of a sublayer or of the head (`lm_head`).
-
-    Args:
-        folder: of the finished stage.
-        index: of the sublayer.
-        device: of the result.
-
-    Raises:
-        CorruptCheckpoint: a file is missing or damaged.
-    """
-    return read_file(_factors_path(folder, index), device)
-
-
-def _factors_path(folder: Path, index: int | Literal["head"]) -> Path:
-    return folder / (HEAD_FILE if index == "head" else factor_file(index))
-
-
 class FactorFiles:
     """The factors of a finished stage; with a GPU, the next file is read ahead."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device | str) -> None:
         self.folder = folder
-        self.device = device
+        self.device = torch.device(device)
         self._ahead: dict[Path, Future[StoredFactors]] = {}
 
     def read(self, index: int | Literal["head"]) -> dict[str, Factors]:
-        """See `read_factors`."""
-        path = _factors_path(self.folder, index)
+        """Return projection → factors of a sublayer or of the head (`lm_head`).
+
+        Raises:
+            CorruptCheckpoint: a file is missing or damaged.
+        """
+        path = self._path(index)
         ahead = self._ahead.pop(path, None)
         stored = ahead.result() if ahead else StoredFactors.read(path)
         if self.device.type == "cuda" and index != "head":
-            following = _factors_path(self.folder, index + 1)
-            following = following if following.exists() else _factors_path(self.folder, "head")
+            following = self._path(index + 1)
+            following = following if following.exists() else self._path("head")
             self._ahead[following] = helpers().submit(StoredFactors.read, following, pinned=True)
         return unpacked(stored, self.device)
+
+    def _path(self, index: int | Literal["head"]) -> Path:
+        return self.folder / (HEAD_FILE if index == "head" else factor_file(index))
 
 
 def spread_rows(folder: Path, count: int) -> torch.Tensor:
@@ -150,10 +136,7 @@ def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) 
     states = options.rows * row_tokens * spec.hidden_size
     score = max(layer.num_heads for layer in spec.attentions) * row_tokens**2
     largest = max(
-        sum(
-            p.in_features * p.out_features + p.in_features**2 + p.out_features * 2 * row_tokens
-            for p in s.projections
-        )
+        sum(p.numel + p.in_features**2 + p.out_features * 2 * row_tokens for p in s.projections)
         + factor_bytes(s.projections, block=options.block) // 2
         for s in spec.sublayers
     )
@@ -314,13 +297,7 @@ class _WayBack:
             self.results.store(store, commit)
         else:
             self._drop(index)
-        is_last = self.run.stop.signum is not None
-        if is_last or (self.saves.is_idle() and folder.states_are_due()):
-            save_states(folder, self.gradient, index, self.saves)
-        if is_last:
-            self.results.wait()
-            self.saves.wait()
-        self.run.stop_if_asked()
+        save_when_due(self.run, self.gradient, index, self.results, self.saves)
 
     def _drop(self, index: int) -> None:
         states = self.run.folder.manifest.states

@@ -156,9 +156,9 @@ def read_dialogue(text: str) -> Dialogue:
     )
 
 
-def written_dialogues(path: Path | None = None) -> Iterator[Dialogue]:
+def written_dialogues() -> Iterator[Dialogue]:
     """Yield the dialogues written for this purpose."""
-    for (text,) in records(path or chat(), ["text"]):
+    for (text,) in records(chat(), ["text"]):
         yield read_dialogue(text)
 
 

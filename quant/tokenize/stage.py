@@ -1,6 +1,5 @@
 """The tokenize stage: calibration text → token rows for measuring and for quantizing."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,7 +27,6 @@ from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
-log = logging.getLogger(__name__)
 
 Mix = Literal["measure", "quantize"]
 Maker = Callable[[RowRequest], CalibrationRows]
@@ -66,8 +64,7 @@ def tokenize(run: StageRun) -> None:
         kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
         for note in made.notes:
             run.folder.note(f"{mix} rows: {note}")
-    write_json(run.folder.path / KINDS_FILE, kinds)
-    run.folder.commit(KINDS_FILE, digest(run.folder.path / KINDS_FILE))
+    run.folder.commit(KINDS_FILE, write_json(run.folder.path / KINDS_FILE, kinds))
     sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
     run.folder.commit(ROWS_FILE, sha256, cursor=1)
     run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")

@@ -8,14 +8,12 @@ resumes from its last saved state and gives the same bytes.
 import json
 import logging
 import time
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TuneOptions
-from exl2flow.core.store.files import digest, write_json, write_tensors
+from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
@@ -30,7 +28,7 @@ from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.tune.trainable import TunedLinear
 from exl2flow.quant.tune.tuned_model import TunedModel
-from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +48,8 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
     of one sublayer and the head, a step's logits, and the activations.
     """
     tensors = CanonicalTensors(spec)
-    sizes = [sum(p.in_features * p.out_features for p in s.projections) for s in spec.sublayers]
-    head = spec.head.in_features * spec.head.out_features
+    sizes = [sum(p.numel for p in s.projections) for s in spec.sublayers]
+    head = spec.head.numel
     codes = sum(sizes) + head
     trained = head * bool(options.embedding_rate) + codes * bool(options.code_rate)
     logits = options.tokens * spec.vocab_size
@@ -79,18 +77,12 @@ def tune(run: StageRun) -> None:
         model = TunedModel(source, run.inputs["quantize"], run.config.tune)
         training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
         work = Distillation(source, model, run.config.tune, training=training, held_out=held_out)
-        with _attention(source.device):
+        with repeatable_attention(source.device):
             distill(run, work)
         work.recall_best()
         write_results(run, model, work)
     run.folder.manifest.cursor = run.folder.manifest.total
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
-
-
-def _attention(device: torch.device) -> AbstractContextManager[None]:
-    """On CUDA, use the attention whose gradient is deterministic."""
-    on_cuda = device.type == "cuda"
-    return sdpa_kernel(SDPBackend.MATH) if on_cuda else nullcontext()
 
 
 def distill(run: StageRun, work: Distillation) -> None:
@@ -124,10 +116,9 @@ def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
     _write_linears(run, HEAD_FILE, [(model.spec.head, model.head)])
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
-    path = run.folder.path / TUNING_FILE
-    write_json(path, work.report())
+    sha256 = write_json(run.folder.path / TUNING_FILE, work.report())
     run.folder.note(f"tuned: {work.summary}")  # stored with the commit that ends the stage's work
-    run.folder.commit(TUNING_FILE, digest(path))
+    run.folder.commit(TUNING_FILE, sha256)
 
 
 def _write_linears(

@@ -14,7 +14,7 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import read_tensors
 from exl2flow.model import ProjectionSpec, SublayerSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
-from exl2flow.model.layers.decoder import Head, build_embedding, capped, placed
+from exl2flow.model.layers.decoder import Head, build_embedding, capped, divergence_terms, placed
 from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
 from exl2flow.quant.tune.trainable import (
     Parameter,
@@ -113,12 +113,8 @@ class TunedModel:
 
     def kept_bytes(self, tokens: int) -> int:
         """Forecast the bytes that a backward pass over `tokens` keeps unless checkpointed."""
-        width = sum(
-            p.in_features + 3 * p.out_features for s in self.spec.sublayers for p in s.projections
-        )
-        weights = sum(
-            p.in_features * p.out_features for s in self.spec.sublayers for p in s.projections
-        )
+        width = sum(p.in_features + 3 * p.out_features for p in self.spec.projections)
+        weights = sum(p.numel for p in self.spec.projections)
         return 4 * (weights + tokens * width)
 
     def plain_tensors(self) -> dict[str, torch.Tensor]:
@@ -156,7 +152,7 @@ class TunedModel:
     def _divergence(self, normed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         logits = capped(self.head(normed).float(), self.spec.logit_softcap)
         found = torch.log_softmax(logits, dim=-1)
-        return (expected.exp() * (expected - found)).sum()
+        return divergence_terms(expected, found).sum()
 
 
 def read_linear(

@@ -4,6 +4,7 @@ import torch
 
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Head
+from exl2flow.model.layers.decoder import divergence_terms
 
 LOGIT_POSITIONS = 256  # whose logits are held at a time
 
@@ -49,5 +50,5 @@ def divergence(reference: Head, expected: torch.Tensor, head: Head, found: torch
         look()
         p = torch.log_softmax(reference.logits(x), dim=-1)
         q = torch.log_softmax(head.logits(y), dim=-1)
-        total += float((p.exp() * (p - q)).sum())
+        total += float(divergence_terms(p, q).sum())
     return max(0.0, total / len(expected))

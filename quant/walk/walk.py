@@ -6,18 +6,18 @@ not repeated: those sublayers only run forward, from the last saved states or fr
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from exl2flow.core.runtime.background import Background, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.stage import StageRun
-from exl2flow.core.store.store import StageFolder
 from exl2flow.model import Sublayer, SublayerSpec
 from exl2flow.quant.walk.source_model import SourceModel, StatesCheck, device_of, row_batches
 
@@ -27,44 +27,33 @@ log = logging.getLogger(__name__)
 Store = Callable[[], str]
 
 
-class SublayerWork(Protocol):
-    """What a walk does at each sublayer."""
+class SublayerWork(ABC):
+    """What a walk does at each sublayer.
 
-    again: range  # rows whose states are walked twice; the copies follow all rows
+    By default the states are the source's own, which need no results, and results are JSON.
+    """
+
+    again = range(0)  # rows whose states are walked twice; the copies follow all rows
 
     def file(self, sublayer: SublayerSpec) -> str:
         """Return the name of the sublayer's result inside the stage folder."""
-        ...
+        return f"sublayers/{sublayer.index:04d}.json"
 
+    @abstractmethod
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """Do the work, advance `states` in place, and return a function that stores the result.
 
         States are fp32 (rows, t, hidden), those of `again` last. The function runs in another
         thread, writes `path`, and returns the file's sha256.
         """
-        ...
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """Advance `states` in place through the sublayer, using committed results."""
-        ...
+        advance(sublayer, states)
 
+    @abstractmethod
     def describe(self, path: Path) -> str:
         """Describe a finished result in a few words for the log."""
-        ...
-
-
-class SourceWalk:
-    """Base for work whose states are the source's own and whose results are JSON."""
-
-    again = range(0)
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return f"sublayers/{sublayer.index:04d}.json"
-
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: the source's states need no results."""
-        advance(sublayer, states)
 
 
 def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
@@ -146,22 +135,41 @@ def _walk(
                 store = work.compute(sublayer, states, path)
                 finished[spec.index] = True
                 results.store(store, partial(commit, spec, begun, sum(finished)))
-            is_last = run.stop.signum is not None
-            if is_last or (spec.index + 1 < stop and saves.is_idle() and folder.states_are_due()):
-                save_states(folder, states, spec.index + 1, saves)
-            if is_last:
-                results.wait()
-                saves.wait()
-            run.stop_if_asked()
+            save_when_due(run, states, spec.index + 1, results, saves, needed=spec.index + 1 < stop)
             begun = time.monotonic()
     return states if to_end else None
 
 
-def save_states(folder: StageFolder, states: torch.Tensor, index: int, saves: Background) -> None:
-    """Save the states entering sublayer `index`, which may change as soon as this returns."""
-    if states.is_pinned():
-        torch.cuda.synchronize()  # what the device puts there may be on its way
-    waiting = to_host({"states": states}, hold=True)
-    saves.submit(lambda: folder.save_states(waiting()["states"], index))
-    if not states.is_cuda:
-        saves.wait()  # they are not copied
+def save_when_due(
+    run: StageRun,
+    states: torch.Tensor,
+    index: int,
+    results: Background,
+    saves: Background,
+    *,
+    needed: bool = True,
+) -> None:
+    """Save the states entering sublayer `index`, which may change as soon as this returns.
+
+    After a signal they are saved at once, and the run stops when all results are stored.
+
+    Args:
+        run: the stage.
+        states: fp32 (rows, t, hidden).
+        index: of the sublayer.
+        results: stores results.
+        saves: saves states, unless those before are still being saved.
+        needed: whether to save them without a signal.
+    """
+    is_last = run.stop.signum is not None
+    if is_last or (needed and saves.is_idle() and run.folder.states_are_due()):
+        if states.is_pinned():
+            torch.cuda.synchronize()  # what the device puts there may be on its way
+        waiting = to_host({"states": states}, hold=True)
+        saves.submit(lambda: run.folder.save_states(waiting()["states"], index))
+        if not states.is_cuda:
+            saves.wait()  # they are not copied
+    if is_last:
+        results.wait()
+        saves.wait()
+    run.stop_if_asked()

@@ -8,6 +8,7 @@ import torch
 from checkpoints import CHECKPOINTS, TOWERS, make_checkpoint
 from conversions import small_config
 from crash import LONG_STAGES, Conditions, Conversion
+from decoders import build_decoder
 from safetensors.torch import load_file
 from stage_runs import prepared, run_until, text_parquet
 
@@ -19,7 +20,6 @@ from exl2flow.inference.loading.load import load_model
 from exl2flow.kernels import FEW_ROWS
 from exl2flow.model import (
     CanonicalTensors,
-    build_decoder,
     expected_tensors,
     resolve,
 )

@@ -6,12 +6,13 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from conversions import small_config
+from decoders import build_decoder
 from tiny import VOCAB_SIZE
 
 from exl2flow.core.options.config import CalibrationOptions
 from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference import load_model
-from exl2flow.model import CanonicalTensors, build_decoder, resolve
+from exl2flow.model import CanonicalTensors, resolve
 
 pytestmark = pytest.mark.gpu
 

@@ -1,9 +1,11 @@
 """Backward passes of tiny models, without the stages that use their factors."""
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from conversions import small_config
+from decoders import build_decoder
 from stage_runs import text_parquet
 from tiny import make_tiny
 
@@ -11,8 +13,9 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Progress, silent
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import TensorFiles, resolve
-from exl2flow.model.layers.decoder import Decoder, build_decoder
-from exl2flow.quant.sensitivity.stage import SENSITIVITY
+from exl2flow.model.layers.decoder import Decoder
+from exl2flow.quant.sensitivity.fisher import Factors
+from exl2flow.quant.sensitivity.stage import SENSITIVITY, FactorFiles
 from exl2flow.quant.tokenize.stage import TOKENIZE
 
 
@@ -47,3 +50,8 @@ def whole_decoder(config: ConversionConfig) -> Decoder:
     return build_decoder(
         resolve(config.source), TensorFiles(config.source), dtype=torch.float32, device="cpu"
     )
+
+
+def read_factors(folder: Path, index: int | Literal["head"]) -> dict[str, Factors]:
+    """Return projection → factors of a sublayer or of the head, on the CPU."""
+    return FactorFiles(folder, "cpu").read(index)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from checkpoints import make_checkpoint
+from decoders import build_decoder
 from safetensors.torch import save_file
 from tiny import FAMILY_CONFIGS, make_tiny
 
@@ -16,7 +17,6 @@ from exl2flow.model import (
     QuantizedMatrix,
     Sublayer,
     TensorFiles,
-    build_decoder,
     expected_tensors,
     resolve,
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from blocks import ROWS, add_rows, block_config, make_block
 from conversions import small_config
+from decoders import build_decoder
 from refinements import refine_until, refinement, rough_model
 from safetensors.torch import load_file
 from stage_runs import run_until, text_parquet
@@ -16,7 +17,6 @@ from exl2flow.model import (
     CanonicalTensors,
     DenseLinear,
     TensorFiles,
-    build_decoder,
     expected_tensors,
     resolve,
 )

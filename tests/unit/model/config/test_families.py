@@ -13,6 +13,7 @@ import torch
 from bounds import near, terms_of
 from caches import Sequences
 from checkpoints import CHECKPOINTS, make_checkpoint, reference_model, rename
+from decoders import build_decoder
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 from transformers import DynamicCache
@@ -22,7 +23,6 @@ from exl2flow.model import (
     FAMILIES,
     CanonicalTensors,
     Decoder,
-    build_decoder,
     resolve,
     unclaimed,
     with_bos,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from blocks import ROWS, add_rows, make_block
 from bounds import near, terms_of
+from decoders import build_decoder
 from torch import Tensor
 from torch.nn import functional
 
@@ -16,7 +17,6 @@ from exl2flow.model import (
     Sublayer,
     SublayerSpec,
     TensorFiles,
-    build_decoder,
     expected_tensors,
     resolve,
 )

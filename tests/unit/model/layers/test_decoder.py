@@ -6,6 +6,7 @@ import pytest
 import torch
 from bounds import near, terms_of
 from caches import Sequences
+from decoders import build_decoder
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 
@@ -14,7 +15,6 @@ from exl2flow.model import (
     Decoder,
     Embedding,
     TensorFiles,
-    build_decoder,
     build_embedding,
     build_head,
     check_layers,

@@ -8,10 +8,11 @@ import pytest
 import torch
 from bounds import near, terms_of
 from caches import Sequences
+from decoders import build_decoder
 from tiny import make_tiny
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from exl2flow.model import Decoder, TensorFiles, build_decoder, resolve
+from exl2flow.model import Decoder, TensorFiles, resolve
 
 ORIGINAL = 32  # positions before the context was stretched
 SHORT, LONG = 24, 80

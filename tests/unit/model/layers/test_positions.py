@@ -10,6 +10,7 @@ import pytest
 import torch
 from bounds import near, terms_of
 from caches import Sequences
+from decoders import build_decoder
 from tiny import make_tiny, random_tensors, write_shards
 from transformers import AutoConfig
 
@@ -23,7 +24,6 @@ from exl2flow.model import (
     RopeKind,
     RopeSpec,
     TensorFiles,
-    build_decoder,
     resolve,
 )
 from exl2flow.model.config.family import HeadNorms

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from backward_runs import configuration, pipeline_in, run_all, whole_decoder
+from backward_runs import configuration, pipeline_in, read_factors, run_all, whole_decoder
 
 from exl2flow.core.options.config import ConversionConfig, RoundingOptions
 from exl2flow.core.store.stage import Pipeline
@@ -15,7 +15,6 @@ from exl2flow.quant.allocate.trials import Trials, Verdict
 from exl2flow.quant.measure.candidates import HEAD_PARAMS, parse_params
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.rounding.hessian import factor, mixed
-from exl2flow.quant.sensitivity.stage import read_factors
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 

@@ -236,17 +236,17 @@ def test_record_tells_source_options_and_errors(converted: Any) -> None:
 def test_reading_back_detects_a_flipped_bit(
     tensor: str, named: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flip(run: Any, out: Path, spec: Any) -> Path:
-        path = out / "model.safetensors"
+    def flip(run: Any, spec: Any) -> dict[str, object]:
+        path = run.config.out / "model.safetensors"
         data = bytearray(path.read_bytes())
         length = int.from_bytes(data[:8], "little")
         begin = 8 + length + json.loads(data[8 : 8 + length])[tensor]["data_offsets"][0]
         data[begin] ^= 1
         path.write_bytes(data)
-        return write_config(run, out, spec)
+        return of_config(run, spec)
 
-    write_config = compile_module._write_config
-    monkeypatch.setattr(compile_module, "_write_config", flip)
+    of_config = compile_module._config
+    monkeypatch.setattr(compile_module, "_config", flip)
 
     with pytest.raises(ReconstructionMismatch, match=rf"`{named}` in "):
         run_until(prepared(source), "compile")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backward_runs import read_factors
 from stage_runs import one_layer, run_until
 from traces import delete, identities
 
@@ -27,7 +28,6 @@ from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, r
 from exl2flow.quant.rounding.hessian import HessianFactor, HessianSum, MixedHessian, factor, mixed
 from exl2flow.quant.sensitivity import fisher as fisher_module
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
-from exl2flow.quant.sensitivity.stage import read_factors
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.tasks.stages import STAGES

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from backward_runs import read_factors
 
 from exl2flow.core.store.files import read_json, read_tensors
 from exl2flow.core.store.stage import KINDS_FILE, RECORD_FILE
@@ -12,7 +13,6 @@ from exl2flow.quant.compile.stage import predicted_kl
 from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files, sublayer_file
 from exl2flow.quant.rounding.error_feedback import padded_weight
 from exl2flow.quant.sensitivity.fisher import estimate
-from exl2flow.quant.sensitivity.stage import read_factors
 from exl2flow.quant.walk.source_model import SourceModel
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from backward_runs import read_factors
 from roundings import to_nearest
 from safetensors.torch import load_file, save_file
 from stage_runs import prepared, run_until
@@ -44,7 +45,6 @@ from exl2flow.quant.rounding.hessian import (
 )
 from exl2flow.quant.sensitivity import fisher as fisher_module
 from exl2flow.quant.sensitivity.fisher import Factors
-from exl2flow.quant.sensitivity.stage import read_factors
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 

@@ -13,7 +13,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError, MissingTensor, SourceModelError, TensorShapeError
 from exl2flow.model import TensorFiles
 from exl2flow.model.files.exl2 import tensor_names
-from exl2flow.quant.refine.stored_model import Overlay, StoredModel, check_refinement
+from exl2flow.quant.refine.stored_model import StoredModel, check_refinement
 from exl2flow.quant.walk.source_model import SourceModel
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -43,8 +43,9 @@ def test_overlay_takes_away_and_puts_in_place(pair: tuple[Path, Path]) -> None:
     source, model = pair
     weights = TensorFiles(source)
     hidden = tensor_names(Q_PROJ)
+    instead = {"x": (weights, f"{Q_PROJ}.weight")}
 
-    overlay = Overlay(model, without=hidden, instead={"x": (weights, f"{Q_PROJ}.weight")})
+    overlay = TensorFiles(model).overlaid(instead, without=hidden)
 
     assert torch.equal(overlay.read("x"), weights.read(f"{Q_PROJ}.weight"))
     assert overlay.shape("x") == weights.shape(f"{Q_PROJ}.weight")
@@ -59,7 +60,7 @@ def test_overlay_puts_fp8_weights_in_place_with_their_scales(tmp_path: Path) -> 
     plain, name = tmp_path / "plain", f"{Q_PROJ}.weight"
     decoded = load_file(plain / "model.safetensors")
 
-    overlay = Overlay(plain, instead={name: (reference, name)})
+    overlay = TensorFiles(plain).overlaid({name: (reference, name)})
 
     assert torch.equal(overlay.read(name), decoded[name])
     assert overlay.in_fp8 == (name,)

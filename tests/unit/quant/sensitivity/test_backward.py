@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from backward_runs import configuration, pipeline_in, run_all, whole_decoder
+from backward_runs import configuration, pipeline_in, read_factors, run_all, whole_decoder
 from blocks import ROWS, add_rows, block_config
 from bounds import near, terms_of
 from safetensors.torch import load_file, save_file
@@ -20,7 +20,6 @@ from exl2flow.quant.sensitivity import backward
 from exl2flow.quant.sensitivity.backward import draw
 from exl2flow.quant.sensitivity.fisher import estimate
 from exl2flow.quant.sensitivity.stage import (
-    read_factors,
     spread_rows,
 )
 

@@ -12,13 +12,14 @@ from exl2flow.quant.sensitivity.fisher import (
     Factors,
     FactorSum,
     OutputFactor,
+    StoredFactors,
     block_size,
     estimate,
     factor_bytes,
     pack_symmetric,
-    read_file,
     storing_factors,
     unpack_symmetric,
+    unpacked,
 )
 
 K, N, BLOCK = 64, 96, 32
@@ -124,7 +125,7 @@ def test_projections_that_read_the_same_share_the_mean_of_their_inputs(tmp_path:
     specs = (projection("a"), projection("b"), projection("c", "inner"))
 
     storing_factors(tmp_path / "f.safetensors", specs, sums, 20)()
-    found = read_file(tmp_path / "f.safetensors")
+    found = unpacked(StoredFactors.read(tmp_path / "f.safetensors"), "cpu")
 
     shared = (own["a"].input + own["b"].input) / 2
     for name, expected in (("a", shared), ("b", shared), ("c", own["c"].input)):

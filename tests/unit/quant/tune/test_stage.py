@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoders import build_decoder
 from stage_runs import foreign_measurement, text_parquet
 from tiny import make_tiny
 from traces import contents, truncate
@@ -19,7 +20,7 @@ from exl2flow.core.runtime.progress import Progress, Tick, silent
 from exl2flow.core.store import store
 from exl2flow.core.store.files import read_json, read_tensors, write_json, write_tensors
 from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
-from exl2flow.model import QuantizedLinear, QuantizedMatrix, build_decoder, resolve
+from exl2flow.model import QuantizedLinear, QuantizedMatrix, resolve
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest

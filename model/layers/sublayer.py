@@ -1,4 +1,8 @@
-"""Base of attention and MLP sublayers: norms, projections, residual add."""
+"""Sublayer: the unit that is run, measured and quantized, in two phases.
+
+`reads` computes what projections read, `output` applies the last ones and adds the residual. A
+caller may run both separately and replace any linear between them.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -10,7 +14,7 @@ import torch
 
 from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.sublayer_spec import NormRole, Role, SublayerSpec
-from exl2flow.model.layers.fuse import product_of
+from exl2flow.model.layers.fuse import Pair, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
@@ -21,10 +25,11 @@ if TYPE_CHECKING:
 FusedProjections = Mapping[str, Callable[[torch.Tensor], list[torch.Tensor]]]  # by capture
 
 
-class HalfLayer(ABC):
-    """Base of sublayers.
+class Sublayer(ABC):
+    """Base of attention and MLP: norms, projections, residual add.
 
-    norms: by role. linears: by name of the projection. Of both, one may be replaced at any time.
+    norms: by role. linears: by name of the projection, whose `capture` names what it reads. Of
+    both, one may be replaced at any time.
     multiplier: of the output before it is added to the hidden state.
     """
 
@@ -34,7 +39,7 @@ class HalfLayer(ABC):
         *,
         norms: dict[str, Norm],
         linears: dict[str, Linear],
-        multiplier: float = 1.0,
+        multiplier: float,
     ) -> None:
         self.spec = spec
         self.norms = norms
@@ -46,7 +51,11 @@ class HalfLayer(ABC):
         self._last = [p.capture for p in spec.projections if p.is_last]
 
     def replaced(self, together: FusedProjections) -> Self:
-        """See `Sublayer.replaced`."""
+        """Return a sublayer that shares norms and linears, but calls functions in their place.
+
+        Args:
+            together: capture → function from what is read to the outputs of all its projections.
+        """
         made = copy(self)
         made.together = together
         return made
@@ -87,10 +96,24 @@ class HalfLayer(ABC):
         start: int | RopeTable = 0,
         cache: "LayerCache | None" = None,
     ) -> dict[str, torch.Tensor]:
-        """See `Sublayer.reads`."""
+        """Return by capture what the projections read, (b, t, k) each, in order.
+
+        Args:
+            hidden: (b, t, hidden).
+            start: position of the first token, or the rotation of all tokens.
+            cache: receives this call's keys and values and returns all of them.
+        """
+
+    @abstractmethod
+    def products(self) -> tuple[Pair, ...]:
+        """Return the products of each part: before and after attention, or what down reads.
+
+        Those of a parallel block's parts read the norm of hidden states, and both parts are added
+        to them. None where linears are not all packed.
+        """
 
     def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the next hidden state, (b, t, hidden)."""
+        """Return the next hidden state, (b, t, hidden), of a hidden state and its `reads`."""
         puts = (self.apply_linears(capture, reads[capture])[0] for capture in self._last)
         put = self.normed("after", reduce(torch.add, puts))
         return hidden + (put if self.multiplier == 1.0 else put * self.multiplier)
