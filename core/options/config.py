@@ -250,6 +250,11 @@ class RunOptions(Options):
     token_block: str | None = Field(
         None, description="Prefect Secret block with the Hub's token; empty: HF_TOKEN is used"
     )
+    clean_after: bool = Field(
+        False,
+        description="when all is finished, remove from the work root what no finished conversion "
+        "needs: quantized tensors that are in the output, stages of replaced outputs",
+    )
     calibration: CalibrationOptions = CalibrationOptions()
     rope: RopeOptions = RopeOptions()
     sensitivity: SensitivityOptions = SensitivityOptions()
@@ -297,11 +302,6 @@ class SharedOptions(RunOptions):
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
-    )
-    clean_after: bool = Field(
-        False,
-        description="when all is finished, remove from the work root what no finished conversion "
-        "needs: quantized tensors that are in the output, stages of replaced outputs",
     )
     shard_size_mb: int = Field(8192, description="MiB per output file; 0 or less: one file")
     tune: TuneOptions = TuneOptions()

@@ -1,16 +1,13 @@
 """Sources on the command line: a folder, or a Hub model that is fetched first."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from exl2flow.core.options.config import RunOptions
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
 
 if TYPE_CHECKING:
     from exl2flow.core.store.source import HubModel
-
-Config = TypeVar("Config", bound=RunOptions)
 
 
 def fetched_with_progress(
@@ -33,14 +30,3 @@ def fetched_with_progress(
             return fetch(wanted, work_root, hub_of(token_block), renew=renew)
 
     return local_or_fetched(source, work_root, fetching, say=say)
-
-
-def with_local_source(config: Config, *, plain: bool, renew: bool = False) -> Config:
-    """Return the configuration with a folder as its source.
-
-    Raises:
-        HubError: the model cannot be fetched.
-    """
-    root, block = config.work_dir_root, config.token_block
-    source = fetched_with_progress(config.source, root, block, plain=plain, renew=renew)
-    return config if source == config.source else config.model_copy(update={"source": source})

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from exl2flow.core import words
 from exl2flow.core.options.sweep import REPORT_PAGE
-from exl2flow.core.runtime.pace import clock
 from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def cost_table(items: Sequence["Priced"]) -> Table | None:
     return table_of(cost_rows(dominant(items, MOST_COSTLY), total), title)
 
 
-def print_report(report: Mapping[str, Any], seconds: float) -> None:
+def print_report(report: Mapping[str, Any]) -> None:
     """Print the result of a conversion."""
     from exl2flow.inference.report.costs import matrix_costs
 
@@ -101,7 +100,6 @@ def print_report(report: Mapping[str, Any], seconds: float) -> None:
     tell(f"model   {report['model']}")
     tell(f"report  {report['report_folder']}/report.md")
     tell(f"page    exl2flow report {quote(str(report['model']))}")
-    tell(f"time    {clock(seconds)}")
 
 
 def _print_warnings(texts: Iterable[str]) -> None:

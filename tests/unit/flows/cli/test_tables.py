@@ -134,7 +134,7 @@ def test_a_report_that_quotes_a_file_commands_no_terminal(
         **dict.fromkeys(("sample", "model", "report_folder"), hostile),
     }
 
-    print_report(report, 1.0)
+    print_report(report)
 
     text = capsys.readouterr().out
     assert printable(text) == text
