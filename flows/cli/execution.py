@@ -29,7 +29,7 @@ from exl2flow.flows.cli.sources import fetched_with_progress
 from exl2flow.flows.cli.tables import plan_table, print_published, print_report, print_sweep
 from exl2flow.flows.runs.bitrates import check_runner
 from exl2flow.flows.runs.conversion import conversions_of, open_pipeline
-from exl2flow.flows.runs.local import RUNS, Local, carry_out
+from exl2flow.flows.runs.local import HERE, RUNS, carry_out
 from exl2flow.flows.runs.preparation import Prepared, prepare, reuse_checks, with_folder
 from exl2flow.flows.runs.release import check_release
 from exl2flow.inference.validate.stage import REPORT_FILE
@@ -81,7 +81,7 @@ def execute(
         _forget(config, stages)
     with shown(plain=as_json), reuse_checks(prepared):
         try:
-            made = flow(config) if flow else carry_out(RUNS[name], config, Local())
+            made = flow(config) if flow else carry_out(RUNS[name], config, HERE)
         except (ValidationFailed, SweepFailed, *NOT_PUBLISHED) as error:
             if not _has_result(config, stages):
                 raise
@@ -105,19 +105,20 @@ def _plan_rows(prepared: Prepared[RunOptions]) -> list[tuple[str, str]]:
     if isinstance(config, SweepConfig):
         return _sweep_rows(config, plans)
     plan = prepared.plan
-    if isinstance(config, MeasureConfig | RefinementConfig):
-        described = f"{plan.model} ({plan.architecture}, {plan.layers} layers)"
-        refines = isinstance(config, RefinementConfig)
-        return [
-            *([("model", str(config.model))] if isinstance(config, RefinementConfig) else []),
-            ("reference" if refines else "model", described),
-            ("device", plan.device),
-            ("calibration", plan.calibration),
-            ("output", str(config.out.resolve())),
-            ("checkpoints", plan.work_dir),
-            *stage_rows(plan.stages, flags()),
-        ]
-    return [*plan.rows(flags()), *(prepared.fit.rows() if prepared.fit else [])]
+    if not isinstance(config, MeasureConfig | RefinementConfig):
+        return [*plan.rows(flags()), *(prepared.fit.rows() if prepared.fit else [])]
+    source = f"{plan.model} ({plan.architecture}, {plan.layers} layers)"
+    models = [("model", source)]
+    if isinstance(config, RefinementConfig):
+        models = [("model", str(config.model)), ("reference", source)]
+    return [
+        *models,
+        ("device", plan.device),
+        ("calibration", plan.calibration),
+        ("output", str(config.out.resolve())),
+        ("checkpoints", plan.work_dir),
+        *stage_rows(plan.stages, flags()),
+    ]
 
 
 def _sweep_rows(config: SweepConfig, plans: Mapping[str, Plan]) -> list[tuple[str, str]]:

@@ -1,13 +1,9 @@
 """Sources on the command line: a folder, or a Hub model that is fetched first."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
-
-if TYPE_CHECKING:
-    from exl2flow.core.store.source import HubModel
 
 
 def fetched_with_progress(
@@ -22,10 +18,11 @@ def fetched_with_progress(
         HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
     """
-    from exl2flow.flows.runs.release import hub_of  # these import torch
+    from exl2flow.core.store.source import HubModel  # these import torch
+    from exl2flow.flows.runs.release import hub_of
     from exl2flow.tasks.hub import fetch, local_or_fetched
 
-    def fetching(wanted: "HubModel") -> Path:
+    def fetching(wanted: HubModel) -> Path:
         with shown(plain=plain):
             return fetch(wanted, work_root, hub_of(token_block), renew=renew)
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
 MOST_COSTLY = 6  # matrices listed
 HEADER_WIDTH = 6  # columns of the terminal at which the words of a header wrap
-FOLDED = ("", "model", "parameters", "why")  # columns whose cells wrap rather than being cut
+FOLDED = ("", "model", "parameters", "what", "why")  # columns whose cells wrap, not cut
+
 
 
 def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
@@ -34,7 +35,7 @@ def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
         is_folded = column in FOLDED
         table.add_column(
             fill(column, HEADER_WIDTH, break_long_words=False, break_on_hyphens=False),
-            justify="right" if index else "left",
+            justify="right" if index and not is_folded else "left",
             no_wrap=not is_folded,
             overflow="fold" if is_folded else "ellipsis",
             min_width=None if is_folded else max(len(row[column]) for row in rows),

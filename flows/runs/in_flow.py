@@ -2,71 +2,63 @@
 
 from typing import Any
 
-from prefect import Flow
+from prefect import Flow, Task
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.states import Cancelled
 
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.options.config import RunOptions
-from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.runtime.interrupt import StopRequest
-from exl2flow.core.store.stage import Pipeline
 from exl2flow.flows.runs.bitrates import Sweep, check_runner
-from exl2flow.flows.runs.conversion import Conversion
-from exl2flow.flows.runs.local import RUNS, Local, carry_out
-from exl2flow.flows.runs.preparation import Config, with_folder
-from exl2flow.flows.runs.release import target_of
+from exl2flow.flows.runs.local import RUNS, Steps, carry_out
+from exl2flow.flows.runs.release import check_release, target_of
 from exl2flow.flows.runs.runners import make_all
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.fetch import fetched_in_flow
 from exl2flow.tasks.logs import logged
-from exl2flow.tasks.publish import Published
-from exl2flow.tasks.publishing import branch_links, check_publication, publish_models
+from exl2flow.tasks.publishing import branch_links, publish_models
+from exl2flow.tasks.retries import RETRIED
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.tags import tag_run
 
+check_publication = Task(
+    check_release,
+    name="check publication",
+    task_run_name="check {config.publish.repo}",
+    persist_result=False,
+    **RETRIED,
+)
 
-class InFlow(Local):
-    """The steps of a run as tasks of the calling flow."""
 
-    def check(self, config: RunOptions) -> None:
-        """See `Local`; also check what runs the bitrates of a sweep."""
-        if isinstance(config, SweepConfig):
-            check_runner(config)
-        if (target := target_of(config)) is not None:
-            check_publication(target, config.source, config.work_dir_root, config.token_block)
+def _check(config: RunOptions) -> None:
+    if isinstance(config, SweepConfig):
+        check_runner(config)
+    if target_of(config) is not None:
+        check_publication(config)
 
-    def with_folder(self, config: Config) -> Config:
-        """See `Local`; a Hub model is fetched."""
-        return with_folder(config, fetched_in_flow)
 
-    def run(self, pipeline: Pipeline) -> None:
-        """See `Local`."""
-        run_stages(pipeline)
+def _show(config: SweepConfig, made: Sweep) -> None:
+    """Publish the comparison of a sweep's bitrates as artifacts."""
+    links = branch_links(made.published) if made.published else None
+    publish_comparison(config.source, config.run_name, made.scores, made.samples, links=links)
 
-    def make_bitrates(self, config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
-        """See `Local`; several at a time if configured."""
-        return make_all(config, stop)
 
-    def show(self, config: RunOptions, made: Conversion | Sweep) -> None:
-        """Publish the comparison of a sweep's bitrates as artifacts."""
-        if isinstance(made, Sweep) and isinstance(config, SweepConfig):
-            links = branch_links(made.published) if made.published else None
-            title = config.run_name
-            publish_comparison(config.source, title, made.scores, made.samples, links=links)
-
-    def publish(self, release: PublishConfig) -> Published:
-        """See `Local`."""
-        return publish_models(release)
+TASKS = Steps(
+    check=_check,
+    fetched=fetched_in_flow,
+    run=run_stages,
+    make_bitrates=make_all,
+    show=_show,
+    publish=publish_models,
+)
 
 
 def run_in_flow(name: str, config: RunOptions, *tags: str) -> Any:
     """Return the result of a run of `RUNS` inside the flow that calls this; `tags` name its run."""
     with logged():
         tag_run(config.source, *tags)
-        return carry_out(RUNS[name], config, InFlow())
+        return carry_out(RUNS[name], config, TASKS)
 
 
 def cancelled_if_interrupted(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:

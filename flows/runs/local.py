@@ -3,8 +3,9 @@
 This process runs them without Prefect; `flows.runs.in_flow` runs the same rows inside a flow.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import Interrupted
@@ -18,62 +19,67 @@ from exl2flow.core.store.cleaning import clean_after
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.flows.runs.bitrates import Sweep, conclude_sweep, raise_failures
 from exl2flow.flows.runs.conversion import Conversion, conversions_of, open_pipeline, result_of
-from exl2flow.flows.runs.preparation import Config, prepare
+from exl2flow.flows.runs.preparation import prepare, with_folder
 from exl2flow.flows.runs.release import check_release, hub_of, release_of
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_order
 
 
-class Local:
-    """The steps of a run in this process; ticks go to the current progress sink."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What a run is made of: here without Prefect, in a flow as tasks.
 
-    def check(self, config: RunOptions) -> None:
-        """Check before any work whether the result could be published."""
-        check_release(config)
+    check: refuses what could not be published or made, before any work; fetched: returns the folder
+    of a source, given its work root and token block; run: runs all stages; make_bitrates: returns
+    the errors of those that failed; show: shows a sweep beside the run; publish: does so.
+    """
 
-    def with_folder(self, config: Config) -> Config:
-        """Return the options with a folder as their source."""
-        return config
-
-    def run(self, pipeline: Pipeline) -> None:
-        """Run the stages in order."""
-        run_in_order(pipeline)
-
-    def make_bitrates(self, config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
-        """Make the bitrates of a sweep that has its measurement; return the errors of failed ones.
-
-        Raises:
-            Interrupted: a signal came.
-        """
-        failures: dict[str, BaseException] = {}
-        for name, conversion in config.conversions().items():
-            try:
-                with labelled(name):
-                    pipeline = open_pipeline(conversion, STAGES)
-                    run_in_order(pipeline, done=[stage.name for stage in MEASURE_STAGES])
-                    result_of(pipeline)
-            except Interrupted:
-                raise
-            except Exception as error:  # another bitrate may succeed; all are reported at the end
-                failures[name] = error
-        return failures
-
-    def show(self, config: RunOptions, made: Conversion | Sweep) -> None:
-        """Show a result beside the run."""
-
-    def publish(self, release: PublishConfig) -> Published:
-        """Publish what was made."""
-        return publish(release, hub_of(release.token_block))
+    check: Callable[[RunOptions], None]
+    fetched: Callable[[Path, Path, str | None], Path]
+    run: Callable[[Pipeline], object]
+    make_bitrates: Callable[[SweepConfig, StopRequest], Mapping[str, BaseException]]
+    show: Callable[[SweepConfig, Sweep], None]
+    publish: Callable[[PublishConfig], Published]
 
 
-def _make_model(config: RunOptions, stages: Sequence[Stage], steps: Local) -> Conversion:
+def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
+    """Make bitrates whose measurement is finished, one after the other.
+
+    Raises:
+        Interrupted: a signal came.
+    """
+    failures: dict[str, BaseException] = {}
+    for name, conversion in config.conversions().items():
+        try:
+            with labelled(name):
+                pipeline = open_pipeline(conversion, STAGES)
+                run_in_order(pipeline, done=[stage.name for stage in MEASURE_STAGES])
+                result_of(pipeline)
+        except Interrupted:
+            raise
+        except Exception as error:  # another bitrate may succeed; all are reported at the end
+            failures[name] = error
+    return failures
+
+
+HERE = Steps(
+    check=check_release,
+    fetched=lambda source, work_root, token_block: source,
+    run=run_in_order,
+    make_bitrates=_make_in_turn,
+    show=lambda config, made: None,
+    publish=lambda release: publish(release, hub_of(release.token_block)),
+)
+
+
+def _make_model(config: RunOptions, stages: Sequence[Stage], steps: Steps) -> Conversion:
     [conversion] = conversions_of(config).values()
     pipeline = open_pipeline(conversion, stages)
     steps.run(pipeline)
     return result_of(pipeline)
 
 
-def _make_sweep(config: SweepConfig, stages: Sequence[Stage], steps: Local) -> Sweep:
+def _make_sweep(config: SweepConfig, stages: Sequence[Stage], steps: Steps) -> Sweep:
     with listening() as stop:
         steps.run(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = steps.make_bitrates(config, stop)
@@ -88,7 +94,7 @@ class Run:
     """A kind of run: the stages it has, and what makes its result of them."""
 
     stages: tuple[Stage, ...]
-    make: Callable[[Any, Sequence[Stage], Local], Any] = _make_model
+    make: Callable[[Any, Sequence[Stage], Steps], Any] = _make_model
 
 
 RUNS = {
@@ -99,7 +105,7 @@ RUNS = {
 }
 
 
-def carry_out(run: Run, config: RunOptions, steps: Local) -> Any:
+def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
     """Check, make, clean and publish; a run that does not validate publishes nothing.
 
     Returns:
@@ -108,12 +114,14 @@ def carry_out(run: Run, config: RunOptions, steps: Local) -> Any:
     publishes = "validate" in [stage.name for stage in run.stages]
     if publishes:
         steps.check(config)
-    config = prepare(steps.with_folder(config), run.stages).config
+    config = prepare(with_folder(config, steps.fetched), run.stages).config
     made = run.make(config, run.stages, steps)
     clean_after(config)
     release = release_of(config) if publishes else None
-    if release is not None:
-        made = made.record(steps.publish(release))
+    if release is None:
+        return made
+    made = made.record(steps.publish(release))
+    if isinstance(config, SweepConfig):
         steps.show(config, made)
     return made
 
@@ -130,7 +138,7 @@ def run_locally(
         ValidationFailed: the model is above a limit.
     """
     run = RUNS["refine" if isinstance(config, RefinementConfig) else "convert"]
-    made: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, Local())
+    made: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
     return made
 
 
@@ -143,5 +151,5 @@ def sweep_locally(config: SweepConfig) -> Sweep:
         Interrupted: a signal came; everything finished is committed.
         SweepFailed: some bitrates failed; the others are kept.
     """
-    made: Sweep = carry_out(RUNS["sweep"], config, Local())
+    made: Sweep = carry_out(RUNS["sweep"], config, HERE)
     return made
