@@ -25,8 +25,9 @@ from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show, tell
 from exl2flow.flows.cli.options import flags
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.results import print_report, print_sweep
 from exl2flow.flows.cli.sources import fetched_with_progress
-from exl2flow.flows.cli.tables import plan_table, print_published, print_report, print_sweep
+from exl2flow.flows.cli.tables import plan_table, print_published
 from exl2flow.flows.runs.bitrates import check_runner
 from exl2flow.flows.runs.conversion import conversions_of, open_pipeline
 from exl2flow.flows.runs.local import HERE, RUNS, carry_out
@@ -83,17 +84,15 @@ def execute(
         try:
             made = flow(config) if flow else carry_out(RUNS[name], config, HERE)
         except (ValidationFailed, SweepFailed, *NOT_PUBLISHED) as error:
-            if not _has_result(config, stages):
-                raise
-            failure = error  # the result is shown first
+            failure = error  # the result is shown first, if there is one
     report = _report(config, stages, made)
     seconds = time.monotonic() - begun
-    if as_json:
+    if report is not None and as_json:
         emit_json({**prepared.to_json(), "seconds": round(seconds, 1), **report})
-    else:
+    elif report is not None:
         _print(config, report)
         tell(f"time    {clock(seconds)}")
-    if isinstance(failure, NOT_PUBLISHED):
+    if report is not None and isinstance(failure, NOT_PUBLISHED):
         say(ONLY_PUBLISHING)
     if failure is not None:
         raise failure
@@ -147,24 +146,23 @@ def _forget(config: RunOptions, stages: Sequence[Stage]) -> None:
                 shutil.rmtree(pipeline.path(name), ignore_errors=True)
 
 
-def _has_result(config: RunOptions, stages: Sequence[Stage]) -> bool:
-    """Return whether a failed run has a result to show."""
-    if isinstance(config, SweepConfig):
-        return (config.out / SWEEP_FILE).exists()
-    return open_pipeline(config, stages).is_complete("validate")
+def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str, Any] | None:
+    """Return what a run says of its result, as JSON; None if it has none.
 
-
-def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str, Any]:
-    """Return what a run says of its result, as JSON; `made` is None if it failed."""
+    `made` is what it returned; None if it failed, for example because the model is above a limit.
+    """
     out = config.out.resolve()
     if isinstance(config, SweepConfig):
-        return {"out": str(out), **read_json(out / SWEEP_FILE)}
+        is_made = (out / SWEEP_FILE).exists()
+        return {"out": str(out), **read_json(out / SWEEP_FILE)} if is_made else None
     if isinstance(config, MeasureConfig):
         folder = made.stages["measure"]
         with (folder / MEASUREMENT_FILE).open("rb") as file, replacing(out) as copy:
             shutil.copyfileobj(file, copy)
         return {"measurement": str(out), "folder": str(folder)}
     pipeline = open_pipeline(config, stages)
+    if not pipeline.is_complete("validate"):
+        return None
     folder = pipeline.path("validate")
     report = {**read_json(folder / REPORT_FILE), "report_folder": str(folder)}
     if isinstance(config, RefinementConfig):

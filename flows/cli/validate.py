@@ -15,7 +15,6 @@ from exl2flow.flows.cli.options import Values, build_validation, with_settings
 from exl2flow.flows.cli.options.table import EVALUATION
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.sources import fetched_with_progress
-from exl2flow.flows.cli.tables import show_comparison
 
 if TYPE_CHECKING:
     from exl2flow.inference.report.comparison import Compared
@@ -78,6 +77,7 @@ def validate(
         reference = fetched_with_progress(reference, root, block, plain=as_json)
     with shown(plain=as_json) as progress:
         scores = _evaluate(models, reference, options, str(values.get("device", "auto")), progress)
+    from exl2flow.flows.cli.results import show_comparison
     from exl2flow.inference.report.comparison import compared, differences
 
     found = compared(scores)

@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 from exl2flow.core import words
 from exl2flow.flows.cli.console import printable
-from exl2flow.flows.cli.tables import (
+from exl2flow.flows.cli.results import (
     certainty_table,
     comparison_table,
     cost_table,
