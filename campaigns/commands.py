@@ -31,7 +31,7 @@ from exl2flow.core.store.cleaning import clean_after
 from exl2flow.core.store.source import HubModel
 from exl2flow.core.store.stage import Stage
 from exl2flow.flows.cli.failures import of_the_machine
-from exl2flow.flows.runs.local import refine_locally, run_locally, sweep_locally
+from exl2flow.flows.runs.local import run_locally, sweep_locally
 from exl2flow.inference.report import page
 from exl2flow.inference.validate import stage as validate_stage
 from exl2flow.model import resolve
@@ -204,7 +204,7 @@ def refined(root: Path) -> Command:
         sensitivity={"rows": 2},
         held_out_rows=2,
     )
-    return Command(disk=disk, run=lambda: refine_locally(config))
+    return Command(disk=disk, run=lambda: run_locally(config))
 
 
 @contextmanager

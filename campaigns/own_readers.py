@@ -14,8 +14,8 @@ from exl2flow.core.store.manifest import CHECKSUM
 from exl2flow.core.store.source import digests, provenance
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.core.store.store import MANIFEST, StageFolder, WorkDir
-from exl2flow.flows.cli.inspection import _part_rows, _summary
-from exl2flow.flows.cli.tables import cost_table, plan_table, table_of
+from exl2flow.flows.cli.results import _part_rows, _summary, cost_table
+from exl2flow.flows.cli.tables import plan_table, table_of
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.quant.measure.measurement import read_entries

@@ -3,14 +3,8 @@
 from prefect import flow
 
 from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.flows.runs.conversion import Conversion, open_pipeline, result_of
-from exl2flow.flows.runs.hooks import cancelled_if_interrupted
-from exl2flow.flows.runs.preparation import prepare_refinement
-from exl2flow.tasks.fetch import with_local_source
-from exl2flow.tasks.logs import logged
-from exl2flow.tasks.stage import run_stages
-from exl2flow.tasks.stages import REFINE_STAGES
-from exl2flow.tasks.tags import tag_run
+from exl2flow.flows.runs.conversion import Conversion
+from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
 
 
 @flow(
@@ -29,9 +23,5 @@ def refine(config: RefinementConfig) -> Conversion:
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the refined model is above a limit.
     """
-    with logged():
-        tag_run(config.source, config.target)
-        config = prepare_refinement(with_local_source(config), REFINE_STAGES).config
-        pipeline = open_pipeline(config, REFINE_STAGES)
-        run_stages(pipeline)
-        return result_of(pipeline)
+    made: Conversion = run_in_flow("refine", config, config.target)
+    return made

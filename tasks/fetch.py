@@ -1,18 +1,14 @@
 """The task that fetches a source from the Hub; it runs only if the source is not a folder."""
 
 from pathlib import Path
-from typing import TypeVar
 
 from prefect import task
 
-from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.source import HubModel
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
 from exl2flow.tasks.hub import fetch, local_or_fetched
 from exl2flow.tasks.retries import RETRIED
-
-Config = TypeVar("Config", bound=RunOptions)
 
 
 @task(
@@ -40,13 +36,3 @@ def fetched_in_flow(source: Path, work_root: Path, token_block: str | None) -> P
         return fetch_source(source, wanted, work_root=work_root, token_block=token_block)
 
     return local_or_fetched(source, work_root, fetching)
-
-
-def with_local_source(config: Config) -> Config:
-    """Return the configuration with a folder as its source.
-
-    Raises:
-        HubError: the model cannot be fetched.
-    """
-    source = fetched_in_flow(config.source, config.work_dir_root, config.token_block)
-    return config if source == config.source else config.model_copy(update={"source": source})

@@ -1,31 +1,15 @@
 """Prefect tasks that publish, alone or at the end of other flows, and their page."""
 
 from contextlib import closing
-from pathlib import Path
 
 from prefect import task
 
-from exl2flow.core.options.publication import PublishConfig, PublishOptions
+from exl2flow.core.options.publication import PublishConfig
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.credentials import read_token
-from exl2flow.tasks.origin import check_target
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRIED
-
-
-@task(
-    name="check publication",
-    task_run_name="check {options.repo}",
-    persist_result=False,
-    **RETRIED,
-)
-def check_publication(
-    options: PublishOptions, source: Path, work_root: Path, token_block: str | None
-) -> None:
-    """Before any work, check whether the result could be published; see `check_target`."""
-    writer, reader = (Hub.open(read_token(b)) for b in (options.token_block, token_block))
-    check_target(options, source, work_root, writer=writer, reader=reader)
 
 
 @task(

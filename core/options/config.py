@@ -329,6 +329,11 @@ class RunOptions(Options):
     )
     device: DeviceOption = "auto"
     token_block: TokenBlock = None
+    clean_after: bool = Field(
+        False,
+        description="when all is finished, remove from the work root what no finished conversion "
+        "needs: quantized tensors that are in the output, stages of replaced outputs",
+    )
     calibration: CalibrationOptions = CalibrationOptions()
     rope: RopeOptions = RopeOptions()
     sensitivity: SensitivityOptions = SensitivityOptions()
@@ -377,11 +382,6 @@ class SharedOptions(RunOptions):
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
-    )
-    clean_after: bool = Field(
-        False,
-        description="when all is finished, remove from the work root what no finished conversion "
-        "needs: quantized tensors that are in the output, stages of replaced outputs",
     )
     shard_size_mb: Annotated[int, Option("MIB", "Result", rare=True)] = Field(
         8192, description="maximum size of an output file in MiB; 0 or less: a single file"

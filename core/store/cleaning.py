@@ -24,7 +24,7 @@ from exl2flow.core.errors import (
     WorkDirBusy,
     WriteFailed,
 )
-from exl2flow.core.options.config import SharedOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance_file
 from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir
 
@@ -265,7 +265,7 @@ def _clean(root: Path, *, keep_latest: int, partial: bool, skip_busy: bool) -> l
     return items
 
 
-def clean_after(config: SharedOptions) -> None:
+def clean_after(config: RunOptions) -> None:
     """Clean the work root after a run if the options say so; skip directories in use."""
     if not config.clean_after:
         return

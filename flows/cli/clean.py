@@ -1,17 +1,13 @@
 """`exl2flow clean`: what a work root holds that no finished conversion needs."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from exl2flow.core.words import size
-from exl2flow.flows.cli.console import emit_json, plain, say, show
-
-if TYPE_CHECKING:
-    from exl2flow.core.store.cleaning import Item
+from exl2flow.flows.cli.console import emit_json, say, show
+from exl2flow.flows.cli.tables import table_of
 
 EXAMPLES = (
     "Examples:",
@@ -64,25 +60,15 @@ def clean_command(
     from exl2flow.core.store.cleaning import clean, unneeded  # these import torch
 
     work = clean if yes else unneeded
-    found: list[Item] = []
-    for root in roots or [Path(".exl2flow")]:
-        found += work(root, keep_latest=keep_latest, partial=partial)
+    folders = roots or [Path(".exl2flow")]
+    found = [i for f in folders for i in work(f, keep_latest=keep_latest, partial=partial)]
     total = sum(item.size for item in found)
     if as_json:
         items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in found]
         emit_json({"items": items, "bytes": total, "removed": yes})
         return
     if found:
-        show(_table(found))
+        rows = [{"what": str(i.path), "why": i.why, "size": size(i.size)} for i in found]
+        show(table_of(rows))
     verb = "removed" if yes else "can go"
     say(f"{size(total)} {verb}{'' if yes or not found else '; `--yes` removes it'}")
-
-
-def _table(items: "list[Item]") -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("what", overflow="fold")
-    table.add_column("why it is not needed")
-    table.add_column("size", justify="right", no_wrap=True)
-    for item in items:
-        table.add_row(plain(str(item.path)), plain(item.why), size(item.size))
-    return table

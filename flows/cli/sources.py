@@ -1,16 +1,9 @@
 """Sources on the command line: a folder, or a Hub model that is fetched first."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
-from exl2flow.core.options.config import RunOptions
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
-
-if TYPE_CHECKING:
-    from exl2flow.core.store.source import HubModel
-
-Config = TypeVar("Config", bound=RunOptions)
 
 
 def fetched_with_progress(
@@ -25,22 +18,12 @@ def fetched_with_progress(
         HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
     """
-    from exl2flow.flows.runs.release import hub_of  # these import torch
+    from exl2flow.core.store.source import HubModel  # these import torch
+    from exl2flow.flows.runs.release import hub_of
     from exl2flow.tasks.hub import fetch, local_or_fetched
 
-    def fetching(wanted: "HubModel") -> Path:
+    def fetching(wanted: HubModel) -> Path:
         with shown(plain=plain):
             return fetch(wanted, work_root, hub_of(token_block), renew=renew)
 
     return local_or_fetched(source, work_root, fetching, say=say)
-
-
-def with_local_source(config: Config, *, plain: bool, renew: bool = False) -> Config:
-    """Return the configuration with a folder as its source.
-
-    Raises:
-        HubError: the model cannot be fetched.
-    """
-    root, block = config.work_dir_root, config.token_block
-    source = fetched_with_progress(config.source, root, block, plain=plain, renew=renew)
-    return config if source == config.source else config.model_copy(update={"source": source})

@@ -15,7 +15,6 @@ from exl2flow.flows.cli.console import emit_json, say, tell
 from exl2flow.flows.cli.options import with_options
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.sources import fetched_with_progress
-from exl2flow.flows.cli.tables import show_comparison
 
 if TYPE_CHECKING:
     from exl2flow.inference.report.comparison import Compared
@@ -62,6 +61,7 @@ def validate(
         compared = compared.model_copy(update={"reference": local})
     with shown(plain=as_json) as progress:
         scores = _evaluate(compared, options, progress)
+    from exl2flow.flows.cli.results import show_comparison
     from exl2flow.inference.report.comparison import compared as compare
     from exl2flow.inference.report.comparison import differences
 

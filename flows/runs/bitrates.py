@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.options.naming import without_credentials
-from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.core.runtime.device_locks import visible_gpus
 from exl2flow.core.store.files import read_json, write_json, write_text
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import versions
 from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.flows.runs.release import release_of
 from exl2flow.inference.report.comparison import (
     check_bitrates,
     compared,
@@ -28,7 +26,7 @@ from exl2flow.inference.report.page import write_up
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.tasks.publish import Published
-from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
+from exl2flow.tasks.stages import STAGES
 
 REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings", "failures")
 # What the runners' extras install
@@ -46,6 +44,14 @@ class Sweep:
     samples: tuple[str, ...]
     warnings: tuple[str, ...]
     published: Published | None = None
+
+    def record(self, published: Published) -> Self:
+        """Record in the sweep's files where it was published, and return this with it."""
+        where = {name: value for name, value in published.to_json().items() if name != "sent"}
+        content = read_json(self.out / SWEEP_FILE)
+        write_json(self.out / SWEEP_FILE, {**content, "published": where})
+        write_text(self.out / REPORT_PAGE, write_up(self.out))
+        return replace(self, published=published)
 
 
 def check_runner(config: SweepConfig) -> None:
@@ -176,21 +182,6 @@ def raise_failures(config: SweepConfig, failures: Failures) -> None:
         if config.publish is not None:
             rest += f" and publish all. Nothing was published to `{config.publish.repo}`"
         raise SweepFailed("\n".join([*lines, rest]))
-
-
-def release_of_sweep(config: SweepConfig) -> PublishConfig | None:
-    """Return how to publish all bitrates together; None if the sweep publishes nothing."""
-    measured = open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES)
-    return release_of(config, measured, [c.out for c in config.conversions().values()])
-
-
-def record_published(made: Sweep, published: Published) -> Sweep:
-    """Record in the files and the result of a sweep where it was published."""
-    where = {name: value for name, value in published.to_json().items() if name != "sent"}
-    content = read_json(made.out / SWEEP_FILE)
-    write_json(made.out / SWEEP_FILE, {**content, "published": where})
-    write_text(made.out / REPORT_PAGE, write_up(made.out))
-    return replace(made, published=published)
 
 
 def _first_line(error: BaseException) -> str:

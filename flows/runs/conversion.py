@@ -1,11 +1,14 @@
-"""The result of a conversion and its pipeline, the same with and without Prefect."""
+"""The result of a run that makes one model, and its pipeline, the same with and without Prefect."""
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from exl2flow.core.options.config import RunOptions
+from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
@@ -25,6 +28,17 @@ class Conversion:
     stages: Mapping[str, Path]
     warnings: tuple[str, ...]
     published: Published | None = None
+
+    def record(self, published: Published) -> Self:
+        """Return this with where it was published."""
+        return replace(self, published=published)
+
+
+def conversions_of(config: RunOptions) -> Mapping[str, RunOptions]:
+    """Return name → options of each model that a run makes, in rising order of bits."""
+    if isinstance(config, SweepConfig):
+        return config.conversions()
+    return {"model": config.conversion() if isinstance(config, MeasureConfig) else config}
 
 
 def open_pipeline(config: RunOptions, stages: Sequence[Stage]) -> Pipeline:

@@ -1,65 +1,145 @@
-"""The flows without Prefect: the same stages in the same order, in this process."""
+"""The kinds of runs, one row each, and how any of them goes from its options to its result.
 
-from collections.abc import Sequence
-from dataclasses import replace
+This process runs them without Prefect; `flows.runs.in_flow` runs the same rows inside a flow.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig, RunOptions
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.runtime.interrupt import listening
+from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
 from exl2flow.core.store.cleaning import clean_after
-from exl2flow.core.store.stage import Stage
-from exl2flow.flows.runs.bitrates import (
-    Sweep,
-    conclude_sweep,
-    raise_failures,
-    record_published,
-    release_of_sweep,
-)
-from exl2flow.flows.runs.conversion import Conversion, open_pipeline, result_of
-from exl2flow.flows.runs.preparation import prepare, prepare_refinement, prepare_sweep
+from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.flows.runs.bitrates import Sweep, conclude_sweep, raise_failures
+from exl2flow.flows.runs.conversion import Conversion, conversions_of, open_pipeline, result_of
+from exl2flow.flows.runs.preparation import prepare, with_folder
 from exl2flow.flows.runs.release import check_release, hub_of, release_of
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_order
 
 
-def run_locally(config: ConversionConfig, *, stages: Sequence[Stage] = STAGES) -> Conversion:
-    """Run the stages in this process, and publish; ticks go to the current progress sink.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """What a run is made of: here without Prefect, in a flow as tasks.
+
+    check: refuses what could not be published or made, before any work; fetched: returns the folder
+    of a source, given its work root and token block; run: runs all stages; make_bitrates: returns
+    the errors of those that failed; show: shows a sweep beside the run; publish: does so.
+    """
+
+    check: Callable[[RunOptions], None]
+    fetched: Callable[[Path, Path, str | None], Path]
+    run: Callable[[Pipeline], object]
+    make_bitrates: Callable[[SweepConfig, StopRequest], Mapping[str, BaseException]]
+    show: Callable[[SweepConfig, Sweep], None]
+    publish: Callable[[PublishConfig], Published]
+
+
+def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
+    """Make bitrates whose measurement is finished, one after the other.
+
+    Raises:
+        Interrupted: a signal came.
+    """
+    failures: dict[str, BaseException] = {}
+    for name, conversion in config.conversions().items():
+        try:
+            with labelled(name):
+                pipeline = open_pipeline(conversion, STAGES)
+                run_in_order(pipeline, done=[stage.name for stage in MEASURE_STAGES])
+                result_of(pipeline)
+        except Interrupted:
+            raise
+        except Exception as error:  # another bitrate may succeed; all are reported at the end
+            failures[name] = error
+    return failures
+
+
+HERE = Steps(
+    check=check_release,
+    fetched=lambda source, work_root, token_block: source,
+    run=run_in_order,
+    make_bitrates=_make_in_turn,
+    show=lambda config, made: None,
+    publish=lambda release: publish(release, hub_of(release.token_block)),
+)
+
+
+def _make_model(config: RunOptions, stages: Sequence[Stage], steps: Steps) -> Conversion:
+    [conversion] = conversions_of(config).values()
+    pipeline = open_pipeline(conversion, stages)
+    steps.run(pipeline)
+    return result_of(pipeline)
+
+
+def _make_sweep(config: SweepConfig, stages: Sequence[Stage], steps: Steps) -> Sweep:
+    with listening() as stop:
+        steps.run(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
+        failures = steps.make_bitrates(config, stop)
+        made = conclude_sweep(config, failures)
+        steps.show(config, made)
+        raise_failures(config, failures)
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A kind of run: the stages it has, and what makes its result of them."""
+
+    stages: tuple[Stage, ...]
+    make: Callable[[Any, Sequence[Stage], Steps], Any] = _make_model
+
+
+RUNS = {
+    "convert": Run(stages=STAGES),
+    "measure": Run(stages=MEASURE_STAGES),
+    "refine": Run(stages=REFINE_STAGES),
+    "sweep": Run(stages=STAGES, make=_make_sweep),
+}
+
+
+def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
+    """Check, make, clean and publish; a run that does not validate publishes nothing.
+
+    Returns:
+        a `Sweep` of a sweep, else a `Conversion`.
+    """
+    publishes = "validate" in [stage.name for stage in run.stages]
+    if publishes:
+        steps.check(config)
+    config = prepare(with_folder(config, steps.fetched), run.stages).config
+    made = run.make(config, run.stages, steps)
+    clean_after(config)
+    release = release_of(config) if publishes else None
+    if release is None:
+        return made
+    made = made.record(steps.publish(release))
+    if isinstance(config, SweepConfig):
+        steps.show(config, made)
+    return made
+
+
+def run_locally(
+    config: ConversionConfig | RefinementConfig, *, stages: Sequence[Stage] | None = None
+) -> Conversion:
+    """Run all stages of a conversion or a refinement, or these, in this process, and publish.
 
     Raises:
         HubError, PublicationRefused, PublicationDamaged: as the flow `convert`.
-        PreflightFailed: before any work.
+        ConfigError, SourceModelError, PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
-    check_release(config)
-    config = prepare(config, stages).config
-    pipeline = open_pipeline(config, stages)
-    run_in_order(pipeline)
-    made = result_of(pipeline)
-    clean_after(config)
-    release = release_of(config, pipeline, [made.out]) if "validate" in made.stages else None
-    return made if release is None else replace(made, published=_publish(release))
-
-
-def _publish(release: PublishConfig) -> Published:
-    return publish(release, hub_of(release.token_block))
-
-
-def refine_locally(config: RefinementConfig) -> Conversion:
-    """Refine a model in this process; ticks go to the current progress sink.
-
-    Raises:
-        ConfigError, SourceModelError, PreflightFailed: before any work, as the flow `refine`.
-        Interrupted: a signal came; everything finished is committed.
-        ValidationFailed: the refined model is above a limit.
-    """
-    pipeline = open_pipeline(prepare_refinement(config, REFINE_STAGES).config, REFINE_STAGES)
-    run_in_order(pipeline)
-    return result_of(pipeline)
+    run = RUNS["refine" if isinstance(config, RefinementConfig) else "convert"]
+    made: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
+    return made
 
 
 def sweep_locally(config: SweepConfig) -> Sweep:
@@ -71,24 +151,5 @@ def sweep_locally(config: SweepConfig) -> Sweep:
         Interrupted: a signal came; everything finished is committed.
         SweepFailed: some bitrates failed; the others are kept.
     """
-    check_release(config)
-    prepare_sweep(config)
-    failures: dict[str, BaseException] = {}
-    with listening():
-        shared = open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES)
-        run_in_order(shared)
-        for name, conversion in config.conversions().items():
-            try:
-                with labelled(name):
-                    pipeline = open_pipeline(conversion, STAGES)
-                    run_in_order(pipeline, done=shared.stages)
-                    result_of(pipeline)
-            except Interrupted:
-                raise
-            except Exception as error:  # another bitrate may succeed; all are reported at the end
-                failures[name] = error
-    made = conclude_sweep(config, failures)
-    raise_failures(config, failures)
-    clean_after(config)
-    release = release_of_sweep(config)
-    return made if release is None else record_published(made, _publish(release))
+    made: Sweep = carry_out(RUNS["sweep"], config, HERE)
+    return made

@@ -8,17 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from exl2flow.core.options.config import ConversionConfig, RunOptions
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Stage
+from exl2flow.flows.runs.conversion import conversions_of
 from exl2flow.quant.forecast.fit import Fit, find_fit, fitted
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.quant.refine.stored_model import check_refinement
-from exl2flow.tasks.stages import STAGES
 
 Config = TypeVar("Config", bound=RunOptions)
 
@@ -27,7 +28,7 @@ Config = TypeVar("Config", bound=RunOptions)
 class Prepared(Generic[Config]):
     """A configuration that passed all checks.
 
-    config: with a folder as its source and without `fit`; plans: one per conversion, by name.
+    config: with a folder as its source and without `fit`; plans: one per model, by name.
     """
 
     config: Config
@@ -39,6 +40,13 @@ class Prepared(Generic[Config]):
         """The only plan."""
         [plan] = self.plans.values()
         return plan
+
+    def to_json(self) -> dict[str, object]:
+        """Return the plan, or those of a sweep, and how the memory given is divided."""
+        if isinstance(self.config, SweepConfig):
+            return {"plans": {name: plan.to_json() for name, plan in self.plans.items()}}
+        fit = {"fit": self.fit.to_json()} if self.fit else {}
+        return {"plan": self.plan.to_json(), **fit}
 
 
 _handed_on: ContextVar[Prepared[Any] | None] = ContextVar("prepared", default=None)
@@ -54,61 +62,49 @@ def reuse_checks(prepared: Prepared[Config]) -> Iterator[None]:
         _handed_on.reset(token)
 
 
-def _unless_handed_on(config: Config, check: Callable[[], Prepared[Config]]) -> Prepared[Config]:
-    known = _handed_on.get()
-    return known if known is not None and known.config == config else check()
-
-
-def prepare(config: ConversionConfig, stages: Sequence[Stage]) -> Prepared[ConversionConfig]:
-    """Check a conversion whose source is a folder.
+def with_folder(config: Config, fetched: Callable[[Path, Path, str | None], Path]) -> Config:
+    """Return options with a folder as their source.
 
     Args:
-        config: the conversion.
+        config: the options.
+        fetched: returns the folder of a source, given its work root and token block.
+
+    Raises:
+        HubError: the model cannot be fetched.
+        SourceModelError: the source is a mistyped path.
+    """
+    source = fetched(config.source, config.work_dir_root, config.token_block)
+    return config if source == config.source else config.model_copy(update={"source": source})
+
+
+def prepare(config: Config, stages: Sequence[Stage]) -> Prepared[Config]:
+    """Check a run whose source is a folder.
+
+    Args:
+        config: what to make.
         stages: those that will run; what they have finished needs no room. None of them: all is
             made anew.
 
     Raises:
-        PreflightFailed: listing all problems.
+        PreflightFailed: listing all problems, of a sweep those of the first bitrate that has any.
+        StoreError: the disk has no room for all bitrates.
+        ConfigError, SourceModelError: the model cannot be refined, or not by this reference.
         ConfigError, BudgetUnreachable, SourceModelError: nothing fits the memory that is given.
     """
-
-    def check() -> Prepared[ConversionConfig]:
-        fit = find_fit(config)
-        target = fitted(config, fit)
-        return Prepared(config=target, plans={target.target: preflight(target, stages)}, fit=fit)
-
-    return _unless_handed_on(config, check)
-
-
-def prepare_sweep(config: SweepConfig) -> Prepared[SweepConfig]:
-    """Check all bitrates of a sweep whose source is a folder.
-
-    Raises:
-        PreflightFailed: listing the problems of the first bitrate that has any.
-        StoreError: the disk has no room for all of them.
-    """
-
-    def check() -> Prepared[SweepConfig]:
-        plans = {name: preflight(each, STAGES) for name, each in config.conversions().items()}
-        check_disk(list(plans.values()))
-        return Prepared(config=config, plans=plans)
-
-    return _unless_handed_on(config, check)
-
-
-def prepare_refinement(
-    config: RefinementConfig, stages: Sequence[Stage]
-) -> Prepared[RefinementConfig]:
-    """Check a refinement whose reference is a folder; `stages` as for `prepare`.
-
-    Raises:
-        ConfigError, SourceModelError: problems with the model, or it is not the reference's.
-        PreflightFailed: problems with the reference, the output or the options.
-    """
-
-    def check() -> Prepared[RefinementConfig]:
+    known = _handed_on.get()
+    if known is not None and known.config == config:
+        return known
+    checked: RunOptions = config
+    fit = None
+    if isinstance(config, RefinementConfig):
         check_refinement(config)
-        plan = preflight(cast(ConversionConfig, config), stages)  # stages read it as such, too
-        return Prepared(config=config, plans={config.target: plan})
-
-    return _unless_handed_on(config, check)
+    elif isinstance(config, ConversionConfig):
+        fit = find_fit(config)
+        checked = fitted(config, fit)
+    plans = {  # stages read any options as those of a conversion, too
+        name: preflight(cast(ConversionConfig, each), stages)
+        for name, each in conversions_of(checked).items()
+    }
+    if isinstance(config, SweepConfig):
+        check_disk(list(plans.values()))
+    return Prepared(config=cast(Config, checked), plans=plans, fit=fit)

@@ -3,15 +3,13 @@
 Check everything that could refuse the release first; publish only complete results.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-
-from exl2flow.core.options.config import SharedOptions
+from exl2flow.core.options.config import RunOptions, SharedOptions
 from exl2flow.core.options.publication import PublishConfig, PublishOptions
-from exl2flow.core.store.stage import Pipeline
+from exl2flow.flows.runs.conversion import conversions_of, open_pipeline
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.origin import check_target
+from exl2flow.tasks.stages import MEASURE_STAGES
 
 
 def hub_of(token_block: str | None) -> Hub:
@@ -27,15 +25,15 @@ def hub_of(token_block: str | None) -> Hub:
     return Hub.open(read_token(token_block))
 
 
-def target_of(config: SharedOptions) -> PublishOptions | None:
+def target_of(config: RunOptions) -> PublishOptions | None:
     """Return where to publish the result, with the token block to use; None: nowhere."""
-    if config.publish is None:
+    if not isinstance(config, SharedOptions) or config.publish is None:
         return None
     block = config.publish.token_block or config.token_block
     return config.publish.model_copy(update={"token_block": block})
 
 
-def check_release(config: SharedOptions) -> None:
+def check_release(config: RunOptions) -> None:
     """Check before any work whether the result could be published, if it is to be.
 
     Raises:
@@ -48,25 +46,22 @@ def check_release(config: SharedOptions) -> None:
         check_target(target, config.source, root, writer=writer, reader=reader)
 
 
-def release_of(
-    config: SharedOptions, measured: Pipeline, models: Sequence[Path]
-) -> PublishConfig | None:
-    """Return how to publish finished models, or None.
+def release_of(config: RunOptions) -> PublishConfig | None:
+    """Return how to publish the finished models of a run, or None.
 
-    Args:
-        config: of the conversion or the sweep.
-        measured: its pipeline; its measurement is published unless the options name another one.
-        models: all output folders.
+    Their own measurement is published unless the options name another one.
     """
     target = target_of(config)
     if target is None:
         return None
-    measurement = config.measurement
+    models = list(conversions_of(config).values())
+    measurement = getattr(config, "measurement", None)
     if measurement is None:
+        measured = open_pipeline(models[0], MEASURE_STAGES)
         measurement = measured.path("measure") / MEASUREMENT_FILE
     return PublishConfig(
         **dict(target),
-        models=tuple(models),
+        models=tuple(model.out.resolve() for model in models),
         measurement=measurement,
         device=config.device,
         work_root=config.work_dir_root,

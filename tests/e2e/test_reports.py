@@ -19,7 +19,7 @@ from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.store.files import read_json
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.tables import comparison_table, score_table
+from exl2flow.flows.cli.results import comparison_table, score_table
 from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.comparison import compared, known_score

@@ -23,8 +23,8 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.core.store.source import HubModel
 from exl2flow.core.store.stage import RECORD_FILE
+from exl2flow.flows.cli.execution import ONLY_PUBLISHING
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.running import ONLY_PUBLISHING
 from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.flows.runs.local import run_locally, sweep_locally
 from exl2flow.flows.runs.release import check_release

@@ -65,13 +65,11 @@ LAZY_IMPORTS = (
     "inference/scoring/intervals.py",
 )
 RUNNING_FLOWS = {
-    "flows/cli/measure.py",
     "flows/cli/running.py",
     "flows/cli/server.py",
     "flows/cli/webhook.py",
     "flows/cli/main.py",
 }
-RUNNING_FLOWS |= {"flows/cli/running.py"}
 # may print
 PROGRAMS = ("flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
 # what lies directly in a folder: each may import earlier ones only; in quant/ as in the pipeline

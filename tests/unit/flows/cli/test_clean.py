@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conversions import small_config, snapshot
+from refinements import refinement, rough_model
 from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner
@@ -116,5 +117,16 @@ def test_conversion_cleans_up_after_itself_if_it_shall(config: ConversionConfig)
     run_locally(made)
 
     assert quantized(config) == []
+    assert (made.out / "model.safetensors").exists()
+    assert "clean_after" not in json.loads((made.out / "exl2flow.json").read_text())["options"]
+
+
+def test_refinement_cleans_up_after_itself_if_it_shall(tmp_path: Path) -> None:
+    source, model = rough_model(tmp_path, "llama", num_hidden_layers=1)
+    config = refinement(source, model, tmp_path / "out", clean_after=True)
+
+    made = run_locally(config)
+
+    assert not list(made.stages["refine"].rglob("*.safetensors"))
     assert (made.out / "model.safetensors").exists()
     assert "clean_after" not in json.loads((made.out / "exl2flow.json").read_text())["options"]

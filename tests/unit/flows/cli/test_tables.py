@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 
 from exl2flow.core import words
 from exl2flow.flows.cli.console import printable
-from exl2flow.flows.cli.tables import (
+from exl2flow.flows.cli.results import (
     certainty_table,
     comparison_table,
     cost_table,
@@ -134,7 +134,7 @@ def test_a_report_that_quotes_a_file_commands_no_terminal(
         **dict.fromkeys(("sample", "model", "report_folder"), hostile),
     }
 
-    print_report(report, 1.0)
+    print_report(report)
 
     text = capsys.readouterr().out
     assert printable(text) == text

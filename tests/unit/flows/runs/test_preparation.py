@@ -14,7 +14,7 @@ from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.runs import preparation
 from exl2flow.flows.runs.local import run_locally
-from exl2flow.flows.runs.preparation import prepare, prepare_sweep, reuse_checks
+from exl2flow.flows.runs.preparation import prepare, reuse_checks
 from exl2flow.tasks.stages import STAGES
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
@@ -93,4 +93,4 @@ def test_plans_of_a_sweep_have_the_names_of_its_bitrates(source: Path, tmp_path:
         {"source": source, "out": tmp_path / "out", "bpw": [4, 3.5], **small_options()}
     )
 
-    assert list(prepare_sweep(config).plans) == ["3.5bpw", "4.0bpw"]
+    assert list(prepare(config, STAGES).plans) == ["3.5bpw", "4.0bpw"]

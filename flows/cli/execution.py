@@ -1,0 +1,185 @@
+"""A run on the command line: plan, progress, report, and what failed; its imports take seconds."""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from exl2flow.core.errors import (
+    HubError,
+    PublicationDamaged,
+    PublicationRefused,
+    SweepFailed,
+    ValidationFailed,
+)
+from exl2flow.core.options.config import RunOptions
+from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.options.sweep import SWEEP_FILE, SweepConfig
+from exl2flow.core.runtime.pace import clock
+from exl2flow.core.store.changes import stage_rows
+from exl2flow.core.store.files import read_json, replacing
+from exl2flow.core.store.stage import Stage
+from exl2flow.core.words import size
+from exl2flow.flows.cli.console import emit_json, say, show, tell
+from exl2flow.flows.cli.options import flags
+from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.cli.results import print_report, print_sweep
+from exl2flow.flows.cli.sources import fetched_with_progress
+from exl2flow.flows.cli.tables import plan_table, print_published
+from exl2flow.flows.runs.bitrates import check_runner
+from exl2flow.flows.runs.conversion import conversions_of, open_pipeline
+from exl2flow.flows.runs.local import HERE, RUNS, carry_out
+from exl2flow.flows.runs.preparation import Prepared, prepare, reuse_checks, with_folder
+from exl2flow.flows.runs.release import check_release
+from exl2flow.inference.validate.stage import REPORT_FILE
+from exl2flow.quant.forecast.plan import Plan
+from exl2flow.quant.judge.stage import JUDGEMENT_FILE, judgement_in_words
+from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
+
+NOT_PUBLISHED = (PublicationRefused, PublicationDamaged, HubError)
+ONLY_PUBLISHING = "converted but not published; repeat the command to publish"
+
+
+def execute(
+    name: str,
+    config: RunOptions,
+    flow: Callable[[RunOptions], Any] | None,
+    *,
+    restart: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Check a run of `RUNS`, carry it out and print it.
+
+    Args:
+        name: of the run.
+        config: its options.
+        flow: runs it on a server; None: this process does, without Prefect.
+        restart: whether to delete its checkpoints first, and to take the newest commit of a source.
+        dry_run: whether to stop after the plan.
+        as_json: whether to print one JSON object in place of tables.
+
+    Raises:
+        Exl2FlowError: what went wrong, after the report if there is a result.
+    """
+    begun = time.monotonic()
+    stages = RUNS[name].stages
+    if isinstance(config, SweepConfig):
+        check_runner(config)
+    check_release(config)
+    fetched = partial(fetched_with_progress, plain=as_json, renew=restart)
+    prepared = prepare(with_folder(config, fetched), () if restart else stages)
+    if not as_json:
+        show(plan_table(_plan_rows(prepared)))
+    if dry_run:
+        if as_json:
+            emit_json(prepared.to_json())
+        return
+    config, made, failure = prepared.config, None, None
+    if restart:
+        _forget(config, stages)
+    with shown(plain=as_json), reuse_checks(prepared):
+        try:
+            made = flow(config) if flow else carry_out(RUNS[name], config, HERE)
+        except (ValidationFailed, SweepFailed, *NOT_PUBLISHED) as error:
+            failure = error  # the result is shown first, if there is one
+    report = _report(config, stages, made)
+    seconds = time.monotonic() - begun
+    if report is not None and as_json:
+        emit_json({**prepared.to_json(), "seconds": round(seconds, 1), **report})
+    elif report is not None:
+        _print(config, report)
+        tell(f"time    {clock(seconds)}")
+    if report is not None and isinstance(failure, NOT_PUBLISHED):
+        say(ONLY_PUBLISHING)
+    if failure is not None:
+        raise failure
+
+
+def _plan_rows(prepared: Prepared[RunOptions]) -> list[tuple[str, str]]:
+    """Return (what, value) of what will be done."""
+    config, plans = prepared.config, prepared.plans
+    if isinstance(config, SweepConfig):
+        return _sweep_rows(config, plans)
+    plan = prepared.plan
+    if not isinstance(config, MeasureConfig | RefinementConfig):
+        return [*plan.rows(flags()), *(prepared.fit.rows() if prepared.fit else [])]
+    source = f"{plan.model} ({plan.architecture}, {plan.layers} layers)"
+    models = [("model", source)]
+    if isinstance(config, RefinementConfig):
+        models = [("model", str(config.model)), ("reference", source)]
+    return [
+        *models,
+        ("device", plan.device),
+        ("calibration", plan.calibration),
+        ("output", str(config.out.resolve())),
+        ("checkpoints", plan.work_dir),
+        *stage_rows(plan.stages, flags()),
+    ]
+
+
+def _sweep_rows(config: SweepConfig, plans: Mapping[str, Plan]) -> list[tuple[str, str]]:
+    """Return (what, value) for all bitrates, whose plans are mostly the same."""
+    rows = dict(next(iter(plans.values())).rows())
+    sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
+    several = {"target": ", ".join(plans), "output": f"{config.out}: {', '.join(sizes)}"}
+    stages = {name: dict(stage_rows(plan.stages, flags())) for name, plan in plans.items()}
+    for what in dict.fromkeys(what for found in stages.values() for what in found):
+        told = [f"{name}: {found[what]}" for name, found in stages.items() if what in found]
+        several[what] = "; ".join(told)
+    most = max(plans.values(), key=lambda plan: plan.memory_bytes)
+    return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
+
+
+def _forget(config: RunOptions, stages: Sequence[Stage]) -> None:
+    """Delete the stage folders of this configuration; those of other options stay.
+
+    Raises:
+        WorkDirBusy: another process uses them.
+    """
+    for conversion in conversions_of(config).values():
+        pipeline = open_pipeline(conversion, stages)
+        with pipeline.work.lock():
+            for name in pipeline.refs:
+                shutil.rmtree(pipeline.path(name), ignore_errors=True)
+
+
+def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str, Any] | None:
+    """Return what a run says of its result, as JSON; None if it has none.
+
+    `made` is what it returned; None if it failed, for example because the model is above a limit.
+    """
+    out = config.out.resolve()
+    if isinstance(config, SweepConfig):
+        is_made = (out / SWEEP_FILE).exists()
+        return {"out": str(out), **read_json(out / SWEEP_FILE)} if is_made else None
+    if isinstance(config, MeasureConfig):
+        folder = made.stages["measure"]
+        with (folder / MEASUREMENT_FILE).open("rb") as file, replacing(out) as copy:
+            shutil.copyfileobj(file, copy)
+        return {"measurement": str(out), "folder": str(folder)}
+    pipeline = open_pipeline(config, stages)
+    if not pipeline.is_complete("validate"):
+        return None
+    folder = pipeline.path("validate")
+    report = {**read_json(folder / REPORT_FILE), "report_folder": str(folder)}
+    if isinstance(config, RefinementConfig):
+        return {**report, "refinement": read_json(pipeline.path("judge") / JUDGEMENT_FILE)}
+    published = made and made.published
+    return {**report, "published": published and published.to_json()}
+
+
+def _print(config: RunOptions, report: Mapping[str, Any]) -> None:
+    """Print the result of a run for people."""
+    if isinstance(config, MeasureConfig):
+        tell(f"measurement  {report['measurement']}")
+    elif isinstance(config, SweepConfig):
+        print_sweep(config.out.resolve(), report)
+    else:
+        print_report(report)
+    if isinstance(config, RefinementConfig):
+        tell(judgement_in_words(report["refinement"]))
+    if report.get("published"):
+        print_published(report["published"])
