@@ -21,7 +21,7 @@ from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.drafts import Drafter, SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
-from exl2flow.inference.generate.runner import Runner, SingleRunner, SplitRunner, State
+from exl2flow.inference.generate.runner import Runner
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, completed, sample
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
@@ -71,21 +71,16 @@ class DeviceSlots:
         self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self.failure: Exception | None = None
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
-        kind = SplitRunner if model.decoder.placement.is_split else SingleRunner
-        state = State(
-            decoder=model.decoder,
-            cache=cache,
-            tables=self.tables,
-            lengths=self.lengths,
-            ids=self.ids,
-            places=self.places,
-            adapters=self._adapters,
-            graphs=self.graphs,
-            idle=idle,
-            most=max_tokens + max(drafts, STEP_TOKENS),
-        )
-        self._passes: Runner = kind(state)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
+        self._runner = Runner(
+            model.decoder,
+            shared,
+            self.ids,
+            self.places,
+            self._adapters,
+            idle=idle,
+            max_tokens=max_tokens + max(drafts, STEP_TOKENS),
+        )
         self.proposer = None if draft is None else draft.start(model, shared)
         self.no_states = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
@@ -146,7 +141,7 @@ class DeviceSlots:
         self.tables[slot] = self.cache.spare
         there = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
         self.tables[slot, : len(pages)] = there
-        self._passes.tables_changed()
+        self._runner.tables_changed()
 
     def replace(self, slot: int, place: int, token: int) -> None:
         """Put another id in the place of the one that was sampled last.
@@ -161,7 +156,7 @@ class DeviceSlots:
     def leave(self, slot: int) -> None:
         """Free a slot."""
         self.tables[slot] = self.cache.spare
-        self._passes.tables_changed()
+        self._runner.tables_changed()
         self.lengths[slot].fill_(0)
         self._adapters.enter(slot)
         self.sampler.leave(slot)
@@ -189,12 +184,12 @@ class DeviceSlots:
         order; adapters: of each segment; states: return them, else none.
         """
         tokens, hidden = on_device(torch.tensor([ids]), self.cache.device), self.no_states
-        ends = None if rows or any(adapters) else self._passes.read_ends(ids, segments)
+        ends = None if rows or any(adapters) else self._runner.read_tails(ids, segments)
         if ends is not None:
             hidden = ends
         else:
             given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
-            work = tokens, *self._passes.views(segments), given
+            work = tokens, *self._runner.views(segments), given
             decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
             if states:
                 hidden = decoder.hidden(*work)[0]
@@ -209,7 +204,7 @@ class DeviceSlots:
         if copy is None:
             return
         self._copied[:] = on_device(torch.tensor([[copy.source], [copy.target]]), self.cache.device)
-        self._passes.copy(self._copied)
+        self._runner.copy(self._copied)
         if self.proposer is not None:
             self.proposer.copy(self._copied)
 
@@ -225,7 +220,7 @@ class DeviceSlots:
             lists = [drafts.get(slot, ()) for slot in range(slots)]
             padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
             self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
-        self._passes.forward(rows, count)
+        self._runner.forward(rows, count)
 
     def sample(self, slots: int, kind: Kind, *, behind: bool = False) -> SampledTokens:
         """Sample a token for each of the first slots; the next call overwrites the result.
@@ -244,7 +239,7 @@ class DeviceSlots:
         """Record what steps of any number of slots need for the kinds."""
         every = sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)})
         counts = sorted({min(count, 1 + self.drafts) for count in COUNTS})
-        self._passes.warm_up([*product(every, counts)])
+        self._runner.warm_up([*product(every, counts)])
         for rows in every:
             for kind in kinds:
                 for behind in {False, self.drafts > 0}:
