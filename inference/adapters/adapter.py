@@ -89,6 +89,11 @@ def adapters_of(given: Sequence[object], model: LoadedModel) -> tuple[Adapter, .
     return cast(tuple[Adapter, ...], tuple(given))
 
 
+def salt_of(adapters: Sequence[Adapter]) -> bytes:
+    """Return the salt for the page hashes of a text with these adapters, in any order."""
+    return b"".join(sorted(adapter.digest for adapter in adapters))
+
+
 def _config(folder: Path) -> dict[str, Any]:
     """Return PEFT's options, if they mean plain LoRA."""
     path = folder / "adapter_config.json"

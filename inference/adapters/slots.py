@@ -59,7 +59,7 @@ class AdapterSlots:
             return self._plain
         return self._with({device: x[:slots] for device, x in self._unused.items()})
 
-    def for_parts(self, parts: Sequence[Used], counts: Sequence[int]) -> Decoder:
+    def for_texts(self, parts: Sequence[Used], counts: Sequence[int]) -> Decoder:
         """Return the decoder for a pass (1, t) over texts: their adapters, and how many tokens."""
         if not any(parts):
             return self._plain

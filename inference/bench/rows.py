@@ -30,7 +30,7 @@ class Rows:
         form = cache_format(cache, placement.head)
         self.rows, self.context, self.model = rows, context, model
         self.cache = reserve(model.spec, pages=rows * each, form=form, placement=placement)
-        self.steps = DeviceSlots(model, self.cache, slots=rows, max_tokens=context + 1)
+        self.device_slots = DeviceSlots(model, self.cache, slots=rows, max_tokens=context + 1)
         self._ids = torch.randint(0, model.spec.vocab_size, (rows, context + 1)).tolist()
         self._pages = torch.arange(rows * each).view(rows, each).tolist()
         self._angles = RopeTables.of(model.spec, context + 1, placement.head)
@@ -48,7 +48,7 @@ class Rows:
         for first in range(0, len(parts), together):
             chosen = parts[first : first + together]
             tokens = [token for row, s in chosen for token in self._ids[row][s.begin : s.end]]
-            self.steps.read(tokens, [segment for _, segment in chosen])
+            self.device_slots.read(tokens, [segment for _, segment in chosen])
 
     def fill(self) -> None:
         """Read the first prompt, and copy its keys and values to the other rows."""
@@ -61,20 +61,22 @@ class Rows:
         """Let all rows stand behind their prompts, to be continued with these settings."""
         self._kind = Kind.of([settings])
         for row in range(self.rows):
-            self.steps.enter(row, self._pages[row], self._ids[row], settings, None)
+            self.device_slots.enter(row, self._pages[row], self._ids[row], settings, None)
 
     def launch(self) -> None:
         """Compute the logits of the next tokens without a recording."""
-        view = StepView(self.cache, self.steps.tables, self.steps.lengths)
-        self.model.decoder.forward(self.steps.ids, view, self._angles.at(self.steps.lengths))
+        view = StepView(self.cache, self.device_slots.tables, self.device_slots.lengths)
+        self.model.decoder.forward(
+            self.device_slots.ids, view, self._angles.at(self.device_slots.lengths)
+        )
 
     def step(self) -> None:
         """Decode a token for each row as a generator does, then stand where it stood."""
-        self.steps.forward(self.rows)
-        self.steps.places.prepare([[0.5] * self.rows])
-        self.steps.sample(self.rows, self._kind)
-        self.steps.lengths -= 1
-        self.steps.sampler.counts -= 1
+        self.device_slots.forward(self.rows)
+        self.device_slots.positions.prepare([[0.5] * self.rows])
+        self.device_slots.sample(self.rows, self._kind)
+        self.device_slots.lengths -= 1
+        self.device_slots.sampler.counts -= 1
 
     @property
     def read_bytes(self) -> int:

@@ -29,8 +29,8 @@ def test_rows_stand_where_they_stood_after_a_step(model: LoadedModel) -> None:
     for _ in range(3):
         rows.step()
 
-    assert rows.steps.lengths.tolist() == [20, 20]
-    assert rows.steps.sampler.active.tolist() == [1, 1]
+    assert rows.device_slots.lengths.tolist() == [20, 20]
+    assert rows.device_slots.sampler.active.tolist() == [1, 1]
 
 
 @torch.inference_mode()
@@ -42,7 +42,7 @@ def test_a_step_has_the_logits_of_the_sequence(model: LoadedModel) -> None:
     rows.step()
 
     expected = model.decoder.forward(torch.tensor(rows._ids))[:, -1]
-    torch.testing.assert_close(rows.steps.logits[:, : expected.shape[1]], expected)
+    torch.testing.assert_close(rows.device_slots.logits[:, : expected.shape[1]], expected)
 
 
 @torch.inference_mode()
