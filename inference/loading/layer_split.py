@@ -214,7 +214,7 @@ def place(
     return Placement(embedding=found[0], layers=tuple(found[1:-1]), head=found[-1])
 
 
-def placed(
+def split_model(
     split: Split,
     spec: ModelSpec,
     tensors: TensorFiles,
@@ -257,7 +257,7 @@ def placed(
 def needs(
     spec: ModelSpec, sizes: Sizes, placement: Placement, texts: Texts
 ) -> dict[torch.device, int]:
-    """Return the bytes that a placed model takes on each device, at most."""
+    """Return an upper bound of the bytes that a model takes on each device."""
     loads = dict[torch.device, _Load]()
     where = (placement.embedding, *placement.layers, placement.head)
     for device, part in zip(where, _parts(spec, sizes, texts), strict=True):
