@@ -67,7 +67,7 @@ class Runner:
             graphs = slots.graphs
             if is_split:
                 graphs = GraphPool(idle, records=slots.graphs.records, device=span.device)
-                adapters.tell(graphs.forget)
+                adapters.on_move(graphs.forget)
             angles = RopeTables.of(decoder.spec, max_tokens, span.device)
             self._spans.append(_SpanSlots(span, slots, ids, angles, graphs))
         shape, dtype = (ids.numel(), decoder.spec.hidden_size), decoder.embedding.weight.dtype
