@@ -1,4 +1,4 @@
-"""Speed and memory of a model that runs: what `exl2flow bench` and the benchmarks time."""
+"""Measure speed and memory of a model, for `exl2flow bench` and the benchmarks."""
 
 from exl2flow.inference.bench.rows import Rows
 from exl2flow.inference.bench.run import bench

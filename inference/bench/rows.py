@@ -58,7 +58,7 @@ class Rows:
             self.cache.copy(torch.stack([pages[0], row]))
 
     def enter(self, settings: SamplingSettings) -> None:
-        """Let all rows stand behind their prompts, to be continued with these settings."""
+        """Set all rows to the end of their prompts, to continue with these settings."""
         self._kind = Kind.of([settings])
         for row in range(self.rows):
             self.device_slots.enter(row, self._pages[row], self._ids[row], settings, None)
@@ -71,7 +71,7 @@ class Rows:
         )
 
     def step(self) -> None:
-        """Decode a token for each row as a generator does, then stand where it stood."""
+        """Decode a token for each row as a generator does, then undo the advance."""
         self.device_slots.forward(self.rows)
         self.device_slots.positions.prepare([[0.5] * self.rows])
         self.device_slots.sample(self.rows, self._kind)

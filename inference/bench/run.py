@@ -1,4 +1,4 @@
-"""Time a model within a limit: what is too slow for the machine is shortened or left out.
+"""Time a model within a time limit; shorten or omit parts that are too slow for the machine.
 
 A short prompt gives the machine's pace, and each result refines the forecast for the next one.
 """

@@ -19,7 +19,7 @@ from exl2flow.inference.generate.event import Token
 from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.pending_result import PendingResult
 from exl2flow.inference.generate.scheduler import Scheduler
-from exl2flow.inference.generate.step_job import StepJob, TokenMask
+from exl2flow.inference.generate.step_job import UNCONSTRAINED, StepJob, TokenMask
 from exl2flow.inference.sampling import Kind
 from exl2flow.inference.sampling.bits import ids_of
 
@@ -140,7 +140,7 @@ class Decode:
         except Exception as error:  # of a filter
             event = step_job.job.output.finish("error", error=error)
         else:
-            if not step_job.masks[0].must_end:
+            if not step_job.masks[0].allowed.must_end:
                 return True
             event = step_job.job.output.finish("end_filter")
         self._scheduler.end(step_job.job, event)
@@ -160,7 +160,7 @@ class Decode:
 
     def _apply(self, step_job: StepJob, mask: TokenMask) -> None:
         """Restrict the next sample of a job to a mask."""
-        if mask.allowed is not None or mask.mask != step_job.job.slot_mask:
+        if mask.allowed is not UNCONSTRAINED or mask.mask != step_job.job.slot_mask:
             step_job.job.slot_mask = mask.mask
             sampler = self._device_slots.sampler
             sampler.allow(step_job.slot, mask.words(sampler.width))
@@ -197,7 +197,7 @@ class Decode:
                 self._end_without_token(job, mask)
                 break
             try:
-                self._take(job, token, mask.ends)
+                self._take(job, token, mask.allowed.ends)
             except Exception as error:  # of a hook
                 self._scheduler.end(job, job.output.finish("error", error=error))
             if job.is_done or len(job.output.ids) <= before:

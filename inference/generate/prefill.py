@@ -65,30 +65,26 @@ class Prefill:
 
         Of several sequences that continue alike, one reads, and the others take over its pages.
         """
-        chunks, names, room = list[Chunk](), set[object](), self._chunk
+        chunks, keys, room = list[Chunk](), set[object](), self._chunk
+        page_pool = self._scheduler.page_pool
         for job in [*self._scheduler.running]:
             for sequence in job.sequences:
-                is_preempted = job not in self._scheduler.running
-                if is_preempted or job.is_decoding or not self._is_unread(job, sequence):
+                if job.is_decoding or job not in self._scheduler.running:
+                    continue  # in the latter case another one took its pages
+                self._device_slots.copy(page_pool.match(sequence.held, sequence.ids))
+                if not sequence.unread:
+                    self._scheduler.begin_steps(job)
                     continue
-                name = self._scheduler.page_pool.next_key(sequence.held, sequence.ids)
+                key = page_pool.next_key(sequence.held, sequence.ids)
                 count = self._chunk_size(sequence, room)
-                if not count or name in names:
+                if not count or key in keys:
                     continue
                 if not self._scheduler.reserve(job, sequence, sequence.held.filled + count):
                     break
-                names.add(name or object())
+                keys.add(key or object())
                 chunks.append((job, sequence, count))
                 room -= count
         return [chunk for chunk in chunks if chunk[0] in self._scheduler.running]
-
-    def _is_unread(self, job: Job, sequence: Sequence) -> bool:
-        """Match the prefix cache; return whether tokens are left to read."""
-        self._device_slots.copy(self._scheduler.page_pool.match(sequence.held, sequence.ids))
-        if sequence.unread:
-            return True
-        self._scheduler.begin_steps(job)
-        return False
 
     def _chunk_size(self, sequence: Sequence, room: int) -> int:
         """Return how many tokens to read; passes end at page borders, or with the prompt."""

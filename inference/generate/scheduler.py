@@ -51,7 +51,10 @@ class Scheduler:
             if self._fits(job):
                 for other in skipped:
                     other.skips += 1
-                self._start(job)
+                for sequence in job.sequences:
+                    sequence.slot = heappop(self._free)
+                self.running.append(job)
+                job.started()
                 continue
             skipped.append(job)
             max_skips = job.request.max_skips
@@ -65,12 +68,6 @@ class Scheduler:
         needed = sum(self.page_pool.needs(s.held, s.ids) for s in job.sequences)
         # every running job may need another page soon
         return not self.running or needed + len(self.running) <= self.page_pool.free
-
-    def _start(self, job: Job) -> None:
-        for sequence in job.sequences:
-            sequence.slot = heappop(self._free)
-        self.running.append(job)
-        job.started()
 
     def begin_steps(self, job: Job) -> None:
         """Let a job take part in decode steps once all of its sequences are read."""

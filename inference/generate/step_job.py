@@ -9,33 +9,25 @@ from exl2flow.inference.generate.bans import allowed_by
 from exl2flow.inference.generate.job import FREE, Job, Mask
 from exl2flow.inference.sampling.bits import WORD, all_but, words_of
 
+UNCONSTRAINED = Allowed(None)
+
 
 class TokenMask(NamedTuple):
     """Ids that may be sampled: by the output (stops, bans, healing), and by the constraint."""
 
     mask: Mask = FREE
-    allowed: Allowed | None = None
-
-    @property
-    def ends(self) -> frozenset[int]:
-        """Ids that end the text here."""
-        return self.allowed.ends if self.allowed is not None else frozenset()
-
-    @property
-    def must_end(self) -> bool:
-        """Whether nothing may be sampled."""
-        return self.allowed is not None and self.allowed.must_end
+    allowed: Allowed = UNCONSTRAINED
 
     def goes_on(self, token: int) -> bool:
         """Return whether a token may be sampled that does not end the text."""
-        words = self.allowed.words if self.allowed is not None else None
+        words = self.allowed.words
         may = words is None or bool(words[token // WORD] >> token % WORD & 1)
-        return may and token not in self.ends
+        return may and token not in self.allowed.ends
 
     def words(self, width: int) -> torch.Tensor | None:
         """Return the mask of the ids that may be sampled, None: all."""
         only, without = self.mask
-        if self.allowed is not None:
+        if self.allowed is not UNCONSTRAINED:
             return self.allowed.words
         if only is not None:
             return words_of(set(only) - without, width)
@@ -74,7 +66,7 @@ class StepJob:
                 mask: TokenMask | None = self._mask(constraint, accepted)
             except Exception:  # an error only if the text comes here
                 mask = None
-            if mask is None or mask.must_end:
+            if mask is None or mask.allowed.must_end:
                 constraint.rollback(1)
                 break
             self.masks.append(mask)

@@ -96,14 +96,14 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def by_series(models: Sequence[Compared]) -> dict[str | None, list[Compared]]:
     """Return series → its models; None for all whose series is unknown."""
-    found: dict[str | None, list[Compared]] = {}
+    series: dict[str | None, list[Compared]] = {}
     for model in models:
-        found.setdefault(model.series, []).append(model)
-    return found
+        series.setdefault(model.series, []).append(model)
+    return series
 
 
 def difference(model: Compared, other: Compared) -> Intervals | None:
-    """Return intervals of what a model's figures are above another's; None unless rows are shared.
+    """Return intervals of a model's figures minus another's; None unless they share rows.
 
     The rows must be of one text, and at least `LEAST_ROWS`.
     """
@@ -126,7 +126,7 @@ def steps(models: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far a model's figures are above those of the next smaller of its series, as intervals."""
+    """Intervals of a model's figures minus those of the next smaller model of its series."""
 
     model: Compared
     minus: Compared
@@ -143,11 +143,10 @@ class Difference:
 
 def differences(models: Sequence[Compared]) -> list[Difference]:
     """Return the differences between neighbours in size of each series, as far as known."""
-    found = [(larger, smaller, difference(larger, smaller)) for smaller, larger in steps(models)]
     return [
         Difference(model=larger, minus=smaller, intervals=known)
-        for larger, smaller, known in found
-        if known is not None
+        for smaller, larger in steps(models)
+        if (known := difference(larger, smaller)) is not None
     ]
 
 
@@ -161,7 +160,7 @@ class Rise:
 
     @property
     def is_sure(self) -> bool:
-        """Whether chance is excluded."""
+        """Whether the whole interval is above zero."""
         return self.interval is not None and self.interval[0] > 0
 
     @property

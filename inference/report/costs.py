@@ -1,4 +1,4 @@
-"""Which matrices matter: what the error of each one costs, as `quantize` estimated it.
+"""Cost of each matrix's error, as `quantize` estimated it, and which matrices cost most.
 
 A cost is the KL divergence in nats per token that an error alone causes on the calibration text.
 Errors interact, and other text differs, so costs rank matrices; only measurement judges a model.

@@ -112,7 +112,7 @@ def allocation_frame(model: Path | str | ModelContents) -> pd.DataFrame:
 
 
 def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
-    """Return one row per converted model, with what validation found.
+    """Return one row per converted model, with its scores from validation.
 
     Figures of two models can be compared if `source_fingerprint` and `text` are equal: the digests
     of the source's files and of the scored tokens. Records of older versions have no fingerprint;

@@ -1,4 +1,4 @@
-"""What an EXL2 folder holds, according to its tensor names and headers, whatever wrote it.
+"""Contents of an EXL2 folder from its tensor names and headers, whatever program wrote it.
 
 Only headers and group tables are read, so large models take no longer than small ones. Errors,
 their costs and the divergence are known if the folder has our records.
@@ -165,7 +165,7 @@ class ModelContents:
 
 
 def inspect_model(folder: Path) -> ModelContents:
-    """Return what an EXL2 folder holds.
+    """Return the contents of an EXL2 folder.
 
     Raises:
         SourceModelError: there are no safetensors files, or no matrix is quantized.
@@ -173,7 +173,7 @@ def inspect_model(folder: Path) -> ModelContents:
         TensorShapeError: tensors of a matrix contradict one another.
     """
     if not folder.is_dir():
-        raise SourceModelError(f"`{folder}` is no folder; give the folder of an EXL2 model")
+        raise SourceModelError(f"`{folder}` is not a folder; give the folder of an EXL2 model")
     tensors = TensorFiles(folder)
     keys = dict.fromkeys(name.rpartition(".")[0] for name in tensors.names)
     quantized = [key for key in keys if is_quantized(key, tensors)]

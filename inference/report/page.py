@@ -60,7 +60,7 @@ class ReportEntry:
 
     @property
     def compared_by(self) -> tuple[object, ...]:
-        """What models have in common whose figures can be compared: source and text.
+        """Source and text: models that agree in both can be compared.
 
         The source is recognized by its files, because its folder may be moved or hold another model
         later. Records of older versions name only its folder. Their scores do not name the text;
@@ -122,7 +122,7 @@ class Section:
 
     @property
     def provenance(self) -> list[tuple[str, str]]:
-        """How the models were made."""
+        """Facts about how the models were made, as (fact, values)."""
         return _provenance(self.entries)
 
 
@@ -220,8 +220,8 @@ def _render(
 
 
 def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
-    """Return how the models were made as (what, value); differing values are listed."""
-    found: dict[str, dict[str, None]] = {}
+    """Return facts about how the models were made as (fact, values)."""
+    provenance: dict[str, dict[str, None]] = {}
     for entry in entries:
         options, record = entry.record.get("options") or {}, entry.record
         calibration = record.get("calibration") or {}
@@ -237,8 +237,8 @@ def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
         }
         for name, value in facts.items():
             if value is not None:
-                found.setdefault(name, {})[str(value)] = None
-    return [(name, ", ".join(values)) for name, values in found.items()]
+                provenance.setdefault(name, {})[str(value)] = None
+    return [(name, ", ".join(values)) for name, values in provenance.items()]
 
 
 def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:

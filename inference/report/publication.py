@@ -1,4 +1,4 @@
-"""Which files of converted models are published, and the reasons to refuse them.
+"""Files of converted models to publish, and the reasons to refuse a publication.
 
 Records are published without paths of the machine they were made on.
 """
@@ -6,7 +6,7 @@ Records are published without paths of the machine they were made on.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -85,18 +85,13 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
         score = Score.of(str(folder), known.score)
     return Bitrate(
         folder=folder,
-        branch=branch_name(record.get("options", {}).get("bpw") or round(bpw, BRANCH_DIGITS)),
+        branch=bitrate_name(record.get("options", {}).get("bpw") or round(bpw, BRANCH_DIGITS)),
         bpw=bpw,
         weight_bytes=weight_bytes,
         record=record,
         score=score,
         spec=resolve(folder),
     )
-
-
-def branch_name(bpw: float) -> str:
-    """Return the branch for a bitrate, named like its folder in a sweep."""
-    return bitrate_name(bpw)
 
 
 def is_branch(name: str) -> bool:
@@ -158,14 +153,8 @@ def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
 
 def origin_from(known: Mapping[str, Any]) -> Origin:
     """Return the origin in a record of provenance."""
-    return Origin(
-        repo=known.get("repo"),
-        commit=known.get("commit"),
-        license=known.get("license"),
-        license_name=known.get("license_name"),
-        license_link=known.get("license_link"),
-        gated=bool(known.get("gated")),
-    )
+    values = {field.name: known.get(field.name) for field in fields(Origin)}
+    return Origin(**{**values, "gated": bool(known.get("gated"))})
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
@@ -183,8 +172,8 @@ def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
         is_known = is_of_model(name) and (not isinstance(recorded, list) or name in recorded)
         return is_known or name == SCORE_FILE
 
-    there = sorted(bitrate.folder.iterdir())
-    paths = [path for path in there if is_public(path.name) and path.is_file()]
+    inside = sorted(bitrate.folder.iterdir())
+    paths = [path for path in inside if is_public(path.name) and path.is_file()]
     check_links(paths)
     files: dict[str, Path | bytes] = {path.name: public_content(path) or path for path in paths}
     record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)

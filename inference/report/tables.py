@@ -17,7 +17,7 @@ NO_INTERVALS = Intervals(perplexity=None, kl_divergence=None, top1_agreement=Non
 
 
 def score_rows(report: Mapping[str, Any]) -> list[Row]:
-    """Return what validation found of source and result; what is unknown has no row."""
+    """Return the scores of source and result from validation; unknown ones have no row."""
     score, calibration = report["score"], report["calibration"]
     texts = {"held-out": score, "calibration": calibration or {}}
     sure, cross = (_intervals(found) for found in texts.values())

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from exl2flow.core.options.naming import bitrate_name
 from exl2flow.inference.report.card import CONTEXTS, render_card
 from exl2flow.inference.report.licences import ALLOWED, FORBIDDEN, licence_problem
 from exl2flow.inference.report.publication import (
     Bitrate,
     Origin,
-    branch_name,
     describe,
     is_branch,
     without_paths,
@@ -126,7 +126,7 @@ def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None
     ("bpw", "name"), [(4, "4.0bpw"), (3.25, "3.25bpw"), (2.995, "2.995bpw"), (4.001, "4.001bpw")]
 )
 def test_branches_are_named_after_their_bits(bpw: float, name: str) -> None:
-    assert branch_name(bpw) == name
+    assert bitrate_name(bpw) == name
     assert is_branch(name)
 
 
