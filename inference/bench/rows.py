@@ -26,13 +26,13 @@ class Rows:
             ConfigError: there is no such format.
             OutOfDeviceMemory: the cache does not fit.
         """
-        placement, each = model.decoder.placement, pages_of(context + 1)
+        placement, pages = model.decoder.placement, pages_of(context + 1)
         form = cache_format(cache, placement.head)
         self.rows, self.context, self.model = rows, context, model
-        self.cache = reserve(model.spec, pages=rows * each, form=form, placement=placement)
+        self.cache = reserve(model.spec, pages=rows * pages, form=form, placement=placement)
         self.device_slots = DeviceSlots(model, self.cache, slots=rows, max_tokens=context + 1)
         self._ids = torch.randint(0, model.spec.vocab_size, (rows, context + 1)).tolist()
-        self._pages = torch.arange(rows * each).view(rows, each).tolist()
+        self._pages = torch.arange(rows * pages).view(rows, pages).tolist()
         self._angles = RopeTables.of(model.spec, context + 1, placement.head)
         self._kind = Kind.of([SamplingSettings.greedy()])
 

@@ -64,8 +64,8 @@ def bench(
     begun = time.perf_counter()
     model = load_model(folder, device=device, placement=placement)
     devices = model.decoder.placement.devices
-    for each in devices if place.type == "cuda" else ():
-        torch.cuda.synchronize(each)
+    for used in devices if place.type == "cuda" else ():
+        torch.cuda.synchronize(used)
     taken = time.perf_counter() - begun
     tensors = CanonicalTensors(model.spec)
     session = BenchSession(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
@@ -137,9 +137,9 @@ class BenchSession:
         return seconds(work, warm_up=warm_up, limit=min(LONGEST, share))
 
     def _rows(self, rows: int, context: int) -> Rows:
-        made = Rows(self.model, rows=rows, context=context, cache=self.cache)
-        self._largest_cache = max(self._largest_cache, made.cache.nbytes)
-        return made
+        sequences = Rows(self.model, rows=rows, context=context, cache=self.cache)
+        self._largest_cache = max(self._largest_cache, sequences.cache.nbytes)
+        return sequences
 
     def _probe(self) -> None:
         self.report("compiling kernels" if self.on_gpu else "a short prompt")
@@ -175,13 +175,13 @@ class BenchSession:
             self._attempt(name, lambda: self._steps(rows, context, share / 2))
 
     def _steps(self, rows: int, context: int, share: float) -> Timing:
-        made = self._rows(rows, context)
-        made.fill()
-        made.enter(SamplingSettings.greedy())
-        taken = self._time(made.step, share)
+        sequences = self._rows(rows, context)
+        sequences.fill()
+        sequences.enter(SamplingSettings.greedy())
+        taken = self._time(sequences.step, share)
         read = None
         if self.on_gpu:
-            read = read_in_step(self.model.decoder, self._weights) + made.read_bytes
+            read = read_in_step(self.model.decoder, self._weights) + sequences.read_bytes
         return Timing(work="decode", rows=rows, context=context, seconds=taken, read_bytes=read)
 
     def _attempt(self, name: str, work: Callable[[], Timing]) -> None:

@@ -95,11 +95,11 @@ def device_name(device: torch.device) -> str:
 
 def all_versions(device: torch.device) -> dict[str, str]:
     """Return the versions of what computes, those of CUDA and its driver on a GPU."""
-    found = versions()
+    installed = versions()
     if device.type == "cuda":
         text = DRIVER.read_text() if DRIVER.exists() else ""
-        found |= {"cuda": str(torch.version.cuda), "driver": driver_version(text)}
-    return found
+        installed |= {"cuda": str(torch.version.cuda), "driver": driver_version(text)}
+    return installed
 
 
 def driver_version(text: str) -> str:

@@ -71,8 +71,8 @@ class Reader:
             for name, spelling in spellings.items():
                 text = text.replace(f"{{{name}}}", spelling)
             strings.append(text)
-        found = map(self._tokenizer.backend.token_to_id, (*self.format.stop_tokens, *strings))
-        ids = [*self._tokenizer.eos_token_ids, *(i for i in found if i is not None)]
+        tokens = map(self._tokenizer.backend.token_to_id, (*self.format.stop_tokens, *strings))
+        ids = [*self._tokenizer.eos_token_ids, *(i for i in tokens if i is not None)]
         return (*dict.fromkeys(ids), *dict.fromkeys(strings))
 
     def _special_tokens(self) -> dict[str, str]:
@@ -105,21 +105,21 @@ class Reader:
         """
         last = turns[-1]
         answer, cut = last.current.ids, last.cut
-        found: dict[int, tuple[list[int], bool]] = {}
+        contexts: dict[int, tuple[list[int], bool]] = {}
 
         def fits(first: int) -> bool:
-            found[first] = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
-            return len(found[first][0]) + len(answer) <= room
+            contexts[first] = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
+            return len(contexts[first][0]) + len(answer) <= room
 
         first = 0 if fits(0) else 1 + bisect_left(range(1, len(turns)), True, key=fits)
         if first < len(turns):
-            ids, opened = found[first]
+            ids, opened = contexts[first]
             return Context(ids + answer, opened, first, cut)
         first, least = len(turns) - 1, min(len(answer), room // 2)
-        ids, opened = found[first]
+        ids, opened = contexts[first]
         while (excess := len(ids) + least - room) > 0 and cut < len(last.user):
-            kept = self.ids_of(last.user[cut:], special=self.format.special)[excess:]
-            cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(kept, special=True)))
+            rest = self.ids_of(last.user[cut:], special=self.format.special)[excess:]
+            cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(rest, special=True)))
             ids, opened = self.read(system, [last], cut=cut)
         if len(ids) > room or (answer and len(ids) == room):
             raise ContextOverflow(

@@ -357,11 +357,11 @@ class Session:
             raise ConfigError(f"`{path}` has answers with ids that the model does not have")
         for answer in stored.answers:
             # bans cut at most all ids before each
-            most = min(len(answer.ids) * model.spec.vocab_size, MOST_DRAWN)
-            if not 0 <= answer.drawn <= most:
+            max_drawn = min(len(answer.ids) * model.spec.vocab_size, MOST_DRAWN)
+            if not 0 <= answer.drawn <= max_drawn:
                 raise ConfigError(
                     f"`{path}` has an answer whose `drawn` is {answer.drawn}, but its "
-                    f"{len(answer.ids)} ids used at most {most} draws; correct it, or give a file "
+                    f"{len(answer.ids)} ids used at most {max_drawn} draws; correct it, or give a file "
                     "that was saved as a conversation"
                 )
         values = {name: getattr(stored, name) for name in ("system", *STORED)}

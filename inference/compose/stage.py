@@ -218,15 +218,17 @@ def draw_tokens(logits: torch.Tensor, heats: torch.Tensor, draws: torch.Tensor) 
     """
     probabilities = torch.softmax(logits.double() / heats[:, None], dim=-1)
     sums = probabilities.cumsum(dim=-1)
-    found = torch.searchsorted(sums, (draws * sums[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(sums, (draws * sums[:, -1])[:, None], right=True)[:, 0]
+    return tokens.clamp(max=logits.shape[-1] - 1)
 
 
 def plausible_openings(tokenizer: Tokenizer) -> list[int]:
     """Return tokens that may begin a text: capitalized words, or all tokens if there are none."""
     texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.vocab_size))
-    found = [token for token, text in texts if len(text) > 1 and text.isalpha() and text.istitle()]
-    return found or list(range(tokenizer.vocab_size))
+    openings = [
+        token for token, text in texts if len(text) > 1 and text.isalpha() and text.istitle()
+    ]
+    return openings or list(range(tokenizer.vocab_size))
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

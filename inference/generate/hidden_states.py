@@ -18,7 +18,7 @@ from exl2flow.model import check_ids
 class HiddenStates:
     """Reads texts without jobs; their pages stay in the cache, so only what is new is computed.
 
-    page_pool: the pages of the cache, for reading only.
+    table: the page pool of the cache, for reading only.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class HiddenStates:
         chunk: int,
     ) -> None:
         """Read texts of up to `context` tokens, `chunk` tokens per pass."""
-        self.page_pool = page_pool
+        self.table = page_pool
         self._model, self._device_slots, self._context, self._chunk = (
             model,
             device_slots,
@@ -66,12 +66,12 @@ class HiddenStates:
                 raise ContextOverflow(
                     f"{len(ids)} tokens exceed the model's {self._context} positions; give fewer"
                 )
-        begun = {self.page_pool.begin(salt_of(used)): tuple(ids) for ids in texts}
+        begun = {self.table.begin(salt_of(used)): tuple(ids) for ids in texts}
         try:
             return self._read(begun, last, used)
         finally:
             for held in begun:
-                self.page_pool.release(held)
+                self.table.release(held)
 
     @property
     def stored(self) -> list[torch.Tensor]:
@@ -83,8 +83,8 @@ class HiddenStates:
     ) -> list[torch.Tensor]:
         hidden = {held: self._device_slots.no_hidden for held in texts}
         for held, ids in texts.items():
-            self._device_slots.copy(self.page_pool.match(held, ids[: max(len(ids) - last, 0) + 1]))
-            if not self.page_pool.reserve(held, len(ids)):
+            self._device_slots.copy(self.table.match(held, ids[: max(len(ids) - last, 0) + 1]))
+            if not self.table.reserve(held, len(ids)):
                 raise CacheFull(
                     f"no pages are free for a text of {len(ids)} tokens; end jobs, or give the "
                     "generator more `tokens`"
@@ -101,6 +101,6 @@ class HiddenStates:
             )
             split = states.split_with_sizes([*map(len, new)])
             for held, ids, states in zip(unread, new, split, strict=True):
-                self.page_pool.fill(held, ids)
+                self.table.fill(held, ids)
                 hidden[held] = torch.cat([hidden[held], states])[-last:]
         return [*hidden.values()]

@@ -198,11 +198,11 @@ def check_bitrates(models: Sequence[Compared]) -> tuple[str, list[str]]:
     """
     sound, unsure, warnings = [], [], []
     for series, members in by_series(models).items():
-        found = rises(members)
-        warnings += [rise.warning for rise in found if rise.is_sure]
-        unsure += [rise.doubt for rise in found if not rise.is_sure]
+        risen = rises(members)
+        warnings += [rise.warning for rise in risen if rise.is_sure]
+        unsure += [rise.doubt for rise in risen if not rise.is_sure]
         measured = _measured(members)
-        if len({model.bytes for model in measured}) > 1 and not found:
+        if len({model.bytes for model in measured}) > 1 and not risen:
             sound.append(f"{series or 'others'} ({len(measured)} models)")
     text = [f"KL divergence falls as bytes rise: {', '.join(sound)}"] * bool(sound)
     return "; ".join(text + unsure), warnings
@@ -210,15 +210,15 @@ def check_bitrates(models: Sequence[Compared]) -> tuple[str, list[str]]:
 
 def rises(models: Sequence[Compared]) -> list[Rise]:
     """Return each model that diverges more than a smaller one, with the best smaller one."""
-    found, measured = list[Rise](), _measured(models)
+    risen, measured = list[Rise](), _measured(models)
     for model in sorted(measured, key=lambda m: (m.bytes, _divergence(m))):
         smaller = [m for m in measured if m.bytes < model.bytes]
         best = min(smaller, key=_divergence, default=model)
         if _divergence(best) < _divergence(model):
             between = difference(model, best)
             interval = None if between is None else between.kl_divergence
-            found.append(Rise(model=model, smaller=best, interval=interval))
-    return found
+            risen.append(Rise(model=model, smaller=best, interval=interval))
+    return risen
 
 
 def _measured(models: Sequence[Compared]) -> list[Compared]:

@@ -116,14 +116,14 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
         if kl is None or not kl <= max_kl:
             text = "unknown" if kl is None else words.divergence(kl)
             problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
-    found = [rise for rise in _rises(bitrates) if rise.is_sure or rise.interval is None]
-    return problems + [rise.warning for rise in found]
+    sure = [rise for rise in _rises(bitrates) if rise.is_sure or rise.interval is None]
+    return problems + [rise.warning for rise in sure]
 
 
 def doubts(bitrates: Sequence[Bitrate]) -> list[str]:
     """Return the divergences that rise, but by no more than chance may explain."""
-    found = [rise for rise in _rises(bitrates) if not rise.is_sure and rise.interval is not None]
-    return [rise.doubt for rise in found]
+    unsure = [rise for rise in _rises(bitrates) if not rise.is_sure and rise.interval is not None]
+    return [rise.doubt for rise in unsure]
 
 
 def _rises(bitrates: Sequence[Bitrate]) -> list[Rise]:
@@ -140,20 +140,20 @@ def origin_problems(origin: Origin) -> list[str]:
         problems.append(
             f"the source `{origin.repo}` is gated: its owner wants everyone to accept its terms"
         )
-    found = licence_problem(origin.license, origin.license_name)
-    return [*problems, found] if found else problems
+    refusal = licence_problem(origin.license, origin.license_name)
+    return [*problems, refusal] if refusal else problems
 
 
 def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
     """Return the distinct origins of these models' sources; none for local folders."""
     records = (bitrate.record.get("provenance") for bitrate in bitrates)
-    found = [origin_from(known) for known in records if isinstance(known, Mapping)]
-    return list(dict.fromkeys(found))
+    origins = [origin_from(known) for known in records if isinstance(known, Mapping)]
+    return list(dict.fromkeys(origins))
 
 
 def origin_from(known: Mapping[str, Any]) -> Origin:
     """Return the origin in a record of provenance."""
-    values = {field.name: known.get(field.name) for field in fields(Origin)}
+    values: dict[str, Any] = {field.name: known.get(field.name) for field in fields(Origin)}
     return Origin(**{**values, "gated": bool(known.get("gated"))})
 
 

@@ -355,7 +355,7 @@ class ExLlamaV2DynamicGenerator(Jobs):
                 kv_position=len(page.ids),
                 sequence=torch.tensor([page.ids], dtype=torch.long),
             )
-            for index, page in enumerate(self.native.states.page_pool.pages)
+            for index, page in enumerate(self.native.states.table.pages)
         ]
 
     def print_page_list(self, short: bool = True) -> None:

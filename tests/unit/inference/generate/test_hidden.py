@@ -61,7 +61,7 @@ def test_only_what_is_new_in_a_text_is_computed(model: LoadedModel, monkeypatch)
     generator.generate([ids], max_new_tokens=1, settings=GREEDY)
 
     assert counts == [20, 3]
-    assert sum(page.ids == list(ids[256:]) for page in generator.states.page_pool.pages) >= 1
+    assert sum(page.ids == list(ids[256:]) for page in generator.states.table.pages) >= 1
 
 
 @pytest.mark.parametrize("kind", ["plain", "draft", "ngram"])
