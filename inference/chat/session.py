@@ -361,8 +361,8 @@ class Session:
             if not 0 <= answer.drawn <= max_drawn:
                 raise ConfigError(
                     f"`{path}` has an answer whose `drawn` is {answer.drawn}, but its "
-                    f"{len(answer.ids)} ids used at most {max_drawn} draws; correct it, or give a file "
-                    "that was saved as a conversation"
+                    f"{len(answer.ids)} ids used at most {max_drawn} draws; correct it, or give a "
+                    "file that was saved as a conversation"
                 )
         values = {name: getattr(stored, name) for name in ("system", *STORED)}
         session = cls(generator, fmt or stored.format, **{**values, **options})
