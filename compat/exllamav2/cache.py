@@ -100,7 +100,7 @@ class ExLlamaV2Cache:
         to_row: int,
         to_rows: int,
     ) -> None:
-        """Copy texts; the target reads what it lacks."""
+        """Copy texts; the target reads missing keys and values when it is used."""
         for row in range(to_rows):
             source, text = self.texts[from_row + row % from_rows], [*target.texts[to_row + row]]
             text[to_column : to_column + to_columns] = source[from_column:][:from_columns]

@@ -50,7 +50,7 @@ class AdapterSlots:
             self._hold(())
 
     def move(self, source: int, target: int) -> None:
-        """Let a slot use what another one used."""
+        """Move the adapters of a slot to another one."""
         self.enter(target, self._used.pop(source, ()))
 
     def for_slots(self, slots: int) -> Decoder:

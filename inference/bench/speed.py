@@ -94,7 +94,7 @@ def device_name(device: torch.device) -> str:
 
 
 def all_versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of what computes, those of CUDA and its driver on a GPU."""
+    """Return the versions of libraries, and of CUDA and its driver on a GPU."""
     installed = versions()
     if device.type == "cuda":
         text = DRIVER.read_text() if DRIVER.exists() else ""

@@ -29,7 +29,7 @@ class SequencePages:
 
 @dataclass(slots=True)
 class Page:
-    """Who uses a page, and what it holds; only a `PagePool` changes it."""
+    """Users and content of a page; only a `PagePool` changes it."""
 
     users: int = 0
     before: bytes = b""  # key of the pages before it
@@ -43,7 +43,7 @@ class Page:
 
 
 class PrefixTree:
-    """The listed pages of a table, by key and by what comes before them."""
+    """The listed pages of a pool, by key and by the key before them."""
 
     def __init__(self, pages: list[Page], page_tokens: int) -> None:
         self.page_tokens = page_tokens

@@ -257,7 +257,7 @@ class _Given(NamedTuple):
         return cls(ids, text.strip(), ending, mark, opening, spaced)
 
     def behind(self, segment: str, *, ends_in_space: bool) -> tuple[str, list[int]]:
-        """Return the text before this answer as the model read it, and ids behind that text."""
+        """Return the text before this answer as the model read it, and ids after that text."""
         if self.mark and segment.rstrip().endswith(self.mark):
             if self.opening is None:
                 return segment.rstrip().removesuffix(self.mark), []

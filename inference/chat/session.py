@@ -142,7 +142,7 @@ class Session:
         return self._run(Turn(_checked(text)), self.turns)
 
     def edit(self, number: int, text: str) -> Reply:
-        """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
+        """Replace the message of a turn (0: the first, -1: the last) and drop later turns."""
         self._turn(number)
         return self._run(Turn(_checked(text)), self.turns[: number % len(self.turns)])
 

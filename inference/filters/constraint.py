@@ -29,7 +29,7 @@ class Allowed:
 
 
 class Constraint(Protocol):
-    """State of one text. After a token that was not allowed, only `rollback` may be called."""
+    """State of one text. After a token that was not allowed, roll back before the next one."""
 
     def allowed(self) -> Allowed: ...
     def accept(self, token: int) -> None: ...
@@ -78,7 +78,7 @@ class Combined:
         return Allowed(words, ends, may_end, may_end and must_end)
 
     def accept(self, token: int, *, fed: bool = True) -> None:
-        """Continue the text by a token, the healed one included; the filters see what is `fed`."""
+        """Append a token, the healed one included; the filters see it if it is `fed`."""
         self._ids.append(token)
         self._fed.append(fed)
         for part in self.parts if fed else ():

@@ -60,7 +60,7 @@ class GrammarFilter:
 
 
 def _bounded(schema: Any) -> Any:
-    """Return a schema whose texts cannot go on with white space, unless it says what it allows."""
+    """Return a schema with bounded white space, unless it has options for that."""
     if not isinstance(schema, dict):
         return schema
     options = schema.get(GUIDANCE, {})

@@ -166,7 +166,7 @@ class Decode:
             sampler.allow(step_job.slot, mask.words(sampler.width))
 
     def catch_up(self) -> None:
-        """Read what the last step sampled."""
+        """Read the tokens of the last step."""
         launched, self._launched = self._launched, None
         if launched is None:
             return

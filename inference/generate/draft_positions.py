@@ -56,7 +56,7 @@ class DraftPositions:
 
     @contextmanager
     def idle(self, active: torch.Tensor) -> Iterator[None]:
-        """Let no slot advance in the block; what it writes to the cache is written again later."""
+        """Let no slot advance in the block; its writes to the cache are overwritten later."""
         with restored(active), restored(self.position):
             active.zero_()
             yield
@@ -64,7 +64,7 @@ class DraftPositions:
 
 @contextmanager
 def restored(x: torch.Tensor) -> Iterator[None]:
-    """Undo what the block does to a tensor."""
+    """Restore a tensor after the block."""
     saved = x.clone()
     try:
         yield

@@ -129,7 +129,7 @@ class Generator:
         return job
 
     def _check(self, request: Request, prompt: EncodedPrompt) -> int:
-        """Refuse what the model cannot do; return how many tokens may be generated."""
+        """Refuse a request that the model cannot run; return its limit of new tokens."""
         max_new_tokens = check(
             request,
             prompt,

@@ -16,7 +16,7 @@ from exl2flow.model import check_ids
 
 
 class HiddenStates:
-    """Reads texts without jobs; their pages stay in the cache, so only what is new is computed.
+    """Computes hidden states of texts without jobs; cached prefixes are not computed again.
 
     table: the page pool of the cache, for reading only.
     """

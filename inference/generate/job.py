@@ -1,4 +1,4 @@
-"""A request while it is generated: its sequences, its output, and what it may still do."""
+"""`Job`: a request while it is generated, with its sequences, output and draws."""
 
 import logging
 import random

@@ -58,7 +58,7 @@ class Runner:
         idle: Idle,
         max_tokens: int,
     ) -> None:
-        """Take the slots' state; `max_tokens`: of a sequence, and what a pass reads beyond it."""
+        """Take the slots' state; `max_tokens`: positions of a sequence, and some beyond its end."""
         self._decoder, self._slots, self._ids = decoder, slots, ids
         self._positions, self._adapters = positions, adapters
         self._spans, self._is_stale = list[_SpanSlots](), False
@@ -100,7 +100,7 @@ class Runner:
         return self._tails.read(ids, segments)
 
     def forward(self, batch: int, count: int) -> None:
-        """Store the logits behind the next `count` tokens of the first slots."""
+        """Run `count` tokens of each of the first slots, and store their logits."""
         self._update(batch, count)
         for index, slots in enumerate(self._spans):
             hidden = slots.graphs.replay(*self._step(index, batch, count))
@@ -132,7 +132,7 @@ class Runner:
         return (batch, count, self._adapters.mark), partial(self._pass, index, batch, count)
 
     def _pass(self, index: int, batch: int, count: int) -> torch.Tensor | None:
-        """Return the hidden states behind a span; the last one stores logits instead."""
+        """Return the output of a span; the last one stores logits instead."""
         slots, decoder = self._spans[index], self._adapters.for_slots(batch)
         view = StepView(slots.cache, slots.tables[:batch], slots.lengths[:batch], count=count)
         table = slots.angles.at(view.positions)

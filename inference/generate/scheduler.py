@@ -162,7 +162,7 @@ class Scheduler:
         self._waiting.appendleft(job)
 
     def end(self, job: Job, last: Event, *, keep: bool = True) -> None:
-        """Free what a job has, deliver its last event; `keep=False` forgets its pages' content."""
+        """Free slots and pages, deliver the last event; `keep=False` forgets the pages' content."""
         if job in self.running:
             self._leave(job, keep=keep)
         job.is_done = True

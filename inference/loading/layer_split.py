@@ -66,7 +66,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a user divides a model among GPUs.
+    """Options of a layer split.
 
     sizes: bytes per device, 0 to skip one; None: what is free less `reserve`, bytes of the first
     devices, the last one for all others; devices: indexes of GPUs; None: all, or as many as there
@@ -109,7 +109,7 @@ class Split:
         cache: str | None = None,
         slots: int = 16,
     ) -> Self | None:
-        """Return what options mean: `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
+        """Parse options such as `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
 
         The others are those of `Split`.
 
@@ -160,7 +160,7 @@ class Split:
 
 @dataclass(slots=True)
 class _Load:
-    """Parts on one device: their stored bytes, and what they need besides."""
+    """Parts on one device: their stored bytes, and memory to run them."""
 
     stored: int = 0
     share: DeviceNeed = field(default_factory=DeviceNeed)
@@ -319,7 +319,7 @@ def _refusal(
 
 
 def _remedy(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts) -> str:
-    """Return what would fit: a smaller cache, else what a lone device would need."""
+    """Return advice: a smaller cache that fits, else the memory of a single device."""
     tokens = PAGE_TOKENS * largest(spec, sizes, rooms, texts)
     if tokens:
         return f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"

@@ -170,7 +170,7 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
 
 
 def _apart(record: Mapping[str, Any]) -> str:
-    """Return in words what the file keeps as the source stores it."""
+    """Describe the tensors that are stored as in the source."""
     apart = record.get("not_quantized")
     return f"{apart['parts']} ({words.size(apart['bytes'])})" if apart else "none"
 

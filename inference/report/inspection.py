@@ -213,7 +213,7 @@ def _first_text(value: object) -> str | None:
 def _part(
     name: str, keys: list[str], tensors: TensorFiles, report: Mapping[str, Any]
 ) -> PartContents:
-    """Return a sublayer or the head; `report` is what `quantize` reported, empty if unknown."""
+    """Return a sublayer or the head; `report` is that of `quantize`, empty if unknown."""
     projections = report.get("projections", {})
     matrices = []
     for key in keys:

@@ -90,7 +90,7 @@ class Section:
 
     @property
     def scored_on(self) -> str:
-        """Say what the models were scored on."""
+        """Describe the text that the models were scored on."""
         return scored_on(asdict(self.first.score))
 
     @property

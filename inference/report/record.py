@@ -101,7 +101,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _series(options: Mapping[str, Any]) -> str | None:
-    """Return what conversions that differ in nothing but their bits have in common."""
+    """Return the options that conversions of one series share: all but their bits."""
     quality = options.get("quality")
     if quality is None:
         return None

@@ -105,7 +105,7 @@ def _certainty(name: str, intervals: Intervals) -> Row:
 
 
 def scored_on(score: Mapping[str, Any]) -> str:
-    """Say what the figures of a table of bitrates were measured on, and how sure they are."""
+    """Describe the text and the certainty of the figures in a table of bitrates."""
     text = f"Scored on {score['tokens']:,} tokens"
     if score["reference_perplexity"] is not None:
         source = words.perplexity(score["reference_perplexity"])

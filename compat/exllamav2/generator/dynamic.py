@@ -95,7 +95,7 @@ class ExLlamaV2DynamicJob:
         return {"settings": settings, "hooks": hooks, "excluded": self._excluded}
 
     def ban(self, ids: Iterable[int]) -> None:
-        """Exclude these ids, and what the settings exclude, from the next sample on."""
+        """Exclude these ids, and those of the settings, from the next sample on."""
         if self.native is not None:
             self.native.exclude(self._excluded.union(ids))
 
