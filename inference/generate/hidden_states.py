@@ -32,12 +32,8 @@ class HiddenStates:
     ) -> None:
         """Read texts of up to `context` tokens, `chunk` tokens per pass."""
         self.table = page_pool
-        self._model, self._device_slots, self._context, self._chunk = (
-            model,
-            device_slots,
-            context,
-            chunk,
-        )
+        self._model, self._device_slots = model, device_slots
+        self._context, self._chunk = context, chunk
 
     @torch.inference_mode()
     def hidden(

@@ -100,9 +100,8 @@ class Scheduler:
         """Take pages for draft tokens; return how many of them have room."""
         for s in job.sequences:
             end = len(s.ids) + tokens
-            if end > len(s.held.pages) * self.page_pool.page_tokens and self.page_pool.reserve(
-                s.held, end
-            ):
+            is_missing = end > len(s.held.pages) * self.page_pool.page_tokens
+            if is_missing and self.page_pool.reserve(s.held, end):
                 self._device_slots.set_pages(s.slot, s.held.pages)
             tokens = min(tokens, len(s.held.pages) * self.page_pool.page_tokens - len(s.ids))
         return tokens

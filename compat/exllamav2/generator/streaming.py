@@ -167,10 +167,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         if self._is_healing and "token_ids" in result:  # the prompt has the healed token
             result |= {name: result[name][:, 1:] for name in COLUMNS if name in result}
             self._is_healing = False
-        self.cache.texts[0], self.cache.current_seq_len = (
-            job.token_ids[0],
-            len(job.token_ids[0]) - 1,
-        )
+        self.cache.texts[0] = job.token_ids[0]
+        self.cache.current_seq_len = len(self.cache.texts[0]) - 1
         return {
             "chunk": result.get("text", ""),
             "eos": ended and result.get("eos_reason") != "max_new_tokens",
