@@ -95,7 +95,7 @@ class BenchSession:
     def __init__(self, model: LoadedModel, *, cache: str, seconds: float, report: Report) -> None:
         self.model, self.cache, self.report = model, cache, report
         self.device = model.decoder.placement.head
-        self._placed = [(model.spec, model.decoder.placement)]
+        self._placements = [(model.spec, model.decoder.placement)]
         self.timings: list[Timing] = []
         self.omitted: list[str] = []
         self.pace = 0.0
@@ -167,7 +167,7 @@ class BenchSession:
         needed = rows * pages_of(context + 1) * PAGE_TOKENS
         if steps and steps[-1].seconds / steps[-1].rows * rows > share / 2:
             self.omitted.append(f"{name}: too slow here")
-        elif fitting(needed, self._placed, self.cache) < needed:
+        elif fitting(needed, self._placements, self.cache) < needed:
             self.omitted.append(f"{name}: {NO_ROOM}")
         else:
             if context < wanted:

@@ -173,21 +173,22 @@ class DeviceSlots:
         self,
         ids: Sequence[int],
         segments: Sequence[Segment],
-        rows: Sequence[torch.Tensor] = (),
+        embeddings: Sequence[torch.Tensor] = (),
         adapters: Sequence[Used] = (),
         *,
         states: bool = False,
     ) -> torch.Tensor:
         """Store keys and values of the segments' tokens; return their hidden states (t, hidden).
 
-        ids: of one segment after another; rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in
-        order; adapters: of each segment; states: return them, else none.
+        ids: of one segment after another; embeddings: (hidden,) for each id from `FIRST_EMBEDDING`
+        on, in order; adapters: of each segment; states: return them, else none.
         """
         tokens = on_device(torch.tensor([ids]), self.cache.device)
-        hidden = None if rows or any(adapters) else self._runner.read_tails(ids, segments)
+        hidden = None if embeddings or any(adapters) else self._runner.read_tails(ids, segments)
         if hidden is None:
-            embeddings = on_device(torch.stack([*rows]), self.cache.device) if rows else None
-            work = tokens, *self._runner.views(segments), embeddings
+            device = self.cache.device
+            rows = on_device(torch.stack([*embeddings]), device) if embeddings else None
+            work = tokens, *self._runner.views(segments), rows
             decoder = self._adapters.for_texts(adapters, [segment.count for segment in segments])
             if states:
                 hidden = decoder.hidden(*work)[0]

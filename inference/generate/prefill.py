@@ -28,16 +28,16 @@ class Prefill:
                 self._read_alone(chunk, error)
 
     def _read(self, chunks: list[Chunk]) -> None:
-        ids, segments, rows = list[int](), list[Segment](), list[torch.Tensor]()
+        ids, segments, embeddings = list[int](), list[Segment](), list[torch.Tensor]()
         for job, s, count in chunks:
             begin, end = s.held.filled, s.held.filled + count
             ids += s.ids[begin:end]
-            embeddings = job.prompt.rows
-            rows += [embeddings[i] for i in s.ids[begin:end] if i in embeddings]
+            known = job.prompt.embeddings
+            embeddings += [known[i] for i in s.ids[begin:end] if i in known]
             segments.append(Segment(pages=tuple(s.held.pages), begin=begin, end=end))
         if ids:
             adapters = [job.adapters for job, _, _ in chunks]
-            self._device_slots.read(ids, segments, rows, adapters)
+            self._device_slots.read(ids, segments, embeddings, adapters)
         for job, sequence, count in chunks:
             held = sequence.held
             self._scheduler.page_pool.fill(held, sequence.ids[held.filled : held.filled + count])
