@@ -64,18 +64,18 @@ class AdapterSlots:
         if not any(texts):
             return self._plain
         self._hold(chain(*texts))
-        rows = self._rows(texts).repeat_interleave(torch.tensor(counts), dim=0).transpose(0, 1)
-        return self._with({device: on_device(rows, device) for device in self._unused})
+        mask = self._rank_mask(texts).repeat_interleave(torch.tensor(counts), dim=0).transpose(0, 1)
+        return self._with({device: on_device(mask, device) for device in self._unused})
 
     def _with(self, unused: Mapping[torch.device, torch.Tensor]) -> Decoder:
         for part in self._parts:
             part.unused = unused[part.device]
         return self._decoder
 
-    def _rows(self, texts: Iterable[Used]) -> torch.Tensor:
+    def _rank_mask(self, texts: Iterable[Used]) -> torch.Tensor:
         """Return the mask of the ranks that each text does not use, bool (texts, 1, 1, ranks)."""
-        rows = [[adapter not in used for adapter in self._stored] for used in texts]
-        return torch.tensor(rows).repeat_interleave(self._width, dim=1)[:, None, None]
+        unused = [[adapter not in used for adapter in self._stored] for used in texts]
+        return torch.tensor(unused).repeat_interleave(self._width, dim=1)[:, None, None]
 
     def _hold(self, adapters: Iterable[Adapter]) -> None:
         """Store adapters beside those of the slots, instead of unused ones if need be."""
@@ -91,9 +91,9 @@ class AdapterSlots:
             self._stored[i] = adapter
             for part in self._parts:
                 part.put(adapter.matrices, i * self._width, self._width)
-        rows = self._rows(self._used.get(slot, ()) for slot in range(self._slots))
+        mask = self._rank_mask(self._used.get(slot, ()) for slot in range(self._slots))
         for unused in self._unused.values():
-            unused.copy_(rows, non_blocking=True)
+            unused.copy_(mask, non_blocking=True)
 
     def _grow(self, needed: Sequence[Adapter]) -> None:
         """Make room for the needed adapters in new tensors, which are empty."""

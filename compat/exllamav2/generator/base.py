@@ -88,8 +88,7 @@ class ExLlamaV2BaseGenerator:
             text = re.sub(rf"[ \t]*{re.escape(EMBEDDING)}[ \t]*", EMBEDDING, str(text))
             [ids] = self.tokenizer.encode(text, add_bos, False, encode_special_tokens, False, alias)
             prompts.append(ids[None, max(0, len(ids) - limit) :])
-        eos = self.tokenizer.native.eos_token_ids
-        stops: Any = {None: (), -1: eos}.get(stop_token, (stop_token,))
+        stops: Any = {None: (), -1: self.tokenizer.native.eos_token_ids}
         is_pair = gen_settings.cfg_scale is not None
         pairs = [*zip_longest(prompts, embeddings)]
         groups = [(prompts, [*chain(*embeddings)])] if is_pair else pairs
@@ -100,7 +99,7 @@ class ExLlamaV2BaseGenerator:
                 gen_settings=gen_settings,
                 token_healing=token_healing,
                 seed=None if seed is None else seed + index,
-                stop_conditions=stops,
+                stop_conditions=stops.get(stop_token, (stop_token,)),
                 decode_special_tokens=decode_special_tokens,
                 filters=filters,
                 filter_prefer_eos=filter_prefer_eos,
