@@ -12,7 +12,7 @@ import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.inference.bench.rows import Rows
+from exl2flow.inference.bench.batch import DecodeBatch
 from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, device_name
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of
@@ -136,15 +136,15 @@ class BenchSession:
         warm_up = 2 if self.on_gpu else 0  # a CPU has nothing to compile
         return seconds(work, warm_up=warm_up, limit=min(LONGEST, share))
 
-    def _rows(self, rows: int, context: int) -> Rows:
-        sequences = Rows(self.model, rows=rows, context=context, cache=self.cache)
-        self._largest_cache = max(self._largest_cache, sequences.cache.nbytes)
-        return sequences
+    def _batch(self, size: int, context: int) -> DecodeBatch:
+        batch = DecodeBatch(self.model, size=size, context=context, cache=self.cache)
+        self._largest_cache = max(self._largest_cache, batch.cache.nbytes)
+        return batch
 
     def _probe(self) -> None:
         self.report("compiling kernels" if self.on_gpu else "a short prompt")
         tokens = min(PROBE, self.model.max_tokens - 1)
-        self.pace = self._time(self._rows(1, tokens).read, 0.0) / tokens
+        self.pace = self._time(self._batch(1, tokens).read, 0.0) / tokens
 
     def _prompt(self, wanted: int, share: float) -> None:
         tokens = affordable(wanted, self.pace * (3 if self.on_gpu else 1), share)
@@ -154,7 +154,7 @@ class BenchSession:
             return
 
         def prompt() -> Timing:
-            taken = self._time(self._rows(1, tokens).read, share)
+            taken = self._time(self._batch(1, tokens).read, share)
             self.pace = taken / tokens
             return Timing(work="prompt", rows=1, context=tokens, seconds=taken)
 
@@ -175,13 +175,13 @@ class BenchSession:
             self._attempt(name, lambda: self._steps(rows, context, share / 2))
 
     def _steps(self, rows: int, context: int, share: float) -> Timing:
-        sequences = self._rows(rows, context)
-        sequences.fill()
-        sequences.enter(SamplingSettings.greedy())
-        taken = self._time(sequences.step, share)
+        batch = self._batch(rows, context)
+        batch.fill()
+        batch.enter(SamplingSettings.greedy())
+        taken = self._time(batch.step, share)
         read = None
         if self.on_gpu:
-            read = read_in_step(self.model.decoder, self._weights) + sequences.read_bytes
+            read = read_in_step(self.model.decoder, self._weights) + batch.read_bytes
         return Timing(work="decode", rows=rows, context=context, seconds=taken, read_bytes=read)
 
     def _attempt(self, name: str, work: Callable[[], Timing]) -> None:

@@ -1,4 +1,4 @@
-"""Sequences in a cache of their own: their prompts, and decode steps that can be repeated."""
+"""A batch of sequences with a cache of its own, to time prompts and decode steps."""
 
 import torch
 
@@ -13,13 +13,13 @@ from exl2flow.model import RopeTables
 from exl2flow.model.memory.footprint import PROMPT_TOKENS
 
 
-class Rows:
+class DecodeBatch:
     """Random sequences of `context` tokens, of which a decode step reads the next one.
 
     Sequences have pages of their own, as texts that have nothing in common.
     """
 
-    def __init__(self, model: LoadedModel, *, rows: int, context: int, cache: str) -> None:
+    def __init__(self, model: LoadedModel, *, size: int, context: int, cache: str) -> None:
         """Reserve a cache of the format `cache`.
 
         Raises:
@@ -28,53 +28,53 @@ class Rows:
         """
         placement, pages = model.decoder.placement, pages_of(context + 1)
         form = cache_format(cache, placement.head)
-        self.rows, self.context, self.model = rows, context, model
-        self.cache = reserve(model.spec, pages=rows * pages, form=form, placement=placement)
-        self.device_slots = DeviceSlots(model, self.cache, slots=rows, max_tokens=context + 1)
-        self._ids = torch.randint(0, model.spec.vocab_size, (rows, context + 1)).tolist()
-        self._pages = torch.arange(rows * pages).view(rows, pages).tolist()
+        self.size, self.context, self.model = size, context, model
+        self.cache = reserve(model.spec, pages=size * pages, form=form, placement=placement)
+        self.device_slots = DeviceSlots(model, self.cache, slots=size, max_tokens=context + 1)
+        self._ids = torch.randint(0, model.spec.vocab_size, (size, context + 1)).tolist()
+        self._pages = torch.arange(size * pages).view(size, pages).tolist()
         self._angles = RopeTables.of(model.spec, context + 1, placement.head)
         self._kind = Kind.of([SamplingSettings.greedy()])
 
-    def read(self, rows: int | None = None) -> None:
-        """Read the prompts of the first rows, of all by default."""
+    def read(self, count: int | None = None) -> None:
+        """Read the prompts of the first sequences, of all by default."""
         parts = [
-            (row, Segment(pages=self._pages[row], begin=begin, end=end))
-            for row in range(self.rows if rows is None else rows)
+            (index, Segment(pages=self._pages[index], begin=begin, end=end))
+            for index in range(self.size if count is None else count)
             for begin in range(0, self.context, PROMPT_TOKENS)
             for end in (min(begin + PROMPT_TOKENS, self.context),)
         ]
         together = max(1, PROMPT_TOKENS // self.context)
         for first in range(0, len(parts), together):
             chosen = parts[first : first + together]
-            tokens = [token for row, s in chosen for token in self._ids[row][s.begin : s.end]]
+            tokens = [token for index, s in chosen for token in self._ids[index][s.begin : s.end]]
             self.device_slots.read(tokens, [segment for _, segment in chosen])
 
     def fill(self) -> None:
-        """Read the first prompt, and copy its keys and values to the other rows."""
+        """Read the first prompt, and copy its keys and values to the other sequences."""
         self.read(1)
         pages = torch.tensor(self._pages, device=self.cache.device)
-        for row in pages[1:]:
-            self.cache.copy(torch.stack([pages[0], row]))
+        for others in pages[1:]:
+            self.cache.copy(torch.stack([pages[0], others]))
 
     def enter(self, settings: SamplingSettings) -> None:
-        """Set all rows to the end of their prompts, to continue with these settings."""
+        """Set all sequences to the end of their prompts, to continue with these settings."""
         self._kind = Kind.of([settings])
-        for row in range(self.rows):
-            self.device_slots.enter(row, self._pages[row], self._ids[row], settings, None)
+        for slot in range(self.size):
+            self.device_slots.enter(slot, self._pages[slot], self._ids[slot], settings, None)
 
     def launch(self) -> None:
-        """Compute the logits of the next tokens without a recording."""
+        """Compute the logits of the next tokens without CUDA graphs."""
         view = StepView(self.cache, self.device_slots.tables, self.device_slots.lengths)
         self.model.decoder.forward(
             self.device_slots.ids, view, self._angles.at(self.device_slots.lengths)
         )
 
     def step(self) -> None:
-        """Decode a token for each row as a generator does, then undo the advance."""
-        self.device_slots.forward(self.rows)
-        self.device_slots.positions.prepare([[0.5] * self.rows])
-        self.device_slots.sample(self.rows, self._kind)
+        """Decode a token for each sequence as a generator does, then undo the advance."""
+        self.device_slots.forward(self.size)
+        self.device_slots.positions.prepare([[0.5] * self.size])
+        self.device_slots.sample(self.size, self._kind)
         self.device_slots.lengths -= 1
         self.device_slots.sampler.counts -= 1
 
@@ -83,7 +83,7 @@ class Rows:
         """Bytes of keys and values that a step reads."""
         layers = zip(self.model.spec.attentions, self.cache.stores, strict=True)
         positions = (self.cache.pages + 1) * PAGE_TOKENS
-        return self.rows * sum(
+        return self.size * sum(
             store.nbytes // positions * min(self.context + 1, layer.rule.window or self.context + 1)
             for layer, store in layers
         )
