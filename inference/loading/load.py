@@ -130,7 +130,8 @@ def load_model(
         placement: where each part goes, or how they are divided among GPUs; None: all on `device`.
         ranks: the processes that share the layers; all load the model and make the same calls, on a
             CPU. The spec of the result has the heads of this one only.
-        progress: called with the number of parts loaded, and their total.
+        progress: called with the number of parts loaded, in order, and their total: the embedding,
+            the sublayers that are kept, the head.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
