@@ -394,7 +394,7 @@ def _checked(text: str) -> str:
     """
     if not isinstance(text, str):
         refuse_images(text, "the message")
-        raise ConfigError(f"{text!r:.40} is not a text")
+        raise ConfigError(f"{text!r:.40} is no text")
     try:
         text.encode()
     except UnicodeEncodeError as error:
