@@ -20,7 +20,7 @@ from shapes import SHAPES, plain, write_config
 
 from exl2flow.core.store.files import write_tensors
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.bench import Rows, seconds
+from exl2flow.inference.bench import DecodeBatch, seconds
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.model.files.group_table import first_words
 
@@ -86,7 +86,7 @@ def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
 @torch.inference_mode()
 def measure(model: LoadedModel, rows: int, context: int, form: str) -> list[float]:
     """Return the seconds of a prompt for each row, a step, and recorded steps, greedy and drawn."""
-    timed = Rows(model, rows=rows, context=context, cache=form)
+    timed = DecodeBatch(model, size=rows, context=context, cache=form)
     times = [seconds(timed.read, 3)]
     timed.enter(SamplingSettings.greedy())
     times.append(seconds(timed.launch, 5))

@@ -74,7 +74,7 @@ def static(
         torch.cuda.synchronize()
         begun = time.perf_counter()
         steps.forward(rows)
-        steps.places.prepare([[0.5] * rows])
+        steps.positions.prepare([[0.5] * rows])
         steps.sample(rows, kind)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
@@ -121,7 +121,13 @@ def mixed(model: LoadedModel, form: str) -> None:
             has_read, reads = reads, any(event.stage == "prompt" for event in events)
             if not reads and not has_read:  # the step after a pass waits for it
                 decoding.append((taken, new))
-            context.append(sum(len(s.ids) for s in generator._scheduler._sequences()) / slots)
+            context.append(
+                sum(
+                    len(s.ids)
+                    for s in (s for job in generator._scheduler.running for s in job.sequences)
+                )
+                / slots
+            )
         del generator
         rate = sum(n for _, n in decoding) / sum(t for t, _ in decoding)
         step = static(model, slots, int(median(context)), form, Kind.of(MIXED))

@@ -65,9 +65,9 @@ def verified(model: LoadedModel, form: str, *, context: int, drafted: int) -> fl
         begun = time.perf_counter()
         steps.forward(1, {0: [6] * drafted})
         with restored(steps.sampler.active) if drafted else nullcontext():
-            steps.places.prepare([[0.5]] * (1 + drafted), [[6]] * drafted)
+            steps.positions.prepare([[0.5]] * (1 + drafted), [[6]] * drafted)
             for place in range(1 + drafted):
-                steps.sample(1, kind, behind=place > 0)
+                steps.sample(1, kind, after_draft=place > 0)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
     return median(times[5:])

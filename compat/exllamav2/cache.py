@@ -1,7 +1,7 @@
 """Caches: each owns one `Generator`, which all of exllamav2's generators on that cache use.
 
-It is made when it is first needed, and again when one of them needs other options. Its pages know
-which texts they hold: nobody needs to reset or to copy a cache, and `texts` is all that one holds.
+It is made when it is first needed, and again when one of them needs other options. Its pages
+are found by the tokens they hold: nobody needs to reset or copy a cache, and `texts` is its state.
 """
 
 from collections import Counter
@@ -49,27 +49,27 @@ class ExLlamaV2Cache:
     def generator(
         self,
         *,
-        rows: int = 1,
+        min_slots: int = 1,
         slots: int | None = None,
         chunk: int | None = None,
         context: int | None = None,
         draft: Any = None,
     ) -> Generator:
-        """Return the cache's generator with these options: exactly `slots`, or at least `rows`."""
-        native, config, held = self.model.native, self.model.config, self._generator
+        """Return the cache's generator with `slots` slots, or at least `min_slots`."""
+        native, config, current = self.model.native, self.model.config, self._generator
         chunk, context = chunk or config.max_input_len, context or config.max_seq_len
         options = (native, chunk, context, draft)
-        if held is not None and held.failure is None and self._options == options:
-            slots = slots or max(rows, held.slots)
-            if held.slots == slots:
-                return held
-        del held  # so that its memory is free
+        if current is not None and current.failure is None and self._options == options:
+            slots = slots or max(min_slots, current.slots)
+            if current.slots == slots:
+                return current
+        del current  # so that its memory is free
         self.drop()
         self._generator = Generator(
             replace(native, max_tokens=min(context, native.max_tokens)),
             cache=self.format,
             tokens=self.tokens,
-            slots=slots or rows,
+            slots=slots or min_slots,
             draft=draft,
             chunk=max(chunk // PAGE_TOKENS, 1) * PAGE_TOKENS,
         )
@@ -100,15 +100,14 @@ class ExLlamaV2Cache:
         to_row: int,
         to_rows: int,
     ) -> None:
-        """Copy texts; the target reads what it lacks."""
+        """Copy texts; the target reads missing keys and values when it is used."""
         for row in range(to_rows):
-            source, before = self.texts[from_row + row % from_rows], target.texts[to_row + row]
-            new = source[from_column : from_column + from_columns]
-            behind = before[to_column + to_columns :]
-            target.texts[to_row + row] = [*before[:to_column], *new, *behind]
+            source, text = self.texts[from_row + row % from_rows], [*target.texts[to_row + row]]
+            text[to_column : to_column + to_columns] = source[from_column:][:from_columns]
+            target.texts[to_row + row] = text
 
     def append(self, ids: torch.Tensor) -> list[list[int]]:
-        """Return the first `current_seq_len` ids of each row, and ids (b, t) behind them."""
+        """Return the first `current_seq_len` ids of each row, followed by ids (b, t)."""
         (rows, count), length = ids.shape, self.current_seq_len
         if rows > self.batch_size or length + count > self.max_seq_len:
             room = f"{self.batch_size} rows of {self.max_seq_len} tokens"
@@ -124,12 +123,12 @@ class ExLlamaV2Cache:
 
     def footprint(self) -> list[int]:
         """Return the bytes on each device."""
-        native, found = self.model.native, Counter[torch.device]()
+        native, nbytes = self.model.native, Counter[torch.device]()
         placement, pages = native.decoder.placement, self.tokens // PAGE_TOKENS
         name = self.format or exact_format(placement.head)
         for layer, device in zip(native.spec.attentions, placement.layers, strict=True):
-            found[device] += store_bytes(layer.num_kv_heads, layer.head_dim, pages, name)
-        return [*found.values()]
+            nbytes[device] += store_bytes(layer.num_kv_heads, layer.head_dim, pages, name)
+        return [*nbytes.values()]
 
 
 ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8 = (

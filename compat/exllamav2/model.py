@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class ExLlamaV2Config(SimpleNamespace):
-    """A model folder and how to load it; what has no counterpart here has no effect."""
+    """A model folder and how to load it; attributes without a counterpart have no effect."""
 
     def __init__(self, model_dir: str | None = None) -> None:
         super().__init__(
@@ -71,7 +71,7 @@ class ExLlamaV2Config(SimpleNamespace):
         vars(self).update(max_output_len=min(self.max_output_len or 1024, 1024))
 
     def arch_compat_overrides(self, quiet: bool = False, warn_only: bool = False) -> None:
-        """Do nothing: kernels are chosen by what the model needs."""
+        """Do nothing: the model determines its kernels."""
 
 
 class ExLlamaV2:
@@ -133,9 +133,9 @@ class ExLlamaV2:
         """Split the model among GPUs if there are several, with room for the cache."""
         split = None
         if torch.cuda.device_count() > 1:
-            kept = (reserve_vram,) if isinstance(reserve_vram, int) else reserve_vram
+            reserve = (reserve_vram,) if isinstance(reserve_vram, int) else reserve_vram
             split = Split(
-                reserve=None if kept is None else tuple(kept),
+                reserve=None if reserve is None else tuple(reserve),
                 tokens=cache.tokens,
                 cache=cache.format,
                 slots=cache.batch_size,
@@ -156,7 +156,7 @@ class ExLlamaV2:
     def _load_gen(
         self, way: str, *args: Any, callback: Any = None, callback_gen: Any = None, **options: Any
     ) -> Iterator[Any]:
-        """Load in a thread, and yield what `callback_gen` yields for each part; at last True."""
+        """Load in a thread, and yield the items of `callback_gen` for each part, then True."""
         parts = SimpleQueue[tuple[int, int] | None]()
         with ThreadPoolExecutor(1) as threads:
             load = partial(getattr(self, way), callback=lambda *part: parts.put(part))
@@ -190,15 +190,15 @@ class ExLlamaV2:
         abort_event: Any = None,
         cpu_logits: bool = False,
     ) -> Any:
-        """Return logits fp32 (b, t, v) of ids (b, t) behind what the cache holds."""
+        """Return logits fp32 (b, t, v) of ids (b, t) that follow the texts of the cache."""
         decoder, (rows, count) = self.native.decoder, input_ids.shape
         if not count or (abort_event is not None and abort_event.is_set()):
             return None
         cache = ExLlamaV2Cache(self, rows, count) if cache is None else cache
         texts = cache.append(input_ids)
-        given, used = unpadded(texts, input_mask, position_offsets), adapters(loras)
+        sequences, used = unpadded(texts, input_mask, position_offsets), adapters(loras)
         last = count if return_last_state or not (last_id_only or preprocess_only) else 1
-        states = cache.generator(rows=rows).states.hidden(*given, last=last, adapters=used)
+        states = cache.generator(min_slots=rows).states.hidden(*sequences, last=last, adapters=used)
         cache.texts[:rows], cache.current_seq_len = texts, len(texts[0])
         if preprocess_only:
             return None

@@ -1,4 +1,4 @@
-"""What scripts load a model with: exllamav2's options on their command lines."""
+"""Options on the command lines of scripts, and a model loaded with them."""
 
 import argparse
 from typing import Any

@@ -98,9 +98,9 @@ class ExLlamaV2Tokenizer:
         return {piece: token for token, piece in enumerate(self.native.pieces) if piece}
 
     def get_prefix_to_ids_dict(self) -> dict[str, list[int]]:
-        """Return by each piece the ids whose pieces begin with it."""
-        found = self.get_piece_to_id_dict().items()
-        return {piece: list(self.native.healing(token)) for piece, token in found}
+        """Return the ids whose pieces begin with a piece, for each piece."""
+        pieces = self.get_piece_to_id_dict().items()
+        return {piece: list(self.native.healing(token)) for piece, token in pieces}
 
     def get_char_trie(self) -> SimpleNamespace:
         return _trie(self.native.pieces)
@@ -121,7 +121,7 @@ def _trie(pieces: Iterable[str]) -> SimpleNamespace:
 
 
 class ExLlamaV2MMEmbedding:
-    """Embeddings (n, hidden) in place of tokens; `text_alias` stands for them in texts."""
+    """Embeddings (n, hidden) instead of tokens; `text_alias` stands for them in texts."""
 
     _first = count(FIRST_EMBEDDING, 1_000_000)  # of the next one
 

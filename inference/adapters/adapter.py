@@ -76,17 +76,22 @@ class Adapter:
         return cls(digest.digest(), folder, spec.source_dir, rank, matrices)
 
 
-def adapters_of(given: Sequence[object], model: LoadedModel) -> tuple[Adapter, ...]:
+def adapters_of(adapters: Sequence[object], model: LoadedModel) -> tuple[Adapter, ...]:
     """Return the adapters of a request; raise `ConfigError` if the model cannot use one of them."""
     source = model.spec.source_dir
-    for adapter in given:
+    for adapter in adapters:
         if not isinstance(adapter, Adapter) or adapter.model != source:
             how = "load it with `Adapter.load(folder, model)`"
             raise ConfigError(f"{adapter!r} was not loaded for `{source}`; {how}")
-    if given and not isinstance(model.decoder.sublayers, list):
+    if adapters and not isinstance(model.decoder.sublayers, list):
         how = "load the model without `streamed`"
         raise ConfigError(f"`{source}` is read from disk in each pass, without adapters; {how}")
-    return cast(tuple[Adapter, ...], tuple(given))
+    return cast(tuple[Adapter, ...], tuple(adapters))
+
+
+def salt_of(adapters: Sequence[Adapter]) -> bytes:
+    """Return the salt for the page hashes of a text with these adapters, in any order."""
+    return b"".join(sorted(adapter.digest for adapter in adapters))
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -114,20 +119,20 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B of each projection that an adapter changes, in the order of the model."""
-    (path, tensors), found = _tensors(folder), dict[str, Tensor]()
+    (path, tensors), weights = _tensors(folder), dict[str, Tensor]()
     linears = [p for sublayer in spec.sublayers for p in sublayer.projections]
     shapes = {p.key + HALVES[0]: (rank, p.in_features) for p in linears}
     shapes |= {p.key + HALVES[1]: (p.out_features, rank) for p in linears}
     for name, x in _apart(spec, tensors):
-        found_at, why = LAYERS.search(name), ""
-        key = spec.layers_key + name[found_at.end() :] if found_at else name
+        layers, why = LAYERS.search(name), ""
+        key = spec.layers_key + name[layers.end() :] if layers else name
         if name.endswith(SKIPPED):
             continue
         if x.dtype not in DTYPES:
             why = f"has dtype {x.dtype}; save it as fp16, bf16 or fp32"
         elif name.endswith(".bias") and (x.abs() <= NO_BIAS).all():
             continue
-        elif not found_at or not key.endswith(HALVES):
+        elif not layers or not key.endswith(HALVES):
             why = "is no `lora_A` or `lora_B` weight of a decoder layer; merge it into the model"
         elif key not in shapes:
             why = f"changes what `{spec.source_dir}` does not have; it is for another model"
@@ -136,8 +141,8 @@ def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor,
             why += "another model"
         if why:
             raise ConfigError(f"`{name}` in `{path}` {why}")
-        found[key] = x
-    a, b = ({p.key: found[p.key + h] for p in linears if p.key + h in found} for h in HALVES)
+        weights[key] = x
+    a, b = ({p.key: weights[p.key + h] for p in linears if p.key + h in weights} for h in HALVES)
     if not a or a.keys() != b.keys():
         what = min(a.keys() ^ b.keys(), default="any linear")
         raise ConfigError(f"`{path}` lacks `lora_A` or `lora_B` of `{what}`; save it again")
@@ -145,7 +150,7 @@ def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor,
 
 
 def _apart(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor; those of a stored linear with several projections once for each."""
+    """Yield name and tensor; split those of a stored linear with several projections."""
     fused = {} if spec.family.packed_heads else dict(p for h in HALVES for p in fused_rows(spec, h))
     for name, x in tensors.items():
         start, end = LAYERS.search(name), name.endswith(HALVES[1])
@@ -165,8 +170,8 @@ def _tensors(folder: Path) -> tuple[Path, dict[str, Tensor]]:
         raise ConfigError(f"`{folder}` has neither `{FILES[0]}` nor `{FILES[1]}`; fetch one")
     try:
         is_safe = path.suffix == ".safetensors"
-        found = load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
-        return path, {str(name): torch.as_tensor(x).detach() for name, x in found.items()}
+        tensors = load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+        return path, {str(name): torch.as_tensor(x).detach() for name, x in tensors.items()}
     except Exception as error:  # unpickling raises nearly anything
         raise ConfigError(
             f"cannot read `{path}` as tensors: {words.cause(error)}; fetch it again"

@@ -1,4 +1,4 @@
-"""Which slots of a generator use which adapters, and where a decoder keeps these.
+"""`AdapterSlots`: the adapters of each slot, and their matrices beside the weights of a decoder.
 
 Each activation is multiplied by all adapters at once; what its text does not use is set to zero.
 So a text may use several, and recorded steps read a mask at a fixed address.
@@ -25,7 +25,7 @@ class AdapterSlots:
     """
 
     def __init__(self, decoder: Decoder, slots: int, moved: Callable[[str], None]) -> None:
-        """Take a decoder, which stays as it is; `moved` is called with a `mark` if tensors move."""
+        """Take a decoder, which is not changed; `moved` is called with a `mark` if tensors move."""
         self._plain = self._decoder = decoder
         self._parts, self._moved = list[LowRank](), [moved]
         self._used = dict[int, Used]()  # by slot
@@ -33,13 +33,13 @@ class AdapterSlots:
         self._keys = set[str]()  # of the projections that adapters may change
         self._slots, self._unused = slots, dict[torch.device, torch.Tensor]()  # of `LowRank`
 
-    def tell(self, moved: Callable[[str], None]) -> None:
-        """Call this, too, with a `mark` if tensors move."""
+    def on_move(self, moved: Callable[[str], None]) -> None:
+        """Add a function to call with a `mark` if tensors move."""
         self._moved.append(moved)
 
     @property
     def mark(self) -> str:
-        """Steps of the same shape and mark do the same work."""
+        """Part of the key of a step's graph: with adapters, or without."""
         return "adapted" if self._used else "plain"
 
     def enter(self, slot: int, adapters: Used = ()) -> None:
@@ -50,7 +50,7 @@ class AdapterSlots:
             self._hold(())
 
     def move(self, source: int, target: int) -> None:
-        """Let a slot use what another one used."""
+        """Move the adapters of a slot to another one."""
         self.enter(target, self._used.pop(source, ()))
 
     def for_slots(self, slots: int) -> Decoder:
@@ -59,26 +59,26 @@ class AdapterSlots:
             return self._plain
         return self._with({device: x[:slots] for device, x in self._unused.items()})
 
-    def for_parts(self, parts: Sequence[Used], counts: Sequence[int]) -> Decoder:
-        """Return the decoder for a pass (1, t) over texts: their adapters, and how many tokens."""
-        if not any(parts):
+    def for_texts(self, texts: Sequence[Used], counts: Sequence[int]) -> Decoder:
+        """Return the decoder for a pass (1, t) over texts: adapters and token counts of each."""
+        if not any(texts):
             return self._plain
-        self._hold(chain(*parts))
-        rows = self._rows(parts).repeat_interleave(torch.tensor(counts), dim=0).transpose(0, 1)
-        return self._with({device: on_device(rows, device) for device in self._unused})
+        self._hold(chain(*texts))
+        mask = self._rank_mask(texts).repeat_interleave(torch.tensor(counts), dim=0).transpose(0, 1)
+        return self._with({device: on_device(mask, device) for device in self._unused})
 
     def _with(self, unused: Mapping[torch.device, torch.Tensor]) -> Decoder:
         for part in self._parts:
             part.unused = unused[part.device]
         return self._decoder
 
-    def _rows(self, texts: Iterable[Used]) -> torch.Tensor:
-        """Return which ranks each text leaves out, bool (texts, 1, 1, ranks)."""
-        rows = [[adapter not in used for adapter in self._stored] for used in texts]
-        return torch.tensor(rows).repeat_interleave(self._width, dim=1)[:, None, None]
+    def _rank_mask(self, texts: Iterable[Used]) -> torch.Tensor:
+        """Return the mask of the ranks that each text does not use, bool (texts, 1, 1, ranks)."""
+        unused = [[adapter not in used for adapter in self._stored] for used in texts]
+        return torch.tensor(unused).repeat_interleave(self._width, dim=1)[:, None, None]
 
     def _hold(self, adapters: Iterable[Adapter]) -> None:
-        """Store adapters beside those of the slots, in place of others if need be."""
+        """Store adapters beside those of the slots, instead of unused ones if need be."""
         needed = [*dict.fromkeys(chain(adapters, *self._used.values()))]
         new = [adapter for adapter in needed if adapter not in self._stored]
         free = [i for i, adapter in enumerate(self._stored) if adapter not in needed]
@@ -91,9 +91,9 @@ class AdapterSlots:
             self._stored[i] = adapter
             for part in self._parts:
                 part.put(adapter.matrices, i * self._width, self._width)
-        rows = self._rows(self._used.get(slot, ()) for slot in range(self._slots))
+        mask = self._rank_mask(self._used.get(slot, ()) for slot in range(self._slots))
         for unused in self._unused.values():
-            unused.copy_(rows, non_blocking=True)
+            unused.copy_(mask, non_blocking=True)
 
     def _grow(self, needed: Sequence[Adapter]) -> None:
         """Make room for the needed adapters in new tensors, which are empty."""

@@ -1,8 +1,17 @@
-"""Speed and memory of a model that runs: what `exl2flow bench` and the benchmarks time."""
+"""Measure speed and memory of a model, for `exl2flow bench` and the benchmarks."""
 
-from exl2flow.inference.bench.rows import Rows
+from exl2flow.inference.bench.batch import DecodeBatch
 from exl2flow.inference.bench.run import bench
 from exl2flow.inference.bench.speed import Memory, Speed, Timing
 from exl2flow.inference.bench.stopwatch import copy_rate, milliseconds, seconds
 
-__all__ = ["Memory", "Rows", "Speed", "Timing", "bench", "copy_rate", "milliseconds", "seconds"]
+__all__ = [
+    "DecodeBatch",
+    "Memory",
+    "Speed",
+    "Timing",
+    "bench",
+    "copy_rate",
+    "milliseconds",
+    "seconds",
+]

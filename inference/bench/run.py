@@ -1,4 +1,4 @@
-"""Time a model within a limit: what is too slow for the machine is shortened or left out.
+"""Time a model within a time limit; shorten or omit parts that are too slow for the machine.
 
 A short prompt gives the machine's pace, and each result refines the forecast for the next one.
 """
@@ -12,7 +12,7 @@ import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.inference.bench.rows import Rows
+from exl2flow.inference.bench.batch import DecodeBatch
 from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, device_name
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of
@@ -64,8 +64,8 @@ def bench(
     begun = time.perf_counter()
     model = load_model(folder, device=device, placement=placement)
     devices = model.decoder.placement.devices
-    for each in devices if place.type == "cuda" else ():
-        torch.cuda.synchronize(each)
+    for used in devices if place.type == "cuda" else ():
+        torch.cuda.synchronize(used)
     taken = time.perf_counter() - begun
     tensors = CanonicalTensors(model.spec)
     session = BenchSession(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
@@ -95,7 +95,7 @@ class BenchSession:
     def __init__(self, model: LoadedModel, *, cache: str, seconds: float, report: Report) -> None:
         self.model, self.cache, self.report = model, cache, report
         self.device = model.decoder.placement.head
-        self._placed = [(model.spec, model.decoder.placement)]
+        self._placements = [(model.spec, model.decoder.placement)]
         self.timings: list[Timing] = []
         self.omitted: list[str] = []
         self.pace = 0.0
@@ -136,15 +136,15 @@ class BenchSession:
         warm_up = 2 if self.on_gpu else 0  # a CPU has nothing to compile
         return seconds(work, warm_up=warm_up, limit=min(LONGEST, share))
 
-    def _rows(self, rows: int, context: int) -> Rows:
-        made = Rows(self.model, rows=rows, context=context, cache=self.cache)
-        self._largest_cache = max(self._largest_cache, made.cache.nbytes)
-        return made
+    def _batch(self, size: int, context: int) -> DecodeBatch:
+        batch = DecodeBatch(self.model, size=size, context=context, cache=self.cache)
+        self._largest_cache = max(self._largest_cache, batch.cache.nbytes)
+        return batch
 
     def _probe(self) -> None:
         self.report("compiling kernels" if self.on_gpu else "a short prompt")
         tokens = min(PROBE, self.model.max_tokens - 1)
-        self.pace = self._time(self._rows(1, tokens).read, 0.0) / tokens
+        self.pace = self._time(self._batch(1, tokens).read, 0.0) / tokens
 
     def _prompt(self, wanted: int, share: float) -> None:
         tokens = affordable(wanted, self.pace * (3 if self.on_gpu else 1), share)
@@ -154,7 +154,7 @@ class BenchSession:
             return
 
         def prompt() -> Timing:
-            taken = self._time(self._rows(1, tokens).read, share)
+            taken = self._time(self._batch(1, tokens).read, share)
             self.pace = taken / tokens
             return Timing(work="prompt", rows=1, context=tokens, seconds=taken)
 
@@ -167,7 +167,7 @@ class BenchSession:
         needed = rows * pages_of(context + 1) * PAGE_TOKENS
         if steps and steps[-1].seconds / steps[-1].rows * rows > share / 2:
             self.omitted.append(f"{name}: too slow here")
-        elif fitting(needed, self._placed, self.cache) < needed:
+        elif fitting(needed, self._placements, self.cache) < needed:
             self.omitted.append(f"{name}: {NO_ROOM}")
         else:
             if context < wanted:
@@ -175,13 +175,13 @@ class BenchSession:
             self._attempt(name, lambda: self._steps(rows, context, share / 2))
 
     def _steps(self, rows: int, context: int, share: float) -> Timing:
-        made = self._rows(rows, context)
-        made.fill()
-        made.enter(SamplingSettings.greedy())
-        taken = self._time(made.step, share)
+        batch = self._batch(rows, context)
+        batch.fill()
+        batch.enter(SamplingSettings.greedy())
+        taken = self._time(batch.step, share)
         read = None
         if self.on_gpu:
-            read = read_in_step(self.model.decoder, self._weights) + made.read_bytes
+            read = read_in_step(self.model.decoder, self._weights) + batch.read_bytes
         return Timing(work="decode", rows=rows, context=context, seconds=taken, read_bytes=read)
 
     def _attempt(self, name: str, work: Callable[[], Timing]) -> None:

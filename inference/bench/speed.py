@@ -1,4 +1,4 @@
-"""What `exl2flow bench` found: times, memory, and how they compare with a copy on the card."""
+"""Results of `exl2flow bench`: times, memory, and their share of the card's copy rate."""
 
 import re
 from collections.abc import Mapping
@@ -37,11 +37,11 @@ class Timing:
         return None if self.read_bytes is None else self.read_bytes / self.rows
 
     def share_of_copy(self, copy_rate: float | None) -> float | None:
-        """Return bytes read per second over those that a copy reads and writes, in GB/s."""
-        each = self.bytes_per_token
-        if each is None or copy_rate is None:
+        """Return bytes read per second, as a share of the `copy_rate` in GB/s."""
+        nbytes = self.bytes_per_token
+        if nbytes is None or copy_rate is None:
             return None
-        return each * self.tokens_per_second / (1e9 * copy_rate)
+        return nbytes * self.tokens_per_second / (1e9 * copy_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,15 +94,15 @@ def device_name(device: torch.device) -> str:
 
 
 def all_versions(device: torch.device) -> dict[str, str]:
-    """Return the versions of what computes, those of CUDA and its driver on a GPU."""
-    found = versions()
+    """Return the versions of libraries, and of CUDA and its driver on a GPU."""
+    installed = versions()
     if device.type == "cuda":
         text = DRIVER.read_text() if DRIVER.exists() else ""
-        found |= {"cuda": str(torch.version.cuda), "driver": driver_version(text)}
-    return found
+        installed |= {"cuda": str(torch.version.cuda), "driver": driver_version(text)}
+    return installed
 
 
 def driver_version(text: str) -> str:
-    """Return the driver's version from the kernel's description of it."""
-    found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", text)
-    return found[1] if found else "unknown"
+    """Return the driver's version from the text of `/proc/driver/nvidia/version`."""
+    match = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", text)
+    return match[1] if match else "unknown"

@@ -1,4 +1,4 @@
-"""Which page holds which tokens, who uses it, what may be reused: integers and hashes, no tensors.
+"""`PagePool`: allocates pages, counts their users, and keeps the prefix cache. No tensors.
 
 The key of a full page is a hash of all ids up to its end, so equal beginnings share pages. Content
 forms a tree: a page is *listed* under the key of the pages before it, and only while those are
@@ -32,10 +32,10 @@ class Copy:
 
 
 class PagePool:
-    """Hands out pages and finds those that hold the beginning of a sequence.
+    """Allocates pages, and finds cached pages for the beginning of a sequence.
 
     Ids are always those of one sequence, which only grows between cuts. Misuse fails an assertion.
-    pages: what each holds, and for how many sequences.
+    pages: content and users of each page.
     """
 
     def __init__(self, pages: int, *, page_tokens: int = PAGE_TOKENS) -> None:
@@ -70,7 +70,7 @@ class PagePool:
         held.cached += (index - first) * self.page_tokens
         held.filled = index * self.page_tokens
         end = min(held.filled + self.page_tokens, len(ids) - 1)
-        source, tokens = self._listed.alike(
+        source, tokens = self._listed.longest_match(
             self._key_before(held, index), packed(ids[held.filled : end])
         )
         if tokens < LEAST_COPIED or not self._free:
@@ -89,9 +89,9 @@ class PagePool:
         return max(0, -(-len(ids) // self.page_tokens) - max(index or 0, len(held.pages)))
 
     def next_key(self, held: SequencePages, ids: Sequence[int]) -> tuple[bytes, bytes] | None:
-        """Return a name for what a prompt pass reads next, None if nobody could take it over.
+        """Return a key of the tokens that prefill reads next, None if no others can use them.
 
-        Let one of the sequences with equal names read in a pass; after it, `match` gives the
+        Let one of the sequences with equal keys read in a pass; after it, `match` gives the
         others `WORTH_WAITING` tokens or more.
         """
         index, end = self._boundary(held), held.filled + min(WORTH_WAITING, self.page_tokens)
@@ -171,7 +171,7 @@ class PagePool:
         self._forget(list(self._free))
 
     def _boundary(self, held: SequencePages) -> int | None:
-        """Return the index of the next page, None inside a page or after forgotten ones."""
+        """Return the index of the next page; None inside a page, or behind forgotten ones."""
         assert not held.released, "the sequence has been released"
         index, inside = divmod(held.filled, self.page_tokens)
         return None if inside or self._key_before(held, index) is None else index
@@ -181,7 +181,7 @@ class PagePool:
         return self.pages[held.pages[index - 1]].key if index else held.root
 
     def _copy(self, held: SequencePages, source: int, tokens: int) -> Copy | None:
-        """Add a page that begins like the source; None if it is the source, evicted."""
+        """Add a page that begins like the source; None if the source was evicted for it."""
         page = self.pages[source]
         before, content = page.before, page.content[: tokens * ID_BYTES]
         target = self._take()
@@ -192,26 +192,26 @@ class PagePool:
 
     def _fill_page(self, held: SequencePages, index: int, new: bytes, *, is_fresh: bool) -> bool:
         """Add ids to a page, and return whether it was exchanged for an equal one."""
-        own = held.pages[index]
-        page = self.pages[own]
-        assert page.users == 1, f"page {own} is shared"
+        page_index = held.pages[index]
+        page = self.pages[page_index]
+        assert page.users == 1, f"page {page_index} is shared"
         before = self._key_before(held, index)
         if before is None or not (is_fresh or page.content):
             return False  # forgotten
         page.before = before
-        self._listed.put(own, page.content + new)
+        self._listed.put(page_index, page.content + new)
         if len(page.content) < self.page_tokens * ID_BYTES:
             return False
         if index == len(held.keys):
             held.add_key(page.content)
         key = held.keys[index]
         if key in self._listed.full:
-            self._listed.put(own, b"")
-            self._drop(own)
+            self._listed.put(page_index, b"")
+            self._drop(page_index)
             held.pages[index] = self._use(self._listed.full[key])
             return True
         page.key = key
-        self._listed.full[key] = own
+        self._listed.full[key] = page_index
         return False
 
     def _use(self, index: int) -> int:

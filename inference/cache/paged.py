@@ -27,10 +27,10 @@ SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
 
 class PagedCache:
-    """Keys and values of all layers.
+    """Paged KV cache of all layers.
 
-    pages: usable pages; one more, `spare`, takes what idle slots write. device: of the tables that
-    views take.
+    pages: usable pages; one more, `spare`, receives the keys and values of idle slots. device: of
+    the page tables that views take.
     """
 
     def __init__(
@@ -44,8 +44,7 @@ class PagedCache:
     ) -> None:
         """Reserve pages on the device of each layer, by default on `device`."""
         self.pages = self.spare = pages
-        self.form = form
-        self.device = torch.device(device)
+        self.form, self.device = form, torch.device(device)
         self._layers = layers or [self.device] * spec.num_layers
         self.stores = [
             LayerStore.empty(
@@ -53,16 +52,16 @@ class PagedCache:
                 pages=pages + 1,
                 kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
-                device=there,
+                device=device,
             )
-            for attention, there in zip(spec.attentions, self._layers, strict=True)
+            for attention, device in zip(spec.attentions, self._layers, strict=True)
         ]
 
     def at(self, device: torch.device) -> "PagedCache":
         """Return the same pages for views with tables on another device."""
-        twin = copy(self)
-        twin.device = device
-        return twin
+        cache = copy(self)
+        cache.device = device
+        return cache
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -77,17 +76,17 @@ class PagedCache:
 
     def copy(self, pages: torch.Tensor) -> None:
         """Copy pages, all rows of them: int64 (2, n), sources and targets."""
-        there = {device: on_device(pages, device) for device in dict.fromkeys(self._layers)}
+        indexes = {device: on_device(pages, device) for device in dict.fromkeys(self._layers)}
         for store, device in zip(self.stores, self._layers, strict=True):
-            store.keys.copy_pages(*there[device])
-            store.values.copy_pages(*there[device])
+            store.keys.copy_pages(*indexes[device])
+            store.values.copy_pages(*indexes[device])
 
 
 def cache_format(name: str, device: torch.device) -> CacheFormat:
     """Return a format by its name.
 
     Raises:
-        ConfigError: there is no format of that name on the device.
+        ConfigError: the device has no format of that name.
     """
     names = [n for n in CACHE_FORMATS if n != "fp32" or device.type == "cpu"]
     if name not in names:
@@ -109,18 +108,18 @@ def reserve(spec: ModelSpec, *, pages: int, form: CacheFormat, placement: Placem
 
 
 def pages_of(tokens: int) -> int:
-    """Return how many pages hold so many tokens."""
+    """Return how many pages `tokens` tokens need."""
     return -(-tokens // PAGE_TOKENS)
 
 
 def fitting(context: int, models: Sequence[tuple[ModelSpec, Placement]], name: str) -> int:
     """Return the tokens of one context, or as many as fit in the free memory of every device."""
-    pages, most = Counter[torch.device](), context
+    page_bytes, tokens = Counter[torch.device](), context
     for spec, placement in models:
         for attention, device in zip(spec.attentions, placement.layers, strict=True):
-            pages[device] += store_bytes(attention.num_kv_heads, attention.head_dim, 1, name)
-    for device, page in pages.items():
+            page_bytes[device] += store_bytes(attention.num_kv_heads, attention.head_dim, 1, name)
+    for device, nbytes in page_bytes.items():
         room = free_memory(device) if device.type == "cuda" else available_memory()
         if room is not None:
-            most = min(most, int(SHARE * room) // page * PAGE_TOKENS)
-    return max(PAGE_TOKENS, most)
+            tokens = min(tokens, int(SHARE * room) // nbytes * PAGE_TOKENS)
+    return max(PAGE_TOKENS, tokens)

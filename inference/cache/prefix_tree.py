@@ -11,7 +11,7 @@ ID_BYTES = 8
 
 @dataclass(slots=True, eq=False)
 class SequencePages:
-    """Pages of one sequence whose first `filled` tokens are written; a `PagePool` changes it."""
+    """Pages of one sequence, whose first `filled` tokens are stored; a `PagePool` changes it."""
 
     root: bytes  # stands for the key before the first page
     pages: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class SequencePages:
 
 @dataclass(slots=True)
 class Page:
-    """Who uses a page, and what it holds; only a `PagePool` changes it."""
+    """Users and content of a page; only a `PagePool` changes it."""
 
     users: int = 0
     before: bytes = b""  # key of the pages before it
@@ -38,12 +38,12 @@ class Page:
 
     @property
     def ids(self) -> list[int]:
-        """The ids whose keys and values it holds, as far as another text may use them."""
+        """The ids whose keys and values it holds and other sequences may use."""
         return [*memoryview(self.content).cast("q")]
 
 
 class PrefixTree:
-    """The listed pages of a table, by key and by what comes before them."""
+    """The listed pages of a pool, by key and by the key before them."""
 
     def __init__(self, pages: list[Page], page_tokens: int) -> None:
         self.page_tokens = page_tokens
@@ -52,7 +52,7 @@ class PrefixTree:
         self.after: dict[bytes, list[tuple[bytes, int]]] = {}  # key → (content, page), sorted
 
     def known(self, held: SequencePages, index: int, ids: Sequence[int]) -> int | None:
-        """Return the page that holds the ids of an index, if there is one and more ids follow."""
+        """Return the cached page for the ids of page `index`, if there is one and ids follow."""
         end = (index + 1) * self.page_tokens
         if end >= len(ids):
             return None
@@ -60,8 +60,8 @@ class PrefixTree:
             held.add_key(packed(ids[end - self.page_tokens : end]))
         return self.full.get(held.keys[index])
 
-    def alike(self, before: bytes | None, wanted: bytes) -> tuple[int, int]:
-        """Return the page with the longest common beginning, and how many tokens that is."""
+    def longest_match(self, before: bytes | None, wanted: bytes) -> tuple[int, int]:
+        """Return the page with the longest common prefix, and the prefix's number of tokens."""
         listed = self.after.get(before or b"", [])
         place = bisect_left(listed, (wanted,))  # the longest one is next to it
         near = listed[max(0, place - 1) : place + 1]
@@ -76,7 +76,7 @@ class PrefixTree:
         return [] if key is None else [page for _, page in self.after.get(key, ())]
 
     def put(self, index: int, content: bytes) -> None:
-        """List a page with other content and without a key, or not at all if that is empty."""
+        """List a page with new content and without a key, or remove it if that is empty."""
         page = self.pages[index]
         if page.key is not None:
             del self.full[page.key]

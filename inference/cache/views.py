@@ -1,4 +1,4 @@
-"""What a pass of the model sees of a paged cache: `StepView` and `PromptView`.
+"""Views through which a pass reads and writes the paged cache: `StepView` and `PromptView`.
 
 Every token sees all keys and values as they are stored, its own too.
 """
@@ -66,10 +66,10 @@ class StepView:
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in new)
         cache = StepCache(store=store, tables=self.tables, lengths=self.lengths, slots=self.slots)
-        found = get_ops(q.device).attend_step(
+        out = get_ops(q.device).attend_step(
             q, k, v, cache, table.cos, table.sin, rule=rule, interleaved=table.interleaved
         )
-        return found.transpose(1, 2)
+        return out.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,51 +86,50 @@ class Segment:
         return self.end - self.begin
 
 
-_Part = tuple[Segment, int]  # and the place of its first token in the pass
+_Part = tuple[Segment, int]  # a segment and the index of its first token in the pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group:
-    """Prompts from their start, side by side, short ones padded at their end.
+    """Prompts from their start, as a batch with padding at the end of short ones.
 
-    rows: int64 (prompts, longest), places of their tokens in the pass; kept: int64 (tokens,), where
-    the tokens are in the flattened group; places: int64 (tokens,), where they belong in the pass.
+    indexes: int64 (prompts, longest), of their tokens in the pass; unpadded: int64 (tokens,), where
+    the tokens are in the flattened batch; tokens: int64 (tokens,), where they are in the pass.
     """
 
-    rows: Tensor
-    kept: Tensor
-    places: Tensor
+    indexes: Tensor
+    unpadded: Tensor
+    tokens: Tensor
 
 
 class PromptView:
-    """The cache as a pass over parts of several prompts sees it, (1, t) tokens one after another.
+    """View of the cache for a prefill pass over chunks of several prompts, concatenated to (1, t).
 
-    Where prompts are cut changes only the order of sums. No two parts belong to the same sequence.
-    alone: the place of a part in the pass, and the slots of all positions up to its end; None if it
-    begins its sequence.
+    Chunk borders change only the order of sums. No two segments belong to the same sequence.
+    alone: the range of a segment in the pass, and the cache slots of all positions up to its end;
+    None if it begins its sequence.
     """
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
         device = cache.device
-        starts = [0, *accumulate(s.count for s in segments[:-1])]  # places in the pass
+        starts = [0, *accumulate(s.count for s in segments[:-1])]  # in the pass
         slots = [slots_of(torch.tensor(s.pages, dtype=torch.int32), 0, s.end) for s in segments]
         positions = [torch.arange(s.begin, s.end) for s in segments]
         new = [x[s.begin :] for x, s in zip(slots, segments, strict=True)]
         self.positions, self.slots = (on_device(torch.cat(x), device) for x in (positions, new))
         parts = [*zip(segments, starts, strict=True)]
         fresh = [part for part in parts if not part[0].begin]
-        most = MOST_STEPS * STEP_TOKENS
-        tails = [part for part in parts if part[0].begin and part[0].count <= most]
-        alike = _grouped(fresh, lambda p: p[0].count.bit_length())
-        # in each the longest is less than twice as long as the shortest
-        self.groups = [_group(parts, device) for parts in alike if len(parts) > 1]
+        longest = MOST_STEPS * STEP_TOKENS
+        tails = [part for part in parts if part[0].begin and part[0].count <= longest]
+        similar = _grouped(fresh, lambda p: p[0].count.bit_length())  # in length, within a factor 2
+        self.groups = [_group(parts, device) for parts in similar if len(parts) > 1]
         self.tails = [  # in order: a step reads what those before it wrote
-            _tail(alike, cache)
-            for begin in range(0, most, STEP_TOKENS)
-            for alike in _grouped([*_pieces(tails, begin)], lambda p: p[0].count)
+            _tail(equal, cache)
+            for begin in range(0, longest, STEP_TOKENS)
+            for equal in _grouped([*_pieces(tails, begin)], lambda p: p[0].count)
         ]
-        others = [part for parts in alike if len(parts) == 1 for part in parts]
-        others += [part for part in parts if part[0].begin and part[0].count > most]
+        others = [part for parts in similar if len(parts) == 1 for part in parts]
+        others += [part for part in parts if part[0].begin and part[0].count > longest]
         self.alone = [(slice(start, start + s.count), _slots(s, cache)) for s, start in others]
         self._has_fresh = len(fresh) > 0
         self._stores = cache.stores
@@ -145,10 +144,10 @@ class PromptView:
         (q, k, v), ops = new, get_ops(new[0].device)
         is_whole = len(self.alone) == 1 and not self.groups and not self.tails
         out = q if is_whole else torch.empty_like(q)
-        for rows, step in self.tails:
-            mine = (x[0].transpose(0, 1)[rows].transpose(1, 2) for x in new)
-            found = step.attend(store, *mine, table=table.at(rows), rule=rule)
-            out[0].transpose(0, 1)[rows] = found.transpose(1, 2)
+        for indexes, step in self.tails:
+            qkv = (x[0].transpose(0, 1)[indexes].transpose(1, 2) for x in new)
+            attended = step.attend(store, *qkv, table=table.at(indexes), rule=rule)
+            out[0].transpose(0, 1)[indexes] = attended.transpose(1, 2)
         if not self.groups and not self.alone:
             return out
         q, k = table.rotate(q), table.rotate(k)
@@ -157,19 +156,19 @@ class PromptView:
         if self._has_fresh and stored != {q.dtype}:
             k, v = (_heads(x, q) for x in ops.read_cache(store, self.slots))
         for group in self.groups:
-            queries, *held = (x[0][:, group.rows].transpose(0, 1) for x in (q, k, v))
-            found = attend(queries, held[0], held[1], rule)  # (prompts, heads, longest, head_dim)
-            found = found.transpose(0, 1).flatten(1, 2)
-            out[0].index_copy_(1, group.places, found.index_select(1, group.kept))
-        for place, slots in self.alone:
+            queries, keys, values = (x[0][:, group.indexes].transpose(0, 1) for x in (q, k, v))
+            attended = attend(queries, keys, values, rule)  # (prompts, heads, longest, head_dim)
+            attended = attended.transpose(0, 1).flatten(1, 2)
+            out[0].index_copy_(1, group.tokens, attended.index_select(1, group.unpadded))
+        for tokens, slots in self.alone:
             if slots is None:
-                held = [k[:, :, place], v[:, :, place]]
+                keys, values = k[:, :, tokens], v[:, :, tokens]
             else:
-                held = [_heads(x, q) for x in ops.read_cache(store, slots)]
-            found = attend(q[:, :, place], held[0], held[1], rule)
+                keys, values = (_heads(x, q) for x in ops.read_cache(store, slots))
+            attended = attend(q[:, :, tokens], keys, values, rule)
             if is_whole:
-                return found
-            out[:, :, place] = found
+                return attended
+            out[:, :, tokens] = attended
         return out
 
 
@@ -190,16 +189,16 @@ def _slots(segment: Segment, cache: PagedCache) -> Tensor | slice | None:
     is_exact = EXACT.keys() >= {cache.form.keys, cache.form.values}
     if is_exact and all(page == first + i for i, page in enumerate(others, 1)):
         return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + segment.end)
-    found = slots_of(torch.tensor(segment.pages, dtype=torch.int32), 0, segment.end)
-    return on_device(found, cache.device)
+    slots = slots_of(torch.tensor(segment.pages, dtype=torch.int32), 0, segment.end)
+    return on_device(slots, cache.device)
 
 
 def _grouped(parts: Sequence[_Part], key: Callable[[_Part], int]) -> list[list[_Part]]:
-    return [list(alike) for _, alike in groupby(sorted(parts, key=key), key=key)]
+    return [list(group) for _, group in groupby(sorted(parts, key=key), key=key)]
 
 
 def _pieces(parts: Sequence[_Part], begin: int) -> Iterator[_Part]:
-    """Yield the step of each part that begins there, if it is as long."""
+    """Yield up to `STEP_TOKENS` tokens of each segment from its token `begin` on."""
     for segment, start in parts:
         if begin < segment.count:
             first = segment.begin + begin
@@ -210,21 +209,22 @@ def _pieces(parts: Sequence[_Part], begin: int) -> Iterator[_Part]:
 def _group(parts: Sequence[_Part], device: torch.device) -> _Group:
     counts = torch.tensor([s.count for s, _ in parts])[:, None]
     steps = torch.arange(int(counts.max()))
-    rows = torch.tensor([start for _, start in parts])[:, None] + steps.clamp(max=counts - 1)
-    is_kept = (steps < counts).flatten()
+    indexes = torch.tensor([start for _, start in parts])[:, None] + steps.clamp(max=counts - 1)
+    is_token = (steps < counts).flatten()
     return _Group(
-        rows=on_device(rows, device),
-        kept=on_device(is_kept.nonzero()[:, 0], device),
-        places=on_device(rows.flatten()[is_kept], device),
+        indexes=on_device(indexes, device),
+        unpadded=on_device(is_token.nonzero()[:, 0], device),
+        tokens=on_device(indexes.flatten()[is_token], device),
     )
 
 
 def _tail(parts: Sequence[_Part], cache: PagedCache) -> tuple[Tensor, StepView]:
-    """Return the places of parts of equal length in the pass, and a step that adds them."""
+    """Return the indexes of segments of equal length in the pass, and a view that appends them."""
     tables = pad_sequence([torch.tensor(s.pages, dtype=torch.int32) for s, _ in parts], True)
     lengths = torch.tensor([s.begin for s, _ in parts], dtype=torch.int32)
-    there = (on_device(x, cache.device) for x in (tables, lengths))
-    return _group(parts, cache.device).rows, StepView(cache, *there, count=parts[0][0].count)
+    tables, lengths = (on_device(x, cache.device) for x in (tables, lengths))
+    view = StepView(cache, tables, lengths, count=parts[0][0].count)
+    return _group(parts, cache.device).indexes, view
 
 
 def _heads(x: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One answer while it is generated, in one request or in several."""
+"""Generate one answer, in one request or in several."""
 
 import time
 from collections.abc import Generator as Generated
@@ -46,9 +46,9 @@ class Reply(Iterator[Piece]):
 class _Either(Flag):
     """Is set when one of two flags is."""
 
-    def __init__(self, own: Flag, other: Flag) -> None:
+    def __init__(self, first: Flag, second: Flag) -> None:
         super().__init__()
-        self._flags = own, other
+        self._flags = first, second
 
     def is_set(self) -> bool:
         return any(flag.is_set() for flag in self._flags)
@@ -83,7 +83,7 @@ class Resumed:
 
 
 class Answering:
-    """Adds what requests generate to an answer; `made`: the tokens so far."""
+    """Appends generated tokens to an answer; `count`: the tokens so far."""
 
     def __init__(
         self,
@@ -92,12 +92,13 @@ class Answering:
         answer: Answer,
         statistics: ChatStatistics,
         *,
-        most: int,
+        max_tokens: int,
         abort_event: Flag,
     ) -> None:
-        """Begin, or go on with an answer; it gets `most` tokens, fewer if the flag is set."""
-        self.made, self._abort_event = 0, abort_event
-        self._generator, self._reader, self._answer, self._most = generator, reader, answer, most
+        """Begin or continue an answer of up to `max_tokens` tokens; setting the flag ends it."""
+        self.count, self._abort_event = 0, abort_event
+        self._generator, self._reader, self._answer = generator, reader, answer
+        self._max_tokens = max_tokens
         self._raw = reader.text_of(answer.ids)
         self._statistics, self._is_first = statistics, True
         self._begin = time.monotonic()
@@ -117,8 +118,8 @@ class Answering:
         Raises:
             Exception: what the generator raises; the answer has what came before.
         """
-        own, taken = Flag(), 0
-        abort = _Either(own, self._abort_event)
+        ended, taken = Flag(), 0
+        abort = _Either(ended, self._abort_event)
         end: End = "closed"
         if self._is_first:
             self._splitter = Splitter(self._reader.format.thinking, opened=opened)
@@ -137,9 +138,9 @@ class Answering:
                 elif event.reason not in (None, "cancelled"):
                     end = "complete"
                 shown = self._shown(event)
-                if self.made and self.made + len(shown) > self._most:
+                if self.count and self.count + len(shown) > self._max_tokens:
                     end = "limit"
-                    own.set()
+                    ended.set()
                     continue
                 taken += len(shown)
                 self._take(event, shown)
@@ -147,13 +148,13 @@ class Answering:
                 for kind, text in pieces:
                     self._answer.text += text if kind == "answer" else ""
                     self._answer.thinking += text if kind == "thinking" else ""
-                if self.made >= self._most and event.reason is None:
+                if self.count >= self._max_tokens and event.reason is None:
                     end = "limit"
-                    own.set()
+                    ended.set()
                 for kind, text in pieces:
                     yield Piece(text, kind)
         finally:
-            own.set()
+            ended.set()
             for event in events:
                 self._count(event)
             self._is_first = False
@@ -171,7 +172,7 @@ class Answering:
     def _take(self, event: Event, shown: tuple[int, ...]) -> None:
         answer = self._answer
         self._cut += len(event.suppressed_ids)
-        self.made += len(shown)
+        self.count += len(shown)
         self._raw += event.text
         answer.ids += shown
         if shown:
@@ -182,18 +183,18 @@ class Answering:
             answer.ids += self._reader.ids_of(raw[len(known) :]) if raw.startswith(known) else []
 
     def _count(self, event: Event) -> None:
-        found, now = self._statistics, time.monotonic()
-        if event.ids and not found.answer_tokens:
+        statistics, now = self._statistics, time.monotonic()
+        if event.ids and not statistics.answer_tokens:
             self._first = now
-            found.first_token_seconds = now - self._begin
+            statistics.first_token_seconds = now - self._begin
         if event.ids:
-            found.answer_tokens = self.made + len(event.ids)
+            statistics.answer_tokens = self.count + len(event.ids)
         if event.statistics is None:
             return
         if self._is_first:
-            found.cached_tokens = event.statistics.cached_tokens
-        found.answer_tokens = self.made
-        found.drafted += event.statistics.drafted_tokens
-        found.accepted += event.statistics.accepted_tokens
-        if self.made > 1 and now > self._first:
-            found.tokens_per_second = (self.made - 1) / (now - self._first)
+            statistics.cached_tokens = event.statistics.cached_tokens
+        statistics.answer_tokens = self.count
+        statistics.drafted += event.statistics.drafted_tokens
+        statistics.accepted += event.statistics.accepted_tokens
+        if self.count > 1 and now > self._first:
+            statistics.tokens_per_second = (self.count - 1) / (now - self._first)

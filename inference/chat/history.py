@@ -21,12 +21,12 @@ from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.model.text.thoughts import first_of_answer
 
 SEGMENTS = 4096  # encoded texts between answers that are kept
-BOS = "bos"  # in place of a number in a marker
+BOS = "bos"  # instead of a number in a marker
 ADVICE = "choose another format, or change the system prompt"
 
 
 class Context(NamedTuple):
-    """What a model reads.
+    """Token ids of a conversation, as far as it fits.
 
     opened: whether it ends in the mark that begins thoughts; first: the first turn that fits; cut:
     characters of the last message that do not.
@@ -64,15 +64,15 @@ class Reader:
         self.stops = self._stops(names[0])
 
     def _stops(self, user: str) -> tuple[int | str, ...]:
-        """Return all that ends an answer: ids, the model's EOS ids among them, then strings."""
+        """Return the stops of an answer: ids, the model's EOS ids among them, then strings."""
         spellings = {"user": user, "USER": user.upper(), "lower": user.lower(), "initial": user[:1]}
         strings = list[str]()
         for text in self.format.stop_strings:
             for name, spelling in spellings.items():
                 text = text.replace(f"{{{name}}}", spelling)
             strings.append(text)
-        found = map(self._tokenizer.backend.token_to_id, (*self.format.stop_tokens, *strings))
-        ids = [*self._tokenizer.eos_token_ids, *(i for i in found if i is not None)]
+        tokens = map(self._tokenizer.backend.token_to_id, (*self.format.stop_tokens, *strings))
+        ids = [*self._tokenizer.eos_token_ids, *(i for i in tokens if i is not None)]
         return (*dict.fromkeys(ids), *dict.fromkeys(strings))
 
     def _special_tokens(self) -> dict[str, str]:
@@ -105,21 +105,21 @@ class Reader:
         """
         last = turns[-1]
         answer, cut = last.current.ids, last.cut
-        found: dict[int, tuple[list[int], bool]] = {}
+        contexts: dict[int, tuple[list[int], bool]] = {}
 
         def fits(first: int) -> bool:
-            found[first] = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
-            return len(found[first][0]) + len(answer) <= room
+            contexts[first] = self.read(system, turns[first:], cut=cut, keep_thinking=keep_thinking)
+            return len(contexts[first][0]) + len(answer) <= room
 
         first = 0 if fits(0) else 1 + bisect_left(range(1, len(turns)), True, key=fits)
         if first < len(turns):
-            ids, opened = found[first]
+            ids, opened = contexts[first]
             return Context(ids + answer, opened, first, cut)
         first, least = len(turns) - 1, min(len(answer), room // 2)
-        ids, opened = found[first]
+        ids, opened = contexts[first]
         while (excess := len(ids) + least - room) > 0 and cut < len(last.user):
-            kept = self.ids_of(last.user[cut:], special=self.format.special)[excess:]
-            cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(kept, special=True)))
+            rest = self.ids_of(last.user[cut:], special=self.format.special)[excess:]
+            cut = max(cut + 1, len(last.user) - len(self._tokenizer.decode(rest, special=True)))
             ids, opened = self.read(system, [last], cut=cut)
         if len(ids) > room or (answer and len(ids) == room):
             raise ContextOverflow(
@@ -145,7 +145,7 @@ class Reader:
         return self._joined(self._marker.split(text), answers), opened
 
     def _joined(self, parts: list[str], answers: Sequence["_Given"]) -> list[int]:
-        """Encode a rendered conversation: texts at even places, what a marker names at odd ones."""
+        """Encode a rendered conversation: texts at even indexes, names of markers at odd ones."""
         ends_in_space, ids, ending = parts[-1].endswith(" "), list[int](), ""
         for segment, name in zip(parts[::2], [*parts[1::2], ""], strict=True):
             given = answers[int(name)] if name.isdigit() else None
@@ -189,7 +189,7 @@ class Reader:
     def _changed(
         self, marked: str, system: str, users: Sequence[str], texts: Sequence[str]
     ) -> set[int]:
-        """Return the answers whose text the template does not put where their marker stands."""
+        """Return the answers whose text the template changes, by comparing with their markers."""
         changed, groups = set[int](), [range(len(texts))] if texts else []
 
         def shown(group: Collection[int]) -> list[str]:
@@ -212,7 +212,7 @@ class Reader:
         return changed
 
     def complete(self, answer: Answer, *, opened: bool) -> None:
-        """Find where an answer begins behind its thoughts."""
+        """Find the first id of an answer after its thoughts."""
         marks = self.format.thinking
         answer.first = first_of_answer(answer.ids, marks, self._tokenizer, opened=opened)
 
@@ -230,7 +230,7 @@ class Reader:
 
 
 class _Given(NamedTuple):
-    """An answer in a context: its ids, what a template sees, and what is put behind it.
+    """An answer in a context: its ids, its text for the template, and text to put after it.
 
     mark: begins thoughts, which the answer has (`opening`: ids of the mark, if the prompt had it)
     or does not have (None). spaced: whether its ids have the space before its text, if any.
@@ -257,7 +257,7 @@ class _Given(NamedTuple):
         return cls(ids, text.strip(), ending, mark, opening, spaced)
 
     def behind(self, segment: str, *, ends_in_space: bool) -> tuple[str, list[int]]:
-        """Return the text before this answer as the model read it, and ids behind that text."""
+        """Return the text before this answer as the model read it, and ids after that text."""
         if self.mark and segment.rstrip().endswith(self.mark):
             if self.opening is None:
                 return segment.rstrip().removesuffix(self.mark), []

@@ -31,7 +31,7 @@ from exl2flow.model.tensor_parallel.ranks import Ranks
 MOST_DRAWN = 10**7  # by an answer: hours of work, whose draws are passed over in 0.2 s
 ROWS = 8  # of the embedding, in the fingerprint of a model
 # in a file, under the names of the attributes, which are arguments as well
-KEPT = (
+STORED = (
     "settings",
     "seed",
     "max_answer_tokens",
@@ -110,7 +110,7 @@ class Session:
 
     @property
     def format(self) -> PromptFormat:
-        """How the conversation is written."""
+        """The prompt format of the conversation."""
         return self._reader.format
 
     @format.setter
@@ -142,7 +142,7 @@ class Session:
         return self._run(Turn(_checked(text)), self.turns)
 
     def edit(self, number: int, text: str) -> Reply:
-        """Replace the message of a turn (0: the first, -1: the last) and forget what follows it."""
+        """Replace the message of a turn (0: the first, -1: the last) and drop later turns."""
         self._turn(number)
         return self._run(Turn(_checked(text)), self.turns[: number % len(self.turns)])
 
@@ -200,7 +200,7 @@ class Session:
         return self._limit - min(self.reserve, self._limit // 2)
 
     def context_ids(self, text: str = "") -> list[int]:
-        """Return what the model would read before it answers a message.
+        """Return the ids that the model would read before it answers a message.
 
         Raises:
             ContextOverflow, ChatTemplateError: as `reply`.
@@ -212,7 +212,7 @@ class Session:
         return self._reader.fit(self.system, turns, room=room, keep_thinking=self.keep_thinking)
 
     def _fit(self, turn: Turn, *, keeps_all: bool) -> tuple[Context, list[Piece]]:
-        """Return the context of the last turn, and what the user should know about it.
+        """Return the context of the last turn, and notes for the user about left-out text.
 
         keeps_all: the reserve may be used, if all that the model has read still fits then.
         """
@@ -220,12 +220,13 @@ class Session:
         context = self._context(turns, self._limit - 1) if keeps_all else None
         if context is None or context.first or context.cut != turn.cut:
             context = self._context(turns, self._room)
-        kept, notes = {id(each) for each in turns[context.first :]}, list[Piece]()
-        gone = sum(id(each) not in kept and not each.dropped for each in self.turns)
-        for each in self.turns:
-            each.dropped = id(each) not in kept
-        if gone and not self.amnesia:
-            oldest = "message and its answer" if gone == 1 else f"{gone} messages and their answers"
+        read, notes = {id(turn) for turn in turns[context.first :]}, list[Piece]()
+        dropped = sum(id(old) not in read and not old.dropped for old in self.turns)
+        for old in self.turns:
+            old.dropped = id(old) not in read
+        if dropped and not self.amnesia:
+            many = f"{dropped} messages and their answers"
+            oldest = "message and its answer" if dropped == 1 else many
             text = f"the context is full: the oldest {oldest} are no longer read"
             notes.append(Piece(text, "note"))
         if context.cut > turn.cut:
@@ -254,7 +255,7 @@ class Session:
                 self._reader,
                 turn.current,
                 self.statistics,
-                most=self.max_answer_tokens,
+                max_tokens=self.max_answer_tokens,
                 abort_event=abort_event,
             )
             end: End | None = None
@@ -264,13 +265,13 @@ class Session:
                 request = self._request(context.ids, turn.current)
                 end = yield from run.stream(request, opened=context.opened)
             if end == "limit":
-                yield Piece(f"the answer stops at {run.made} tokens", "note")
+                yield Piece(f"the answer stops at {run.count} tokens", "note")
 
     @contextmanager
     def _or_as_before(self, turn: Turn) -> Iterator[None]:
         """Restore the conversation if an answer is ended, or fails, without a token."""
-        turns, asked, made = self.turns, self.asked, len(turn.ids)
-        states = [(each, each.dropped, each.cut) for each in turns]
+        turns, asked, count = self.turns, self.asked, len(turn.ids)
+        states = [(old, old.dropped, old.cut) for old in turns]
         try:
             yield
         except Exl2FlowError:
@@ -278,13 +279,13 @@ class Session:
         except Exception as error:
             raise InferenceError(f"the answer failed: {error}") from error
         finally:
-            if len(turn.ids) == made and not turn.current.ended:
+            if len(turn.ids) == count and not turn.current.ended:
                 self.turns, self.asked = turns, asked
-                for each, dropped, cut in states:
-                    each.dropped, each.cut = dropped, cut
+                for old, dropped, cut in states:
+                    old.dropped, old.cut = dropped, cut
 
     def _request(self, ids: Sequence[int], answer: Answer) -> Request:
-        """Return what continues a context.
+        """Return the request that continues a context.
 
         Raises:
             ConfigError: a value is out of range.
@@ -324,7 +325,7 @@ class Session:
             asked=self.asked,
             left_out=tuple(name for name in ("adapters", "filters") if getattr(self, name)),
             messages=tuple(messages_of(self.system, self.turns)),
-            **{name: getattr(self, name) for name in KEPT},
+            **{name: getattr(self, name) for name in STORED},
         )
         conversation.write(Path(path))
 
@@ -332,41 +333,41 @@ class Session:
     def load(
         cls, path: Path | str, generator: Generator, fmt: PromptFormat | None = None, **options: Any
     ) -> Self:
-        """Return a conversation that was saved; with the same model it goes on with the same ids.
+        """Load a saved conversation; with the same model it continues with the same ids.
 
         Args:
             path: the file.
             generator: what answers from now on.
             fmt: the format; None: that of the file, or for another model the one that fits it.
-            options: of `Session`, in place of what the file says.
+            options: of `Session`, instead of the file's values.
 
         Raises:
             ConfigError: the file is damaged, or no conversation.
         """
-        found, model = Conversation.read(Path(path)), generator.model
+        stored, model = Conversation.read(Path(path)), generator.model
         fingerprint, notes = _fingerprint_of(generator), list[str]()
-        if found.fingerprint != fingerprint:
+        if stored.fingerprint != fingerprint:
             fmt = fmt or choose_format(model.spec.source_dir, model.tokenizer)[0]
-            found.forget_ids(model.tokenizer.encode)
+            stored.forget_ids(model.tokenizer.encode)
             notes.append(
-                f"`{path}` is of another model, `{found.model}`: its answers are read as text, in "
+                f"`{path}` is of another model, `{stored.model}`: its answers are read as text, in "
                 f"format `{fmt.name}`"
             )
-        if not found.has_ids_below(model.spec.vocab_size):
+        if not stored.has_ids_below(model.spec.vocab_size):
             raise ConfigError(f"`{path}` has answers with ids that the model does not have")
-        for answer in found.answers:
+        for answer in stored.answers:
             # bans cut at most all ids before each
-            most = min(len(answer.ids) * model.spec.vocab_size, MOST_DRAWN)
-            if not 0 <= answer.drawn <= most:
+            max_drawn = min(len(answer.ids) * model.spec.vocab_size, MOST_DRAWN)
+            if not 0 <= answer.drawn <= max_drawn:
                 raise ConfigError(
                     f"`{path}` has an answer whose `drawn` is {answer.drawn}, but its "
-                    f"{len(answer.ids)} ids used at most {most} draws; correct it, or give a file "
-                    "that was saved as a conversation"
+                    f"{len(answer.ids)} ids used at most {max_drawn} draws; correct it, or give a "
+                    "file that was saved as a conversation"
                 )
-        values = {name: getattr(found, name) for name in ("system", *KEPT)}
-        session = cls(generator, fmt or found.format, **{**values, **options})
-        session._fingerprint, session.asked, session.turns = fingerprint, found.asked, found.turns
-        lost = [name for name in found.left_out if not options.get(name)]
+        values = {name: getattr(stored, name) for name in ("system", *STORED)}
+        session = cls(generator, fmt or stored.format, **{**values, **options})
+        session._fingerprint, session.asked, session.turns = fingerprint, stored.asked, stored.turns
+        lost = [name for name in stored.left_out if not options.get(name)]
         session.notes = [*notes, *(f"`{path}` holds no {name}: give them again" for name in lost)]
         return session
 

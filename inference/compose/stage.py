@@ -9,7 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -129,8 +129,8 @@ def write_rows(
     tables = torch.arange(pages, dtype=torch.int32, device=device).view(len(rows), -1)
     lengths = torch.zeros(len(rows), dtype=torch.int32, device=device)
     angles = RopeTables.of(spec, span, device)
-    chance = _Chance.of(model.tokenizer, rows, tokens=tokens, texts=-(-tokens // span), seed=seed)
-    chance = chance.to(device)
+    texts = -(-tokens // span)
+    chance = _Chance.of(model.tokenizer, rows, device, tokens=tokens, texts=texts, seed=seed)
     below = min(spec.vocab_size, model.tokenizer.vocab_size)
     ids = torch.empty((len(rows), tokens), dtype=torch.int64, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)  # read once: reading waits for the GPU
@@ -157,7 +157,7 @@ def write_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Chance:
-    """What determines the next tokens besides the model's logits.
+    """Temperatures, draws and first tokens of each row.
 
     heats: temperatures (b,); draws: fp64 (b, tokens) in [0, 1); openings: the first token of each
     text, int64 (b, texts); ends: tokens after which `bos` must follow, int64 (e,).
@@ -171,7 +171,14 @@ class _Chance:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, rows: range, *, tokens: int, texts: int, seed: int
+        cls,
+        tokenizer: Tokenizer,
+        rows: range,
+        device: torch.device,
+        *,
+        tokens: int,
+        texts: int,
+        seed: int,
     ) -> "_Chance":
         """Draw for each row from its number and the seed."""
         bos, ends = tokenizer.bos_token_id, tokenizer.eos_token_ids
@@ -182,18 +189,15 @@ class _Chance:
             openings.append([choice[int(opening.random() * len(choice))] for _ in range(texts)])
         sources = [random.Random(f"{seed}/{row}") for row in rows]
         draws = [[source.random() for _ in range(tokens)] for source in sources]
+        heats = [TEMPERATURES[row % len(TEMPERATURES)] for row in rows]
+        ends = () if bos is None or bos in ends else ends
         return cls(
-            heats=torch.tensor([TEMPERATURES[row % len(TEMPERATURES)] for row in rows]),
-            draws=torch.tensor(draws, dtype=torch.float64),
-            openings=torch.tensor(openings),
-            ends=torch.tensor([] if bos is None or bos in ends else ends, dtype=torch.int64),
+            heats=torch.tensor(heats, device=device),
+            draws=torch.tensor(draws, dtype=torch.float64, device=device),
+            openings=torch.tensor(openings, device=device),
+            ends=torch.tensor(ends, dtype=torch.int64, device=device),
             bos=bos or 0,
         )
-
-    def to(self, device: torch.device) -> "_Chance":
-        """Return a copy on a device."""
-        names = ("heats", "draws", "openings", "ends")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def following(self, token: torch.Tensor, logits: torch.Tensor, position: int) -> torch.Tensor:
         """Return the tokens int64 (b,) after those at `position`; logits are (b, v)."""
@@ -214,15 +218,17 @@ def draw_tokens(logits: torch.Tensor, heats: torch.Tensor, draws: torch.Tensor) 
     """
     probabilities = torch.softmax(logits.double() / heats[:, None], dim=-1)
     sums = probabilities.cumsum(dim=-1)
-    found = torch.searchsorted(sums, (draws * sums[:, -1])[:, None], right=True)[:, 0]
-    return found.clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(sums, (draws * sums[:, -1])[:, None], right=True)[:, 0]
+    return tokens.clamp(max=logits.shape[-1] - 1)
 
 
 def plausible_openings(tokenizer: Tokenizer) -> list[int]:
     """Return tokens that may begin a text: capitalized words, or all tokens if there are none."""
     texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.vocab_size))
-    found = [token for token, text in texts if len(text) > 1 and text.isalpha() and text.istitle()]
-    return found or list(range(tokenizer.vocab_size))
+    openings = [
+        token for token, text in texts if len(text) > 1 and text.isalpha() and text.istitle()
+    ]
+    return openings or list(range(tokenizer.vocab_size))
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Drafts by a smaller model of the same vocabulary.
+"""Draft tokens from a smaller model with the same vocabulary.
 
 Its cache has as many pages as the generator's and uses them alike, so tables, lengths, copies and
 shared beginnings are those of the generator.
@@ -27,10 +27,10 @@ SHOWN = 20  # characters of a piece
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """Guesses the likeliest tokens of another model.
+    """Proposes the likeliest tokens of a draft model.
 
-    tokens: the most draft tokens per step; least: a token of less probability is dropped, and
-    what would follow it. Raises `ConfigError` for a number out of range.
+    tokens: the most draft tokens per step; least: a token of less probability ends the draft.
+    Raises `ConfigError` for a number out of range.
     """
 
     model: LoadedModel
@@ -41,22 +41,22 @@ class Draft:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
         check("least", self.least, 0, 1)
 
-    def start(self, model: LoadedModel, slots: SharedSlots) -> "ModelGuesses":
+    def start(self, model: LoadedModel, slots: SharedSlots) -> "ModelProposer":
         """Reserve a cache; raise `ConfigError` if vocabularies or devices differ."""
         check_vocabularies(self.model.tokenizer, model.tokenizer)
-        return ModelGuesses(self, slots)
+        return ModelProposer(self, slots)
 
 
-class ModelGuesses:
-    """A model and its cache behind the slots of a generator.
+class ModelProposer:
+    """A draft model and its cache, in the slots of a generator.
 
-    ids: int64 (slots, 2 + tokens), the last two of each text, then draft tokens; found: fp64
+    ids: int64 (slots, 2 + tokens), the last two of each text, then draft tokens; proposed: fp64
     (slots, tokens, 2), draft tokens and their probabilities.
     """
 
     def __init__(self, draft: Draft, slots: SharedSlots) -> None:
         self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
-        device, rows, spec = slots.tables.device, len(slots.lengths), draft.model.spec
+        device, size, spec = slots.tables.device, len(slots.lengths), draft.model.spec
         placement = self.decoder.placement
         if placement.is_split or placement.head != device:
             raise ConfigError(f"the draft's model is not on {device}; load all of it there")
@@ -64,8 +64,8 @@ class ModelGuesses:
             spec, pages=slots.cache.pages, form=slots.cache.form, placement=placement
         )
         self._angles = RopeTables.of(spec, slots.tables.shape[1] * PAGE_TOKENS, device)
-        self._ids = torch.zeros(rows, 2 + draft.tokens, dtype=torch.int64, device=device)
-        self._found = torch.zeros(rows, draft.tokens, 2, dtype=torch.float64, device=device)
+        self._ids = torch.zeros(size, 2 + draft.tokens, dtype=torch.int64, device=device)
+        self._proposed = torch.zeros(size, draft.tokens, 2, dtype=torch.float64, device=device)
 
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         view = PromptView(self.cache, segments)
@@ -74,54 +74,55 @@ class ModelGuesses:
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)
 
-    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
-        """Return the likeliest tokens.
+    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
+        """Return the likeliest tokens of each slot, fewer where the model is unsure.
 
         The first pass takes the last two tokens of each text: if all draft tokens were accepted,
         the keys of the last one are still missing. Texts without draft tokens follow it, too.
         """
-        slots, proposed = max(wanted) + 1, {slot: list[int]() for slot in wanted}
-        last = [wanted[slot].ids[-2:] if slot in wanted else (0,) for slot in range(slots)]
+        slots, drafts = max(requests) + 1, {slot: list[int]() for slot in requests}
+        last = [requests[slot].ids[-2:] if slot in requests else (0,) for slot in range(slots)]
         pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
         self._ids[:slots, :2] = on_device(pairs, self._ids.device)
-        going, place = {slot for slot, one in wanted.items() if one.most}, 0
-        self._pass(slots, place)
+        going, position = {slot for slot, request in requests.items() if request.most}, 0
+        self._pass(slots, position)
         while going:
-            found = self._found[:slots, place].tolist()
-            going = {slot for slot in going if found[slot][1] >= self._least}
+            proposed = self._proposed[:slots, position].tolist()
+            going = {slot for slot in going if proposed[slot][1] >= self._least}
             for slot in going:
-                proposed[slot].append(int(found[slot][0]))
-            place += 1
-            going = {slot for slot in going if place < wanted[slot].most}
+                drafts[slot].append(int(proposed[slot][0]))
+            position += 1
+            going = {slot for slot in going if position < requests[slot].most}
             if going:
-                self._pass(slots, place)
-        return proposed
+                self._pass(slots, position)
+        return drafts
 
-    def _pass(self, slots: int, place: int) -> None:
-        rows = min(bucket(slots), len(self._ids))
-        work = partial(self._propose, rows, place)
-        self._slots.graphs.replay(("draft", rows, place), work)
+    def _pass(self, slots: int, position: int) -> None:
+        batch = min(bucket(slots), len(self._ids))
+        work = partial(self._propose, batch, position)
+        self._slots.graphs.replay(("draft", batch, position), work)
 
-    def _propose(self, rows: int, place: int) -> None:
+    def _propose(self, batch: int, position: int) -> None:
         """Append the likeliest token to the draft tokens; repeating it changes nothing."""
-        new, ids = 1 if place else 2, self._ids[:rows]
-        lengths = (self._slots.lengths[:rows] + (place or -1)).clamp(min=0)
-        view = StepView(self.cache, self._slots.tables[:rows], lengths, count=new)
-        tokens = ids[:, place + 2 - new : place + 2]
+        new, ids = 1 if position else 2, self._ids[:batch]
+        lengths = (self._slots.lengths[:batch] + (position or -1)).clamp(min=0)
+        view = StepView(self.cache, self._slots.tables[:batch], lengths, count=new)
+        tokens = ids[:, position + 2 - new : position + 2]
         logits = self.decoder.forward(tokens, view, self._angles.at(view.positions))[:, -1]
         greatest, best = logits.max(dim=-1)
-        ids[:, place + 2] = best
-        share = torch.exp(greatest - logits.logsumexp(-1))
-        self._found[:rows, place] = torch.stack((best.double(), share.double()), dim=-1)
+        ids[:, position + 2] = best
+        probability = torch.exp(greatest - logits.logsumexp(-1))
+        proposed = torch.stack((best.double(), probability.double()), dim=-1)
+        self._proposed[:batch, position] = proposed
 
 
 def check_vocabularies(draft: Tokenizer, model: Tokenizer) -> None:
     """Raise `ConfigError` unless ids stand for the same pieces, but for a few at the end."""
-    theirs, ours, wrong = draft.pieces, model.pieces, ""
+    theirs, ours, problem = draft.pieces, model.pieces, ""
     if abs(len(theirs) - len(ours)) > SPARE_IDS:
-        wrong = f"the draft's vocabulary has {len(theirs)} ids, the model's {len(ours)}"
+        problem = f"the draft's vocabulary has {len(theirs)} ids, the model's {len(ours)}"
     elif any(map(ne, theirs, ours)):
         i, one, other = next(x for x in zip(count(), theirs, ours, strict=False) if x[1] != x[2])
-        wrong = f"id {i} is {one[:SHOWN]!r} for the draft and {other[:SHOWN]!r} for the model"
-    if wrong:
-        raise ConfigError(f"{wrong}; take a draft of the same model family")
+        problem = f"id {i} is {one[:SHOWN]!r} for the draft and {other[:SHOWN]!r} for the model"
+    if problem:
+        raise ConfigError(f"{problem}; take a draft of the same model family")

@@ -1,4 +1,4 @@
-"""Drafts without a model: what followed when the last few tokens occurred before."""
+"""Draft tokens from n-grams: the tokens after an earlier occurrence of the last few."""
 
 from array import array
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
 
 @dataclass(frozen=True, slots=True)
 class NgramDraft:
-    """Guesses that a text goes on as it did after the latest occurrence of its last tokens.
+    """Proposes the tokens that followed the latest occurrence of a text's last n tokens.
 
-    tokens: the most draft tokens per step; longest: so many tokens, or else fewer, down to
-    two, must have occurred before. Raises `ConfigError` for a number out of range.
+    tokens: the most draft tokens per step; longest: the first n to look for; then fewer, down to
+    two. Raises `ConfigError` for a number out of range.
     """
 
     tokens: int = 4
@@ -27,12 +27,12 @@ class NgramDraft:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
         check("longest", self.longest, SHORTEST, REREAD)
 
-    def start(self, *_: object) -> "NgramGuesses":
-        return NgramGuesses(self.longest)
+    def start(self, *_: object) -> "NgramProposer":
+        return NgramProposer(self.longest)
 
 
-class NgramGuesses:
-    """Keeps the ids of each text as bytes, which are searched in no time."""
+class NgramProposer:
+    """Keeps the ids of each text as bytes, which `bytearray.rfind` searches fast."""
 
     decoder = None
 
@@ -43,27 +43,27 @@ class NgramGuesses:
     def read(self, *_: object) -> None: ...
     def copy(self, *_: object) -> None: ...
 
-    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
-        return {slot: self._follow(one) for slot, one in wanted.items()}
+    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
+        return {slot: self._draft(request) for slot, request in requests.items()}
 
-    def _follow(self, one: DraftRequest) -> list[int]:
-        if not one.most:
+    def _draft(self, request: DraftRequest) -> list[int]:
+        if not request.most:
             return []
-        text = self._texts.setdefault(one.owner, bytearray())
-        kept = max(0, min(len(text) // WIDTH, len(one.ids)) - REREAD)
-        text[kept * WIDTH :] = array("q", one.ids[kept:]).tobytes()
+        text = self._texts.setdefault(request.owner, bytearray())
+        unchanged = max(0, min(len(text) // WIDTH, len(request.ids)) - REREAD)
+        text[unchanged * WIDTH :] = array("q", request.ids[unchanged:]).tobytes()
         if (begin := self._earlier(text)) is None:
             return []
-        period = array("q", bytes(text[begin : begin + one.most * WIDTH]))
-        return [period[i % len(period)] for i in range(one.most)]  # it may repeat itself
+        period = array("q", bytes(text[begin : begin + request.most * WIDTH]))
+        return [period[i % len(period)] for i in range(request.most)]  # it may repeat itself
 
     def _earlier(self, text: bytearray) -> int | None:
-        """Return the place behind the latest occurrence of the text's last tokens."""
+        """Return the byte after the latest earlier occurrence of the text's last tokens."""
         for count in range(min(self._longest, len(text) // WIDTH - 1), SHORTEST - 1, -1):
             size = count * WIDTH
             end, last = len(text) - WIDTH, bytes(text[-size:])
-            while (place := text.rfind(last, 0, end)) >= 0:
-                if place % WIDTH == 0:
-                    return place + size
-                end = place + size - 1
+            while (begin := text.rfind(last, 0, end)) >= 0:
+                if begin % WIDTH == 0:
+                    return begin + size
+                end = begin + size - 1
         return None

@@ -1,4 +1,4 @@
-"""Interfaces of proposers: what proposes draft tokens, and what it shares with the generator."""
+"""Interfaces of speculative decoding: proposers, and the slots that they share."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies
 
 
 class SharedSlots(NamedTuple):
-    """What a draft model shares with the slots of a generator; see `DeviceSlots`."""
+    """The slots of a generator as runners and draft models share them; see `DeviceSlots`."""
 
     cache: PagedCache
     tables: torch.Tensor
@@ -26,7 +26,7 @@ class SharedSlots(NamedTuple):
 
 
 class DraftRequest(NamedTuple):
-    """A text by its ids, which may take `most` more tokens from a draft; `owner` keeps them."""
+    """Asks for up to `most` draft tokens after a text's ids; `owner` identifies the text."""
 
     owner: object
     ids: Sequence[int]
@@ -46,12 +46,12 @@ class Proposer(Protocol):
     def copy(self, pages: torch.Tensor) -> None:
         """Follow the copy of pages, int64 (2, n): sources and targets."""
 
-    def propose(self, wanted: Mapping[int, DraftRequest]) -> Mapping[int, Sequence[int]]:
-        """Return what may follow the texts, by slot."""
+    def propose(self, requests: Mapping[int, DraftRequest]) -> Mapping[int, Sequence[int]]:
+        """Return the draft tokens of each slot."""
 
 
 class Drafter(Protocol):
-    """What a caller gives a generator; `tokens`: the most draft tokens per text and step."""
+    """Options of speculative decoding; `tokens`: the most draft tokens per text and step."""
 
     @property
     def tokens(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Filters: what a generated text may contain, token by token."""
+"""Filters: constrain generated texts to prefixes, choices and grammars."""
 
 from exl2flow.core.requests.request import Filter
 from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter

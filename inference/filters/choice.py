@@ -19,11 +19,13 @@ class _Strings:
     case_insensitive: bool = False
 
     def __post_init__(self) -> None:
-        given = (self.strings,) if isinstance(self.strings, str) else tuple(self.strings)
-        object.__setattr__(self, "strings", given)
-        whole = [isinstance(s, str) and s == s.encode(errors="ignore").decode() for s in given]
-        if not given or "" in given or not all(whole):
-            raise ConfigError(f"`{type(self).__name__}` got {given!r}; it takes non-empty strings")
+        strings = (self.strings,) if isinstance(self.strings, str) else tuple(self.strings)
+        object.__setattr__(self, "strings", strings)
+        valid = [isinstance(s, str) and s == s.encode(errors="ignore").decode() for s in strings]
+        if not strings or "" in strings or not all(valid):
+            raise ConfigError(
+                f"`{type(self).__name__}` got {strings!r}; it takes non-empty strings"
+            )
 
     def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "_ChoiceState":
         """See `Filter.start`; raises `ConfigError` if the tokens can spell none of the strings."""
@@ -49,7 +51,7 @@ class SelectFilter(_Strings):
 
 
 class _ChoiceState:
-    """A text under such a filter; `states`: its bytes after each token.
+    """State of one text; `states`: its bytes after each token.
 
     places: of each string, from which tokens complete it. continued: strings that others begin
     with, if an id can end the text.
@@ -61,8 +63,8 @@ class _ChoiceState:
         self._eos, self.states = tokenizer.eos_token_ids, [b""]
         keys = [(prefix + string).encode() for string in given.strings]
         keys = sorted({folded(key) if folds else key for key in keys})
-        found = {key: self._spelling.places(key, overshoots=self._opens) for key in keys}
-        self._places = {key: places for key, places in found.items() if 0 in places}
+        places = {key: self._spelling.places(key, overshoots=self._opens) for key in keys}
+        self._places = {key: of_key for key, of_key in places.items() if 0 in of_key}
         if not self._places:
             raise ConfigError(f"the tokens of `{tokenizer.source}` cannot spell those of {given}")
         pairs = pairwise(self._places) if self._eos else ()

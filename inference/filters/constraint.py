@@ -1,4 +1,4 @@
-"""What a filter is, and the state of one text under one or several."""
+"""State of one text under one or several filters: allowed tokens, and whether it may end."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from exl2flow.model import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Allowed:
-    """What may follow a text.
+    """Tokens that may follow a text.
 
     words: int32 (ceil(width / 32),), read-only mask of the ids that may be sampled, as in
         `sampling/bits.py`; None: all. ends: ids that end the text when they are sampled.
@@ -29,7 +29,7 @@ class Allowed:
 
 
 class Constraint(Protocol):
-    """The state of a text. No token may follow one that was not allowed, until it is taken back."""
+    """State of one text. After a token that was not allowed, roll back before the next one."""
 
     def allowed(self) -> Allowed: ...
     def accept(self, token: int) -> None: ...
@@ -37,7 +37,7 @@ class Constraint(Protocol):
 
 
 class Combined:
-    """A text under several filters: all must allow a token, and any may end the text by it."""
+    """One text under several filters: all must allow a token; any of them may end the text."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class Combined:
         self._ids, self._fed, self._prefer_end = list[int](), list[bool](), prefer_end
 
     def allowed(self, only: Iterable[int] | None = None, blocked: Collection[int] = ()) -> Allowed:
-        """Return what may follow the accepted tokens, of `only` these ids and not the `blocked`.
+        """Return the allowed tokens after the accepted ones, among `only` and without `blocked`.
 
-        Raises `FilterDeadEnd` if nothing may, and the text may not end.
+        Raises `FilterDeadEnd` if there is none, and the text may not end.
         """
         parts = [part.allowed() for part in self.parts]
         masks = [part.words for part in parts if part.words is not None]
@@ -78,7 +78,7 @@ class Combined:
         return Allowed(words, ends, may_end, may_end and must_end)
 
     def accept(self, token: int, *, fed: bool = True) -> None:
-        """Continue the text by a token, the healed one included; the filters see what is `fed`."""
+        """Append a token, the healed one included; the filters see it if it is `fed`."""
         self._ids.append(token)
         self._fed.append(fed)
         for part in self.parts if fed else ():
@@ -86,8 +86,8 @@ class Combined:
 
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
-        place = len(self._ids) - count
-        count = sum(self._fed[place:])
-        del self._ids[place:], self._fed[place:]
+        length = len(self._ids) - count
+        count = sum(self._fed[length:])
+        del self._ids[length:], self._fed[length:]
         for part in self.parts:
             part.rollback(count)

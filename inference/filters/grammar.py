@@ -60,13 +60,13 @@ class GrammarFilter:
 
 
 def _bounded(schema: Any) -> Any:
-    """Return a schema whose texts cannot go on with white space, unless it says what it allows."""
+    """Return a schema with bounded white space, unless it has options for that."""
     if not isinstance(schema, dict):
         return schema
-    own = schema.get(GUIDANCE, {})
-    if not isinstance(own, dict) or "whitespace_flexible" in own:
+    options = schema.get(GUIDANCE, {})
+    if not isinstance(options, dict) or "whitespace_flexible" in options:
         return schema
-    return {**schema, GUIDANCE: {"whitespace_pattern": WHITE_SPACE, **own}}
+    return {**schema, GUIDANCE: {"whitespace_pattern": WHITE_SPACE, **options}}
 
 
 class _GrammarState:
@@ -100,7 +100,7 @@ class _GrammarState:
 
 
 def prepare(constraints: Iterable[object]) -> None:
-    """Compute the masks of the grammars among constraints of one tokenizer, without the GIL."""
+    """Compute the masks of all grammars among the constraints at once, without the GIL."""
     texts = [text for text in constraints if isinstance(text, _GrammarState) and text.words is None]
     texts = [text for text in texts if not text.lost and not text.matcher.is_stopped()]
     if texts:

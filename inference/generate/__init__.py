@@ -1,4 +1,4 @@
-"""Text generation: `Generator` and what it takes and gives."""
+"""Text generation: `Generator`, its requests and its events."""
 
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.asynchronous import AsyncGenerator

@@ -20,7 +20,7 @@ def firsts(cut: Cut) -> frozenset[int]:
 def allowed_by(
     constraint: Combined, only: Collection[int] | None, blocked: frozenset[int], cut: Cut
 ) -> Allowed:
-    """Return what may follow, as `Combined.allowed` does.
+    """Return the allowed tokens, as `Combined.allowed` does, without banned passages if possible.
 
     Args:
         constraint: of the filters.

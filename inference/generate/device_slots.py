@@ -1,9 +1,9 @@
-"""What a generator does on the device: passes over prompts, and decode steps of its slots.
+"""The device side of a generator: prefill passes, and decode steps of its slots.
 
-A decode step is two recordings: forward (ids → logits) for a number of rows, and sampling (logits →
-ids) for a number of rows and a `Kind`. Both advance the state of their slots by themselves, so the
-host may replay the next step before it has read the ids of the last one. With drafts, forward takes
-several tokens per slot, and sampling is replayed for each place while what it chose was drafted.
+A decode step is two CUDA graphs: forward (ids → logits) for a batch size, and sampling (logits →
+ids) for a batch size and a `Kind`. Both advance the state of their slots by themselves, so the host
+may replay the next step before it has read the ids of the last one. With drafts, forward takes
+several tokens per slot, and sampling is replayed per position while draft tokens are accepted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.drafts import Drafter, SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
-from exl2flow.inference.generate.runner import Runner, SingleRunner, SplitRunner, State
+from exl2flow.inference.generate.runner import Runner
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, completed, sample
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
@@ -33,11 +33,11 @@ _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters b
 
 
 class DeviceSlots:
-    """The device side of a generator's slots.
+    """State of a generator's slots on the device, and the passes that advance it.
 
     tables: int32 (slots, pages); lengths: int32 (slots,), tokens whose keys and values are stored;
-    ids: int64 (slots, 1 + drafts), the token after those, and drafts behind it; logits: fp32
-    (slots, v), of what was sampled last.
+    ids: int64 (slots, 1 + drafts), the token after those, then draft tokens; logits: fp32
+    (slots, v), from which was sampled last.
     Idle slots write to the cache's spare page. drafts: the most per slot; proposer: makes them.
     failure: after which the device may be in any state.
     """
@@ -59,45 +59,40 @@ class DeviceSlots:
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.ids = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
-        self.places = DraftPositions(slots, width, drafts, device)
+        self.positions = DraftPositions(slots, width, drafts, device)
         self._tokenizer = model.tokenizer
         known = min(model.tokenizer.vocab_size, model.spec.vocab_size)
         self.sampler = SamplerSlots(
             slots=slots, max_tokens=max_tokens, vocab_size=known, width=width, device=device
         )
         records = device.type == "cuda" and isinstance(model.decoder.sublayers, list)
-        idle = partial(self.places.idle, self.sampler.active)
+        idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
         self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self.failure: Exception | None = None
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
-        kind = SplitRunner if model.decoder.placement.is_split else SingleRunner
-        state = State(
-            decoder=model.decoder,
-            cache=cache,
-            tables=self.tables,
-            lengths=self.lengths,
-            ids=self.ids,
-            places=self.places,
-            adapters=self._adapters,
-            graphs=self.graphs,
-            idle=idle,
-            most=max_tokens + max(drafts, STEP_TOKENS),
-        )
-        self._passes: Runner = kind(state)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
+        self._runner = Runner(
+            model.decoder,
+            shared,
+            self.ids,
+            self.positions,
+            self._adapters,
+            idle=idle,
+            max_tokens=max_tokens + max(drafts, STEP_TOKENS),
+        )
         self.proposer = None if draft is None else draft.start(model, shared)
-        self.no_states = model.decoder.embedding.weight[:0].to(device)  # of no tokens
+        self.no_hidden = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
 
     @property
     def logits(self) -> torch.Tensor:
-        """The logits fp32 (slots, v) of what was sampled last."""
-        return self.places.logits
+        """The logits fp32 (slots, v) from which was sampled last."""
+        return self.positions.logits
 
     @property
-    def ahead(self) -> bool:
-        """Whether the device works while the host reads."""
+    def is_asynchronous(self) -> bool:
+        """Whether the device runs a step while the host reads the last one."""
         return self.cache.device.type == "cuda"
 
     def check_works(self) -> None:
@@ -144,24 +139,24 @@ class DeviceSlots:
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Set the pages of a slot's sequence."""
         self.tables[slot] = self.cache.spare
-        there = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
-        self.tables[slot, : len(pages)] = there
-        self._passes.tables_changed()
+        indexes = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
+        self.tables[slot, : len(pages)] = indexes
+        self._runner.tables_changed()
 
-    def replace(self, slot: int, place: int, token: int) -> None:
-        """Put another id in the place of the one that was sampled last.
+    def replace(self, slot: int, position: int, token: int) -> None:
+        """Replace the id that was sampled last, at this position of its sequence.
 
         Raises:
             SourceModelError: the vocabulary does not have it.
         """
         check_ids([token], self._decoder.spec)
         self.ids[slot, 0].fill_(token)
-        self.sampler.history[slot, place].fill_(token)
+        self.sampler.history[slot, position].fill_(token)
 
     def leave(self, slot: int) -> None:
         """Free a slot."""
         self.tables[slot] = self.cache.spare
-        self._passes.tables_changed()
+        self._runner.tables_changed()
         self.lengths[slot].fill_(0)
         self._adapters.enter(slot)
         self.sampler.leave(slot)
@@ -178,90 +173,86 @@ class DeviceSlots:
         self,
         ids: Sequence[int],
         segments: Sequence[Segment],
-        rows: Sequence[torch.Tensor] = (),
+        embeddings: Sequence[torch.Tensor] = (),
         adapters: Sequence[Used] = (),
         *,
         states: bool = False,
     ) -> torch.Tensor:
         """Store keys and values of the segments' tokens; return their hidden states (t, hidden).
 
-        ids: of one segment after another; rows: (hidden,) for each id from `FIRST_EMBEDDING` on, in
-        order; adapters: of each segment; states: return them, else none.
+        ids: of one segment after another; embeddings: (hidden,) for each id from `FIRST_EMBEDDING`
+        on, in order; adapters: of each segment; states: return them, else none.
         """
-        tokens, hidden = on_device(torch.tensor([ids]), self.cache.device), self.no_states
-        ends = None if rows or any(adapters) else self._passes.read_ends(ids, segments)
-        if ends is not None:
-            hidden = ends
-        else:
-            given = on_device(torch.stack([*rows]), self.cache.device) if rows else None
-            work = tokens, *self._passes.views(segments), given
-            decoder = self._adapters.for_parts(adapters, [segment.count for segment in segments])
+        tokens = on_device(torch.tensor([ids]), self.cache.device)
+        hidden = None if embeddings or any(adapters) else self._runner.read_tails(ids, segments)
+        if hidden is None:
+            device = self.cache.device
+            rows = on_device(torch.stack([*embeddings]), device) if embeddings else None
+            work = tokens, *self._runner.views(segments), rows
+            decoder = self._adapters.for_texts(adapters, [segment.count for segment in segments])
             if states:
                 hidden = decoder.hidden(*work)[0]
             else:
                 decoder.fill(*work)
         if self.proposer is not None:
             self.proposer.read(tokens, segments)
-        return hidden
+        return self.no_hidden if hidden is None else hidden
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""
         if copy is None:
             return
         self._copied[:] = on_device(torch.tensor([[copy.source], [copy.target]]), self.cache.device)
-        self._passes.copy(self._copied)
+        self._runner.copy(self._copied)
         if self.proposer is not None:
             self.proposer.copy(self._copied)
 
     def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Compute the logits of the next token for each of the first slots, and behind drafts.
+        """Compute the logits after the last token of each of the first slots, and after its draft.
 
-        drafts: by slot, ids that may follow its token.
+        drafts: draft tokens by slot.
         """
-        drafts, rows = drafts or {}, self._rows(slots)
+        drafts = drafts or {}
         longest = max(map(len, drafts.values()), default=0)
         count = min(1 + self.drafts, next(count for count in COUNTS if count > longest))
         if longest:
             lists = [drafts.get(slot, ()) for slot in range(slots)]
             padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
             self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
-        self._passes.forward(rows, count)
+        self._runner.forward(self._batch_size(slots), count)
 
-    def sample(self, slots: int, kind: Kind, *, behind: bool = False) -> SampledTokens:
+    def sample(self, slots: int, kind: Kind, *, after_draft: bool = False) -> SampledTokens:
         """Sample a token for each of the first slots; the next call overwrites the result.
 
-        behind: at the next place, for those slots that sampled what was drafted.
+        after_draft: at the next position, for the slots whose last sample was their draft token.
         """
-        key = self._rows(slots), kind, behind
+        key = self._batch_size(slots), kind, after_draft
         return self.graphs.replay(key, partial(self._sample, *key))
 
-    def room(self, slots: int) -> int:
+    def max_drafts(self, slots: int) -> int:
         """Return the most draft tokens per slot that keep a step within the small-batch kernels."""
-        fitting = [count for count in COUNTS if count * self._rows(slots) <= FEW_ROWS]
-        return min(self.drafts, max(fitting, default=1) - 1)
+        counts = [count for count in COUNTS if count * self._batch_size(slots) <= FEW_ROWS]
+        return min(self.drafts, max(counts, default=1) - 1)
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
-        """Record what steps of any number of slots need for the kinds."""
-        every = sorted({self._rows(slots) for slots in range(1, len(self.ids) + 1)})
+        """Record the steps of all batch sizes, and sampling of these kinds."""
+        batches = sorted({self._batch_size(slots) for slots in range(1, len(self.ids) + 1)})
         counts = sorted({min(count, 1 + self.drafts) for count in COUNTS})
-        self._passes.warm_up([*product(every, counts)])
-        for rows in every:
-            for kind in kinds:
-                for behind in {False, self.drafts > 0}:
-                    sampling = rows, kind, behind
-                    self.graphs.make(sampling, partial(self._sample, *sampling))
+        self._runner.warm_up([*product(batches, counts)])
+        for key in product(batches, kinds, {False, self.drafts > 0}):
+            self.graphs.make(key, partial(self._sample, *key))
 
-    def _rows(self, slots: int) -> int:
+    def _batch_size(self, slots: int) -> int:
         return min(bucket(slots), len(self.ids))
 
-    def _sample(self, rows: int, kind: Kind, behind: bool) -> SampledTokens:
-        active, ids = self.sampler.active[:rows], self.ids[:rows, 0]
-        if behind:
-            self.places.go_on(ids, active)
+    def _sample(self, batch: int, kind: Kind, after_draft: bool) -> SampledTokens:
+        active, ids = self.sampler.active[:batch], self.ids[:batch, 0]
+        if after_draft:
+            self.positions.advance(ids, active)
         else:
-            self.places.begin()
-        draws = self.places.draws(rows)
-        sampled = sample(self.logits[:rows], self.sampler, draws, kind)
-        self.lengths[:rows] += active
+            self.positions.begin()
+        draws = self.positions.draws(batch)
+        sampled = sample(self.logits[:batch], self.sampler, draws, kind)
+        self.lengths[:batch] += active
         ids.copy_(torch.where(active > 0, sampled.ids.clamp(min=0), ids))
         return sampled

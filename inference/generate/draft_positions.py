@@ -1,4 +1,4 @@
-"""Where a step samples: behind the last token of each slot, and behind each drafted one."""
+"""Positions at which a step samples: after the last token of each slot and each draft token."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,64 +9,64 @@ from exl2flow.kernels import on_device
 
 
 class DraftPositions:
-    """Logits, draws and drafted ids of the places of a step; the device counts through them.
+    """Logits, draws and draft tokens by position; the device advances from one to the next.
 
-    logits: fp32 (slots, v), where the next sample is taken; place: int64 (1,), which that is.
+    logits: fp32 (slots, v), at the current position; position: int64 (1,), its number.
     """
 
     def __init__(self, slots: int, width: int, drafts: int, device: torch.device) -> None:
-        """Take at most `drafts` drafted tokens per slot."""
+        """Reserve memory for at most `drafts` draft tokens per slot."""
         self.logits = torch.full((slots, width), -torch.inf, device=device)
-        self._behind = torch.full((drafts, slots, width), -torch.inf, device=device)
+        self._draft_logits = torch.full((drafts, slots, width), -torch.inf, device=device)
         self._draws = torch.zeros(1 + drafts, slots, dtype=torch.float64, device=device)
         self._drafted = torch.zeros(drafts, slots, dtype=torch.int64, device=device)
-        self.place = torch.zeros(1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
 
     def prepare(
         self, draws: Sequence[Sequence[float]], drafted: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Set draws (places, slots), and drafted ids (places - 1, slots), -1 where none is."""
-        for there, rows in ((self._draws, draws), (self._drafted, drafted)):
-            if rows:
-                values = on_device(torch.tensor(rows, dtype=there.dtype), there.device)
-                there[: len(rows), : values.shape[1]] = values
+        """Set draws (positions, slots), and draft tokens (positions - 1, slots), -1 for none."""
+        for tensor, lists in ((self._draws, draws), (self._drafted, drafted)):
+            if lists:
+                values = on_device(torch.tensor(lists, dtype=tensor.dtype), tensor.device)
+                tensor[: len(lists), : values.shape[1]] = values
 
     def put(self, logits: torch.Tensor) -> None:
-        """Store the logits (rows, places, v) of a forward pass; a head may lack some ids."""
-        rows, count, width = logits.shape
-        self.logits[:rows, :width] = logits[:, 0]
+        """Store the logits (slots, positions, v) of a forward pass; a head may lack some ids."""
+        slots, count, width = logits.shape
+        self.logits[:slots, :width] = logits[:, 0]
         if count > 1:
-            self._behind[: count - 1, :rows, :width] = logits[:, 1:].transpose(0, 1)
+            self._draft_logits[: count - 1, :slots, :width] = logits[:, 1:].transpose(0, 1)
 
     def begin(self) -> None:
-        """Go to the first place."""
-        self.place.zero_()
+        """Go to the first position."""
+        self.position.zero_()
 
-    def go_on(self, ids: torch.Tensor, active: torch.Tensor) -> None:
-        """Go to the next place; slots stay active (n,) whose sampled ids (n,) were drafted."""
-        rows, last = len(ids), len(self._drafted) - 1
-        here = self.place.clamp(max=last)  # a recording goes on more often
-        active *= ids == self._drafted[:, :rows][here][0]
-        self.logits[:rows] = self._behind[:, :rows][here][0]
-        torch.add(here, 1, out=self.place)
+    def advance(self, ids: torch.Tensor, active: torch.Tensor) -> None:
+        """Go to the next position; slots stay active (n,) whose ids (n,) are the draft's."""
+        slots, last = len(ids), len(self._drafted) - 1
+        index = self.position.clamp(max=last)  # a recording goes on more often
+        active *= ids == self._drafted[:, :slots][index][0]
+        self.logits[:slots] = self._draft_logits[:, :slots][index][0]
+        torch.add(index, 1, out=self.position)
 
-    def draws(self, rows: int) -> torch.Tensor:
-        """Return the draws fp64 (rows,) of this place."""
-        return self._draws[:, :rows][self.place][0]
+    def draws(self, slots: int) -> torch.Tensor:
+        """Return the draws fp64 (slots,) of this position."""
+        return self._draws[:, :slots][self.position][0]
 
     @contextmanager
     def idle(self, active: torch.Tensor) -> Iterator[None]:
-        """Let no slot advance in the block; what it writes to the cache is written again later."""
-        with restored(active), restored(self.place):
+        """Let no slot advance in the block; its writes to the cache are overwritten later."""
+        with restored(active), restored(self.position):
             active.zero_()
             yield
 
 
 @contextmanager
 def restored(x: torch.Tensor) -> Iterator[None]:
-    """Undo what the block does to a tensor."""
-    kept = x.clone()
+    """Restore a tensor after the block."""
+    saved = x.clone()
     try:
         yield
     finally:
-        x.copy_(kept)
+        x.copy_(saved)

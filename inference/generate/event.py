@@ -1,4 +1,4 @@
-"""What a running request reports: its text as it grows, its progress, how it ended and why."""
+"""Events of a running request: new text, progress, why it ended, statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`Generator`: many texts at once from one model; prompts and texts that begin alike share pages.
+"""`Generator`: many texts at once from one model, with continuous batching and a prefix cache.
 
 Each step starts waiting jobs, reads at most `chunk` tokens of their prompts in one pass, and
 decodes one token for all jobs whose prompts are read. On a GPU the host reads the tokens of a step
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Generator as Generated
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from threading import Event as Flag
 from threading import Lock
 from typing import Any, cast, overload
@@ -28,8 +27,9 @@ from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decode import Decode
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event, Reason
-from exl2flow.inference.generate.hidden_states import HiddenStates, salt_of
+from exl2flow.inference.generate.hidden_states import HiddenStates
 from exl2flow.inference.generate.job import Job
+from exl2flow.inference.generate.output import Output
 from exl2flow.inference.generate.prefill import Prefill
 from exl2flow.inference.generate.prompt import Prompt as EncodedPrompt
 from exl2flow.inference.generate.prompt import check, embedded, encoded
@@ -64,10 +64,10 @@ class Generator:
         Args:
             model: what generates.
             cache: name of the cache's format; None: fp16 on a GPU, fp32 on a CPU.
-            tokens: that the cache holds, of all texts together; None: one context, or as many as
+            tokens: capacity of the cache, shared by all texts; None: one context, or as many as
                 fit in the free memory.
             slots: sequences that run at once.
-            chunk: tokens of prompts that one pass reads, a multiple of 256.
+            chunk: prompt tokens per pass (chunked prefill), a multiple of 256.
             draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
 
         Raises:
@@ -81,21 +81,21 @@ class Generator:
                 f"is a multiple of {PAGE_TOKENS}"
             )
         self.model, self.slots, self.context = model, slots, model.max_tokens
-        placement, models = model.decoder.placement, [model]
+        placement = model.decoder.placement
         name = cache or exact_format(placement.head)
         form = cache_format(name, placement.head)
-        models += [draft.model] if isinstance(draft, Draft) else []
-        placed = [(one.spec, one.decoder.placement) for one in models]
-        self.pages = pages_of(tokens or fitting(model.max_tokens, placed, name))
+        models = [model, draft.model] if isinstance(draft, Draft) else [model]
+        placements = [(one.spec, one.decoder.placement) for one in models]
+        self.pages = pages_of(tokens or fitting(model.max_tokens, placements, name))
         pool = reserve(model.spec, pages=self.pages, form=form, placement=placement)
-        most = min(self.context, self.pages * PAGE_TOKENS)
-        self._steps = DeviceSlots(model, pool, slots=slots, max_tokens=most, draft=draft)
-        self._scheduler = Scheduler(self._steps, PagePool(self.pages), slots=slots)
-        self._prefill = Prefill(self._steps, self._scheduler, chunk=chunk)
+        longest = min(self.context, self.pages * PAGE_TOKENS)
+        self._device_slots = DeviceSlots(model, pool, slots=slots, max_tokens=longest, draft=draft)
+        self._scheduler = Scheduler(self._device_slots, PagePool(self.pages), slots=slots)
+        self._prefill = Prefill(self._device_slots, self._scheduler, chunk=chunk)
         self.states = HiddenStates(
-            model, self._steps, self._scheduler.table, context=self.context, chunk=chunk
+            model, self._device_slots, self._scheduler.page_pool, context=self.context, chunk=chunk
         )
-        self._decode = Decode(self._steps, self._scheduler)
+        self._decode = Decode(self._device_slots, self._scheduler)
         self._cancelled, self._events = deque[Job](), list[Event]()
         self._submitting = Lock()  # a job is added before a failure ends all, or refused after it
 
@@ -106,35 +106,31 @@ class Generator:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
             InferenceError: the generator has failed.
         """
-        self._steps.check_works()
-        tokenizer, width = self.model.tokenizer, self._steps.sampler.width
+        self._device_slots.check_works()
+        tokenizer, width = self.model.tokenizer, self._device_slots.sampler.width
         prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
-        most = self._check(request, prompt)
+        max_new_tokens = self._check(request, prompt)
         healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
         constraint = request.filters and Combined(
             request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
         )
-        adapters = adapters_of(request.adapters, self.model)
-        salt = salt_of(adapters)
         job = Job(
             request,
             prompt,
-            tokenizer,
-            max_new_tokens=most,
-            adapters=adapters,
-            begin=partial(self._scheduler.table.begin, salt),
+            Output(request, tokenizer, prompt, max_new_tokens=max_new_tokens),
+            adapters=adapters_of(request.adapters, self.model),
             constraint=constraint or None,
             deliver=deliver or self._events.append,
             on_cancel=self._cancelled.append,
         )
         with self._submitting:
-            self._steps.check_works()
+            self._device_slots.check_works()
             self._scheduler.add(job)
         return job
 
     def _check(self, request: Request, prompt: EncodedPrompt) -> int:
-        """Refuse what the model cannot do; return how many tokens may be generated."""
-        most = check(
+        """Refuse a request that the model cannot run; return its limit of new tokens."""
+        max_new_tokens = check(
             request,
             prompt,
             vocab_size=self.model.spec.vocab_size,
@@ -143,8 +139,8 @@ class Generator:
             slots=self.slots,
             images=placeholders(self.model.spec.config),
         )
-        self._steps.sampler.check(request.settings)
-        return most
+        self._device_slots.sampler.check(request.settings)
+        return max_new_tokens
 
     @torch.inference_mode()
     def change(self, job: Job, **fields: Any) -> None:
@@ -156,18 +152,18 @@ class Generator:
         before, request = job.request, replace(job.request, **fields)
         self._check(request, job.prompt)
         job.change(request)
-        if job.steps and request.settings != before.settings:
+        if job.is_decoding and request.settings != before.settings:
             self._scheduler.preempt(job)  # its slot gets the settings when it continues
 
     @property
     def failure(self) -> Exception | None:
-        """What ended all jobs, and the generator with them."""
-        return self._steps.failure
+        """The error that ended all jobs, and the generator with them."""
+        return self._device_slots.failure
 
     @property
     def free_pages(self) -> int:
         """Pages that no job uses."""
-        return self._scheduler.table.free
+        return self._scheduler.page_pool.free
 
     @property
     def is_idle(self) -> bool:
@@ -176,15 +172,15 @@ class Generator:
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """Do a part of the work, and return what happened since the last call.
+        """Run one prefill pass and one decode step, and return the events since the last call.
 
-        After a failure there is no work left to do.
+        After a failure nothing is run.
 
         Raises:
             Exception: a failure that no job can report, because there is none.
         """
         if self.failure is None:
-            self._steps.check_stream()
+            self._device_slots.check_stream()
             try:
                 self._end_cancelled()
                 self._scheduler.admit()
@@ -200,7 +196,7 @@ class Generator:
     def fail(self, error: Exception) -> bool:
         """End all jobs with an error, and refuse further ones; False: there was no job."""
         with self._submitting:
-            self._steps.failure, jobs = error, self._scheduler.abandon()
+            self._device_slots.failure, jobs = error, self._scheduler.abandon()
         for job in jobs:
             self._scheduler.end(job, job.output.finish("error", error=error))
         return bool(jobs)
@@ -295,10 +291,12 @@ class Generator:
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Record the steps of all numbers of slots, for greedy and for default settings.
+        """Record the decode steps of all batch sizes, for greedy and for default settings.
 
         Raises:
             InferenceError: the generator has failed.
         """
-        self._steps.check_works()
-        self._steps.warm_up([Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())])
+        self._device_slots.check_works()
+        self._device_slots.warm_up(
+            [Kind.of([s]) for s in (SamplingSettings.greedy(), SamplingSettings())]
+        )

@@ -1,4 +1,4 @@
-"""A request while it is generated: its sequences, its output, and what it may still do."""
+"""`Job`: a request while it is generated, with its sequences, output and draws."""
 
 import logging
 import random
@@ -8,21 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.adapters import Used
+from exl2flow.inference.adapters import Used, salt_of
 from exl2flow.inference.cache.page_pool import SequencePages
 from exl2flow.inference.drafts import AcceptanceRate
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics, Token
 from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
-from exl2flow.model import Tokenizer
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 Mask = tuple[tuple[int, ...] | None, frozenset[int]]  # the only ids allowed (None: all), ids not
 FREE: Mask = (None, NONE)
 DRAW_BITS = 64  # of a generator's output, which one draw takes
-DRAWS = 1 << 14  # passed over at a time
+DRAWS = 1 << 14  # skipped at a time
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -45,44 +44,44 @@ class Sequence:
 class Job:
     """A submitted request; `Generator` changes it.
 
-    launched: samples that were begun and not read yet; steps: whether its sequences take part in
-    decode steps; begin: makes the pages of a new sequence; skips: how often another job overtook it
-    in the queue; constraint: of its filters; shown: the mask that its slot has; reach: how many
-    draft tokens are worth proposing; error: what its callback raised; is_stale: whether the samples
-    that were begun are to be discarded; is_stepwise: whether the next sample begins only with the
-    next call of `Generator.step`.
+    launched: samples that were begun and not read yet; is_decoding: whether its prompt is read, and
+    its sequences take part in decode steps; skips: how often another job overtook it in the queue;
+    constraint: of its filters; slot_mask: the mask that its slot has; acceptance: how many draft
+    tokens are worth proposing; error: what its callback raised; is_stale: whether the samples that
+    were begun are to be discarded; is_stepwise: whether the next sample begins only with the next
+    call of `Generator.step`.
     """
 
     def __init__(
         self,
         request: Request,
         prompt: Prompt,
-        tokenizer: Tokenizer,
+        output: Output,
         *,
-        max_new_tokens: int,
         constraint: Combined | None,
         adapters: Used,
-        begin: Callable[[], SequencePages],
         deliver: Callable[[Event], None],
         on_cancel: Callable[["Job"], None],
     ) -> None:
         """Take a checked request; `deliver` gets its events, from `self.deliver`."""
-        self.request, self.prompt, self.max_new_tokens = request, prompt, max_new_tokens
-        self.output = Output(request, tokenizer, prompt, max_new_tokens=max_new_tokens)
-        self.begin, self.adapters = begin, adapters
-        self.sequences = [Sequence(list(ids), begin()) for ids in prompt.sequences]
+        self.request, self.prompt, self.output, self.adapters = request, prompt, output, adapters
+        self.sequences = [Sequence(list(ids), self.new_pages()) for ids in prompt.sequences]
         self.random = random.Random(Ranks.new_seed() if request.seed is None else request.seed)
-        pass_over(self.random, request.drawn)
+        skip_draws(self.random, request.drawn)
         self.error: Exception | None = None
         self.launched = self.skips = 0
-        self.steps = self.is_done = self.is_stale = self.is_stepwise = False
-        self.shown, self.constraint = FREE, constraint
-        self.reach = AcceptanceRate()
+        self.is_decoding = self.is_done = self.is_stale = self.is_stepwise = False
+        self.slot_mask, self.constraint = FREE, constraint
+        self.acceptance = AcceptanceRate()
         self.draws = deque[float]()  # of samples that were not read yet
         self.mu: float | None = None
         self._times = [time.monotonic()]  # submitted, started, first token, last token
         self._deliver, self._on_cancel = deliver, on_cancel
         self._cached = [0, 0]  # tokens and pages of the first start
+
+    def new_pages(self) -> SequencePages:
+        """Return an empty sequence in the cache, which shares pages under the same adapters."""
+        return SequencePages(salt_of(self.adapters))
 
     def cancel(self) -> None:
         """End the job; its last event comes with the next step. Any thread may call it."""
@@ -123,27 +122,27 @@ class Job:
         """Whether another sample may be launched."""
         if self.launched and self.output.waits:
             return False
-        return self.output.new_tokens + self.launched < self.max_new_tokens
+        return self.output.new_tokens + self.launched < self.output.max_new_tokens
 
-    def most_drafted(self, room: int) -> int:
-        """Return how many draft tokens the next step may verify."""
+    def max_drafts(self, limit: int) -> int:
+        """Return how many draft tokens the next step may verify, at most `limit`."""
         waits = self.request.hooks or (self.output.waits and self.request.settings.mirostat)
         if waits or self.is_stepwise or self.output.healing is not None:
             return 0  # a sample, or what Mirostat learned from it, may be taken back
-        left = self.max_new_tokens - self.output.new_tokens - 1
-        return max(0, min(self.reach.tokens, room, left))
+        left = self.output.max_new_tokens - self.output.new_tokens - 1
+        return max(0, min(self.acceptance.tokens, limit, left))
 
-    def draw(self, place: int) -> float:
-        """Return the draw of the sample that was begun last, `place` tokens behind its first."""
-        ahead = self.launched - 1 + place
-        while len(self.draws) <= ahead:
+    def draw(self, position: int) -> float:
+        """Return the draw for a draft position of the step that was launched last."""
+        index = self.launched - 1 + position
+        while len(self.draws) <= index:
             self.draws.append(self.random.random())
-        return self.draws[ahead]
+        return self.draws[index]
 
     def mask(self, drafted: list[int]) -> Mask:
-        """Return what that sample may take if the ones before it took what was drafted."""
-        ahead = self.launched - 1 + len(drafted)
-        return None if ahead else self.output.healing, self.output.blocked(ahead, drafted)
+        """Return the mask of the sample after these draft tokens, if they are accepted."""
+        offset = self.launched - 1 + len(drafted)
+        return None if offset else self.output.healing, self.output.blocked(offset, drafted)
 
     def follows(self, token: Token, cut: int, ends: frozenset[int]) -> bool:
         """Advance the constraint by a token, or roll it back; False: the token ends the text."""
@@ -180,16 +179,16 @@ class Job:
             cached_tokens=self._cached[0],
             cached_pages=self._cached[1],
             new_tokens=max(self.output.new_tokens, 0),
-            drafted_tokens=self.reach.drafted,
-            accepted_tokens=self.reach.accepted,
+            drafted_tokens=self.acceptance.drafted,
+            accepted_tokens=self.acceptance.accepted,
             waiting_seconds=started - submitted,
             prompt_seconds=first - started,
             text_seconds=last - first,
         )
 
 
-def pass_over(generator: random.Random, draws: int) -> None:
-    """Leave a generator as so many calls of its `random` would, in a seventh of their time."""
+def skip_draws(generator: random.Random, draws: int) -> None:
+    """Skip `draws` calls of a generator's `random`, in a seventh of their time."""
     while draws > 0:
         generator.getrandbits(DRAW_BITS * min(draws, DRAWS))
         draws -= DRAWS

@@ -1,4 +1,4 @@
-"""Turns sampled tokens into visible text: stops, bans, whole characters, healing.
+"""Turns sampled tokens into visible text: stops, bans, whole characters, token healing.
 
 Text is held back while it could become a stop string or a banned string. Both are checked before
 the token limit, so neither shows up because a text ends. A banned string cuts the text back to the
@@ -39,7 +39,7 @@ class Pending:
 class Output:
     """The generated part of one text; takes one token at a time.
 
-    ids: accepted tokens, with the healed one, without the stop token; excluded: as of `Request`.
+    ids: accepted tokens, with the healed one, without the stop token; excluded: see `Request`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Output:
         """Start after the request's encoded prompt; `max_new_tokens` may be less than requested."""
         self.ids: list[int] = []
         self.reason: Reason | None = None
-        self._healed, self._most = prompt.healed, max_new_tokens
+        self._healed, self.max_new_tokens = prompt.healed, max_new_tokens
         self._eos_ids = tokenizer.eos_token_ids
         self.follow(request)
         self._bans = Strings([ban.casefold() for ban in request.banned_strings])
@@ -86,19 +86,19 @@ class Output:
         """Whether the next sample may start only after this token has been pushed."""
         return bool(self._bans or self._request.hooks)
 
-    def cut(self, behind: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def cut(self, drafted: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Return the rest of every banned passage whose beginning was generated again."""
-        begun = [(ids, (*self.ids[at:], *behind)) for at, ids in self._cut]
-        return [ids[len(made) :] for ids, made in begun if ids[: len(made)] == made != ids]
+        begun = [(ids, (*self.ids[at:], *drafted)) for at, ids in self._cut]
+        return [ids[len(begin) :] for ids, begin in begun if ids[: len(begin)] == begin != ids]
 
-    def blocked(self, ahead: int = 0, behind: Sequence[int] = ()) -> frozenset[int]:
-        """Return the ids to mask `ahead` positions from now; `behind`: the draft ids in between."""
+    def blocked(self, offset: int = 0, drafted: Sequence[int] = ()) -> frozenset[int]:
+        """Return the ids to mask `offset` positions from now, after these draft tokens if known."""
         banned = self.excluded
-        if self._cut and ahead == len(behind):
-            banned |= firsts(self.cut(behind))
-        if max(self.new_tokens + ahead, 0) >= self._request.min_new_tokens:
+        if self._cut and offset == len(drafted):
+            banned |= firsts(self.cut(drafted))
+        if max(self.new_tokens + offset, 0) >= self._request.min_new_tokens:
             return banned
-        healed = {self._healed} if self.healing and not ahead else NONE
+        healed = {self._healed} if self.healing and not offset else NONE
         return banned | (self._stop_ids - healed)
 
     def push(self, token: Token) -> Event | None:
@@ -112,10 +112,10 @@ class Output:
         text = self._beyond_prompt(self._stream.push(token.id))
         self.ids.append(token.id)
         self._pending.append(Pending(token, text, place, unhealed))
-        found = self._find() if text and (self._stops or self._bans) else None
-        if found is not None:
-            return found
-        if self.new_tokens >= self._most:
+        event = self._act_on_strings() if text and (self._stops or self._bans) else None
+        if event is not None:
+            return event
+        if self.new_tokens >= self.max_new_tokens:
             return self.finish("max_new_tokens")
         if self._request.end_loops and is_loop(self.ids):
             return self.finish("loop")
@@ -128,8 +128,8 @@ class Output:
         self._unhealed -= cut
         return text[cut:]
 
-    def _find(self) -> Event | None:
-        """Act on a complete string, if there is one."""
+    def _act_on_strings(self) -> Event | None:
+        """End the text at a complete stop string, or cut a complete banned string."""
         stop, banned = self._search()
         if banned is not None:
             return self._rewind(banned)
@@ -183,16 +183,15 @@ class Output:
         """Cut the pending tokens from `first` on, which are not to begin like that again."""
         while self._pending[first].place.is_holding:
             first -= 1  # its text came with later tokens
-        kept, cut = self._pending[:first], self._pending[first:]
+        cut = self._pending[first:]
         at = len(self.ids) - len(cut)
-        gone, tag = tuple(self.ids[at:]), self._request.tag
-        event = Event(stage="text", tag=tag, suppressed_text=joined(cut), suppressed_ids=gone)
+        removed, tag = tuple(self.ids[at:]), self._request.tag
+        event = Event(stage="text", tag=tag, suppressed_text=joined(cut), suppressed_ids=removed)
         self._cut = [(place, ids) for place, ids in self._cut if place <= at]
-        self._cut.append((at, gone))
+        self._cut.append((at, removed))
         self._stream.rewind(cut[0].place)
         self._unhealed = cut[0].unhealed
-        self._pending = kept
-        del self.ids[at:]
+        del self._pending[first:], self.ids[at:]
         return event
 
     def finish(
@@ -206,7 +205,7 @@ class Output:
     ) -> Event:
         """End the text and return its last event, which shows all that is pending.
 
-        cut: show only so many characters; None: up to the first string to hide. stop: the token
+        cut: number of characters to show; None: up to the first string to hide. stop: the token
         that ended the text.
         """
         self.reason = reason

@@ -1,4 +1,4 @@
-"""What a step sampled, on its way from the device to the host."""
+"""The sampled tokens of a decode step while they are copied to the host."""
 
 from collections.abc import Sequence
 
@@ -11,13 +11,13 @@ from exl2flow.inference.sampling import SampledTokens
 class PendingResult:
     """A step's result, copied as soon as it is computed; `token` waits for the copy."""
 
-    def __init__(self, sampled: SampledTokens, logits: torch.Tensor, rows: Sequence[int]) -> None:
-        """Copy what was sampled, and the logits (slots, v) of some rows."""
+    def __init__(self, sampled: SampledTokens, logits: torch.Tensor, slots: Sequence[int]) -> None:
+        """Begin to copy the sample, and of the logits (slots, v) those of some slots."""
         self._ids = _copied(sampled.ids)
         self._probabilities = _copied(sampled.probabilities)
         self._top_ids = _copied(sampled.top_ids)
         self._top_probabilities = _copied(sampled.top_probabilities)
-        self._logits = {row: _copied(logits[row]) for row in rows}
+        self._logits = {slot: _copied(logits[slot]) for slot in slots}
         self._end: torch.cuda.Event | None = None
         if sampled.ids.is_cuda:
             self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped
@@ -25,21 +25,21 @@ class PendingResult:
         self._list: list[int] = []
 
     def wait(self) -> None:
-        """Return when everything is here."""
+        """Wait until everything is copied."""
         if self._end is not None:
             self._end.synchronize()
         assert self._ids is not None
         self._list = self._ids.tolist()
 
-    def token(self, row: int, top: int) -> Token:
-        """Return the token of a row with its `top` likeliest ids; see `SampledTokens`."""
+    def token(self, slot: int, top: int) -> Token:
+        """Return the token of a slot with its `top` likeliest ids; see `SampledTokens`."""
         probability, ids, probabilities = None, (), ()
         if self._probabilities is not None:
-            probability = float(self._probabilities[row])
+            probability = float(self._probabilities[slot])
         if top and self._top_ids is not None and self._top_probabilities is not None:
-            ids = tuple(self._top_ids[row, :top].tolist())
-            probabilities = tuple(self._top_probabilities[row, :top].tolist())
-        return Token(self._list[row], probability, ids, probabilities, self._logits.get(row))
+            ids = tuple(self._top_ids[slot, :top].tolist())
+            probabilities = tuple(self._top_probabilities[slot, :top].tolist())
+        return Token(self._list[slot], probability, ids, probabilities, self._logits.get(slot))
 
 
 def _copied(x: torch.Tensor | None) -> torch.Tensor | None:

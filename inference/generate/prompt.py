@@ -22,12 +22,12 @@ ID_BYTES = 7  # of the hash in the id of a row, which is stored in 8
 class Prompt:
     """Token ids of one sequence, or of two for guidance; without the token that is healed.
 
-    rows: (hidden,) by id, of ids from `FIRST_EMBEDDING` on.
+    embeddings: rows (hidden,) by id, of ids from `FIRST_EMBEDDING` on.
     """
 
     sequences: tuple[tuple[int, ...], ...]
     healed: int | None = None
-    rows: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
+    embeddings: Mapping[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -68,10 +68,10 @@ def _ids(part: Text, request: Request, tokenizer: Tokenizer) -> tuple[int, ...]:
     if not isinstance(part, str):
         return tuple(part)
     first, *others = part.split(EMBEDDING) if request.embeddings else [part]
-    ids, rows = list[int](), count(FIRST_EMBEDDING)
+    ids, numbers = list[int](), count(FIRST_EMBEDDING)
     for index, text in enumerate((first, *others)):
         if index:
-            ids += islice(rows, len(request.embeddings[index - 1]))
+            ids += islice(numbers, len(request.embeddings[index - 1]))
         text = text.lstrip(BLANKS) if index else text
         text = text.rstrip(BLANKS) if index < len(others) else text
         bos = request.add_bos and not index
@@ -155,8 +155,8 @@ def check(
 
 def _check_ids(request: Request, prompt: Prompt, vocab_size: int) -> None:
     tokens = prompt.sequences
-    if prompt.rows:
-        tokens = tuple(tuple(i for i in ids if i not in prompt.rows) for ids in tokens)
+    if prompt.embeddings:
+        tokens = tuple(tuple(i for i in ids if i not in prompt.embeddings) for ids in tokens)
     ids = [i for sequence in tokens for i in (min(sequence), max(sequence))]
     ids += [] if prompt.healed is None else [prompt.healed]
     stops = [stop for stop in request.stops or () if isinstance(stop, int)]

@@ -1,20 +1,20 @@
-"""Passes of a model over prompts, and over the last tokens of slots; the latter are recorded.
+"""Runs a model over prompts, and over the last tokens of slots as a CUDA graph per device.
 
-A model on several devices is passed from one to the next: each has its own recording of its layers,
-and its own copy of what a view of the cache needs, with the slots' state on the head's device.
+A model on several devices is passed from one to the next: each has graphs of its own layers, and
+its own copy of the slots' state, which lies with the head. Before a step the other devices get
+lengths, the first one ids as well; hidden states then cross each border in one copy.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from exl2flow.inference.adapters import AdapterSlots
-from exl2flow.inference.cache.paged import PagedCache
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
+from exl2flow.inference.drafts import SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
 from exl2flow.inference.generate.tail_prefill import TailPrefill
 from exl2flow.kernels.cuda.graphs import GraphPool
@@ -22,199 +22,149 @@ from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
 from exl2flow.model.layers.span import Span
 
 T = TypeVar("T")
-Idle = Callable[[], AbstractContextManager[None]]  # see `Recordings`
+Idle = Callable[[], AbstractContextManager[None]]  # see `GraphPool`
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What passes share with the slots of `Steps`, all on the device of the head.
+class _SpanSlots:
+    """The slots' state on the device of a span of layers."""
 
-    most: positions of a sequence, and of what a pass reads beyond its end.
-    """
+    def __init__(
+        self,
+        span: Span,
+        slots: SharedSlots,
+        ids: torch.Tensor,
+        angles: RopeTables,
+        graphs: GraphPool,
+    ) -> None:
+        self.span, self.angles, self.graphs = span, angles, graphs
+        self.is_home = span.device == slots.cache.device
+        self.cache = slots.cache.at(span.device)
+        self.tables, self.lengths, self.ids = (
+            x if self.is_home else x.to(span.device) for x in (slots.tables, slots.lengths, ids)
+        )
 
-    decoder: Decoder
-    cache: PagedCache
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    ids: torch.Tensor
-    places: DraftPositions
-    adapters: AdapterSlots
-    graphs: GraphPool
-    idle: Idle
-    most: int
 
+class Runner:
+    """Passes of a model; its decode steps read `ids` and write the logits of draft positions."""
 
-class Runner(Protocol):
-    """How a model is run."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        slots: SharedSlots,
+        ids: torch.Tensor,
+        positions: DraftPositions,
+        adapters: AdapterSlots,
+        *,
+        idle: Idle,
+        max_tokens: int,
+    ) -> None:
+        """Take the slots' state; `max_tokens`: positions of a sequence, and some beyond its end."""
+        self._decoder, self._slots, self._ids = decoder, slots, ids
+        self._positions, self._adapters = positions, adapters
+        self._spans, self._is_stale = list[_SpanSlots](), False
+        is_split = decoder.placement.is_split
+        for span in decoder.spans:
+            graphs = slots.graphs
+            if is_split:
+                graphs = GraphPool(idle, records=slots.graphs.records, device=span.device)
+                adapters.on_move(graphs.forget)
+            angles = RopeTables.of(decoder.spec, max_tokens, span.device)
+            self._spans.append(_SpanSlots(span, slots, ids, angles, graphs))
+        shape, dtype = (ids.numel(), decoder.spec.hidden_size), decoder.embedding.weight.dtype
+        self._entering = [  # hidden states (slots · tokens, hidden) that another device computed
+            torch.zeros(shape, dtype=dtype, device=span.device) for span in decoder.spans[1:]
+        ]
+        self._tails: TailPrefill | None = None
+        if not is_split:
+            angles = self._spans[0].angles
+            self._tails = TailPrefill(decoder, slots.cache, angles, slots.graphs)
 
     def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
-        """Return what a pass over prompts takes."""
+        """Return the cache and the rotations for a pass over prompts."""
+        views = [PromptView(slots.cache, segments) for slots in self._spans]
+        pairs = zip(self._spans, views, strict=True)
+        angles = [slots.angles.along(view.positions) for slots, view in pairs]
+        if len(views) == 1:
+            return views[0], angles[0]
+        table = RopeTables(
+            tables=tuple(one.layer(i) for i, one in enumerate(self._of_layer(angles))),
+            of_layer=tuple(range(self._decoder.spec.num_layers)),
+            positions=angles[0].positions,
+        )
+        return _LayerViews(self._of_layer(views)), table
 
-    def read_ends(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Read ends of prompts as `TailPrefill.read` does; None: take `views` for these."""
+    def read_tails(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor | None:
+        """Read the ends of prompts as `TailPrefill.read` does; None: take `views` for these."""
+        if self._tails is None or not self._tails.takes(segments):
+            return None
+        return self._tails.read(ids, segments)
 
-    def forward(self, rows: int, count: int) -> None:
-        """Put the logits behind the next `count` tokens of the first slots in their places."""
+    def forward(self, batch: int, count: int) -> None:
+        """Run `count` tokens of each of the first slots, and store their logits."""
+        self._update(batch, count)
+        for index, slots in enumerate(self._spans):
+            hidden = slots.graphs.replay(*self._step(index, batch, count))
+            if hidden is not None:
+                entering = self._entering[index][: batch * count]
+                entering.copy_(hidden.flatten(0, 1), non_blocking=True)
 
     def copy(self, pages: torch.Tensor) -> None:
         """Copy pages, int64 (2, n)."""
+        copy = partial(self._slots.cache.copy, pages)
+        copy() if len(self._spans) > 1 else self._slots.graphs.replay(("copy",), copy)
 
     def tables_changed(self) -> None:
         """Note that slots have other pages."""
-
-    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
-        """Record passes over so many rows and tokens of each."""
-
-
-class SingleRunner:
-    """Passes of a model on one device."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._angles = RopeTables.of(state.decoder.spec, state.most, state.cache.device)
-        self._tails = TailPrefill(state.decoder, state.cache, self._angles, state.graphs)
-
-    def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
-        view = PromptView(self._state.cache, segments)
-        return view, self._angles.along(view.positions)
-
-    def read_ends(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor | None:
-        return self._tails.read(ids, segments) if self._tails.takes(segments) else None
-
-    def forward(self, rows: int, count: int) -> None:
-        self._state.graphs.replay(*self._step(rows, count))
-
-    def copy(self, pages: torch.Tensor) -> None:
-        self._state.graphs.replay(("copy",), partial(self._state.cache.copy, pages))
-
-    def tables_changed(self) -> None:
-        """Do nothing: passes read the slots' own tables."""
-
-    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
-        self._tails.warm_up()
-        for rows, count in steps:
-            self._state.graphs.make(*self._step(rows, count))
-
-    def _step(self, rows: int, count: int) -> tuple[tuple[object, ...], Callable[[], None]]:
-        return (rows, count, self._state.adapters.mark), partial(self._forward, rows, count)
-
-    def _forward(self, rows: int, count: int) -> None:
-        s = self._state
-        view = StepView(s.cache, s.tables[:rows], s.lengths[:rows], count=count)
-        work = s.ids[:rows, :count], view, self._angles.at(view.positions)
-        s.places.put(s.adapters.for_slots(rows).forward(*work))
-
-
-class _Leg:
-    """A span of layers, and what its passes read on its device.
-
-    entering: hidden states (slots · tokens, hidden) that another device computed.
-    """
-
-    def __init__(self, span: Span, state: State, hidden_size: int) -> None:
-        self.span, device = span, span.device
-        self.cache = state.cache.at(device)
-        self.is_home = device == state.cache.device
-        self.tables, self.lengths, self.ids = (
-            x if self.is_home else x.to(device) for x in (state.tables, state.lengths, state.ids)
-        )
-        dtype = state.decoder.embedding.weight.dtype
-        self.entering = torch.zeros(state.ids.numel(), hidden_size, dtype=dtype, device=device)
-        self.angles = RopeTables.of(state.decoder.spec, state.most, device)
-        self.graphs = GraphPool(state.idle, records=state.graphs.records, device=device)
-
-    def step(self, rows: int, count: int) -> tuple[KvCache, RopeTables]:
-        """Return what a pass over tokens of the first slots takes."""
-        view = StepView(self.cache, self.tables[:rows], self.lengths[:rows], count=count)
-        return view, self.angles.at(view.positions)
-
-
-class SplitRunner:
-    """Passes of a model on several devices.
-
-    Before a step, the other devices get lengths from the head's, the first one ids as well; hidden
-    states then cross each border in one copy.
-    """
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        hidden_size = state.decoder.spec.hidden_size
-        self._legs = [_Leg(span, state, hidden_size) for span in state.decoder.spans]
-        self._is_stale = False
-        for leg in self._legs:
-            state.adapters.tell(leg.graphs.forget)
-
-    def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
-        views = [PromptView(leg.cache, segments) for leg in self._legs]
-        pairs = zip(self._legs, views, strict=True)
-        angles = [leg.angles.along(view.positions) for leg, view in pairs]
-        table = RopeTables(
-            tables=tuple(one.layer(i) for i, one in enumerate(self._of_layer(angles))),
-            of_layer=tuple(range(self._state.decoder.spec.num_layers)),
-            positions=angles[0].positions,
-        )
-        return _Views(self._of_layer(views)), table
-
-    def read_ends(self, ids: Sequence[int], segments: Sequence[Segment]) -> None:
-        return None
-
-    def forward(self, rows: int, count: int) -> None:
-        self._follow(rows, count)
-        hidden = self._state.ids  # the first leg reads ids instead
-        for place, leg in enumerate(self._legs):
-            if place:
-                leg.entering[: rows * count].copy_(hidden.flatten(0, 1), non_blocking=True)
-            hidden = leg.graphs.replay(*self._step(place, rows, count))
-
-    def copy(self, pages: torch.Tensor) -> None:
-        self._state.cache.copy(pages)
-
-    def tables_changed(self) -> None:
         self._is_stale = True
 
     def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
-        for rows, count in steps:
-            for place, leg in enumerate(self._legs):
-                leg.graphs.make(*self._step(place, rows, count))
+        """Record steps of these batch sizes and tokens per slot."""
+        if self._tails is not None:
+            self._tails.warm_up()
+        for batch, count in steps:
+            for index, slots in enumerate(self._spans):
+                slots.graphs.make(*self._step(index, batch, count))
 
     def _step(
-        self, place: int, rows: int, count: int
-    ) -> tuple[tuple[object, ...], Callable[[], torch.Tensor]]:
-        key = rows, count, self._state.adapters.mark
-        return key, partial(self._pass, place, rows, count)
+        self, index: int, batch: int, count: int
+    ) -> tuple[tuple[object, ...], Callable[[], torch.Tensor | None]]:
+        """Return the key and the work of a span's graph."""
+        return (batch, count, self._adapters.mark), partial(self._pass, index, batch, count)
 
-    def _pass(self, place: int, rows: int, count: int) -> torch.Tensor:
-        """Return the states behind a leg; the last one puts logits in their places."""
-        leg, decoder = self._legs[place], self._state.adapters.for_slots(rows)
-        view, table = leg.step(rows, count)
-        if place:
-            hidden = leg.entering[: rows * count].view(rows, count, -1)
+    def _pass(self, index: int, batch: int, count: int) -> torch.Tensor | None:
+        """Return the output of a span; the last one stores logits instead."""
+        slots, decoder = self._spans[index], self._adapters.for_slots(batch)
+        view = StepView(slots.cache, slots.tables[:batch], slots.lengths[:batch], count=count)
+        table = slots.angles.at(view.positions)
+        if index:
+            hidden = self._entering[index - 1][: batch * count].view(batch, count, -1)
         else:
-            hidden = decoder.embed(leg.ids[:rows, :count], positions=table.positions)
-        hidden = decoder.spans[place](hidden, start=table, cache=view)
-        if leg is self._legs[-1]:
-            self._state.places.put(decoder.head(hidden))
-        return hidden
+            hidden = decoder.embed(slots.ids[:batch, :count], positions=table.positions)
+        hidden = decoder.spans[index](hidden, start=table, cache=view)
+        if slots is not self._spans[-1]:
+            return hidden
+        self._positions.put(decoder.head(hidden))
+        return None
 
-    def _follow(self, rows: int, count: int) -> None:
+    def _update(self, batch: int, count: int) -> None:
         """Bring the other devices up to date."""
-        for leg in self._legs:
-            if leg.is_home:
+        for slots in self._spans:
+            if slots.is_home:
                 continue
-            leg.lengths[:rows].copy_(self._state.lengths[:rows], non_blocking=True)
+            slots.lengths[:batch].copy_(self._slots.lengths[:batch], non_blocking=True)
             if self._is_stale:
-                leg.tables.copy_(self._state.tables, non_blocking=True)
-            if leg is self._legs[0]:
-                leg.ids[:rows, :count].copy_(self._state.ids[:rows, :count], non_blocking=True)
+                slots.tables.copy_(self._slots.tables, non_blocking=True)
+            if slots is self._spans[0]:
+                slots.ids[:batch, :count].copy_(self._ids[:batch, :count], non_blocking=True)
         self._is_stale = False
 
     def _of_layer(self, parts: Sequence[T]) -> Iterator[T]:
-        """Yield each layer's part of those of the legs."""
-        for leg, part in zip(self._legs, parts, strict=True):
-            yield from (part for _ in leg.span.layers)
+        """Yield each layer's part of those of the spans."""
+        for slots, part in zip(self._spans, parts, strict=True):
+            yield from (part for _ in slots.span.layers)
 
 
-class _Views:
+class _LayerViews:
     """A `KvCache` whose layers are seen by views on their own devices."""
 
     def __init__(self, of_layer: Iterator[PromptView]) -> None:

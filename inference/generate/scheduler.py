@@ -1,11 +1,11 @@
-"""Which jobs run, in which slots and pages, and what they read next.
+"""Decides which jobs run, in which slots, and takes pages for them; preempts jobs without pages.
 
 Pages are taken when they are written. When none is left, the youngest job goes back to the front of
 the queue with its tokens; its pages stay cached, so it soon continues where it was.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 
@@ -25,17 +25,17 @@ class Scheduler:
     jobs; set by who launches, weakly, so that the memory of a dropped generator is free at once.
     """
 
-    def __init__(self, steps: DeviceSlots, table: PagePool, *, slots: int) -> None:
-        self.table, self.running = table, list[Job]()
+    def __init__(self, device_slots: DeviceSlots, page_pool: PagePool, *, slots: int) -> None:
+        self.page_pool, self.running = page_pool, list[Job]()
         self.catch_up: Callable[[], Callable[[], None] | None] = lambda: None
-        self._steps = steps
+        self._device_slots = device_slots
         self._waiting = deque[Job]()
         self._free = list(range(slots))
 
     @property
     def top(self) -> int:
         """One more than the highest slot whose sequence is decoded."""
-        return 1 + max(s.slot for job in self.running if job.steps for s in job.sequences)
+        return 1 + max(s.slot for job in self.running if job.is_decoding for s in job.sequences)
 
     def add(self, job: Job) -> None:
         """Put a job at the end of the queue; any thread may do so."""
@@ -51,66 +51,64 @@ class Scheduler:
             if self._fits(job):
                 for other in skipped:
                     other.skips += 1
-                self._start(job)
+                for sequence in job.sequences:
+                    sequence.slot = heappop(self._free)
+                self.running.append(job)
+                job.started()
                 continue
             skipped.append(job)
-            most = job.request.max_skips
-            if most is not None and job.skips >= most:
+            max_skips = job.request.max_skips
+            if max_skips is not None and job.skips >= max_skips:
                 break
         self._waiting.extendleft(reversed(skipped))
 
     def _fits(self, job: Job) -> bool:
         if len(job.sequences) > len(self._free):
             return False
-        needed = sum(self.table.needs(s.held, s.ids) for s in job.sequences)
+        needed = sum(self.page_pool.needs(s.held, s.ids) for s in job.sequences)
         # every running job may need another page soon
-        return not self.running or needed + len(self.running) <= self.table.free
-
-    def _start(self, job: Job) -> None:
-        for sequence in job.sequences:
-            sequence.slot = heappop(self._free)
-        self.running.append(job)
-        job.started()
+        return not self.running or needed + len(self.running) <= self.page_pool.free
 
     def begin_steps(self, job: Job) -> None:
         """Let a job take part in decode steps once all of its sequences are read."""
-        if job.steps or any(s.unread for s in job.sequences):
+        if job.is_decoding or any(s.unread for s in job.sequences):
             return
-        job.steps, job.shown = True, FREE
+        job.is_decoding, job.slot_mask = True, FREE
         for s in job.sequences:
-            self._steps.enter(
+            self._device_slots.enter(
                 s.slot, s.held.pages, s.ids, job.request.settings, job.mu, job.adapters
             )
         if len(job.sequences) == 2:
-            self._steps.sampler.pair(*(s.slot for s in job.sequences))
+            self._device_slots.sampler.pair(*(s.slot for s in job.sequences))
 
     def reserve_pages(self) -> None:
-        """Take the pages that the next step writes; send jobs back if there are too few."""
+        """Take the pages that the next step writes; preempt jobs if there are too few."""
         for job in [*self.running]:
-            while job.steps and job in self.running and not self._has_next(job):
+            while job.is_decoding and job in self.running and not self._has_next(job):
                 self.preempt(self.running[-1])
 
     def _has_next(self, job: Job) -> bool:
         for s in job.sequences:
             tokens = len(s.ids) + job.launched
-            if tokens > len(s.held.pages) * self.table.page_tokens and job.wants_more:
-                if not self.table.reserve(s.held, tokens):
+            if tokens > len(s.held.pages) * self.page_pool.page_tokens and job.wants_more:
+                if not self.page_pool.reserve(s.held, tokens):
                     return False
-                self._steps.set_pages(s.slot, s.held.pages)
+                self._device_slots.set_pages(s.slot, s.held.pages)
         return True
 
     def reserve_ahead(self, job: Job, tokens: int) -> int:
-        """Take pages for drafts behind the next token; return for how many there is room."""
+        """Take pages for draft tokens; return how many of them have room."""
         for s in job.sequences:
             end = len(s.ids) + tokens
-            if end > len(s.held.pages) * self.table.page_tokens and self.table.reserve(s.held, end):
-                self._steps.set_pages(s.slot, s.held.pages)
-            tokens = min(tokens, len(s.held.pages) * self.table.page_tokens - len(s.ids))
+            is_missing = end > len(s.held.pages) * self.page_pool.page_tokens
+            if is_missing and self.page_pool.reserve(s.held, end):
+                self._device_slots.set_pages(s.slot, s.held.pages)
+            tokens = min(tokens, len(s.held.pages) * self.page_pool.page_tokens - len(s.ids))
         return tokens
 
     def reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:
-        """Take pages for a prompt, from younger jobs if need be; False: the job went back."""
-        while not self.table.reserve(sequence.held, tokens):
+        """Take pages for a prompt; preempt younger jobs if need be. False: it was preempted."""
+        while not self.page_pool.reserve(sequence.held, tokens):
             self.preempt(self.running[-1])
             if job not in self.running:
                 return False
@@ -118,35 +116,35 @@ class Scheduler:
 
     def advance(self, job: Job) -> None:
         """Let the job's sequences follow its output, which a token or a rewind has changed."""
-        made, lacks = job.output.ids, False
+        generated, lacks_keys = job.output.ids, False
         for s, prompt in zip(job.sequences, job.prompt.sequences, strict=True):
-            count = len(prompt) + len(made)
+            count = len(prompt) + len(generated)
             if count > len(s.ids):
-                s.ids.append(made[-1])
-                if s.held.filled + self.table.page_tokens < len(s.ids):
+                s.ids.append(generated[-1])
+                if s.held.filled + self.page_pool.page_tokens < len(s.ids):
                     self._settle(s)
             else:  # also if only the newest is cut, which `s.ids` lacks
                 self._rewind(s, count)
-                lacks |= s.unread > 0  # no page was free for a copy
-        if lacks:
-            job.steps = False
+                lacks_keys |= s.unread > 0  # no page was free for a copy
+        if lacks_keys:
+            job.is_decoding = False
             for s in job.sequences:
-                self._steps.leave(s.slot)
+                self._device_slots.leave(s.slot)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Enter decoded tokens into the page table."""
+        """Record decoded tokens in the page pool."""
         held = sequence.held
-        if self.table.fill(held, sequence.ids[held.filled : -1]) and sequence.slot >= 0:
-            self._steps.set_pages(sequence.slot, held.pages)
+        if self.page_pool.fill(held, sequence.ids[held.filled : -1]) and sequence.slot >= 0:
+            self._device_slots.set_pages(sequence.slot, held.pages)
 
     def _rewind(self, sequence: Sequence, count: int) -> None:
         self._settle(sequence)
         del sequence.ids[count:]
         held = sequence.held
-        self._steps.copy(self.table.cut(held, min(count - 1, held.filled)))
-        self._steps.set_pages(sequence.slot, held.pages)
-        self._steps.stand_at(sequence.slot, sequence.ids)
-        self._steps.sampler.cut(sequence.slot, count)
+        self._device_slots.copy(self.page_pool.cut(held, min(count - 1, held.filled)))
+        self._device_slots.set_pages(sequence.slot, held.pages)
+        self._device_slots.stand_at(sequence.slot, sequence.ids)
+        self._device_slots.sampler.cut(sequence.slot, count)
 
     def preempt(self, job: Job) -> None:
         """Put a running job at the front of the queue, unless it ends by itself."""
@@ -155,15 +153,15 @@ class Scheduler:
                 catch_up()
             if job not in self.running:
                 return
-        if job.steps and job.request.settings.mirostat:
-            job.mu = float(self._steps.sampler.mu[job.lead.slot])
+        if job.is_decoding and job.request.settings.mirostat:
+            job.mu = float(self._device_slots.sampler.mu[job.lead.slot])
         self._leave(job, keep=True)
         for s in job.sequences:
-            s.held = job.begin()
+            s.held = job.new_pages()
         self._waiting.appendleft(job)
 
     def end(self, job: Job, last: Event, *, keep: bool = True) -> None:
-        """Free what a job has, deliver its last event; `keep=False` forgets its pages' content."""
+        """Free slots and pages, deliver the last event; `keep=False` forgets the pages' content."""
         if job in self.running:
             self._leave(job, keep=keep)
         job.is_done = True
@@ -171,35 +169,34 @@ class Scheduler:
 
     def _leave(self, job: Job, *, keep: bool) -> None:
         for s in job.sequences:
-            if job.steps and keep:
+            if job.is_decoding and keep:
                 self._settle(s)
-            self._steps.leave(s.slot)
+            self._device_slots.leave(s.slot)
         self._release(job, keep=keep)  # last: the device may fail, and the job is still known then
 
     def _release(self, job: Job, *, keep: bool) -> None:
         """Free the slots and pages of a running job on the host."""
         self.running.remove(job)
         for s in job.sequences:
-            self.table.release(s.held, keep=keep)
+            self.page_pool.release(s.held, keep=keep)
             heappush(self._free, s.slot)
             s.slot = -1
-        job.steps = False
+        job.is_decoding = False
 
     def close_gaps(self) -> None:
-        """Move sequences to lower slots, if nobody waits and a smaller recording then serves."""
-        if self._waiting or not any(job.steps for job in self.running):
+        """Move sequences to lower slots, if no job waits and a smaller batch then serves."""
+        if self._waiting or not any(job.is_decoding for job in self.running):
             return
-        held = sorted(self._sequences(), key=lambda s: s.slot)
-        if bucket(len(held)) == bucket(1 + held[-1].slot):
+        running = (s for job in self.running for s in job.sequences)
+        sequences = sorted(running, key=lambda s: s.slot)
+        count = len(sequences)
+        if bucket(count) == bucket(1 + sequences[-1].slot):
             return
-        for target, s in enumerate(held):
+        for target, s in enumerate(sequences):
             if target != s.slot:
-                self._steps.move(s.slot, target)
+                self._device_slots.move(s.slot, target)
                 s.slot = target
-        self._free = [*range(len(held), len(self._free) + len(held))]  # in order: a heap
-
-    def _sequences(self) -> Iterator[Sequence]:
-        return (s for job in self.running for s in job.sequences)
+        self._free = [*range(count, len(self._free) + count)]  # in order: a heap
 
     @property
     def is_idle(self) -> bool:

@@ -1,4 +1,4 @@
-"""Ends of prompts whose beginnings are in the cache: few tokens, read in recorded passes."""
+"""Prefill of prompt tails behind a cached prefix: few tokens, read by CUDA graphs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, RopeTables
 
-MOST = FEW_ROWS // STEP_TOKENS  # sequences of a pass
+MAX_TAILS = FEW_ROWS // STEP_TOKENS  # sequences of a pass
 
 
 class TailPrefill:
@@ -24,50 +24,50 @@ class TailPrefill:
     def __init__(
         self, decoder: Decoder, cache: PagedCache, angles: RopeTables, graphs: GraphPool
     ) -> None:
-        """Take the angles of all positions of a sequence, and of `STEP_TOKENS` behind them."""
+        """Take the angles of all positions of a sequence, and of `STEP_TOKENS` beyond its end."""
         self._decoder, self._cache, self._angles = decoder, cache, angles
         self._graphs = graphs
         self._width, device = pages_of(len(angles.positions)), cache.device
-        self._ids = torch.zeros(MOST, STEP_TOKENS, dtype=torch.int64, device=device)
-        self._begins = torch.zeros(MOST, dtype=torch.int32, device=device)
-        shape = (MOST, self._width)
+        self._ids = torch.zeros(MAX_TAILS, STEP_TOKENS, dtype=torch.int64, device=device)
+        self._begins = torch.zeros(MAX_TAILS, dtype=torch.int32, device=device)
+        shape = (MAX_TAILS, self._width)
         self._tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
 
     def takes(self, segments: Sequence[Segment]) -> bool:
-        """Return whether all of these are such ends, and passes are recorded."""
-        most = MOST_STEPS * STEP_TOKENS
-        are_short = all(s.begin and s.count <= most for s in segments)
-        return self._graphs.records and len(segments) <= MOST and are_short
+        """Return whether all segments are short tails, and passes are recorded."""
+        longest = MOST_STEPS * STEP_TOKENS
+        are_short = all(s.begin and s.count <= longest for s in segments)
+        return self._graphs.records and len(segments) <= MAX_TAILS and are_short
 
     def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Store keys and values of the segments' tokens; return their states (t, hidden)."""
-        rows, left = bucket(len(segments)), iter(ids)
+        batch, left = bucket(len(segments)), iter(ids)
         texts = [[*islice(left, s.count)] for s in segments]
-        found: list[list[torch.Tensor]] = [[] for _ in texts]
-        idle = [()] * (rows - len(segments))
+        hidden: list[list[torch.Tensor]] = [[] for _ in texts]
+        idle = [()] * (batch - len(segments))
         self._put(self._tables, [*(s.pages for s in segments), *idle], self._cache.spare)
         for begin in range(0, max(map(len, texts)), STEP_TOKENS):
-            places = [min(begin, len(text) - 1) for text in texts]  # at least the last token again
-            pairs = [*zip(texts, places, strict=True)]
+            starts = [min(begin, len(text) - 1) for text in texts]  # at least the last token again
+            pairs = [*zip(texts, starts, strict=True)]
             self._put(self._ids, [text[at : at + STEP_TOKENS] for text, at in pairs], 0)
-            begins = [s.begin + at for s, at in zip(segments, places, strict=True)]
+            begins = [s.begin + at for s, at in zip(segments, starts, strict=True)]
             self._begins[: len(begins)] = on_device(torch.tensor(begins).int(), self._cache.device)
-            states = self._graphs.replay(("tails", rows), partial(self._pass, rows))
-            for text, of_text, x in zip(texts, found, states, strict=False):
+            states = self._graphs.replay(("tails", batch), partial(self._pass, batch))
+            for text, of_text, x in zip(texts, hidden, states, strict=False):
                 of_text.append(x[: max(0, len(text) - begin)].clone())
-        return torch.cat([x for of_text in found for x in of_text])
+        return torch.cat([x for of_text in hidden for x in of_text])
 
     def warm_up(self) -> None:
         """Record the passes."""
         self._tables.fill_(self._cache.spare)  # the pages of the last pass may belong to others
-        for rows in sorted({bucket(count) for count in range(1, MOST + 1)}):
-            self._graphs.make(("tails", rows), partial(self._pass, rows))
+        for batch in sorted({bucket(count) for count in range(1, MAX_TAILS + 1)}):
+            self._graphs.make(("tails", batch), partial(self._pass, batch))
 
-    def _pass(self, rows: int) -> torch.Tensor:
-        view = StepView(self._cache, self._tables[:rows], self._begins[:rows], count=STEP_TOKENS)
-        return self._decoder.hidden(self._ids[:rows], view, self._angles.at(view.positions))
+    def _pass(self, batch: int) -> torch.Tensor:
+        view = StepView(self._cache, self._tables[:batch], self._begins[:batch], count=STEP_TOKENS)
+        return self._decoder.hidden(self._ids[:batch], view, self._angles.at(view.positions))
 
-    def _put(self, there: torch.Tensor, rows: Sequence[Sequence[int]], fill: int) -> None:
-        width = there.shape[1]
-        values = torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows])
-        there[: len(rows)] = on_device(values.to(there.dtype), there.device)
+    def _put(self, tensor: torch.Tensor, lists: Sequence[Sequence[int]], fill: int) -> None:
+        width = tensor.shape[1]
+        values = torch.tensor([[*ids, *[fill] * (width - len(ids))] for ids in lists])
+        tensor[: len(lists)] = on_device(values.to(tensor.dtype), tensor.device)

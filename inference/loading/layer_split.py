@@ -66,13 +66,12 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a user divides a model among GPUs.
+    """Options of a layer split.
 
     sizes: bytes per device, 0 to skip one; None: what is free less `reserve`, bytes of the first
     devices, the last one for all others; devices: indexes of GPUs; None: all, or as many as there
-    are sizes. There must be room for a cache of so many tokens in this format (None: of the longest
-    text, or as many as fit; in the format that stores what is computed), and for the logits of
-    `slots` texts.
+    are sizes. There must be room for a cache of `tokens` tokens (None: of the longest text, or as
+    many as fit) in the format `cache` (None: unquantized), and for the logits of `slots` texts.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -84,18 +83,18 @@ class Split:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if options contradict each other."""
-        given = self.devices
+        devices = self.devices
         if self.sizes is not None and self.reserve is not None:
             raise ConfigError(
                 "`--reserve` goes with `--gpu-split auto`; sizes reserve by themselves"
             )
         if self.sizes is not None and not any(self.sizes):
             raise ConfigError("`--gpu-split` skips every device; give at least one a size")
-        if given is not None and len({*given}) < len(given):
-            raise ConfigError(f"`--devices {','.join(map(str, given))}` names a device twice")
-        if given is not None and self.sizes is not None and len(self.sizes) != len(given):
+        if devices is not None and len({*devices}) < len(devices):
+            raise ConfigError(f"`--devices {','.join(map(str, devices))}` names a device twice")
+        if devices is not None and self.sizes is not None and len(self.sizes) != len(devices):
             raise ConfigError(
-                f"`--gpu-split` has {len(self.sizes)} sizes, `--devices` {len(given)} devices; "
+                f"`--gpu-split` has {len(self.sizes)} sizes, `--devices` {len(devices)} devices; "
                 "give as many, 0 to skip one"
             )
 
@@ -110,7 +109,7 @@ class Split:
         cache: str | None = None,
         slots: int = 16,
     ) -> Self | None:
-        """Return what options mean: `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
+        """Parse options such as `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
 
         The others are those of `Split`.
 
@@ -133,18 +132,18 @@ class Split:
         """Return the bytes of each CUDA device that a model may take, in order.
 
         Args:
-            free: of every visible device, a function that returns its free bytes; only those that
-                are used are called, because CUDA takes memory of a device for that.
+            free: a function per visible device that returns its free bytes; called for used devices
+                only, because CUDA takes memory of a device for that.
 
         Raises:
             ConfigError: a device is not there.
         """
-        there, wanted = range(len(free)), len(self.sizes or self.reserve or ())
-        chosen = self.devices if self.devices is not None else there[: len(self.sizes or free)]
-        absent = [index for index in chosen if index not in there]
-        if absent or wanted > len(chosen) or not chosen:
-            named = f"`--devices` names {absent[0]}" if absent else f"{wanted} sizes are given"
-            seen = ", ".join(map(str, there)) or "none"
+        visible, sizes = range(len(free)), len(self.sizes or self.reserve or ())
+        chosen = self.devices if self.devices is not None else visible[: len(self.sizes or free)]
+        absent = [index for index in chosen if index not in visible]
+        if absent or sizes > len(chosen) or not chosen:
+            named = f"`--devices` names {absent[0]}" if absent else f"{sizes} sizes are given"
+            seen = ", ".join(map(str, visible)) or "none"
             raise ConfigError(f"{named}, but the GPUs that torch sees are {seen}")
         rooms = dict[torch.device, int]()
         for order, index in enumerate(chosen):
@@ -161,7 +160,7 @@ class Split:
 
 @dataclass(slots=True)
 class _Load:
-    """Parts on one device: names for people, stored bytes, and what they need besides."""
+    """Parts on one device: their stored bytes, and memory to run them."""
 
     stored: int = 0
     share: DeviceNeed = field(default_factory=DeviceNeed)
@@ -208,13 +207,13 @@ def place(
             what would fit.
     """
     parts = _parts(spec, sizes, texts)
-    found, loads = _dealt(parts, rooms)
-    if len(found) < len(parts):
-        raise OutOfDeviceMemory(_refusal(spec, sizes, rooms, texts, found, loads))
-    return Placement(embedding=found[0], layers=tuple(found[1:-1]), head=found[-1])
+    devices, loads = _dealt(parts, rooms)
+    if len(devices) < len(parts):
+        raise OutOfDeviceMemory(_refusal(spec, sizes, rooms, texts, parts[len(devices) :], loads))
+    return Placement(embedding=devices[0], layers=tuple(devices[1:-1]), head=devices[-1])
 
 
-def placed(
+def split_model(
     split: Split,
     spec: ModelSpec,
     tensors: TensorFiles,
@@ -228,7 +227,7 @@ def placed(
         split: how, and what room to leave.
         spec: the model.
         tensors: its files.
-        device: that was chosen; it must be CUDA.
+        device: the chosen one; it must be CUDA.
         context: the longest text.
 
     Raises:
@@ -240,8 +239,8 @@ def placed(
             f"a model is split among GPUs, and the device is `{device}`; leave out `--gpu-split`, "
             "`--reserve` and `--devices`"
         )
-    there = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
-    rooms = split.rooms([partial(free_memory, device) for device in there])
+    visible = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    rooms = split.rooms([partial(free_memory, device) for device in visible])
     sizes = Sizes.of(spec, tensors, torch.float16)
     texts = Texts(
         context=min(context, split.tokens or context),
@@ -257,10 +256,10 @@ def placed(
 def needs(
     spec: ModelSpec, sizes: Sizes, placement: Placement, texts: Texts
 ) -> dict[torch.device, int]:
-    """Return the bytes that a placed model takes on each device, at most."""
+    """Return an upper bound of the bytes that a model takes on each device."""
     loads = dict[torch.device, _Load]()
-    where = (placement.embedding, *placement.layers, placement.head)
-    for device, part in zip(where, _parts(spec, sizes, texts), strict=True):
+    devices = (placement.embedding, *placement.layers, placement.head)
+    for device, part in zip(devices, _parts(spec, sizes, texts), strict=True):
         loads[device] = part.joined(loads.get(device, _Load()))
     return {device: load.total for device, load in loads.items()}
 
@@ -283,15 +282,15 @@ def _dealt(
     parts: Sequence[_Part], rooms: Mapping[torch.device, int]
 ) -> tuple[list[torch.device], dict[torch.device, _Load]]:
     """Return the devices of the first parts, as many as there is room for, and all loads."""
-    found, loads = list[torch.device](), {device: _Load() for device in rooms}
+    devices, loads = list[torch.device](), {device: _Load() for device in rooms}
     for device, room in rooms.items():
-        for part in parts[len(found) :]:
+        for part in parts[len(devices) :]:
             load = part.joined(loads[device])
             if load.total > room:
                 break
             loads[device] = load
-            found.append(device)
-    return found, loads
+            devices.append(device)
+    return devices, loads
 
 
 def _refusal(
@@ -299,12 +298,10 @@ def _refusal(
     sizes: Sizes,
     rooms: Mapping[torch.device, int],
     texts: Texts,
-    found: Sequence[torch.device],
+    left: Sequence[_Part],
     loads: Mapping[torch.device, _Load],
 ) -> str:
-    """Return the message for a model that does not fit."""
-    parts = _parts(spec, sizes, texts)
-    left = parts[len(found) :]
+    """Return the message for a model whose parts `left` do not fit."""
     rest = _Load()
     for part in left:
         rest = part.joined(rest)
@@ -322,7 +319,7 @@ def _refusal(
 
 
 def _remedy(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts) -> str:
-    """Return what would fit: a smaller cache, else what a lone device would need."""
+    """Return advice: a smaller cache that fits, else the memory of a single device."""
     tokens = PAGE_TOKENS * largest(spec, sizes, rooms, texts)
     if tokens:
         return f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"
@@ -350,7 +347,7 @@ def largest(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], te
 
 
 def _shortened(texts: Texts, pages: int) -> Texts:
-    """Return these texts with a smaller cache."""
+    """Return the same texts with a cache of `pages` pages."""
     return replace(texts, pages=pages, context=min(texts.context, pages * PAGE_TOKENS))
 
 

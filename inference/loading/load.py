@@ -4,7 +4,7 @@ For a GPU, several threads read files and copy their contents to it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.memory import available_memory, free_memory
-from exl2flow.inference.loading.layer_split import Split, placed
+from exl2flow.inference.loading.layer_split import Split, split_model
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
     CanonicalTensors,
@@ -121,12 +121,11 @@ def load_model(
 
     Args:
         model_dir: folder with config.json, a tokenizer and *.safetensors; index files are ignored.
-        device: auto, cpu, cuda, or cuda:1 for one of several GPUs. The CPU computes in fp32, CUDA
-            in fp16.
+        device: auto, cpu (fp32), cuda (fp16), or cuda:1 for one of several GPUs.
         max_tokens: longest text, prompt included; None: what the model was trained for.
         rope_scale: divides positions.
         rope_alpha: NTK factor, which stretches the base of the rotation.
-        rope_yarn: YaRN factor, in place of the model's own way to stretch its context.
+        rope_yarn: YaRN factor, instead of the model's own way to stretch its context.
         streamed: read sublayers from disk in every forward pass instead of keeping them.
         placement: where each part goes, or how they are divided among GPUs; None: all on `device`.
         ranks: the processes that share the layers; all load the model and make the same calls, on a
@@ -140,47 +139,44 @@ def load_model(
         ConfigError: an option is out of range, or the split names devices that are not there.
         OutOfDeviceMemory: the split has too little room.
     """
-    folder = Path(model_dir)
-    place = placement.head if isinstance(placement, Placement) else resolve_device(device)
-    dtype = torch.float16 if place.type == "cuda" else torch.float32
-    if max_tokens is not None and max_tokens < 1:
-        raise ConfigError(f"`max_tokens` is {max_tokens}; it must be 1 or more")
+    head_device = placement.head if isinstance(placement, Placement) else resolve_device(device)
     if placement is not None and streamed:
         raise ConfigError("a model that is read from disk in each pass needs one device: no split")
-    if ranks is not None and (placement is not None or streamed or place.type != "cpu"):
+    if ranks is not None and (placement is not None or streamed or head_device.type != "cpu"):
         raise ConfigError('ranks share a model on CPUs, neither split nor streamed: `device="cpu"`')
-    spec = resolve(folder).with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
-    tensors = CanonicalTensors(spec)
-    check_layers(spec, tensors)
+    spec = resolve(Path(model_dir)).with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
+    limit = _checked_limit(max_tokens, spec)
+    on_gpu = head_device.type == "cuda"
+    source = StreamedSublayers(
+        spec,
+        CanonicalTensors(spec),
+        dtype=torch.float16 if on_gpu else torch.float32,
+        device=head_device,
+        packed=on_gpu and not streamed,  # matrices used once are not repacked
+    )
+    check_layers(spec, source.tensors)
     if ranks is not None:
         check_ranks(spec, ranks.count)
-    packed = place.type == "cuda" and not streamed  # matrices used once are not laid out
+    if isinstance(placement, Split):
+        placement = split_model(placement, spec, source.tensors, device=head_device, context=limit)
+    placement = placement or Placement.on(head_device, spec.num_layers)
+    decoder, tokenizer = _load(source, placement, ranks, is_streamed=streamed, progress=progress)
+    return LoadedModel(
+        spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
+    )
+
+
+def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:
+    """Return the longest text; raise `ConfigError` if the model cannot read it."""
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"`max_tokens` is {max_tokens}; it must be 1 or more")
     limit = max_tokens or spec.max_positions
     if spec.has_learned_positions and limit > spec.max_positions:
         raise ConfigError(
-            f"`max_tokens` is {limit}; `{folder}` has learned positions, {spec.max_positions} of "
-            "them: give no more"
+            f"`max_tokens` is {limit}; `{spec.source_dir}` has learned positions, "
+            f"{spec.max_positions} of them: give no more"
         )
-    if isinstance(placement, Split):
-        placement = placed(placement, spec, tensors, device=place, context=limit)
-    where = placement or Placement.on(place, spec.num_layers)
-    sublayers = StreamedSublayers(spec, tensors, dtype=dtype, device=place, packed=packed)
-    with ExitStack() as stack:
-        threads = {d: stack.enter_context(Threads(THREADS[d.type], d)) for d in where.devices}
-        for each in threads if packed else ():
-            with torch.cuda.device(each):
-                get_ops(each).prepare()
-        tokenizer = threads[where.head].begin(partial(Tokenizer.load, folder))
-        decoder = _decoder(
-            threads, sublayers, where, ranks=ranks, streamed=streamed, progress=progress
-        )
-        return LoadedModel(
-            spec=decoder.spec,
-            decoder=decoder,
-            tokenizer=tokenizer.result(),
-            max_tokens=limit,
-            ranks=ranks,
-        )
+    return limit
 
 
 def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel:
@@ -198,66 +194,75 @@ def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel
     return load_model(model_dir, device=device, streamed=not fits)
 
 
-def _fits_in_memory(model_dir: Path, place: torch.device, *, tokens: int) -> bool:
+def _fits_in_memory(model_dir: Path, device: torch.device, *, tokens: int) -> bool:
     """Return whether a device has room for a whole model and a sequence of `tokens` tokens.
 
     A GPU holds packed matrices as its kernels read them, a CPU decodes all matrices to fp32.
     """
     spec = resolve(model_dir)
-    needs = Footprint.of(spec, context=tokens, cache_format=exact_format(place))
-    if place.type == "cuda":
+    needs = Footprint.of(spec, context=tokens, cache_format=exact_format(device))
+    if device.type == "cuda":
         tensors = CanonicalTensors(spec)
         stored = sum(tensors.nbytes(name) for name in tensors.names)
-        return stored + needs.total - needs.device <= free_memory(place)
+        return stored + needs.total - needs.device <= free_memory(device)
     room = available_memory()
     numel = sum(math.prod(shape) for shape in expected_tensors(spec).values())
     return room is None or (numel * torch.float32.itemsize + needs.cache) <= room
 
 
-def _decoder(
-    threads: Mapping[torch.device, Threads],
+def _load(
     source: StreamedSublayers,
-    where: Placement,
-    *,
+    placement: Placement,
     ranks: Ranks | None,
-    streamed: bool,
+    *,
+    is_streamed: bool,
     progress: Callable[[int, int], None] | None,
-) -> Decoder:
-    """Load the parts of a model concurrently; raise the first error in part order."""
+) -> tuple[Decoder, Tokenizer]:
+    """Load a model's parts and its tokenizer concurrently; raise the first error in part order."""
     spec, tensors, dtype = source.spec, source.tensors, source.dtype
-    embedding = threads[where.embedding].begin(
-        partial(build_embedding, spec, tensors, dtype=dtype, device=where.embedding)
-    )
-    is_shared = spec.tied_head and where.head == where.embedding
-    head = threads[where.head].begin(  # second, because it takes long
-        lambda: build_head(
+
+    def read_head(embedding: Future[Embedding]) -> Head:
+        is_shared = spec.tied_head and placement.head == placement.embedding
+        return build_head(
             spec,
             tensors,
             dtype=dtype,
-            device=where.head,
+            device=placement.head,
             packed=source.packed,
             embedding=embedding.result() if is_shared else None,
         )
-    )
 
     def read(index: int, device: torch.device) -> Sublayer:
         sublayer = source.read(index, device)
         return sublayer if ranks is None else share_sublayer(spec, sublayer, ranks)
 
-    kept = [
-        threads[device].begin(partial(read, sublayer.index, device))
-        for sublayer in (() if streamed else spec.sublayers)
-        for device in (where.layers[sublayer.layer_index],)
-    ]
-    parts: list[Future[Embedding] | Future[Sublayer] | Future[Head]] = [embedding, *kept, head]
-    for done, part in enumerate(parts, 1):
-        part.result()
-        if progress is not None:
-            progress(done, len(parts))
-    return Decoder(
+    with ExitStack() as stack:
+        devices = placement.devices
+        threads = {d: stack.enter_context(Threads(THREADS[d.type], d)) for d in devices}
+        for device in devices if source.packed else ():
+            with torch.cuda.device(device):
+                get_ops(device).prepare()
+        tokenizer = threads[placement.head].begin(partial(Tokenizer.load, spec.source_dir))
+        embedding = threads[placement.embedding].begin(
+            partial(build_embedding, spec, tensors, dtype=dtype, device=placement.embedding)
+        )
+        head = threads[placement.head].begin(partial(read_head, embedding))  # early: it takes long
+        sublayers = [
+            threads[device].begin(partial(read, sublayer.index, device))
+            for sublayer in (() if is_streamed else spec.sublayers)
+            for device in (placement.layers[sublayer.layer_index],)
+        ]
+        parts: list[Future[Embedding] | Future[Sublayer] | Future[Head]]
+        parts = [embedding, *sublayers, head]
+        for done, part in enumerate(parts, 1):
+            part.result()
+            if progress is not None:
+                progress(done, len(parts))
+    decoder = Decoder(
         spec if ranks is None else shared_spec(spec, ranks),
         embedding=embedding.result(),
-        sublayers=source if streamed else [sublayer.result() for sublayer in kept],
+        sublayers=source if is_streamed else [sublayer.result() for sublayer in sublayers],
         head=head.result() if ranks is None else share_head(head.result(), ranks),
-        placement=where if where.is_split else None,
+        placement=placement if placement.is_split else None,
     )
+    return decoder, tokenizer.result()

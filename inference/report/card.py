@@ -101,7 +101,7 @@ def _certainty(bitrates: Sequence[Bitrate]) -> str:
 
 def _metadata(origin: Origin) -> dict[str, object]:
     """Return the metadata that the Hub reads, without unknown entries."""
-    found = {
+    metadata = {
         "base_model": origin.repo,
         "base_model_relation": "quantized" if origin.repo else None,
         "license": origin.license,
@@ -110,7 +110,7 @@ def _metadata(origin: Origin) -> dict[str, object]:
         "pipeline_tag": "text-generation",
         "tags": list(TAGS),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def _absolute(origin: Origin) -> str | None:
@@ -130,8 +130,8 @@ def _source(origin: Origin) -> str:
 
 def _memory(form: str, bitrates: Sequence[Bitrate]) -> str:
     """Return weights and cache of one form, by the lengths that the model has positions for."""
-    most = min(bitrate.spec.max_positions for bitrate in bitrates)
-    contexts = [tokens for tokens in CONTEXTS if tokens <= most] or [most]
+    longest = min(bitrate.spec.max_positions for bitrate in bitrates)
+    contexts = [tokens for tokens in CONTEXTS if tokens <= longest] or [longest]
     rows = []
     for bitrate in bitrates:
         row = {"branch": bitrate.branch}
@@ -162,15 +162,15 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
     if any(bitrate.record.get("not_quantized") for bitrate in bitrates):
         rows.append({"": "not quantized", **{b.branch: _apart(b.record) for b in bitrates}})
     for name, path in paths.items():
-        found = {b.branch: _found({**b.spec.config, **b.record}, path) for b in bitrates}
+        cells = {b.branch: _found({**b.spec.config, **b.record}, path) for b in bitrates}
         if name in DIGESTS:
-            found = {branch: value[:SHORT] for branch, value in found.items()}
-        rows.append({"": name, **found})
+            cells = {branch: value[:SHORT] for branch, value in cells.items()}
+        rows.append({"": name, **cells})
     return markdown_table(rows)
 
 
 def _apart(record: Mapping[str, Any]) -> str:
-    """Return in words what the file keeps as the source stores it."""
+    """Describe the tensors that are stored as in the source."""
     apart = record.get("not_quantized")
     return f"{apart['parts']} ({words.size(apart['bytes'])})" if apart else "none"
 

@@ -96,14 +96,14 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
 
 def by_series(models: Sequence[Compared]) -> dict[str | None, list[Compared]]:
     """Return series → its models; None for all whose series is unknown."""
-    found: dict[str | None, list[Compared]] = {}
+    series: dict[str | None, list[Compared]] = {}
     for model in models:
-        found.setdefault(model.series, []).append(model)
-    return found
+        series.setdefault(model.series, []).append(model)
+    return series
 
 
 def difference(model: Compared, other: Compared) -> Intervals | None:
-    """Return intervals of what a model's figures are above another's; None unless rows are shared.
+    """Return intervals of a model's figures minus another's; None unless they share rows.
 
     The rows must be of one text, and at least `LEAST_ROWS`.
     """
@@ -126,7 +126,7 @@ def steps(models: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """How far a model's figures are above those of the next smaller of its series, as intervals."""
+    """Intervals of a model's figures minus those of the next smaller model of its series."""
 
     model: Compared
     minus: Compared
@@ -143,11 +143,10 @@ class Difference:
 
 def differences(models: Sequence[Compared]) -> list[Difference]:
     """Return the differences between neighbours in size of each series, as far as known."""
-    found = [(larger, smaller, difference(larger, smaller)) for smaller, larger in steps(models)]
     return [
         Difference(model=larger, minus=smaller, intervals=known)
-        for larger, smaller, known in found
-        if known is not None
+        for smaller, larger in steps(models)
+        if (known := difference(larger, smaller)) is not None
     ]
 
 
@@ -161,7 +160,7 @@ class Rise:
 
     @property
     def is_sure(self) -> bool:
-        """Whether chance is excluded."""
+        """Whether the whole interval is above zero."""
         return self.interval is not None and self.interval[0] > 0
 
     @property
@@ -199,11 +198,11 @@ def check_bitrates(models: Sequence[Compared]) -> tuple[str, list[str]]:
     """
     sound, unsure, warnings = [], [], []
     for series, members in by_series(models).items():
-        found = rises(members)
-        warnings += [rise.warning for rise in found if rise.is_sure]
-        unsure += [rise.doubt for rise in found if not rise.is_sure]
+        risen = rises(members)
+        warnings += [rise.warning for rise in risen if rise.is_sure]
+        unsure += [rise.doubt for rise in risen if not rise.is_sure]
         measured = _measured(members)
-        if len({model.bytes for model in measured}) > 1 and not found:
+        if len({model.bytes for model in measured}) > 1 and not risen:
             sound.append(f"{series or 'others'} ({len(measured)} models)")
     text = [f"KL divergence falls as bytes rise: {', '.join(sound)}"] * bool(sound)
     return "; ".join(text + unsure), warnings
@@ -211,15 +210,15 @@ def check_bitrates(models: Sequence[Compared]) -> tuple[str, list[str]]:
 
 def rises(models: Sequence[Compared]) -> list[Rise]:
     """Return each model that diverges more than a smaller one, with the best smaller one."""
-    found, measured = list[Rise](), _measured(models)
+    risen, measured = list[Rise](), _measured(models)
     for model in sorted(measured, key=lambda m: (m.bytes, _divergence(m))):
         smaller = [m for m in measured if m.bytes < model.bytes]
         best = min(smaller, key=_divergence, default=model)
         if _divergence(best) < _divergence(model):
             between = difference(model, best)
             interval = None if between is None else between.kl_divergence
-            found.append(Rise(model=model, smaller=best, interval=interval))
-    return found
+            risen.append(Rise(model=model, smaller=best, interval=interval))
+    return risen
 
 
 def _measured(models: Sequence[Compared]) -> list[Compared]:

@@ -1,4 +1,4 @@
-"""Which matrices matter: what the error of each one costs, as `quantize` estimated it.
+"""Cost of each matrix's error, as `quantize` estimated it, and which matrices cost most.
 
 A cost is the KL divergence in nats per token that an error alone causes on the calibration text.
 Errors interact, and other text differs, so costs rank matrices; only measurement judges a model.
@@ -15,7 +15,7 @@ LARGE_SHARE = 0.5  # of all costs: how many matrices cause it is stated
 
 
 class Priced(Protocol):
-    """A matrix as tables show it; what is unknown is None."""
+    """A matrix in tables; unknown values are None."""
 
     @property
     def key(self) -> str: ...
@@ -34,7 +34,7 @@ PricedItem = TypeVar("PricedItem", bound=Priced)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCost:
-    """One matrix of a report; what is unknown is None or empty.
+    """One matrix of a report; unknown values are None or empty.
 
     sublayer: of the report, or the head's name; name: of the projection.
     """

@@ -112,7 +112,7 @@ def allocation_frame(model: Path | str | ModelContents) -> pd.DataFrame:
 
 
 def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
-    """Return one row per converted model, with what validation found.
+    """Return one row per converted model, with its scores from validation.
 
     Figures of two models can be compared if `source_fingerprint` and `text` are equal: the digests
     of the source's files and of the scored tokens. Records of older versions have no fingerprint;
@@ -163,8 +163,8 @@ def _figures(score: dict[str, Any]) -> dict[str, float | None]:
     }
 
 
-def _bounds(found: Intervals | None) -> dict[str, float | None]:
-    found = found or Intervals(perplexity=None, kl_divergence=None, top1_agreement=None)
-    pairs = found.perplexity, found.kl_divergence, found.top1_agreement
+def _bounds(intervals: Intervals | None) -> dict[str, float | None]:
+    intervals = intervals or Intervals(perplexity=None, kl_divergence=None, top1_agreement=None)
+    pairs = intervals.perplexity, intervals.kl_divergence, intervals.top1_agreement
     ends = [end for pair in pairs for end in pair or (None, None)]
     return dict(zip(BOUNDS, ends, strict=True))

@@ -1,4 +1,4 @@
-"""What an EXL2 folder holds, according to its tensor names and headers, whatever wrote it.
+"""Contents of an EXL2 folder from its tensor names and headers, whatever program wrote it.
 
 Only headers and group tables are read, so large models take no longer than small ones. Errors,
 their costs and the divergence are known if the folder has our records.
@@ -165,7 +165,7 @@ class ModelContents:
 
 
 def inspect_model(folder: Path) -> ModelContents:
-    """Return what an EXL2 folder holds.
+    """Return the contents of an EXL2 folder.
 
     Raises:
         SourceModelError: there are no safetensors files, or no matrix is quantized.
@@ -213,7 +213,7 @@ def _first_text(value: object) -> str | None:
 def _part(
     name: str, keys: list[str], tensors: TensorFiles, report: Mapping[str, Any]
 ) -> PartContents:
-    """Return a sublayer or the head; `report` is what `quantize` reported, empty if unknown."""
+    """Return a sublayer or the head; `report` is that of `quantize`, empty if unknown."""
     projections = report.get("projections", {})
     matrices = []
     for key in keys:

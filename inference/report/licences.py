@@ -1,4 +1,4 @@
-"""Which licences of sources allow a converted model to be redistributed to anybody.
+"""Licences of sources that allow anybody to redistribute a converted model.
 
 Ids are those of the Hub. A licence in neither table, including `other` and `unknown`, is treated as
 forbidden: somebody has to read it and decide.

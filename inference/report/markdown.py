@@ -62,14 +62,14 @@ def _verdict(report: Report) -> str:
 
 
 def _preference(report: Report) -> list[str]:
-    """Say what the allocation preferred to a small error."""
+    """Say that the allocation preferred speed, if it did."""
     if report.get("prefer") != "speed":
         return []
     return ["", "Speed was preferred: the layers' matrices only have groups of 128 rows."]
 
 
 def _not_quantized(report: Report) -> list[str]:
-    """Say what the file keeps as the source stores it."""
+    """Describe the tensors that are stored as in the source."""
     apart = report.get("not_quantized")
     if not apart:
         return []
@@ -90,7 +90,7 @@ def _calibration_rows(report: Report) -> list[str]:
 
 
 def _tuning(report: Report) -> list[str]:
-    """Describe what distillation gained."""
+    """Describe the gain of distillation."""
     tuning = report.get("tuning")
     if not tuning:
         return []

@@ -60,7 +60,7 @@ class ReportEntry:
 
     @property
     def compared_by(self) -> tuple[object, ...]:
-        """What models have in common whose figures can be compared: source and text.
+        """Source and text: models that agree in both can be compared.
 
         The source is recognized by its files, because its folder may be moved or hold another model
         later. Records of older versions name only its folder. Their scores do not name the text;
@@ -90,7 +90,7 @@ class Section:
 
     @property
     def scored_on(self) -> str:
-        """Say what the models were scored on."""
+        """Describe the text that the models were scored on."""
         return scored_on(asdict(self.first.score))
 
     @property
@@ -116,13 +116,13 @@ class Section:
     @property
     def bits(self) -> list[tuple[str, list[float | None]]]:
         """Sublayers and head by name, each with the bits per weight in all models that have it."""
-        found = [{p.name: p.bpw for p in entry.contents.parts} for entry in self.entries]
-        names = dict.fromkeys(name for parts in found for name in parts)
-        return [(name, [parts.get(name) for parts in found]) for name in names]
+        bpws = [{p.name: p.bpw for p in entry.contents.parts} for entry in self.entries]
+        names = dict.fromkeys(name for parts in bpws for name in parts)
+        return [(name, [parts.get(name) for parts in bpws]) for name in names]
 
     @property
     def provenance(self) -> list[tuple[str, str]]:
-        """How the models were made."""
+        """Facts about how the models were made, as (fact, values)."""
         return _provenance(self.entries)
 
 
@@ -135,8 +135,8 @@ def write_up(folder: Path) -> str:
         SourceModelError: there is no validated model.
     """
     folder = folder.expanduser().resolve()
-    found = _found(folder)
-    scores = [score for path in found if (score := known_score(path)) is not None]
+    folders = _found(folder)
+    scores = [score for path in folders if (score := known_score(path)) is not None]
     if not scores:
         raise SourceModelError(
             f"`{folder}` holds no validated models; give the folder that `exl2flow sweep` made, "
@@ -144,8 +144,8 @@ def write_up(folder: Path) -> str:
         )
     models = compared(scores)
     ordered = sorted(zip(scores, models, strict=True), key=lambda pair: pair[1].bytes)
-    entries = [_entry(score, model, found[Path(score.model)]) for score, model in ordered]
-    failed = {path.name: known["error"] for path, known in found.items() if known.get("error")}
+    entries = [_entry(score, model, folders[Path(score.model)]) for score, model in ordered]
+    failed = {path.name: known["error"] for path, known in folders.items() if known.get("error")}
     published = read_object(folder / SWEEP_FILE).get("published")
     return _render(_sections(entries), failed, published, folder.name)
 
@@ -174,13 +174,13 @@ def _found(folder: Path) -> Found:
 
 def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
     """Return the models of these reports, without those that have changed since."""
-    found = {}
+    models = {}
     for report in reports:
         folder = Path(str(report.get("model")))
         score = known_score(folder)
         if score is not None and score == Score.of(score.model, mapping(report.get("score"))):
-            found[folder] = report
-    return found
+            models[folder] = report
+    return models
 
 
 def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> ReportEntry:
@@ -220,8 +220,8 @@ def _render(
 
 
 def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
-    """Return how the models were made as (what, value); differing values are listed."""
-    found: dict[str, dict[str, None]] = {}
+    """Return facts about how the models were made as (fact, values)."""
+    provenance: dict[str, dict[str, None]] = {}
     for entry in entries:
         options, record = entry.record.get("options") or {}, entry.record
         calibration = record.get("calibration") or {}
@@ -237,8 +237,8 @@ def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
         }
         for name, value in facts.items():
             if value is not None:
-                found.setdefault(name, {})[str(value)] = None
-    return [(name, ", ".join(values)) for name, values in found.items()]
+                provenance.setdefault(name, {})[str(value)] = None
+    return [(name, ", ".join(values)) for name, values in provenance.items()]
 
 
 def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:

@@ -1,4 +1,4 @@
-"""Which files of converted models are published, and the reasons to refuse them.
+"""Files of converted models to publish, and the reasons to refuse a publication.
 
 Records are published without paths of the machine they were made on.
 """
@@ -6,7 +6,7 @@ Records are published without paths of the machine they were made on.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -116,14 +116,14 @@ def quality_problems(bitrates: Sequence[Bitrate], max_kl: float) -> list[str]:
         if kl is None or not kl <= max_kl:
             text = "unknown" if kl is None else words.divergence(kl)
             problems.append(f"`{score.model}`: KL divergence {text} is above the limit {max_kl:g}")
-    found = [rise for rise in _rises(bitrates) if rise.is_sure or rise.interval is None]
-    return problems + [rise.warning for rise in found]
+    sure = [rise for rise in _rises(bitrates) if rise.is_sure or rise.interval is None]
+    return problems + [rise.warning for rise in sure]
 
 
 def doubts(bitrates: Sequence[Bitrate]) -> list[str]:
     """Return the divergences that rise, but by no more than chance may explain."""
-    found = [rise for rise in _rises(bitrates) if not rise.is_sure and rise.interval is not None]
-    return [rise.doubt for rise in found]
+    unsure = [rise for rise in _rises(bitrates) if not rise.is_sure and rise.interval is not None]
+    return [rise.doubt for rise in unsure]
 
 
 def _rises(bitrates: Sequence[Bitrate]) -> list[Rise]:
@@ -140,27 +140,21 @@ def origin_problems(origin: Origin) -> list[str]:
         problems.append(
             f"the source `{origin.repo}` is gated: its owner wants everyone to accept its terms"
         )
-    found = licence_problem(origin.license, origin.license_name)
-    return [*problems, found] if found else problems
+    refusal = licence_problem(origin.license, origin.license_name)
+    return [*problems, refusal] if refusal else problems
 
 
 def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
     """Return the distinct origins of these models' sources; none for local folders."""
     records = (bitrate.record.get("provenance") for bitrate in bitrates)
-    found = [origin_from(known) for known in records if isinstance(known, Mapping)]
-    return list(dict.fromkeys(found))
+    origins = [origin_from(known) for known in records if isinstance(known, Mapping)]
+    return list(dict.fromkeys(origins))
 
 
 def origin_from(known: Mapping[str, Any]) -> Origin:
     """Return the origin in a record of provenance."""
-    return Origin(
-        repo=known.get("repo"),
-        commit=known.get("commit"),
-        license=known.get("license"),
-        license_name=known.get("license_name"),
-        license_link=known.get("license_link"),
-        gated=bool(known.get("gated")),
-    )
+    values: dict[str, Any] = {field.name: known.get(field.name) for field in fields(Origin)}
+    return Origin(**{**values, "gated": bool(known.get("gated"))})
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
@@ -178,8 +172,8 @@ def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
         is_known = is_of_model(name) and (not isinstance(recorded, list) or name in recorded)
         return is_known or name == SCORE_FILE
 
-    there = sorted(bitrate.folder.iterdir())
-    paths = [path for path in there if is_public(path.name) and path.is_file()]
+    inside = sorted(bitrate.folder.iterdir())
+    paths = [path for path in inside if is_public(path.name) and path.is_file()]
     check_links(paths)
     files: dict[str, Path | bytes] = {path.name: public_content(path) or path for path in paths}
     record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)

@@ -60,9 +60,9 @@ def read_record(folder: Path) -> Record | None:
     record = read_object(folder / RECORD_FILE)
     if not record:
         return None
-    found = read_object(folder / SCORE_FILE)
-    if found.get("fingerprint") != record.get("fingerprint"):
-        found = {}  # of an earlier model in this folder
+    scores = read_object(folder / SCORE_FILE)
+    if scores.get("fingerprint") != record.get("fingerprint"):
+        scores = {}  # of an earlier model in this folder
     allocation, layers = mapping(record.get("allocation")), record.get("layers")
     return Record(
         reports={
@@ -76,8 +76,8 @@ def read_record(folder: Path) -> Record | None:
         else None,
         predicted_kl=number(record.get("predicted_kl")),
         is_tuned=bool(record.get("tuning")),
-        score=_score(mapping(found.get("score"))),
-        calibration=_score(mapping(found.get("calibration"))),
+        score=_score(mapping(scores.get("score"))),
+        calibration=_score(mapping(scores.get("calibration"))),
     )
 
 
@@ -97,12 +97,12 @@ def _report(layer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {k: v for k, v in values.items() if k != "params" or isinstance(v, str)}
-    return {k: number(v) if k in ("nats", "rel_err", "bpw") else v for k, v in kept.items()}
+    known = {k: v for k, v in values.items() if k != "params" or isinstance(v, str)}
+    return {k: number(v) if k in ("nats", "rel_err", "bpw") else v for k, v in known.items()}
 
 
 def _series(options: Mapping[str, Any]) -> str | None:
-    """Return what conversions that differ in nothing but their bits have in common."""
+    """Return the options that conversions of one series share: all but their bits."""
     quality = options.get("quality")
     if quality is None:
         return None

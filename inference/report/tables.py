@@ -17,18 +17,18 @@ NO_INTERVALS = Intervals(perplexity=None, kl_divergence=None, top1_agreement=Non
 
 
 def score_rows(report: Mapping[str, Any]) -> list[Row]:
-    """Return what validation found of source and result; what is unknown has no row."""
+    """Return the scores of source and result from validation; unknown ones have no row."""
     score, calibration = report["score"], report["calibration"]
     texts = {"held-out": score, "calibration": calibration or {}}
-    sure, cross = (_intervals(found) for found in texts.values())
+    sure, cross = (_intervals(scored) for scored in texts.values())
     perplexities = {
-        f"perplexity, {found['tokens']:,} {text} tokens": (
-            words.perplexity(found["reference_perplexity"]),
-            words.perplexity(found["perplexity"]),
+        f"perplexity, {scored['tokens']:,} {text} tokens": (
+            words.perplexity(scored["reference_perplexity"]),
+            words.perplexity(scored["perplexity"]),
             words.interval(known.perplexity, words.perplexity),
         )
-        for (text, found), known in zip(texts.items(), (sure, cross), strict=True)
-        if found
+        for (text, scored), known in zip(texts.items(), (sure, cross), strict=True)
+        if scored
     }
     divergences = {
         "mean (nats)": (score["kl_divergence"], sure.kl_divergence),
@@ -90,22 +90,22 @@ def certainty_rows(models: Sequence[Compared]) -> list[Row]:
     """
     rows = [_certainty(model.label, model.intervals) for model in models if model.intervals]
     return rows + [
-        _certainty(f"{found.model.label} minus {found.minus.label}", found.intervals)
-        for found in differences(models)
+        _certainty(f"{step.model.label} minus {step.minus.label}", step.intervals)
+        for step in differences(models)
     ]
 
 
-def _certainty(name: str, found: Intervals) -> Row:
+def _certainty(name: str, intervals: Intervals) -> Row:
     return {
         "model": name,
-        "perplexity": words.interval(found.perplexity, words.perplexity),
-        "KL divergence": words.interval(found.kl_divergence, words.divergence),
-        "top-1 agreement": words.interval(found.top1_agreement, words.percent),
+        "perplexity": words.interval(intervals.perplexity, words.perplexity),
+        "KL divergence": words.interval(intervals.kl_divergence, words.divergence),
+        "top-1 agreement": words.interval(intervals.top1_agreement, words.percent),
     }
 
 
 def scored_on(score: Mapping[str, Any]) -> str:
-    """Say what the figures of a table of bitrates were measured on, and how sure they are."""
+    """Describe the text and the certainty of the figures in a table of bitrates."""
     text = f"Scored on {score['tokens']:,} tokens"
     if score["reference_perplexity"] is not None:
         source = words.perplexity(score["reference_perplexity"])
@@ -126,10 +126,10 @@ def rows_in_words(score: Mapping[str, Any]) -> str:
 def report_rows_in_words(report: Mapping[str, Any]) -> str:
     """Say the same for a report of one conversion, whose two texts may have different rows."""
     texts = {"held-out": report["score"], "calibration": report["calibration"]}
-    found = {text: rows_in_words(score) for text, score in texts.items() if score}
-    if len(set(found.values())) == 1:
-        return found["held-out"]
-    return "; ".join(f"{text} text: {said}" for text, said in found.items())
+    sentences = {text: rows_in_words(score) for text, score in texts.items() if score}
+    if len(set(sentences.values())) == 1:
+        return sentences["held-out"]
+    return "; ".join(f"{text} text: {sentence}" for text, sentence in sentences.items())
 
 
 def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
@@ -147,13 +147,13 @@ def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
     ]
 
 
-def sublayer_row(name: str, items: Sequence[Priced], found: Mapping[str, Any]) -> Row:
-    """Return a sublayer or the head; `found` has its `bpw` and `rel_err`, `items` its matrices."""
+def sublayer_row(name: str, items: Sequence[Priced], figures: Mapping[str, Any]) -> Row:
+    """Return a sublayer or the head: `figures` has `bpw` and `rel_err`, `items` its matrices."""
     return {
         "sublayer": words.short(name),
-        "bits per weight": words.bits(found["bpw"]),
+        "bits per weight": words.bits(figures["bpw"]),
         "cost (nats)": words.cost(total_nats(items)),
-        "relative error": words.error(found["rel_err"]),
+        "relative error": words.error(figures["rel_err"]),
     }
 
 

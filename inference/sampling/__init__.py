@@ -1,21 +1,18 @@
 """Choose the next tokens on the device: frozen settings, state per slot, `Ops.sample`."""
 
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.inference.sampling.bits import breakers, completed, newline_ids
+from exl2flow.inference.sampling.bits import completed
 from exl2flow.inference.sampling.chain import choose, sample
 from exl2flow.inference.sampling.kind import Kind
 from exl2flow.inference.sampling.slots import SamplerSlots
-from exl2flow.kernels import NOT_FINITE, SampledTokens
+from exl2flow.kernels import SampledTokens
 
 __all__ = [
-    "NOT_FINITE",
     "Kind",
     "SampledTokens",
     "SamplerSlots",
     "SamplingSettings",
-    "breakers",
     "choose",
     "completed",
-    "newline_ids",
     "sample",
 ]

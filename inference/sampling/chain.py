@@ -1,4 +1,4 @@
-"""The sampler on a device: for slots of a generator, and for a program's own loop."""
+"""Sample on the device: for the slots of a generator, or once for given logits."""
 
 from collections.abc import Sequence
 
@@ -16,12 +16,12 @@ from exl2flow.model import Tokenizer
 def sample(
     logits: torch.Tensor, slots: SamplerSlots, draws: torch.Tensor, kind: Kind
 ) -> SampledTokens:
-    """Choose an id for each of the first n slots, and append it to its history.
+    """Sample an id for each of the first n slots, and append it to its history; see `Ops.sample`.
 
-    See `Ops.sample`; `kind` serves the settings of all active slots among them.
+    `kind` serves the settings of all active slots among them.
     """
-    ops = get_ops(logits.device)
-    return ops.sample(logits, slots.state(len(logits), kind), draws, kind)
+    state = slots.state(len(logits), kind)
+    return get_ops(logits.device).sample(logits, state, draws, kind)
 
 
 @torch.inference_mode()
@@ -61,5 +61,5 @@ def choose(
     if settings.cfg_scale is not None:
         slots.pair(0, 1)
     kind = Kind.of([settings], masked=allowed is not None, top=top, probabilities=True)
-    there = torch.tensor(draws, dtype=torch.float64, device=logits.device)
-    return sample(logits, slots, there, kind), float(slots.mu[0])
+    numbers = torch.tensor(draws, dtype=torch.float64, device=logits.device)
+    return sample(logits, slots, numbers, kind), float(slots.mu[0])

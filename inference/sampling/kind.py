@@ -1,4 +1,4 @@
-"""Settings as the sampler reads them: a row of numbers per slot, and which steps to launch."""
+"""Sampling settings as numbers for the device, and the sampler steps that they need."""
 
 import math
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ EVERYTHING = 2**31  # more than any vocabulary or history has
 
 
 def numbers_of(settings: SamplingSettings) -> dict[str, float]:
-    """Return the row of a slot by column; a disabled step has a value that changes nothing.
+    """Return a slot's numbers by column; a disabled step has a value that changes nothing.
 
     `repetition_range` is where penalties end, `repetition_decay` the steps to there; the late
     temperature goes from `min_temp` to `max_temp`; `skew` is an exponent; `dry_counts` a most.
@@ -29,7 +29,7 @@ def numbers_of(settings: SamplingSettings) -> dict[str, float]:
         "temperature_last": is_late,
         "min_temp": low,
         "max_temp": high,
-        "top_k": most_of(s),
+        "top_k": max_candidates(s),
         "top_p": s.top_p if 0 < s.top_p < 1 else math.inf,
         "tfs": s.tfs if 0 < s.tfs < 1 else math.inf,
         "typical": s.typical if 0 < s.typical < 1 else math.inf,
@@ -43,7 +43,7 @@ def numbers_of(settings: SamplingSettings) -> dict[str, float]:
     }
 
 
-def most_of(settings: SamplingSettings) -> int:
+def max_candidates(settings: SamplingSettings) -> int:
     """Return how many candidates the settings keep at most."""
     return 1 if settings.is_greedy else min(settings.top_k or EVERYTHING, EVERYTHING)
 
@@ -70,24 +70,24 @@ class Kind(SamplerSteps):
             top: likeliest tokens wanted, rounded up to a power of two.
             probabilities: wanted for some sampled tokens.
         """
-        every, top = tuple(settings), _power(top) if top else 0
-        several = [s for s in every if most_of(s) > 1]  # a single candidate stays what it is
+        settings, top = tuple(settings), _power(top) if top else 0
+        several = [s for s in settings if max_candidates(s) > 1]  # one candidate stays what it is
         sorts = any(0 < s.typical < 1 or s.xtc_probability for s in several)
-        rest = sorts or any(s.mirostat for s in every) or any(_has_rest(s) for s in several)
-        lengths = [max(LONG, _power(s.dry_max_ngram)) for s in every if s.dry_multiplier]
-        most = max((most_of(s) for s in every), default=1)
+        rest = sorts or any(s.mirostat for s in settings) or any(_has_rest(s) for s in several)
+        lengths = [max(LONG, _power(s.dry_max_ngram)) for s in settings if s.dry_multiplier]
+        most = max((max_candidates(s) for s in settings), default=1)
         if most > 1 or rest or top:
             most = max(FEW, _power(most), top)
         return cls(
             most=None if most >= EVERYTHING else most,
             top=top,
             probabilities=probabilities,
-            cfg=any(s.cfg_scale is not None for s in every),
+            cfg=any(s.cfg_scale is not None for s in settings),
             penalties=any(
                 s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
-                for s in every
+                for s in settings
             ),
-            bias=any(s.token_bias for s in every),
+            bias=any(s.token_bias for s in settings),
             dry=max(lengths, default=0),
             masked=masked,
             rest=rest,

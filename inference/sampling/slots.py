@@ -1,4 +1,4 @@
-"""What the sampler keeps on the device, per slot: settings, history, masks and Mirostat's state."""
+"""Sampler state per slot on the device: settings, history, masks, Mirostat's bound."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from exl2flow.kernels import STRONGEST, SamplerState, on_device
 
 
 class SamplerSlots:
-    """Sampling state of `slots` sequences, read and advanced by `sample` without the host.
+    """Sampler state of `slots` sequences, which `sample` advances on the device.
 
     Its tensors are those of `SamplerState`, for all slots.
     """
@@ -28,12 +28,12 @@ class SamplerSlots:
         width: int,
         device: torch.device | str,
     ) -> None:
-        """Take the tokenizer's vocabulary and the logits' width."""
+        """Reserve memory; `vocab_size`: of the tokenizer, `width`: of the logits."""
         self.vocab_size, self.width, self.max_tokens = vocab_size, width, max_tokens
         self._defaults = {
             "allowed": torch.full((-(-width // 32),), -1, dtype=torch.int32),
             "bias": torch.zeros(width),
-            "breakers": self._broken(()),
+            "breakers": self._breakers(()),
             "ignored": words_of((), width),
         }
         self._late = dict[str, torch.Tensor]()
@@ -47,8 +47,8 @@ class SamplerSlots:
         self.mu = torch.full((slots,), math.inf, dtype=torch.float64, device=device)
         self.partner, self.lead = torch.arange(slots, device=device).repeat(2, 1)
 
-    def state(self, rows: int, kind: Kind) -> SamplerState:
-        """Return what a call of this kind reads and advances of the first slots."""
+    def state(self, batch: int, kind: Kind) -> SamplerState:
+        """Return the state of the first slots that a call of this kind uses."""
         needed = {
             "bias": kind.bias,
             "allowed": kind.masked,
@@ -57,14 +57,14 @@ class SamplerSlots:
         }
         return SamplerState(
             vocab_size=self.vocab_size,
-            table=self.table[:rows],
-            history=self.history[:rows],
-            counts=self.counts[:rows],
-            active=self.active[:rows],
-            mu=self.mu[:rows],
-            partner=self.partner[:rows],
-            lead=self.lead[:rows],
-            **{name: self.late(name)[:rows] for name, is_needed in needed.items() if is_needed},
+            table=self.table[:batch],
+            history=self.history[:batch],
+            counts=self.counts[:batch],
+            active=self.active[:batch],
+            mu=self.mu[:batch],
+            partner=self.partner[:batch],
+            lead=self.lead[:batch],
+            **{name: self.late(name)[:batch] for name, is_needed in needed.items() if is_needed},
         )
 
     @torch.inference_mode()
@@ -107,9 +107,9 @@ class SamplerSlots:
         device = self.table.device
         numbers = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
         self.table[slot] = on_device(numbers, device)
-        known = torch.tensor(ids, dtype=torch.int64)
-        known[(known < 0) | (known >= self.vocab_size)] = self.vocab_size
-        self.history[slot, : len(ids)] = on_device(known.int(), device)
+        history = torch.tensor(ids, dtype=torch.int64)
+        history[(history < 0) | (history >= self.vocab_size)] = self.vocab_size
+        self.history[slot, : len(ids)] = on_device(history.int(), device)
         self.cut(slot, len(ids))
         self.active[slot].fill_(1)  # an assignment would wait for the device
         start = 2 * settings.mirostat_tau if mu is None else mu
@@ -117,8 +117,8 @@ class SamplerSlots:
         self._unpair(slot)
         self._set("allowed", slot, None)
         self._set("bias", slot, bias)
-        broken, ignored = settings.dry_breakers, settings.xtc_ignored
-        self._set("breakers", slot, None if broken is None else self._broken(broken))
+        breakers, ignored = settings.dry_breakers, settings.xtc_ignored
+        self._set("breakers", slot, None if breakers is None else self._breakers(breakers))
         self._set("ignored", slot, None if ignored is None else words_of(ignored, self.width))
 
     def check(self, settings: SamplingSettings) -> None:
@@ -137,7 +137,7 @@ class SamplerSlots:
 
     @torch.inference_mode()
     def cut(self, slot: int, count: int) -> None:
-        """Drop what follows the first `count` ids of a history."""
+        """Cut a history to its first `count` ids."""
         self.history[slot, count:] = self.vocab_size
         self.counts[slot].fill_(count)
 
@@ -187,7 +187,7 @@ class SamplerSlots:
             row = self._defaults[name] if value is None else value
             self.late(name)[slot] = on_device(row, self.table.device)
 
-    def _broken(self, ids: Iterable[int]) -> torch.Tensor:
+    def _breakers(self, ids: Iterable[int]) -> torch.Tensor:
         return words_of((*ids, self.vocab_size), self.width + 1)
 
     def _biases(self, pairs: tuple[tuple[int, float], ...]) -> torch.Tensor | None:

@@ -67,11 +67,11 @@ def verdict(
             warnings.append(f"{text}, above {options.warn_perplexity_ratio:g} x")
     if calibration is not None and calibration.reference_perplexity is not None:
         limit = CALIBRATION_RATIO * calibration.reference_perplexity
-        found = calibration.perplexity
-        text = f"calibration perplexity is {found:.2f}"
-        if found > max(CALIBRATION_FAIL, limit) or not math.isfinite(found):
+        perplexity = calibration.perplexity
+        text = f"calibration perplexity is {perplexity:.2f}"
+        if perplexity > max(CALIBRATION_FAIL, limit) or not math.isfinite(perplexity):
             failures.append(text)
-        elif found > max(CALIBRATION_WARN, limit):
+        elif perplexity > max(CALIBRATION_WARN, limit):
             warnings.append(text)
     return warnings, failures
 
@@ -207,20 +207,20 @@ class _KeptRows:
 
     def load(self) -> dict[RowKey, RowScores]:
         """See `Kept.load`."""
-        found: dict[RowKey, dict[str, torch.Tensor]] = {}
+        fields_of: dict[RowKey, dict[str, torch.Tensor]] = {}
         for name in filter(self._folder.valid, self._names):
             for key, tensor in read_tensors(self._folder.path / name).items():
                 text, row, field = key.split(".")
-                found.setdefault((int(text), int(row)), {})[field] = tensor
-        return {key: RowScores(**tensors) for key, tensors in found.items()}
+                fields_of.setdefault((int(text), int(row)), {})[field] = tensor
+        return {key: RowScores(**tensors) for key, tensors in fields_of.items()}
 
     def save(self, scores: Mapping[RowKey, RowScores]) -> None:
         """See `Kept.save`."""
         name = "{}{}-{:05d}.safetensors".format(ROWS_PREFIX, *min(scores))
         tensors = {
-            f"{text}.{row}.{field.name}": getattr(found, field.name)
-            for (text, row), found in scores.items()
-            for field in fields(found)
+            f"{text}.{row}.{field.name}": getattr(row_scores, field.name)
+            for (text, row), row_scores in scores.items()
+            for field in fields(row_scores)
         }
         self._folder.commit(name, write_tensors(self._folder.path / name, tensors))
 
@@ -243,8 +243,8 @@ def _write_scores(run: StageRun, fingerprint: str, scores: Mapping[str, Score | 
     """Write the scores to the output, with the fingerprint of the files they apply to."""
     content: dict[str, object] = {"fingerprint": fingerprint}
     for name, score in scores.items():
-        found = {} if score is None else asdict(score)
-        content[name] = {key: value for key, value in found.items() if key != "model"} or None
+        values = {} if score is None else asdict(score)
+        content[name] = {key: value for key, value in values.items() if key != "model"} or None
     path = run.config.out.resolve() / SCORE_FILE
     write_json(path, content)
     run.folder.commit(str(path), digest(path))

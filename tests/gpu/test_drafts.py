@@ -39,13 +39,13 @@ def run(
 ) -> list[list[Event]]:
     generator = Generator(model, tokens=4096, slots=slots, draft=draft)
     if launched:
-        generator._steps.graphs.records = False
+        generator._device_slots.graphs.records = False
     found = [list[Event]() for _ in requests]
     for request, events in zip(requests, found, strict=True):
         generator.submit(request, deliver=events.append)
     while not generator.is_idle:
         generator.step()
-    assert generator._steps.graphs.records != launched
+    assert generator._device_slots.graphs.records != launched
     return found
 
 

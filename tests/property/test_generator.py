@@ -85,7 +85,7 @@ class Jobs(RuleBasedStateMachine):
     def pages_are_used_by_running_jobs(self) -> None:
         schedule = self.generator._scheduler
         used = {page for job in schedule.running for s in job.sequences for page in s.held.pages}
-        assert schedule.table.free == PAGES - len(used)
+        assert schedule.page_pool.free == PAGES - len(used)
         slots = [s.slot for job in schedule.running for s in job.sequences]
         assert sorted([*slots, *schedule._free]) == [0, 1, 2]
 

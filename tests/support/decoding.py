@@ -101,7 +101,7 @@ class Slots:
             number = float(torch.rand((), generator=self._draws, dtype=torch.float64))
             chosen = Kind.of(self.settings.values(), **kind)
             self.steps.forward(count)
-            self.steps.places.prepare([draws or [number] * count])
+            self.steps.positions.prepare([draws or [number] * count])
             found = self.steps.sample(count, chosen)
             for slot in self.settings:
                 self.sampled[slot].append(int(found.ids[slot]))

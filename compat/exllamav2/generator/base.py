@@ -29,28 +29,28 @@ class ExLlamaV2BaseGenerator:
         self.model.forward(torch.zeros(1, 2, dtype=torch.long), preprocess_only=True)
 
     @property
-    def reach(self) -> int:
+    def max_tokens(self) -> int:
         """Tokens of the longest text."""
         return min(int(self.model.config.max_seq_len), self.cache.max_seq_len)
 
     def full(self) -> bool:
-        return self.sequence_ids is not None and self.sequence_ids.shape[1] >= self.reach
+        return self.sequence_ids is not None and self.sequence_ids.shape[1] >= self.max_tokens
 
     @property
     def sequence_ids(self) -> torch.Tensor | None:
         """Ids (b, n) of the last prompts and their texts, padded."""
-        pairs = [p for job in self._jobs for p in zip(job.prompts, job.rows, strict=True)]
+        pairs = [p for job in self._jobs for p in zip(job.prompts, job.token_ids, strict=True)]
         if not pairs:
             return None
-        pad, longest = self.tokenizer.pad_token_id, max(len(ids) for ids, _ in pairs)
-        padded = [torch.tensor([pad] * (longest - len(ids)) + row) for ids, row in pairs]
+        pad, longest = self.tokenizer.pad_token_id, max(len(prompt) for prompt, _ in pairs)
+        padded = [torch.tensor([pad] * (longest - len(p)) + ids) for p, ids in pairs]
         ids = pad_sequence(padded, batch_first=True, padding_value=pad)
         return torch.where(ids < FIRST_EMBEDDING, ids, pad)
 
-    def _begin(self, rows: int, loras: Any, draft: Any = None) -> Jobs:
-        """End what was begun on the cache: it would take all pages."""
+    def _begin(self, sequences: int, loras: Any, draft: Any = None) -> Jobs:
+        """End the text that was begun on the cache: it would take all pages."""
         self.cache.end_stream()
-        jobs = Jobs(self.cache, self.tokenizer, loras, rows=rows, draft=draft)
+        jobs = Jobs(self.cache, self.tokenizer, loras, min_slots=sequences, draft=draft)
         self.cache.end_stream = jobs.clear_queue
         return jobs
 
@@ -76,46 +76,50 @@ class ExLlamaV2BaseGenerator:
         self.abort_event = abort_event
         if abort_event is not None:
             abort_event.clear()
-        texts, most = [prompt] if isinstance(prompt, str) else prompt, self.reach - num_tokens
-        if most < 1:
+        texts, limit = [prompt] if isinstance(prompt, str) else prompt, self.max_tokens - num_tokens
+        if limit < 1:
             raise ConfigError(
-                f"`num_tokens` is {num_tokens}; of the {self.reach} tokens of a text one at least "
-                f"is the prompt's, so give at most {self.reach - 1}"
+                f"`num_tokens` is {num_tokens}; of the {self.max_tokens} tokens of a text one at "
+                f"least is the prompt's, so give at most {self.max_tokens - 1}"
             )
-        tensors = [] if input_embeddings is None else [*input_embeddings]
-        if len(tensors) not in (0, 1, len(texts)):
-            given = f"`input_embeddings` is for {len(tensors)} prompts, and there are {len(texts)}"
-            raise ConfigError(f"{given}; give a tensor (prompts, n, hidden), or (1, n, hidden)")
-        tensors = tensors * len(texts) if len(tensors) == 1 else tensors
-        each = [[ExLlamaV2MMEmbedding(self.model, x, EMBEDDING)] for x in tensors]
-        rows = list[torch.Tensor]()
-        for text, alias in zip_longest(texts, each, fillvalue=()):
+        embeddings = self._embeddings(input_embeddings, len(texts))
+        prompts = list[torch.Tensor]()
+        for text, alias in zip_longest(texts, embeddings, fillvalue=()):
             text = re.sub(rf"[ \t]*{re.escape(EMBEDDING)}[ \t]*", EMBEDDING, str(text))
             [ids] = self.tokenizer.encode(text, add_bos, False, encode_special_tokens, False, alias)
-            rows.append(ids[None, max(0, len(ids) - most) :])
-        eos = self.tokenizer.native.eos_token_ids
-        stops: Any = {None: (), -1: eos}.get(stop_token, (stop_token,))
+            prompts.append(ids[None, max(0, len(ids) - limit) :])
+        stops: Any = {None: (), -1: self.tokenizer.native.eos_token_ids}
         is_pair = gen_settings.cfg_scale is not None
-        groups = [(rows, [*chain(*each)])] if is_pair else [*zip_longest(rows, each)]
+        pairs = [*zip_longest(prompts, embeddings)]
+        groups = [(prompts, [*chain(*embeddings)])] if is_pair else pairs
         self._jobs = [
             ExLlamaV2DynamicJob(
-                group,
+                ids,
                 num_tokens,
                 gen_settings=gen_settings,
                 token_healing=token_healing,
                 seed=None if seed is None else seed + index,
-                stop_conditions=stops,
+                stop_conditions=stops.get(stop_token, (stop_token,)),
                 decode_special_tokens=decode_special_tokens,
                 filters=filters,
                 filter_prefer_eos=filter_prefer_eos,
                 embeddings=its_embeddings,
             )
-            for index, (group, its_embeddings) in enumerate(groups)
+            for index, (ids, its_embeddings) in enumerate(groups)
         ]
-        self._begin(len(rows), loras).run(self._jobs, abort_event)
-        done = [job.full_completion for job in self._jobs] * (len(rows) if is_pair else 1)
-        is_early = abort_event is not None and abort_event.is_set() and not any(done)
+        self._begin(len(prompts), loras).run(self._jobs, abort_event)
+        texts = [job.full_completion for job in self._jobs] * (len(prompts) if is_pair else 1)
+        is_early = abort_event is not None and abort_event.is_set() and not any(texts)
         if not (completion_only or is_early):
-            starts = [self.tokenizer.decode(row[0], decode_special_tokens) for row in rows]
-            done = [start + text for start, text in zip(starts, done, strict=True)]
-        return done if isinstance(prompt, list) else done[0]
+            starts = [self.tokenizer.decode(ids[0], decode_special_tokens) for ids in prompts]
+            texts = [start + text for start, text in zip(starts, texts, strict=True)]
+        return texts if isinstance(prompt, list) else texts[0]
+
+    def _embeddings(self, tensor: torch.Tensor | None, prompts: int) -> list[list[Any]]:
+        """Return the embedding of each prompt from a tensor (prompts or 1, n, hidden)."""
+        tensors = [] if tensor is None else [*tensor]
+        if len(tensors) not in (0, 1, prompts):
+            given = f"`input_embeddings` is for {len(tensors)} prompts, and there are {prompts}"
+            raise ConfigError(f"{given}; give a tensor (prompts, n, hidden), or (1, n, hidden)")
+        tensors = tensors * prompts if len(tensors) == 1 else tensors
+        return [[ExLlamaV2MMEmbedding(self.model, x, EMBEDDING)] for x in tensors]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -51,8 +51,8 @@ class ExLlamaV2DynamicJob:
         embeddings: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = [input_ids] if isinstance(input_ids, torch.Tensor) else input_ids
-        self.prompts, self.embeddings = [_ids(each) for each in given], embeddings or ()
+        tensors = [input_ids] if isinstance(input_ids, torch.Tensor) else input_ids
+        self.prompts, self.embeddings = [_ids(ids) for ids in tensors], embeddings or ()
         self.gen_settings = Settings() if gen_settings is None else gen_settings
         self.max_new_tokens, self.identifier = max_new_tokens, identifier
         self._request = partial(
@@ -84,36 +84,37 @@ class ExLlamaV2DynamicJob:
         return self._request(
             prompts if len(prompts) > 1 else prompts[0],
             **self.sampling(tokenizer),
-            embeddings=[each.embeddings for each in self.embeddings],
+            embeddings=[e.embeddings for e in self.embeddings],
             adapters=adapters(loras),
         )
 
     def sampling(self, tokenizer: Any) -> dict[str, Any]:
         """Return the fields of our request that the settings determine."""
         settings, self._excluded = self.gen_settings.native(tokenizer)
-        hooks = [partial(call_hook, each) for each in self.gen_settings.post_sampling_hooks]
+        hooks = [partial(call_hook, hook) for hook in self.gen_settings.post_sampling_hooks]
         return {"settings": settings, "hooks": hooks, "excluded": self._excluded}
 
     def ban(self, ids: Iterable[int]) -> None:
-        """Exclude these ids, and what the settings exclude, from the next sample on."""
+        """Exclude these ids, and those of the settings, from the next sample on."""
         if self.native is not None:
             self.native.exclude(self._excluded.union(ids))
 
     @property
-    def rows(self) -> list[list[int]]:
-        """The prompts, each with the text behind it."""
+    def token_ids(self) -> list[list[int]]:
+        """The prompts, each followed by the generated ids."""
         if self.native is None:
             return self.prompts
-        cut, made = self.native.prompt.healed is not None, self.native.output.ids
-        return [[*ids[: len(ids) - cut], *made] for ids in self.prompts]
+        healed, generated = self.native.prompt.healed is not None, self.native.output.ids
+        return [[*ids[: len(ids) - healed], *generated] for ids in self.prompts]
 
     @property
     def sequences(self) -> list[SimpleNamespace]:
-        """The rows as objects with `input_ids`, a `SeqTensor`."""
-        found = [SimpleNamespace(input_ids=SeqTensor((1, 0), torch.long, 1)) for _ in self.prompts]
-        for each, ids in zip(found, self.rows, strict=True):
-            each.input_ids.append(torch.tensor([ids]))
-        return found
+        """The same as objects with `input_ids`, a `SeqTensor`."""
+        sequences = list[SimpleNamespace]()
+        for ids in self.token_ids:
+            sequences.append(SimpleNamespace(input_ids=SeqTensor((1, 0), torch.long, 1)))
+            sequences[-1].input_ids.append(torch.tensor([ids]))
+        return sequences
 
 
 def _ids(ids: Any) -> list[int]:
@@ -191,26 +192,25 @@ class Jobs:
             self.cancel(job)
 
     def iterate(self) -> list[dict[str, Any]]:
-        """Do a part of the work, and return its results.
+        """Run a step of the generator, and return its results.
 
         Raises:
             Exl2FlowError: what ended a job; other calls return the results of the others.
         """
         if not self._events:
             self.native.step()
-        found = list[dict[str, Any]]()
-        while self._events and not (found and self._events[0].error):
+        results = list[dict[str, Any]]()
+        while self._events and not (results and self._events[0].error):
             event = self._events.popleft()
             if event.tag in self.jobs:
                 self.note(event)
-                found += self.results(event)
-        return found
+                results += self.results(event)
+        return results
 
     def note(self, event: Event) -> None:
-        """Take a job off the listing if this is its last event."""
-        job: Any = event.tag
+        """Forget a job if this is its last event."""
         if event.reason is not None:
-            self.jobs.pop(job, None)
+            self.jobs.pop(cast(ExLlamaV2DynamicJob, event.tag), None)
 
     def results(self, event: Event) -> list[dict[str, Any]]:
         """Return an event as a dict, or nothing if its job was cancelled; raise its error."""
@@ -220,7 +220,7 @@ class Jobs:
         if event.reason == "cancelled":
             return []
         job.is_started, job.full_completion = True, job.full_completion + event.text
-        found = {
+        result = {
             "job": job,
             "stage": STAGES[event.stage],
             "serial": job.serial_number,
@@ -230,12 +230,13 @@ class Jobs:
             "suppressed_tokens": _tensor(event.suppressed_ids),
         } | _shown(event)
         if event.stage == "prompt":
-            found |= {"curr_progress": event.read, "max_progress": event.total}
-        found |= {} if event.statistics is None else self._end(job, event, event.statistics)
-        return [{key: value for key, value in found.items() if value is not None}]
+            result |= {"curr_progress": event.read, "max_progress": event.total}
+        result |= {} if event.statistics is None else self._end(job, event, event.statistics)
+        return [{key: value for key, value in result.items() if value is not None}]
 
     def _end(self, job: ExLlamaV2DynamicJob, event: Event, s: Statistics) -> dict[str, Any]:
-        stop, rows, drafts = event.trigger, len(job.prompts), self._options.get("draft") is not None
+        stop, sequences = event.trigger, len(job.prompts)
+        drafts = self._options.get("draft") is not None
         token = stop if isinstance(stop, int) else None
         decoded = None if token is None else self.tokenizer.native.decode([token], special=True)
         return {
@@ -251,8 +252,8 @@ class Jobs:
             "time_enqueued": s.waiting_seconds,
             "time_prefill": s.prompt_seconds,
             "time_generate": s.text_seconds,
-            "cached_pages": s.cached_pages // rows,
-            "cached_tokens": s.cached_tokens // rows,
+            "cached_pages": s.cached_pages // sequences,
+            "cached_tokens": s.cached_tokens // sequences,
             "accepted_draft_tokens": s.accepted_tokens if drafts else None,
             "rejected_draft_tokens": s.drafted_tokens - s.accepted_tokens if drafts else None,
         }
@@ -275,8 +276,8 @@ class Jobs:
 
 
 def _shown(piece: TextPiece) -> dict[str, Any]:
-    """Return what a piece has: its text, and tensors (1, n, …)."""
-    found = {
+    """Return the text of a piece, and its tensors (1, n, …), if there are any."""
+    fields = {
         "text": piece.text or None,
         "token_ids": _tensor(piece.ids),
         "token_probs": _tensor([p or 0.0 for p in piece.probabilities]),
@@ -284,7 +285,7 @@ def _shown(piece: TextPiece) -> dict[str, Any]:
         "top_k_probs": _tensor(piece.top_probabilities),
         "logits": _tensor([torch.as_tensor(x) for x in piece.logits]),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
@@ -332,11 +333,11 @@ class ExLlamaV2DynamicGenerator(Jobs):
         self.model, self.max_total_tokens = model, cache.tokens
         self.max_pages = cache.tokens // PAGE_TOKENS
         ngram = max_ngram if use_ngram_draft else None
-        rows = max_batch_size or model.config.max_input_len // max_q_size
+        slots = max_batch_size or model.config.max_input_len // max_q_size
         super().__init__(
             cache,
             tokenizer,
-            slots=min(rows, self.max_pages),
+            slots=min(slots, self.max_pages),
             context=max_seq_len,
             chunk=max_chunk_size,
             draft=native_draft(draft_model, ngram, num_draft_tokens),
@@ -344,7 +345,7 @@ class ExLlamaV2DynamicGenerator(Jobs):
 
     @property
     def all_pages(self) -> list[SimpleNamespace]:
-        """What each page of the cache holds."""
+        """The pages of the cache, as exllamav2 describes them."""
         return [
             SimpleNamespace(
                 page_index=index,
@@ -398,13 +399,15 @@ class ExLlamaV2DynamicGenerator(Jobs):
         """Return the text of a prompt, or those of a list of prompts; None if it was aborted."""
         several = isinstance(prompt, list)
         prompts = prompt if several else [prompt]
-        given = gen_settings if isinstance(gen_settings, list) else [gen_settings] * len(prompts)
-        each = [x if several and x else [x] * len(prompts) for x in (filters, embeddings)]
-        if {len(prompts)} != set(map(len, (given, *each))):
+        columns = [
+            gen_settings if isinstance(gen_settings, list) else [gen_settings] * len(prompts)
+        ]
+        columns += [x if several and x else [x] * len(prompts) for x in (filters, embeddings)]
+        if {len(prompts)} != set(map(len, columns)):
             what = "`gen_settings`, `filters` or `embeddings` has another length than"
             raise ConfigError(f"{what} {len(prompts)} prompts; give None where one has none")
         jobs, shown = list[ExLlamaV2DynamicJob](), list[str]()
-        for text, settings, its_filters, its_embeddings in zip(prompts, given, *each, strict=True):
+        for text, settings, its_filters, its_embeddings in zip(prompts, *columns, strict=True):
             parts = text if isinstance(text, tuple) else (text,)
             more = add_bos, False, encode_special_tokens, False, its_embeddings
             ids = [self.tokenizer.encode(part, *more) for part in parts]
@@ -428,6 +431,6 @@ class ExLlamaV2DynamicGenerator(Jobs):
         if abort_event is not None and abort_event.is_set():
             return self.clear_queue()
         texts = [text + job.full_completion for text, job in zip(shown, jobs, strict=True)]
-        found: Any = texts, [last.get(job) for job in jobs]
-        found = found if several else tuple(column[0] for column in found)
-        return found if return_last_results else found[0]
+        results: Any = texts, [last.get(job) for job in jobs]
+        results = results if several else tuple(column[0] for column in results)
+        return results if return_last_results else results[0]

@@ -1,4 +1,4 @@
-"""Filters: exllamav2's, which are ours under its names, and the base of others."""
+"""exllamav2's filters: our filters under its names, and a base class for others."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ class ExLlamaV2Filter:
     """Base of filters with `begin`, `feed` and `next`, here of `native`; see `ForeignFilter`."""
 
     allow_return_type_list = True
-    native: Any = None  # ours, which takes the place of this one
+    native: Any = None  # ours, which replaces this one
 
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer, self.sequence_str = model, tokenizer, ""
@@ -51,6 +51,6 @@ class ExLlamaV2SelectFilter(ExLlamaV2Filter):
 
 
 def native_filters(given: Iterable[Any] | None) -> list[Filter]:
-    """Return ours in place of theirs; ours stay as they are."""
-    every = [getattr(one, "native", None) or one for one in given or ()]
-    return [one if hasattr(one, "start") else filters.ForeignFilter(one) for one in every]
+    """Return our filters for theirs; ours stay as they are."""
+    known = [getattr(one, "native", None) or one for one in given or ()]
+    return [one if hasattr(one, "start") else filters.ForeignFilter(one) for one in known]

@@ -126,7 +126,7 @@ class ExLlamaV2Sampler:
         filters: Iterable[Any] | None = None,
         filter_prefer_eos: bool = False,
     ) -> tuple[Any, ...]:
-        """Return tokens (b, 1) that follow ids (b, n), and what is known of them.
+        """Return sampled tokens (b, 1) that follow ids (b, n), and their probabilities.
 
         The others are top tokens and their probabilities (b, 1, k), the tokens' own (b, 1), and
         whether a filter ends the text. The caller feeds filters. A guided pair has one token.
@@ -140,7 +140,7 @@ class ExLlamaV2Sampler:
         words = words_of(native.eos_token_ids, rows.shape[1]) if allowed.must_end else allowed.words
         more, count = Random(random), len(rows) if ours.cfg_scale is None else 1
         draws, top = [random, *(more.random() for _ in rows[1:])], return_top_tokens
-        found, mu = choose(
+        sampled, mu = choose(
             rows,
             ours,
             sequence_ids.tolist(),
@@ -150,10 +150,10 @@ class ExLlamaV2Sampler:
             mu=settings.mirostat_mu,
             top=max(top, 1),
         )
-        if min(found.ids.tolist()) < 0:
+        if min(sampled.ids.tolist()) < 0:
             raise InferenceError("`logits` are not finite; check the files of the model")
         settings.mirostat_mu = mu if settings.mirostat else None
-        tensors = (found.ids, found.top_ids, found.top_probabilities, found.probabilities)
+        tensors = (sampled.ids, sampled.top_ids, sampled.top_probabilities, sampled.probabilities)
         tokens, top_ids, top_probs, probs = (
             x[:count, None].cpu() for x in tensors if x is not None
         )
@@ -168,11 +168,11 @@ def _copied(value: Any) -> Any:
 
 
 class ExLlamaV2PostSamplingResult(SimpleNamespace):
-    """What a hook sees: tensors (1, 1), of candidates (1, 1, n), and logits (1, 1, v)."""
+    """Argument of a hook: tensors (1, 1), of candidates (1, 1, n), and logits (1, 1, v)."""
 
 
 def call_hook(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
-    """Show a hook of theirs what ours see."""
+    """Call a hook of theirs with the sample that ours see."""
     result = ExLlamaV2PostSamplingResult(
         sampled_token=torch.tensor([[seen.sampled_token]]),
         feed_filters=True,

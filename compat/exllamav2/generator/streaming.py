@@ -70,16 +70,16 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     ) -> None:
         """Continue ids (b, n); offsets or mask say how far the rows of a pair are padded."""
         rows = unpadded(input_ids.tolist(), input_mask, position_offsets)
-        given = list[ExLlamaV2MMEmbedding]()
+        embeddings = list[ExLlamaV2MMEmbedding]()
         if input_embeddings is not None:
-            rows, given = _embedded(rows, input_embeddings)
+            rows, embeddings = _embedded(rows, input_embeddings)
         self._results, self.abort_event = deque(), abort_event
         job = ExLlamaV2DynamicJob(
             [torch.tensor([row]) for row in rows],
             None,
             gen_settings=gen_settings,
             stop_conditions=self._stops,
-            embeddings=given,
+            embeddings=embeddings,
             decode_special_tokens=decode_special_tokens,
             return_top_tokens=return_top_tokens,
             return_logits=return_logits,
@@ -131,11 +131,11 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         return {*self.stop_tokens, *self.stop_strings}
 
     def _values(self, settings: Settings) -> dict[str, Any]:
-        """Return copies of what a program may change while a text is generated."""
+        """Return copies of the settings and stops, which a program may change at any time."""
         return settings.values() | {"stop_conditions": self._stops}
 
     def _update(self, job: ExLlamaV2DynamicJob, banned: frozenset[int]) -> None:
-        """Apply what differs from the last call: settings, stops and bans."""
+        """Apply settings, stops and bans that the program changed since the last call."""
         values, seen = self._values(job.gen_settings), self._seen
         has_changed = any(not are_same(seen.get(name), value) for name, value in values.items())
         if has_changed:
@@ -145,20 +145,20 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self._seen, self._banned = values, banned
 
     def stream_ex(self, ban_tokens: Iterable[int] | None = None) -> dict[str, Any]:
-        """Return what another step adds, which may be no text yet."""
+        """Run until the text grows, and return the new text and tokens, perhaps none."""
         if not self._jobs:
             raise ConfigError("no text is begun; call `begin_stream_ex` first")
         [job] = self._jobs
-        before = len(job.rows[0])
+        before = len(job.token_ids[0])
         if job in self._stream.jobs and not self._results:
             self._update(job, frozenset(ban_tokens or ()))
-        while self._stream.jobs and not self._results and len(job.rows[0]) == before:
+        while self._stream.jobs and not self._results and len(job.token_ids[0]) == before:
             if self.abort_event is not None and self.abort_event.is_set():
                 self._stream.cancel(job)
-            found = self._stream.iterate()
-            self._results += [result for result in found if result["stage"] == "streaming"]
+            results = self._stream.iterate()
+            self._results += [result for result in results if result["stage"] == "streaming"]
         if not self._results and not self._stream.jobs and self.full():
-            raise ContextOverflow(f"the text has all {self.reach} tokens; begin another one")
+            raise ContextOverflow(f"the text has all {self.max_tokens} tokens; begin another one")
         result = self._results.popleft() if self._results else {}
         ended = not (self._stream.jobs or self._results)
         if result.get("eos_reason") == "stop_string" and "token_ids" in result["held"]:
@@ -167,7 +167,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         if self._is_healing and "token_ids" in result:  # the prompt has the healed token
             result |= {name: result[name][:, 1:] for name in COLUMNS if name in result}
             self._is_healing = False
-        self.cache.texts[0], self.cache.current_seq_len = job.rows[0], len(job.rows[0]) - 1
+        self.cache.texts[0] = job.token_ids[0]
+        self.cache.current_seq_len = len(self.cache.texts[0]) - 1
         return {
             "chunk": result.get("text", ""),
             "eos": ended and result.get("eos_reason") != "max_new_tokens",
@@ -179,17 +180,17 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
         The last two are left out unless they were requested.
         """
-        found = self.stream_ex(ban_tokens)
-        found |= {"logits": found["logits"][0]} if "logits" in found else {}
+        result = self.stream_ex(ban_tokens)
+        result |= {"logits": result["logits"][0]} if "logits" in result else {}
         names = ("chunk", "eos", "chunk_token_ids", "probs", "logits")
-        return tuple(found[name] for name in names if name in found)
+        return tuple(result[name] for name in names if name in result)
 
     def ngram_preload(self, input_ids: torch.Tensor) -> None:
         """Do nothing: drafts look at the text itself."""
 
     def _counts(self) -> list[int]:
-        every = [job.native.statistics() for job in self._jobs if job.native is not None]
-        columns = [(s.new_tokens, s.drafted_tokens, s.accepted_tokens) for s in every]
+        statistics = [job.native.statistics() for job in self._jobs if job.native is not None]
+        columns = [(s.new_tokens, s.drafted_tokens, s.accepted_tokens) for s in statistics]
         return [sum(column) for column in zip(self._sums, *columns, strict=True)]
 
     def reset_sd_stats(self) -> None:
@@ -202,27 +203,27 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
 
 def _empty(width: int, *, top: int, has_probabilities: bool) -> dict[str, torch.Tensor]:
-    """Return what a call has of each requested kind if it shows no token."""
-    found = {"chunk_token_ids": torch.empty(1, 0, dtype=torch.long)}
+    """Return the requested tensors of a call that shows no token."""
+    tensors = {"chunk_token_ids": torch.empty(1, 0, dtype=torch.long)}
     if has_probabilities:
-        found["probs"] = torch.empty(1, 0)
+        tensors["probs"] = torch.empty(1, 0)
     if top:
-        found["top_tokens"] = torch.empty(1, 0, top, dtype=torch.long)
-        found["top_probs"] = torch.empty(1, 0, top)
+        tensors["top_tokens"] = torch.empty(1, 0, top, dtype=torch.long)
+        tensors["top_probs"] = torch.empty(1, 0, top)
     if width:
-        found["logits"] = torch.empty(1, 0, width)
-    return found
+        tensors["logits"] = torch.empty(1, 0, width)
+    return tensors
 
 
 def _embedded(
     rows: list[list[int]], tensor: torch.Tensor
 ) -> tuple[list[list[int]], list[ExLlamaV2MMEmbedding]]:
-    """Return rows whose ids name rows of a tensor (1 or b, n, hidden), and its embeddings."""
-    given, count = ExLlamaV2MMEmbedding(None, tensor), tensor.shape[-2]
-    given.first_index = FIRST_EMBEDDING
-    starts = [count * index % len(given.embeddings) for index in range(len(rows))]
+    """Return rows whose ids index the rows of a tensor (1 or b, n, hidden), and its embeddings."""
+    embedding, count = ExLlamaV2MMEmbedding(None, tensor), tensor.shape[-2]
+    embedding.first_index = FIRST_EMBEDDING
+    starts = [count * index % len(embedding.embeddings) for index in range(len(rows))]
     moved = [
         [token + start if token >= FIRST_EMBEDDING else token for token in row]
         for row, start in zip(rows, starts, strict=True)
     ]
-    return moved, [given]
+    return moved, [embedding]

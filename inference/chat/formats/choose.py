@@ -1,4 +1,4 @@
-"""Which format a conversation is written in; `ChatTemplate` renders all of them.
+"""Choose the prompt format of a model; `ChatTemplate` renders all of them.
 
 To add one, write its Jinja file and its row in `rows.toml`.
 """
@@ -57,14 +57,15 @@ def choose_format(
     """
     if name is not None:
         return _named(name, tokenizer)
-    folder, found = Path(model_dir), _recognized(tokenizer)
-    if (own := find_template(folder)) is not None:
+    folder, row = Path(model_dir), _recognized(tokenizer)
+    if (template := find_template(folder)) is not None:
+        file, text = template
         tokens = special_tokens(folder, tokenizer)
-        made = replace(_around(own[1], own[0], tokenizer), name=OWN, tokens=tokens)
-        return made, f"the model's own template, in `{own[0].name}`"
-    if found is not None:
-        tokens_of = ", ".join(f"`{mark}`" for mark in found.marks)
-        return found, f"format `{found.name}`: the vocabulary has {tokens_of}"
+        fmt = replace(_around(text, file, tokenizer), name=OWN, tokens=tokens)
+        return fmt, f"the model's own template, in `{file.name}`"
+    if row is not None:
+        marks = ", ".join(f"`{mark}`" for mark in row.marks)
+        return row, f"format `{row.name}`: the vocabulary has {marks}"
     return all_formats()[FALLBACK], (
         f"format `{FALLBACK}`: the model has no template, and its vocabulary no known marks"
     )
@@ -77,7 +78,7 @@ def _named(name: str, tokenizer: Tokenizer) -> tuple[PromptFormat, str]:
     if path.is_file():
         return _around(_read(path), path, tokenizer), f"template `{name}`, as requested"
     near = difflib.get_close_matches(name.lower(), rows, n=3, cutoff=0.5)
-    names = ", ".join(f"`{each}`" for each in near or rows)
+    names = ", ".join(f"`{row}`" for row in near or rows)
     raise UnknownPromptFormat(
         f"`{name}` is neither a prompt format nor a file; {'near' if near else 'there'} are {names}"
     )
@@ -86,18 +87,18 @@ def _named(name: str, tokenizer: Tokenizer) -> tuple[PromptFormat, str]:
 def _around(template: str, path: Path, tokenizer: Tokenizer) -> PromptFormat:
     """Return the format of a template: its stops and thoughts are those of the vocabulary's row."""
     row = _recognized(tokenizer)
-    made = PromptFormat(name=path.name, template=template, file=path, thinking=THINKING)
+    fmt = PromptFormat(name=path.name, template=template, file=path, thinking=THINKING)
     if row is None:
-        return made
+        return fmt
     thinking, stops = row.thinking or THINKING, row.stop_tokens
-    return replace(made, stop_tokens=stops, stop_strings=row.stop_strings, thinking=thinking)
+    return replace(fmt, stop_tokens=stops, stop_strings=row.stop_strings, thinking=thinking)
 
 
 def _recognized(tokenizer: Tokenizer) -> PromptFormat | None:
     """Return the row with the most marks of those whose marks are all tokens."""
     known = tokenizer.backend.token_to_id
-    found = [row for row in _rows() if row.marks and None not in map(known, row.marks)]
-    return max(found, key=lambda row: len(row.marks), default=None)
+    rows = [row for row in _rows() if row.marks and None not in map(known, row.marks)]
+    return max(rows, key=lambda row: len(row.marks), default=None)
 
 
 def _read(path: Path) -> str:

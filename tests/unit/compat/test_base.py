@@ -147,10 +147,10 @@ def test_one_row_of_embeddings_serves_all_prompts(generator, model, tokenizer, s
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_more_tokens_than_a_text_can_have_are_refused_by_name(generator, more: int) -> None:
-    reach = generator.reach
+    longest = generator.max_tokens
 
-    with pytest.raises(ConfigError, match=f"`num_tokens` is {reach + more}; .* {reach - 1}"):
-        generator.generate_simple("A", GREEDY, reach + more)
+    with pytest.raises(ConfigError, match=f"`num_tokens` is {longest + more}; .* {longest - 1}"):
+        generator.generate_simple("A", GREEDY, longest + more)
 
 
 def test_a_clone_of_settings_shares_nothing_that_changes(tokenizer) -> None:

@@ -126,7 +126,7 @@ def test_banned_tokens_hold_for_a_step(generator, tokenizer, expected) -> None:
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the device work while the host reads, as a GPU does, or not."""
-    monkeypatch.setattr(DeviceSlots, "ahead", property(lambda _: request.param))
+    monkeypatch.setattr(DeviceSlots, "is_asynchronous", property(lambda _: request.param))
 
 
 @pytest.mark.usefixtures("ahead")

@@ -80,7 +80,7 @@ def test_without_adapters_the_decoder_is_the_model_itself(
 ) -> None:
     slots.enter(0)
     assert slots.for_slots(4) is model.decoder
-    assert slots.for_parts([(), ()], [5, 6]) is model.decoder
+    assert slots.for_texts([(), ()], [5, 6]) is model.decoder
     assert slots.mark == "plain"
 
     slots.enter(2, (adapters[0],))
@@ -172,7 +172,7 @@ def test_a_pass_over_prompts_uses_the_adapters_of_each(
 ) -> None:
     a, b, c, *_ = adapters
     slots.enter(0, (b,))
-    decoder = slots.for_parts([(a, c), (), (b,)], [1, 1, 1])
+    decoder = slots.for_texts([(a, c), (), (b,)], [1, 1, 1])
     part, x = decoder.sublayers[0].together["input"], torch.randn(1, 3, 64)
 
     found = part(x)

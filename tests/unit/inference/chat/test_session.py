@@ -32,7 +32,7 @@ def generator(folder: Path) -> Generator:
 @pytest.fixture
 def passes(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens of every pass over a prompt, and 1 for every decode step."""
-    counts, steps = list[int](), generator._steps
+    counts, steps = list[int](), generator._device_slots
     read, forward = steps.read, steps.forward
 
     def reading(ids: list[int], *given: object) -> object:

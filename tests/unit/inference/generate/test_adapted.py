@@ -222,14 +222,14 @@ def test_a_generator_whose_jobs_use_none_stays_as_it_was(
     def look(decoder: object) -> None:
         used.append(decoder is not plain)
 
-    for name in ("for_slots", "for_parts"):
-        ask = getattr(generator._steps._adapters, name)
+    for name in ("for_slots", "for_texts"):
+        ask = getattr(generator._device_slots._adapters, name)
         monkeypatch.setattr(
-            generator._steps._adapters, name, lambda *x, ask=ask: (look(d := ask(*x)), d)[1]
+            generator._device_slots._adapters, name, lambda *x, ask=ask: (look(d := ask(*x)), d)[1]
         )
     ids_of(generator, request(0), request(1))
     assert not any(used)
-    assert not generator._steps._adapters._parts
+    assert not generator._device_slots._adapters._parts
 
     ids_of(generator, request(2, adapters[0], max_new_tokens=4), request(3, max_new_tokens=40))
 
@@ -302,13 +302,13 @@ def test_recorded_steps_follow_the_slots_adapters(
         for tag, used in enumerate(sets)
     ]
     generator = Generator(model, tokens=8192, slots=3)
-    generator._steps.graphs.records = True
+    generator._device_slots.graphs.records = True
 
     found = ids_of(generator, *every, request(9, max_new_tokens=60))
 
     every.append(request(9, max_new_tokens=60))
     assert found == {each.tag: alone(model, each) for each in every}
-    marks = {key[2] for key in generator._steps.graphs._made if isinstance(key[2], str)}
+    marks = {key[2] for key in generator._device_slots.graphs._made if isinstance(key[2], str)}
     assert marks == {"plain", "adapted"}
 
 

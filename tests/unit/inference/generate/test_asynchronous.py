@@ -32,7 +32,7 @@ def broken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Generator:
     def fails(*step: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(found._steps, "forward", fails)
+    monkeypatch.setattr(found._device_slots, "forward", fails)
     return found
 
 
@@ -150,7 +150,7 @@ def test_closing_ends_what_runs_and_refuses_more(generator: Generator) -> None:
 def test_a_failure_of_the_device_reaches_all(
     generator: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decode = generator._steps.forward
+    decode = generator._device_slots.forward
 
     def broken(*step: object) -> object:
         if len(generator._scheduler.running) < 3:
@@ -160,7 +160,7 @@ def test_a_failure_of_the_device_reaches_all(
     async def run() -> list[object]:
         async with AsyncGenerator(generator) as engine:
             tasks = [engine.generate(request(i, tokens=400)) for i in range(3)]
-            monkeypatch.setattr(generator._steps, "forward", broken)
+            monkeypatch.setattr(generator._device_slots, "forward", broken)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
     assert [str(error)[:10] for error in asyncio.run(run())] == ["CUDA error"] * 3
@@ -183,7 +183,7 @@ def test_an_error_that_no_job_reports_reaches_every_stream_and_later_ones(
         async with AsyncGenerator(generator) as engine:
             tasks = [asyncio.create_task(engine.generate(request(i, tokens=400))) for i in range(3)]
             await asyncio.sleep(0.05)
-            monkeypatch.setattr(generator._steps, place, refuses)
+            monkeypatch.setattr(generator._device_slots, place, refuses)
             if place == "leave":
                 await engine.close()
             found = await asyncio.gather(*tasks, return_exceptions=True)

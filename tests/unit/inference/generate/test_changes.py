@@ -16,7 +16,7 @@ COUNT = 12
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"], autouse=True)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the device works while the host reads, as a GPU does."""
-    monkeypatch.setattr(DeviceSlots, "ahead", property(lambda _: request.param))
+    monkeypatch.setattr(DeviceSlots, "is_asynchronous", property(lambda _: request.param))
     return request.param
 
 

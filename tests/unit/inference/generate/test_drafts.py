@@ -198,7 +198,7 @@ def test_texts_do_not_depend_on_a_draft_model(
     monkeypatch.setattr(cuda_graphs, "CudaGraph", Again)
     draft = Draft(model=model, tokens=3, least=least)
     generator = Generator(model, tokens=8192, slots=16, draft=draft)
-    generator._steps.graphs.records = not launched
+    generator._device_slots.graphs.records = not launched
 
     found = run(generator, requests())
 
@@ -287,9 +287,18 @@ def test_reach_follows_what_was_right() -> None:
 
 
 def test_many_texts_are_drafted_less(model: LoadedModel) -> None:
-    steps = Generator(model, tokens=512, slots=40, draft=NgramDraft(tokens=4))._steps
+    steps = Generator(model, tokens=512, slots=40, draft=NgramDraft(tokens=4))._device_slots
 
-    assert [steps.room(slots) for slots in (1, 4, 5, 8, 9, 16, 17, 40)] == [4, 4, 3, 3, 1, 1, 0, 0]
+    assert [steps.max_drafts(slots) for slots in (1, 4, 5, 8, 9, 16, 17, 40)] == [
+        4,
+        4,
+        3,
+        3,
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_job_that_was_sent_back_reads_its_rows_again(
     def forgets(job: Any) -> None:
         preempted.append(job)
         preempt(job)
-        cramped._scheduler.table.clear()
+        cramped._scheduler.page_pool.clear()
 
     monkeypatch.setattr(cramped._scheduler, "preempt", forgets)
 
@@ -168,8 +168,8 @@ def test_penalties_see_no_rows(model: LoadedModel) -> None:
     generator.submit(request(ids_of(3), rows_of(4), ids_of(2)))
     generator.step()
 
-    history = generator._steps.sampler.history[0, :9].tolist()
-    known = generator._steps.sampler.vocab_size
+    history = generator._device_slots.sampler.history[0, :9].tolist()
+    known = generator._device_slots.sampler.vocab_size
     assert history == [*ids_of(3), *[known] * 4, *ids_of(2)]
 
 

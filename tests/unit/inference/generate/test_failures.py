@@ -34,7 +34,7 @@ def break_device(generator: Generator, monkeypatch: pytest.MonkeyPatch, *names: 
         raise FAILURE
 
     for name in names:
-        monkeypatch.setattr(generator._steps, name, broken)
+        monkeypatch.setattr(generator._device_slots, name, broken)
 
 
 @pytest.mark.parametrize("broken", [("forward",), ("forward", "leave"), ("leave",), ("read",)])
@@ -67,13 +67,13 @@ def test_a_job_that_is_submitted_while_the_generator_fails_is_refused(
     generator, events = Generator(model, tokens=2048, slots=2), list[Event]()
     break_device(generator, monkeypatch, "read")
     generator.submit(request(0), deliver=events.append)
-    check = generator._steps.sampler.check
+    check = generator._device_slots.sampler.check
 
     def fails_meanwhile(settings: SamplingSettings) -> None:
         generator.step()
         check(settings)
 
-    monkeypatch.setattr(generator._steps.sampler, "check", fails_meanwhile)
+    monkeypatch.setattr(generator._device_slots.sampler, "check", fails_meanwhile)
 
     with pytest.raises(InferenceError, match="the generator has failed"):
         generator.submit(request(1), deliver=events.append)

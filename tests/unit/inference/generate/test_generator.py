@@ -292,7 +292,10 @@ def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel) -> Non
     try:
         generator = Generator(model, tokens=2048, slots=4)
         generator.generate(prompts(8), max_new_tokens=4, banned_strings=("a",))
-        cache, views = weakref.ref(generator._steps.cache), weakref.ref(generator._steps.lengths)
+        cache, views = (
+            weakref.ref(generator._device_slots.cache),
+            weakref.ref(generator._device_slots.lengths),
+        )
         del generator
         assert (cache(), views()) == (None, None)
     finally:

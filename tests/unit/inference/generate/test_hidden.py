@@ -49,9 +49,11 @@ def test_states_are_those_of_a_pass_over_the_whole_text(model: LoadedModel, last
 def test_only_what_is_new_in_a_text_is_computed(model: LoadedModel, monkeypatch) -> None:
     generator, [ids] = Generator(model, tokens=1024), texts(400)
     generator.states.hidden(ids[:380])
-    read, counts = generator._steps.read, list[int]()
+    read, counts = generator._device_slots.read, list[int]()
     monkeypatch.setattr(
-        generator._steps, "read", lambda ids, *a, **k: counts.append(len(ids)) or read(ids, *a, **k)
+        generator._device_slots,
+        "read",
+        lambda ids, *a, **k: counts.append(len(ids)) or read(ids, *a, **k),
     )
 
     generator.states.hidden(ids, last=3)

@@ -121,7 +121,7 @@ def test_ends_of_prompts_are_read_in_recorded_passes(
         for _ in lengths
     ]
     recorded = Generator(model, tokens=4096, slots=4)
-    recorded._steps.graphs.records = True
+    recorded._device_slots.graphs.records = True
     for ids, length in zip(prompts, lengths, strict=True):
         [*recorded.stream(Request(ids[:-length], stops=(), max_new_tokens=1))]
 
@@ -136,7 +136,7 @@ def test_ends_of_prompts_are_read_in_recorded_passes(
         return found
 
     assert texts(recorded) == texts(Generator(model, tokens=4096, slots=4))
-    assert ("tails", bucket(len(lengths))) in recorded._steps.graphs._made
+    assert ("tails", bucket(len(lengths))) in recorded._device_slots.graphs._made
 
 
 def test_warming_up_leaves_pages_alone_that_another_text_has_now(
@@ -144,7 +144,7 @@ def test_warming_up_leaves_pages_alone_that_another_text_has_now(
 ) -> None:
     first, second = torch.randint(2, model.spec.vocab_size, (2, 400)).tolist()
     generator = Generator(model, tokens=512, slots=1)
-    generator._steps.graphs.records = True
+    generator._device_slots.graphs.records = True
     for count in (300, 305):
         [*generator.stream(Request(first[:count], stops=(), max_new_tokens=1))]
     request = Request(second, settings=GREEDY, stops=(), max_new_tokens=40)

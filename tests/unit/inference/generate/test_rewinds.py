@@ -27,9 +27,11 @@ PROMPTS = [
 
 def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, passes = Generator(model, tokens=2048, slots=2), list[int]()
-    read = generator._steps.read
+    read = generator._device_slots.read
     monkeypatch.setattr(
-        generator._steps, "read", lambda ids, *rest: (passes.append(len(ids)), read(ids, *rest))
+        generator._device_slots,
+        "read",
+        lambda ids, *rest: (passes.append(len(ids)), read(ids, *rest)),
     )
 
     bans = {"banned_strings": ("a", "e", "5"), "settings": HOT, "seed": 1}

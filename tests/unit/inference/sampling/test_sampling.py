@@ -12,8 +12,10 @@ from spelled import EOS, spelled
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exl2flow.core.errors import ConfigError, InferenceError
-from exl2flow.inference.sampling import NOT_FINITE, Kind, SamplingSettings, breakers, newline_ids
+from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.inference.sampling import sample as sample_rows
+from exl2flow.inference.sampling.bits import breakers, newline_ids
+from exl2flow.kernels import NOT_FINITE
 
 GREEDY = SamplingSettings.greedy()
 EVERY = SamplingSettings(
