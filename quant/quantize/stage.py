@@ -6,7 +6,7 @@ the digest of every reconstruction, which `compile` checks after writing.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -45,7 +45,6 @@ from exl2flow.quant.rounding.error_feedback import (
     side_by_side,
 )
 from exl2flow.quant.rounding.hessian import (
-    DampedHessian,
     HessianFactor,
     collect_hessians,
     head_hessian,
@@ -210,8 +209,7 @@ class Quantizing(MatrixWork):
 
         # keep no reference to targets and weights, which are as large as the head
         jobs = [self._job(projection, target(), factors)]
-        rounded, damped = self._round(jobs, self.factor(projection, hessian, factors))
-        (matrix,) = self._refine(rounded, jobs, damped)
+        (matrix,) = self._round(jobs, self.factor(projection, hessian, factors))
         self.store_head(self._packed(projection, head.linear, matrix, hessian, factors))
 
     def _job(
@@ -233,37 +231,32 @@ class Quantizing(MatrixWork):
         params, own = str(self.choice[projection.key]), factors.get(projection.name)
         return Packed(projection, linear, rounded, hessian, own, params=params)
 
-    def _round(
-        self, jobs: Sequence[RoundingJob], item: HessianFactor
-    ) -> tuple[list[RoundedMatrix], DampedHessian]:
-        """Round matrices that read one activation; return them, and the Hessian that refines them.
+    def _round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
+        """Round matrices that read one activation.
 
         Args:
-            jobs: the matrices.
-            item: the factor of what they read; freed early if unreferenced elsewhere.
+            jobs: the matrices; emptied, and freed early if unreferenced elsewhere.
+            item: the factor of what they read; freed likewise.
         """
-        hessian = item.hessian
-        rounded = round_matrices(jobs, item, search=self.options.scale_search)
+        options = self.options
+        hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
         record_stream(item.upper)
         del item
-        return list(rounded), hessian
-
-    def _refine(
-        self, rounded: list[RoundedMatrix], jobs: list[RoundingJob], hessian: DampedHessian
-    ) -> list[RoundedMatrix]:
-        """Refine rounded matrices of one shape that read one activation.
-
-        Empties `rounded` and `jobs`: a head's are very large.
-        """
-        if not self.options.rounds:
-            return rounded
-        weights = [job.weight for job in jobs]
-        output = side_by_side([job.output for job in jobs])
-        jobs.clear()
-        metric = Metric(hessian=hessian.matrix(), output=output)
-        return refine_together(
-            rounded, weights, metric, rounds=self.options.rounds, sweeps=self.options.sweeps
-        )
+        begun = list(rounded)
+        if not options.rounds:
+            return begun
+        damped, refined = hessian.matrix(), list[RoundedMatrix]()
+        while jobs:
+            run = next(alike(jobs))
+            del jobs[: len(run)]
+            weights = [job.weight for job in run]
+            metric = Metric(hessian=damped, output=side_by_side([job.output for job in run]))
+            starts = [begun.pop(0) for _ in run]
+            del run
+            refined += refine_together(
+                starts, weights, metric, rounds=options.rounds, sweeps=options.sweeps
+            )
+        return refined
 
     def _round_sublayer(
         self,
@@ -286,31 +279,21 @@ class Quantizing(MatrixWork):
 
         items = {capture: factor(capture) for capture in hessians}
 
-        def read_by(capture: str) -> list[RoundingJob]:
-            return [jobs[p.name] for p in sublayer.spec.reading(capture)]
+        def work(capture: str) -> dict[str, RoundedMatrix]:
+            names = [p.name for p in sublayer.spec.reading(capture)]
+            found = self._round(
+                [jobs[name] for name in names],
+                # already used if this runs a second time
+                items.pop(capture) if capture in items else factor(capture),
+            )
+            return dict(zip(names, found, strict=True))
 
-        def work(capture: str) -> tuple[list[RoundedMatrix], DampedHessian]:
-            # already used if this runs a second time
-            item = items.pop(capture) if capture in items else factor(capture)
-            return self._round(read_by(capture), item)
-
-        def refine(
-            rounded: list[RoundedMatrix], jobs: list[RoundingJob], hessian: DampedHessian
-        ) -> list[RoundedMatrix]:
-            return self._refine([*rounded], [*jobs], hessian)  # may run a second time
-
-        captures, device = widest_first(hessians), device_of(sublayer)
-        runs = list[Callable[[], list[RoundedMatrix]]]()
-        rounded = run_concurrently([partial(work, capture) for capture in captures], device)
-        for capture, (begun, hessian) in zip(captures, rounded, strict=True):
-            for run in alike(read_by(capture)):
-                starts = [begun.pop(0) for _ in run]
-                runs.append(partial(refine, starts, run, hessian))
-        refined = [matrix for run in run_concurrently(runs, device) for matrix in run]
-        for matrix in refined:
+        works = [partial(work, capture) for capture in widest_first(hessians)]
+        parts = run_concurrently(works, device_of(sublayer))
+        found = {name: matrix for part in parts for name, matrix in part.items()}
+        for matrix in found.values():
             record_stream(matrix.codes, matrix.scale_codes, matrix.max_scales)
-        names = [p.name for capture in captures for p in sublayer.spec.reading(capture)]
-        return dict(zip(names, refined, strict=True))
+        return found
 
 
 def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
