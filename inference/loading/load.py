@@ -4,13 +4,12 @@ For a GPU, several threads read files and copy their contents to it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import overload
 
 import torch
 
@@ -26,15 +25,14 @@ from exl2flow.model import (
     ModelSpec,
     Placement,
     Sublayer,
-    TensorFiles,
     Tokenizer,
     build_embedding,
     build_head,
-    build_sublayer,
     check_layers,
     resolve,
 )
 from exl2flow.model.config.spec import expected_tensors
+from exl2flow.model.layers.stream import StreamedSublayers
 from exl2flow.model.memory.footprint import Footprint, exact_format
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (
@@ -60,48 +58,6 @@ class LoadedModel:
     tokenizer: Tokenizer
     max_tokens: int
     ranks: Ranks | None = None
-
-
-class StreamedSublayers(Sequence[Sublayer]):
-    """Sublayers read from disk on each access: memory does not grow with depth."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: TensorFiles,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packed: bool = False,
-    ) -> None:
-        self.spec = spec
-        self.tensors = tensors
-        self.dtype = dtype
-        self.device = device
-        self.packed = packed
-
-    def __len__(self) -> int:
-        return len(self.spec.sublayers)
-
-    @overload
-    def __getitem__(self, index: int) -> Sublayer: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sublayer]: ...
-    def __getitem__(self, index: int | slice) -> Sublayer | Sequence[Sublayer]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self.read(index, self.device)
-
-    def read(self, index: int, device: torch.device) -> Sublayer:
-        """Return a sublayer on a device."""
-        return build_sublayer(
-            self.spec,
-            self.spec.sublayers[index],
-            self.tensors,
-            dtype=self.dtype,
-            device=device,
-            packed=self.packed,
-        )
 
 
 def load_model(
@@ -148,8 +104,8 @@ def load_model(
     limit = _checked_limit(max_tokens, spec)
     on_gpu = head_device.type == "cuda"
     source = StreamedSublayers(
-        spec,
-        CanonicalTensors(spec),
+        spec=spec,
+        tensors=CanonicalTensors(spec),
         dtype=torch.float16 if on_gpu else torch.float32,
         device=head_device,
         packed=on_gpu and not streamed,  # matrices used once are not repacked

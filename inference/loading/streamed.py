@@ -4,17 +4,13 @@ On a GPU a model computes as at inference: packed matrices, fp16 states, the sam
 reference keeps fp32 states over fp16 weights there. On a CPU everything is fp32.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.runtime.memory import free_memory
-from exl2flow.inference.loading.load import THREADS, StreamedSublayers
 from exl2flow.kernels import Threads
 from exl2flow.model import (
     CanonicalTensors,
@@ -24,6 +20,7 @@ from exl2flow.model import (
     build_head,
     resolve,
 )
+from exl2flow.model.layers.stream import StreamedSublayers, look_ahead, rows_together
 
 FP32 = torch.float32
 TOKENS_TOGETHER = 8192  # that pass a sublayer together on a GPU ...
@@ -52,7 +49,7 @@ class StreamedModel:
         self.dtype = FP32 if is_reference else weights  # of hidden states
         self.embedding = build_embedding(self.spec, tensors, dtype=self.dtype, device=device)
         self._sublayers = StreamedSublayers(
-            self.spec, tensors, dtype=weights, device=device, packed=packed
+            spec=self.spec, tensors=tensors, dtype=weights, device=device, packed=packed
         )
         self.head = build_head(
             self.spec,
@@ -91,19 +88,22 @@ class StreamedModel:
         spec = self.spec
         attention = max(layer.width for layer in spec.attentions)
         widest = max(spec.hidden_size, spec.mlp.intermediate_size, attention)
-        room = free_memory(self.device) // (WIDE_TENSORS * widest * FP32.itemsize)
-        return max(1, min(TOKENS_TOGETHER, room) // tokens)
+        return rows_together(
+            widest,
+            tokens,
+            free_memory(self.device),
+            tensors=WIDE_TENSORS,
+            most=TOKENS_TOGETHER // tokens,
+        )
 
     def _read(self) -> Iterator[Sublayer]:
         """Yield the sublayers in order; for a GPU, threads prefetch the next ones."""
-        count = len(self._sublayers)
         if self.device.type == "cpu":
-            yield from (self._sublayers[index] for index in range(count))
+            yield from self._sublayers
             return
-        works = (partial(self._sublayers.__getitem__, index) for index in range(count))
-        with Threads(THREADS["cuda"], self.device) as threads:
-            waiting = deque[Future[Sublayer]](map(threads.begin, islice(works, SUBLAYERS_AHEAD)))
-            while waiting:
-                sublayer = waiting.popleft().result()
-                waiting.extend(map(threads.begin, islice(works, 1)))
-                yield sublayer
+        with Threads(SUBLAYERS_AHEAD, self.device) as threads:
+
+            def begin(index: int) -> Callable[[], Sublayer]:
+                return threads.begin(partial(self._sublayers.read, index, self.device)).result
+
+            yield from look_ahead(range(len(self._sublayers)), begin, depth=SUBLAYERS_AHEAD)
