@@ -16,7 +16,7 @@ from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 from exl2flow.flows.cli.tables import plan_table, table_of
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import (
-    Priced,
+    MatrixCost,
     concentration,
     dominant,
     matrix_costs,
@@ -54,7 +54,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def cost_table(items: Sequence[Priced]) -> Table | None:
+def cost_table(items: Sequence[MatrixCost]) -> Table | None:
     """Return the most costly matrices, titled by their share; None if costs are unknown."""
     total = total_nats(items)
     if not total:

@@ -3,7 +3,6 @@
 For a GPU, several threads read files and copy their contents to it.
 """
 
-import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -14,7 +13,6 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.runtime.memory import available_memory, free_memory
 from exl2flow.inference.loading.layer_split import Split, split_model
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
@@ -31,9 +29,7 @@ from exl2flow.model import (
     check_layers,
     resolve,
 )
-from exl2flow.model.config.spec import expected_tensors
 from exl2flow.model.layers.stream import StreamedSublayers
-from exl2flow.model.memory.footprint import Footprint, exact_format
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (
     check_ranks,
@@ -42,7 +38,6 @@ from exl2flow.model.tensor_parallel.shards import (
     shared_spec,
 )
 
-SAMPLE_PROMPT_TOKENS = 512  # of a sample, to estimate memory
 THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cores anyway
 
 
@@ -133,37 +128,6 @@ def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:
             f"{spec.max_positions} of them: give no more"
         )
     return limit
-
-
-def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel:
-    """Load a model to generate once: whole if it fits, else each token rereads it from disk.
-
-    Args:
-        model_dir: as for `load_model`.
-        device: auto, cpu or cuda.
-        tokens: generated after a prompt of up to `SAMPLE_PROMPT_TOKENS` tokens.
-
-    Raises:
-        SourceModelError, BackendUnavailable: see `load_model`.
-    """
-    fits = _fits_in_memory(model_dir, resolve_device(device), tokens=SAMPLE_PROMPT_TOKENS + tokens)
-    return load_model(model_dir, device=device, streamed=not fits)
-
-
-def _fits_in_memory(model_dir: Path, device: torch.device, *, tokens: int) -> bool:
-    """Return whether a device has room for a whole model and a sequence of `tokens` tokens.
-
-    A GPU holds packed matrices as its kernels read them, a CPU decodes all matrices to fp32.
-    """
-    spec = resolve(model_dir)
-    needs = Footprint.of(spec, context=tokens, cache_format=exact_format(device))
-    if device.type == "cuda":
-        tensors = CanonicalTensors(spec)
-        stored = sum(tensors.nbytes(name) for name in tensors.names)
-        return stored + needs.total - needs.device <= free_memory(device)
-    room = available_memory()
-    numel = sum(math.prod(shape) for shape in expected_tensors(spec).values())
-    return room is None or (numel * torch.float32.itemsize + needs.cache) <= room
 
 
 def _load(

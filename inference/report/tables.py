@@ -8,7 +8,7 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.inference.report.comparison import Compared, differences
-from exl2flow.inference.report.costs import Priced, share, total_nats
+from exl2flow.inference.report.costs import MatrixCost, share, total_nats
 from exl2flow.inference.scoring.intervals import LEAST_ROWS, Intervals
 
 Row = dict[str, str]  # column → cell
@@ -132,7 +132,7 @@ def report_rows_in_words(report: Mapping[str, Any]) -> str:
     return "; ".join(f"{text} text: {sentence}" for text, sentence in sentences.items())
 
 
-def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
+def cost_rows(items: Sequence[MatrixCost], total: float | None) -> list[Row]:
     """Return a row per matrix with its share of a total cost."""
     return [
         {
@@ -147,7 +147,7 @@ def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
     ]
 
 
-def sublayer_row(name: str, items: Sequence[Priced], figures: Mapping[str, Any]) -> Row:
+def sublayer_row(name: str, items: Sequence[MatrixCost], figures: Mapping[str, Any]) -> Row:
     """Return a sublayer or the head: `figures` has `bpw` and `rel_err`, `items` its matrices."""
     return {
         "sublayer": words.short(name),

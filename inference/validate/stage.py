@@ -159,7 +159,7 @@ def validate(run: StageRun) -> None:
     }
     _write(run, report)
     _write_scores(run, record["fingerprint"], {"score": score, "calibration": cross_check})
-    _KeptRows(run.folder).remove()
+    _RowFiles(run.folder).remove()
     total = run.folder.manifest.total
     run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
 
@@ -183,6 +183,7 @@ def _scores(
         if is_new:
             run.tick(done, manifest.total, detail)
 
+    rows = _RowFiles(run.folder)
     texts = [held_out, calibration] if len(calibration) else [held_out]
     [(score, *others)] = evaluate_texts(
         [run.config.out.resolve()],
@@ -190,12 +191,13 @@ def _scores(
         reference=run.config.source,
         device=run.device,
         advance=advance,
-        kept=_KeptRows(run.folder),
+        known=rows.load(),
+        save=rows.save,
     )
     return score, others[0] if others else None
 
 
-class _KeptRows:
+class _RowFiles:
     """Row scores as files of the stage, from which an interrupted validation resumes."""
 
     def __init__(self, folder: StageFolder) -> None:
@@ -206,7 +208,7 @@ class _KeptRows:
         return [name for name in self._folder.manifest.files if name.startswith(ROWS_PREFIX)]
 
     def load(self) -> dict[RowKey, RowScores]:
-        """See `Kept.load`."""
+        """Return all stored row scores."""
         fields_of: dict[RowKey, dict[str, torch.Tensor]] = {}
         for name in filter(self._folder.valid, self._names):
             for key, tensor in read_tensors(self._folder.path / name).items():
@@ -215,7 +217,7 @@ class _KeptRows:
         return {key: RowScores(**tensors) for key, tensors in fields_of.items()}
 
     def save(self, scores: Mapping[RowKey, RowScores]) -> None:
-        """See `Kept.save`."""
+        """Store the scores of a block of rows."""
         name = "{}{}-{:05d}.safetensors".format(ROWS_PREFIX, *min(scores))
         tensors = {
             f"{text}.{row}.{field.name}": getattr(row_scores, field.name)
