@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_needs import needs
 from tiny import make_tiny, tiny_config
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
-from exl2flow.inference.loading.layer_split import GB, RESERVE, Sizes, Split, needs, place
+from exl2flow.inference.loading.layer_split import GB, RESERVE, Sizes, Split, place
 from exl2flow.model import CanonicalTensors, ModelSpec, Placement, expected_tensors, resolve
 from exl2flow.model.memory.footprint import Footprint, Texts
 
