@@ -77,10 +77,6 @@ class StreamedModel:
                     rows.copy_(sublayer(rows))
         return found
 
-    def row_bytes(self, tokens: int) -> int:
-        """Return the bytes of a row's hidden states."""
-        return tokens * self.spec.hidden_size * self.dtype.itemsize
-
     def _rows_together(self, tokens: int) -> int:
         """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""
         if self.device.type == "cpu":

@@ -121,9 +121,9 @@ def _section(name: str, entries: Sequence[ReportEntry]) -> dict[str, object]:
         "name": name,
         "entries": entries,
         "architecture": first.contents.architecture,
-        "scored_on": scored_on(asdict(first.score)),
+        "scored_on": scored_on(first.score),
         "checked": check_bitrates(figures),
-        "rows": [bitrate_row(entry.figures, asdict(entry.score)) for entry in entries],
+        "rows": [bitrate_row(model) for model in figures],
         "certainty": certainty_rows(figures),
         "plot": _inline(render_comparison(figures)),
         # sublayers and head, each with the bits per weight in all models that have it

@@ -101,16 +101,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     advance: Advance | None = None,
 ) -> list[Score]:
-    """Score models on the rows of one text; see `evaluate_texts`.
-
-    Args:
-        models: model folders, EXL2 or plain.
-        ids: int64 (rows, t), t at least 2.
-        reference: folder of the model to measure divergence from.
-        device: where to compute.
-        advance: called with (sublayers done, total, current one), at the end with all of them
-            done; may raise to stop.
-    """
+    """Score models on one text, int64 (rows, t); arguments as of `evaluate_texts`."""
     scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
     return [score for (score,) in scores]
 
@@ -206,8 +197,8 @@ def _blocks(
     on_gpu = device.type == "cuda"
     room = int(STATE_SHARE * free_memory(device)) if on_gpu else STATE_BYTES
     tokens = max((texts[text].shape[1] for text, _ in rows), default=1)
-    each = sum(runner.row_bytes(tokens) for runner in everyone)
-    together = max(1 if on_gpu else LEAST_ROWS, room // each)
+    row_bytes = sum(m.spec.hidden_size * m.dtype.itemsize * tokens for m in everyone)
+    together = max(1 if on_gpu else LEAST_ROWS, room // row_bytes)
     for begin in range(0, len(rows), together):
         yield list(rows[begin : begin + together])
 
