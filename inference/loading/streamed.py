@@ -69,13 +69,13 @@ class StreamedModel:
             texts: int64 (rows, t) each, on the device; row lengths may differ between texts.
             look: called with each sublayer before it runs; may raise to stop.
         """
-        found = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
+        hidden = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
         for sublayer in self._read():
-            for states in found:
+            for states in hidden:
                 for rows in torch.split(states, self._rows_together(states.shape[1])):
                     look(sublayer.spec)
                     rows.copy_(sublayer(rows))
-        return found
+        return hidden
 
     def _rows_together(self, tokens: int) -> int:
         """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""

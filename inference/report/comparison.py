@@ -39,11 +39,6 @@ class Compared:
         """95 % intervals of its figures, None if unknown."""
         return None if self.score is None else self.score.intervals
 
-    @property
-    def kl_interval(self) -> Interval | None:
-        """95 % interval of `kl`, None if unknown."""
-        return None if self.intervals is None else self.intervals.kl_divergence
-
     def to_json(self) -> dict[str, object]:
         """Return the fields that a score lacks."""
         return {"bpw": self.bpw, "series": self.series, "predicted_kl": self.predicted_kl}

@@ -131,7 +131,11 @@ def render_comparison(models: Sequence[Compared]) -> str:
         bits, size = figure.subplots(1, 2, sharey=True)
         unit, width = words.unit(max((model.bytes for model in models), default=0))
         for index, (series, members) in enumerate(by_series(models).items()):
-            drawn = [(m, m.kl, m.kl_interval) for m in members if m.kl]
+            drawn = [
+                (m, m.kl, m.intervals.kl_divergence if m.intervals else None)
+                for m in members
+                if m.kl
+            ]
             style = {
                 "color": COLORS[index % len(COLORS)] if series else PLAIN_COLOR,
                 "marker": MARKERS[index % len(MARKERS)],

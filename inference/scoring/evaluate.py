@@ -144,9 +144,9 @@ def evaluate_texts(
     texts = [with_bos(ids, everyone[-1].spec) for ids in texts]
     for ids in texts:
         check_ids(ids, everyone[-1].spec)
-    found = dict(known or {})
+    row_scores = dict(known or {})
     rows = [(text, row) for text, ids in enumerate(texts) for row in range(len(ids))]
-    blocks = list(_blocks(everyone, texts, [key for key in rows if key not in found]))
+    blocks = list(_blocks(everyone, texts, [key for key in rows if key not in row_scores]))
     *starts, passes = accumulate((len(model.spec.sublayers) for model in everyone), initial=0)
     total = len(blocks) * passes
 
@@ -157,12 +157,12 @@ def evaluate_texts(
 
     for number, block in enumerate(blocks):
         scores = dict(_scored(everyone, texts, block, base is not None, partial(report, number)))
-        found |= scores
+        row_scores |= scores
         save(scores)
     if advance is not None and blocks:
         advance(total, total, "")
     digests = [_digest(ids) for ids in texts]
-    rows_of = [[found[text, row] for row in range(len(ids))] for text, ids in enumerate(texts)]
+    rows_of = [[row_scores[text, row] for row in range(len(ids))] for text, ids in enumerate(texts)]
     return [
         [
             _score(everyone, index, rows, bool(base), digest)
@@ -218,7 +218,7 @@ def _scored(
     states = [model.states(ids, partial(report, i)) for i, model in enumerate(everyone)]
     for number, part in enumerate(parts):
         for index, key in enumerate(part):
-            hidden = [found[number][index] for found in states]
+            hidden = [of_model[number][index] for of_model in states]
             yield key, _row_scores(everyone, ids[number][index], hidden, has_base=has_base)
 
 
@@ -240,13 +240,13 @@ def _row_scores(
         targets = ids[span.start + 1 : span.stop + 1, None]
         base: torch.Tensor | None = None
         for index in reversed(range(len(everyone))):  # the reference first, which is the last
-            found = _log_probabilities(everyone[index], states[index][span])
-            losses[index, span] = -found.gather(1, targets)[:, 0]
+            logs = _log_probabilities(everyone[index], states[index][span])
+            losses[index, span] = -logs.gather(1, targets)[:, 0]
             if base is not None:
-                divergences[index, span] = divergence_terms(base, found).sum(dim=1)
-                agreements[index, span] = base.argmax(dim=1) == found.argmax(dim=1)
+                divergences[index, span] = divergence_terms(base, logs).sum(dim=1)
+                agreements[index, span] = base.argmax(dim=1) == logs.argmax(dim=1)
             elif has_base:
-                base = found
+                base = logs
     return RowScores(
         losses=losses.cpu(), divergences=divergences.cpu(), agreements=agreements.cpu()
     )

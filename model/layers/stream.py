@@ -54,13 +54,13 @@ def look_ahead(
         begin: starts reading an item in the background, and returns a function that ends it.
         depth: how many items are begun while a sublayer is in use.
     """
-    begun = deque[Callable[[], Sublayer]]()
+    pending = deque[Callable[[], Sublayer]]()
     for item in items:
-        begun.append(begin(item))
-        if len(begun) > depth:
-            yield begun.popleft()()
-    while begun:
-        yield begun.popleft()()
+        pending.append(begin(item))
+        if len(pending) > depth:
+            yield pending.popleft()()
+    while pending:
+        yield pending.popleft()()
 
 
 def rows_together(

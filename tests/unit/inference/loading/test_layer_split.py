@@ -190,7 +190,7 @@ def test_no_option_is_no_split() -> None:
         (("auto", None, "a"), "`--devices a` is no list"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
+def test_malformed_or_contradictory_options_are_refused(
     options: tuple[str | None, ...], message: str
 ) -> None:
     names = dict(zip(("reserve", "devices"), options[1:], strict=False))

@@ -275,7 +275,7 @@ def test_a_score_of_a_newer_version_is_read_without_its_new_fields() -> None:
     assert Score.of("m", {**asdict(KNOWN), "kl_p999": 4.0}) == KNOWN
 
 
-def test_a_score_of_an_older_version_is_read_without_what_it_lacks() -> None:
+def test_fields_missing_in_a_score_of_an_older_version_are_none() -> None:
     values = {key: value for key, value in asdict(KNOWN).items() if key not in ("kl_p99", "model")}
 
     assert Score.of("m", values) == replace(KNOWN, kl_p99=None)
@@ -283,5 +283,5 @@ def test_a_score_of_an_older_version_is_read_without_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("name", ["perplexity", "tokens", "bytes"])
 @pytest.mark.parametrize("value", [None, "7", [], 10**400])
-def test_a_score_without_what_all_have_is_none(name: str, value: object) -> None:
+def test_a_score_without_perplexity_or_sizes_is_none(name: str, value: object) -> None:
     assert Score.of("m", {**asdict(KNOWN), name: value}) is None
