@@ -287,7 +287,7 @@ def _refusal(
     left: Sequence[Load],
     loads: Mapping[torch.device, Load],
 ) -> str:
-    """Return the message for a model whose parts `left` do not fit."""
+    """Return the message for a model whose parts `left` do not fit, with a remedy."""
     rest = sum(left, Load())
     names = left[0].name if len(left) == 1 else f"{left[0].name} to {left[-1].name}"
     taken = ", ".join(
@@ -295,22 +295,16 @@ def _refusal(
         for device, room in rooms.items()
     )
     what = f"`{spec.source_dir}` with {texts.pages * PAGE_TOKENS:,} tokens of {texts.cache_format}"
-    return (
-        f"{what} does not fit: {taken or 'no device has room'}, and {names} "
-        f"{'needs' if len(left) == 1 else 'need'} {size(rest.total)} more; "
-        f"{_remedy(spec, sizes, rooms, texts)}"
-    )
-
-
-def _remedy(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts) -> str:
-    """Return advice: a smaller cache that fits, else the memory of a single device."""
-    tokens = PAGE_TOKENS * largest(spec, sizes, rooms, texts)
-    if tokens:
-        return f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"
     least = sum(parts_of(spec, sizes, _shortened(texts, 1)), Load())
-    return (
+    remedy = (
         f"with the smallest cache it takes {size(least.total)} on one device; give more devices or "
         "more room, or a model of fewer bits"
+    )
+    if tokens := PAGE_TOKENS * largest(spec, sizes, rooms, texts):
+        remedy = f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"
+    return (
+        f"{what} does not fit: {taken or 'no device has room'}, and {names} "
+        f"{'needs' if len(left) == 1 else 'need'} {size(rest.total)} more; {remedy}"
     )
 
 

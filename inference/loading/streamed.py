@@ -38,7 +38,7 @@ class StreamedModel:
         Raises:
             SourceModelError: the folder is not a runnable model.
         """
-        self.folder = folder
+        self.folder, self.is_reference = folder, is_reference
         self.device = device
         self.spec = resolve(folder)
         tensors = CanonicalTensors(self.spec)

@@ -156,7 +156,7 @@ def evaluate_texts(
             advance(done, total, sublayer.name)
 
     for number, block in enumerate(blocks):
-        scores = dict(_scored(everyone, texts, block, base is not None, partial(report, number)))
+        scores = dict(_scored(everyone, texts, block, partial(report, number)))
         row_scores |= scores
         save(scores)
     if advance is not None and blocks:
@@ -165,7 +165,7 @@ def evaluate_texts(
     rows_of = [[row_scores[text, row] for row in range(len(ids))] for text, ids in enumerate(texts)]
     return [
         [
-            _score(everyone, index, rows, bool(base), digest)
+            _score(everyone, index, rows, digest)
             for rows, digest in zip(rows_of, digests, strict=True)
         ]
         for index in range(len(runners))
@@ -207,7 +207,6 @@ def _scored(
     everyone: Sequence[StreamedModel],
     texts: Sequence[torch.Tensor],
     block: Sequence[RowKey],
-    has_base: bool,
     report: Report,
 ) -> Iterator[tuple[RowKey, RowScores]]:
     """Yield the scores of a block of rows."""
@@ -219,19 +218,16 @@ def _scored(
     for number, part in enumerate(parts):
         for index, key in enumerate(part):
             hidden = [of_model[number][index] for of_model in states]
-            yield key, _row_scores(everyone, ids[number][index], hidden, has_base=has_base)
+            yield key, _row_scores(everyone, ids[number][index], hidden)
 
 
 def _row_scores(
-    everyone: Sequence[StreamedModel],
-    ids: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    *,
-    has_base: bool,
+    everyone: Sequence[StreamedModel], ids: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> RowScores:
     """Return the scores of one row of ids (t,) from each model's states (t, hidden)."""
     width = everyone[0].spec.vocab_size * torch.float32.itemsize
     step = max(1, LOGIT_BYTES[ids.device.type] // width)
+    has_base = everyone[-1].is_reference
     models = len(everyone) - has_base
     losses = torch.empty(len(everyone), len(ids) - 1, device=ids.device)
     divergences = torch.empty(models if has_base else 0, len(ids) - 1, device=ids.device)
@@ -261,10 +257,10 @@ def _score(
     everyone: Sequence[StreamedModel],
     index: int,
     rows: Sequence[RowScores],
-    has_base: bool,
     digest: str,
 ) -> Score:
     """Return one model's score from the results of all rows of a text."""
+    has_base = everyone[-1].is_reference
     sums = _sums(rows, index, has_base)
     kl = None
     if has_base:
