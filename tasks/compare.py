@@ -5,7 +5,6 @@ The page of results plots whether more bytes bring a model closer to its source.
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 
 from prefect import task
@@ -90,7 +89,7 @@ def bitrate_rows(scores: Sequence[Score], links: Mapping[str, str] | None = None
     for score, model in zip(scores, compared(scores), strict=True):
         url = (links or {}).get(Path(score.model).name)
         name = model.label if url is None else f"[{model.label}]({url})"
-        rows.append({**bitrate_row(model, asdict(score)), "model": name})
+        rows.append({**bitrate_row(model), "model": name})
     return rows
 
 
@@ -113,7 +112,7 @@ def comparison_page(
     lines += [line for text in warnings for line in (f"**Warning:** {text}.", "")]
     if any(model.kl for model in models):
         lines += [markdown_plot(render_comparison(models), "KL divergence and bits"), ""]
-    lines += [markdown_table(bitrate_rows(scores, links)), "", f"{scored_on(asdict(scores[0]))}."]
+    lines += [markdown_table(bitrate_rows(scores, links)), "", f"{scored_on(scores[0])}."]
     if certainty := certainty_rows(models):
         lines += ["", "## How sure the figures are", "", markdown_table(certainty)]
     for model, sample in zip(models, samples, strict=True):

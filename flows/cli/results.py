@@ -1,7 +1,6 @@
 """Scores, reports and contents of models as tables for people; its imports take seconds."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -16,7 +15,7 @@ from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 from exl2flow.flows.cli.tables import plan_table, table_of
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import (
-    Priced,
+    MatrixCost,
     concentration,
     dominant,
     matrix_costs,
@@ -31,7 +30,6 @@ from exl2flow.inference.report.tables import (
     score_rows,
     scored_on,
 )
-from exl2flow.inference.scoring.evaluate import Score
 
 CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
 MOST_COSTLY = 6  # matrices listed
@@ -54,7 +52,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def cost_table(items: Sequence[Priced]) -> Table | None:
+def cost_table(items: Sequence[MatrixCost]) -> Table | None:
     """Return the most costly matrices, titled by their share; None if costs are unknown."""
     total = total_nats(items)
     if not total:
@@ -83,10 +81,12 @@ def _print_warnings(texts: Iterable[str]) -> None:
         OUT.print(f"[yellow]warning:[/yellow] {plain(text)}", soft_wrap=True)
 
 
-def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence[Compared]) -> Table:
-    """Return one line per scored model; `models` describes the same ones."""
-    rows = [bitrate_row(model, score) for score, model in zip(scores, models, strict=True)]
-    return table_of(rows, scored_on(scores[0]))
+def comparison_table(models: Sequence[Compared]) -> Table:
+    """Return one line per scored model."""
+    score = models[0].score
+    return table_of(
+        [bitrate_row(model) for model in models], "" if score is None else scored_on(score)
+    )
 
 
 def certainty_table(models: Sequence[Compared]) -> Table | None:
@@ -95,9 +95,9 @@ def certainty_table(models: Sequence[Compared]) -> Table | None:
     return table_of(rows, "95 % intervals") if rows else None
 
 
-def show_comparison(scores: Sequence[Score], models: Sequence[Compared]) -> None:
+def show_comparison(models: Sequence[Compared]) -> None:
     """Print the figures of scored models and how sure they are."""
-    show(comparison_table([asdict(score) for score in scores], models))
+    show(comparison_table(models))
     if (table := certainty_table(models)) is not None:
         show(table)
 
@@ -107,7 +107,7 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     scores = [s for name in content["bitrates"] if (s := known_score(out / name)) is not None]
     if scores:
         models = compared(scores)
-        show_comparison(scores, models)
+        show_comparison(models)
         if sound := check_bitrates(models)[0]:
             tell(sound)
     _print_warnings(content["warnings"])

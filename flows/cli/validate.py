@@ -72,7 +72,7 @@ def validate(
             steps = [known.to_json(_folder) for known in between if known.model is model]
             emit_json({**asdict(score), **model.to_json(), "differences": steps})
     else:
-        show_comparison(scores, found)
+        show_comparison(found)
     _compare(found, plot, quiet=as_json)
     _judge(scores, options)
 

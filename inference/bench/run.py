@@ -61,12 +61,12 @@ def bench(
     form = cache or exact_format(place)
     cache_format(form, place)
     report("loading")
-    begun = time.perf_counter()
+    start = time.perf_counter()
     model = load_model(folder, device=device, placement=placement)
     devices = model.decoder.placement.devices
     for used in devices if place.type == "cuda" else ():
         torch.cuda.synchronize(used)
-    taken = time.perf_counter() - begun
+    taken = time.perf_counter() - start
     tensors = CanonicalTensors(model.spec)
     session = BenchSession(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
     with torch.cuda.device(devices[-1]) if place.type == "cuda" else nullcontext():  # ends last

@@ -28,10 +28,10 @@ def seconds(
     times: list[float] = []
     while not times or (len(times) < repeats and sum(times) < limit):
         _settle()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         work()
         _settle()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return median(times)
 
 

@@ -49,7 +49,7 @@ def compose(run: StageRun) -> None:
     for rows in batches:
         if folder.valid(_file(rows)):
             continue
-        begun = time.monotonic()
+        start = time.monotonic()
         ids = write_rows(
             model,
             rows,
@@ -59,7 +59,7 @@ def compose(run: StageRun) -> None:
         )
         sha256 = write_tensors(folder.path / _file(rows), {COMPOSED: ids})
         folder.commit(_file(rows), sha256, cursor=rows.stop)
-        speed = ids.numel() / (time.monotonic() - begun)
+        speed = ids.numel() / (time.monotonic() - start)
         run.tick(rows.stop, count, f"rows {rows.start}-{rows.stop - 1} tokens/s={speed:.0f}")
         run.stop_if_asked()
     _conclude(run, batches)

@@ -120,7 +120,9 @@ class Split:
             return None
         is_auto = gpu_split is None or gpu_split == "auto"
         return cls(
-            sizes=None if is_auto else _numbers("gpu-split", gpu_split, _gigabytes),
+            sizes=None
+            if is_auto
+            else _numbers("gpu-split", gpu_split, lambda word: int(float(word) * GB)),
             reserve=_numbers("reserve", reserve, int),
             devices=_numbers("devices", devices, int),
             tokens=tokens,
@@ -158,36 +160,31 @@ class Split:
         return rooms
 
 
-@dataclass(slots=True)
-class _Load:
-    """Parts on one device: their stored bytes, and memory to run them."""
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Parts of a model that lie on one device; `+` adds a part.
+
+    stored: their bytes in files; share: memory to run them; shared: see `Sizes`.
+    """
 
     stored: int = 0
     share: DeviceNeed = field(default_factory=DeviceNeed)
+    shared: int = 0
     has_embedding: bool = False
+    name: str = ""
 
     @property
     def total(self) -> int:
+        """All bytes."""
         return self.stored + self.share.total
 
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part that lies on one device as a whole; `shared`: see `Sizes`."""
-
-    name: str
-    stored: int
-    share: DeviceNeed
-    shared: int = 0
-    is_embedding: bool = False
-
-    def joined(self, load: _Load) -> _Load:
-        """Return a device's load with this part."""
-        stored = self.stored - (self.shared if load.has_embedding else 0)
-        return _Load(
-            load.stored + stored,
-            load.share + self.share,
-            load.has_embedding or self.is_embedding,
+    def __add__(self, part: "Load") -> "Load":
+        """Return this load with a part."""
+        shared = part.shared if self.has_embedding else 0
+        return Load(
+            stored=self.stored + part.stored - shared,
+            share=self.share + part.share,
+            has_embedding=self.has_embedding or part.has_embedding,
         )
 
 
@@ -206,7 +203,7 @@ def place(
         OutOfDeviceMemory: it does not fit; the message says what each device takes and has, and
             what would fit.
     """
-    parts = _parts(spec, sizes, texts)
+    parts = parts_of(spec, sizes, texts)
     devices, loads = _dealt(parts, rooms)
     if len(devices) < len(parts):
         raise OutOfDeviceMemory(_refusal(spec, sizes, rooms, texts, parts[len(devices) :], loads))
@@ -253,39 +250,28 @@ def split_model(
     return place(spec, sizes, rooms, texts)
 
 
-def needs(
-    spec: ModelSpec, sizes: Sizes, placement: Placement, texts: Texts
-) -> dict[torch.device, int]:
-    """Return an upper bound of the bytes that a model takes on each device."""
-    loads = dict[torch.device, _Load]()
-    devices = (placement.embedding, *placement.layers, placement.head)
-    for device, part in zip(devices, _parts(spec, sizes, texts), strict=True):
-        loads[device] = part.joined(loads.get(device, _Load()))
-    return {device: load.total for device, load in loads.items()}
-
-
-def _parts(spec: ModelSpec, sizes: Sizes, texts: Texts) -> list[_Part]:
-    """Return embedding, layers and head."""
+def parts_of(spec: ModelSpec, sizes: Sizes, texts: Texts) -> list[Load]:
+    """Return embedding, layers and head; each lies on one device as a whole."""
     embedding, head = DeviceNeed.of_embedding(spec, texts), DeviceNeed.of_head(spec, texts)
     layers = [
-        _Part(f"layer {index}", stored, DeviceNeed.of_layer(spec, index, texts))
+        Load(stored, DeviceNeed.of_layer(spec, index, texts), name=f"layer {index}")
         for index, stored in enumerate(sizes.layers)
     ]
     return [
-        _Part("the embedding", sizes.embedding, embedding, is_embedding=True),
+        Load(sizes.embedding, embedding, has_embedding=True, name="the embedding"),
         *layers,
-        _Part("the head", sizes.head, head, shared=sizes.shared),
+        Load(sizes.head, head, shared=sizes.shared, name="the head"),
     ]
 
 
 def _dealt(
-    parts: Sequence[_Part], rooms: Mapping[torch.device, int]
-) -> tuple[list[torch.device], dict[torch.device, _Load]]:
+    parts: Sequence[Load], rooms: Mapping[torch.device, int]
+) -> tuple[list[torch.device], dict[torch.device, Load]]:
     """Return the devices of the first parts, as many as there is room for, and all loads."""
-    devices, loads = list[torch.device](), {device: _Load() for device in rooms}
+    devices, loads = list[torch.device](), {device: Load() for device in rooms}
     for device, room in rooms.items():
         for part in parts[len(devices) :]:
-            load = part.joined(loads[device])
+            load = loads[device] + part
             if load.total > room:
                 break
             loads[device] = load
@@ -298,37 +284,27 @@ def _refusal(
     sizes: Sizes,
     rooms: Mapping[torch.device, int],
     texts: Texts,
-    left: Sequence[_Part],
-    loads: Mapping[torch.device, _Load],
+    left: Sequence[Load],
+    loads: Mapping[torch.device, Load],
 ) -> str:
-    """Return the message for a model whose parts `left` do not fit."""
-    rest = _Load()
-    for part in left:
-        rest = part.joined(rest)
+    """Return the message for a model whose parts `left` do not fit, with a remedy."""
+    rest = sum(left, Load())
     names = left[0].name if len(left) == 1 else f"{left[0].name} to {left[-1].name}"
     taken = ", ".join(
         f"`{device}` takes {size(loads[device].total)} of {size(room)}"
         for device, room in rooms.items()
     )
     what = f"`{spec.source_dir}` with {texts.pages * PAGE_TOKENS:,} tokens of {texts.cache_format}"
-    return (
-        f"{what} does not fit: {taken or 'no device has room'}, and {names} "
-        f"{'needs' if len(left) == 1 else 'need'} {size(rest.total)} more; "
-        f"{_remedy(spec, sizes, rooms, texts)}"
-    )
-
-
-def _remedy(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], texts: Texts) -> str:
-    """Return advice: a smaller cache that fits, else the memory of a single device."""
-    tokens = PAGE_TOKENS * largest(spec, sizes, rooms, texts)
-    if tokens:
-        return f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"
-    least = _Load()
-    for part in _parts(spec, sizes, _shortened(texts, 1)):
-        least = part.joined(least)
-    return (
+    least = sum(parts_of(spec, sizes, _shortened(texts, 1)), Load())
+    remedy = (
         f"with the smallest cache it takes {size(least.total)} on one device; give more devices or "
         "more room, or a model of fewer bits"
+    )
+    if tokens := PAGE_TOKENS * largest(spec, sizes, rooms, texts):
+        remedy = f"a cache of {tokens:,} tokens fits: give `--tokens {tokens}`"
+    return (
+        f"{what} does not fit: {taken or 'no device has room'}, and {names} "
+        f"{'needs' if len(left) == 1 else 'need'} {size(rest.total)} more; {remedy}"
     )
 
 
@@ -336,7 +312,7 @@ def largest(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], te
     """Return the most pages of a cache, those of `texts` at most, with which a model fits, or 0."""
 
     def fits(pages: int) -> bool:
-        parts = _parts(spec, sizes, _shortened(texts, pages))
+        parts = parts_of(spec, sizes, _shortened(texts, pages))
         return len(_dealt(parts, rooms)[0]) == len(parts)
 
     low, high = 0, texts.pages + 1  # the first one fits, the last one does not
@@ -362,7 +338,3 @@ def _numbers(name: str, text: str | None, read: Callable[[str], int]) -> tuple[i
     except (ValueError, OverflowError):
         raise ConfigError(f"`--{name} {text}` is no list such as {EXAMPLES[name]}") from None
     return values
-
-
-def _gigabytes(word: str) -> int:
-    return int(float(word) * GB)

@@ -3,19 +3,16 @@
 For a GPU, several threads read files and copy their contents to it.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import overload
 
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.runtime.memory import available_memory, free_memory
 from exl2flow.inference.loading.layer_split import Split, split_model
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
@@ -26,16 +23,13 @@ from exl2flow.model import (
     ModelSpec,
     Placement,
     Sublayer,
-    TensorFiles,
     Tokenizer,
     build_embedding,
     build_head,
-    build_sublayer,
     check_layers,
     resolve,
 )
-from exl2flow.model.config.spec import expected_tensors
-from exl2flow.model.memory.footprint import Footprint, exact_format
+from exl2flow.model.layers.stream import StreamedSublayers
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (
     check_ranks,
@@ -44,7 +38,6 @@ from exl2flow.model.tensor_parallel.shards import (
     shared_spec,
 )
 
-SAMPLE_PROMPT_TOKENS = 512  # of a sample, to estimate memory
 THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cores anyway
 
 
@@ -60,48 +53,6 @@ class LoadedModel:
     tokenizer: Tokenizer
     max_tokens: int
     ranks: Ranks | None = None
-
-
-class StreamedSublayers(Sequence[Sublayer]):
-    """Sublayers read from disk on each access: memory does not grow with depth."""
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tensors: TensorFiles,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        packed: bool = False,
-    ) -> None:
-        self.spec = spec
-        self.tensors = tensors
-        self.dtype = dtype
-        self.device = device
-        self.packed = packed
-
-    def __len__(self) -> int:
-        return len(self.spec.sublayers)
-
-    @overload
-    def __getitem__(self, index: int) -> Sublayer: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sublayer]: ...
-    def __getitem__(self, index: int | slice) -> Sublayer | Sequence[Sublayer]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self.read(index, self.device)
-
-    def read(self, index: int, device: torch.device) -> Sublayer:
-        """Return a sublayer on a device."""
-        return build_sublayer(
-            self.spec,
-            self.spec.sublayers[index],
-            self.tensors,
-            dtype=self.dtype,
-            device=device,
-            packed=self.packed,
-        )
 
 
 def load_model(
@@ -148,8 +99,8 @@ def load_model(
     limit = _checked_limit(max_tokens, spec)
     on_gpu = head_device.type == "cuda"
     source = StreamedSublayers(
-        spec,
-        CanonicalTensors(spec),
+        spec=spec,
+        tensors=CanonicalTensors(spec),
         dtype=torch.float16 if on_gpu else torch.float32,
         device=head_device,
         packed=on_gpu and not streamed,  # matrices used once are not repacked
@@ -177,37 +128,6 @@ def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:
             f"{spec.max_positions} of them: give no more"
         )
     return limit
-
-
-def load_for_sample(model_dir: Path, *, device: str, tokens: int) -> LoadedModel:
-    """Load a model to generate once: whole if it fits, else each token rereads it from disk.
-
-    Args:
-        model_dir: as for `load_model`.
-        device: auto, cpu or cuda.
-        tokens: generated after a prompt of up to `SAMPLE_PROMPT_TOKENS` tokens.
-
-    Raises:
-        SourceModelError, BackendUnavailable: see `load_model`.
-    """
-    fits = _fits_in_memory(model_dir, resolve_device(device), tokens=SAMPLE_PROMPT_TOKENS + tokens)
-    return load_model(model_dir, device=device, streamed=not fits)
-
-
-def _fits_in_memory(model_dir: Path, device: torch.device, *, tokens: int) -> bool:
-    """Return whether a device has room for a whole model and a sequence of `tokens` tokens.
-
-    A GPU holds packed matrices as its kernels read them, a CPU decodes all matrices to fp32.
-    """
-    spec = resolve(model_dir)
-    needs = Footprint.of(spec, context=tokens, cache_format=exact_format(device))
-    if device.type == "cuda":
-        tensors = CanonicalTensors(spec)
-        stored = sum(tensors.nbytes(name) for name in tensors.names)
-        return stored + needs.total - needs.device <= free_memory(device)
-    room = available_memory()
-    numel = sum(math.prod(shape) for shape in expected_tensors(spec).values())
-    return room is None or (numel * torch.float32.itemsize + needs.cache) <= room
 
 
 def _load(

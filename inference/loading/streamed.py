@@ -4,17 +4,13 @@ On a GPU a model computes as at inference: packed matrices, fp16 states, the sam
 reference keeps fp32 states over fp16 weights there. On a CPU everything is fp32.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.runtime.memory import free_memory
-from exl2flow.inference.loading.load import THREADS, StreamedSublayers
 from exl2flow.kernels import Threads
 from exl2flow.model import (
     CanonicalTensors,
@@ -24,6 +20,7 @@ from exl2flow.model import (
     build_head,
     resolve,
 )
+from exl2flow.model.layers.stream import StreamedSublayers, look_ahead, rows_together
 
 FP32 = torch.float32
 TOKENS_TOGETHER = 8192  # that pass a sublayer together on a GPU ...
@@ -41,7 +38,7 @@ class StreamedModel:
         Raises:
             SourceModelError: the folder is not a runnable model.
         """
-        self.folder = folder
+        self.folder, self.is_reference = folder, is_reference
         self.device = device
         self.spec = resolve(folder)
         tensors = CanonicalTensors(self.spec)
@@ -52,7 +49,7 @@ class StreamedModel:
         self.dtype = FP32 if is_reference else weights  # of hidden states
         self.embedding = build_embedding(self.spec, tensors, dtype=self.dtype, device=device)
         self._sublayers = StreamedSublayers(
-            self.spec, tensors, dtype=weights, device=device, packed=packed
+            spec=self.spec, tensors=tensors, dtype=weights, device=device, packed=packed
         )
         self.head = build_head(
             self.spec,
@@ -72,17 +69,13 @@ class StreamedModel:
             texts: int64 (rows, t) each, on the device; row lengths may differ between texts.
             look: called with each sublayer before it runs; may raise to stop.
         """
-        found = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
+        hidden = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
         for sublayer in self._read():
-            for states in found:
+            for states in hidden:
                 for rows in torch.split(states, self._rows_together(states.shape[1])):
                     look(sublayer.spec)
                     rows.copy_(sublayer(rows))
-        return found
-
-    def row_bytes(self, tokens: int) -> int:
-        """Return the bytes of a row's hidden states."""
-        return tokens * self.spec.hidden_size * self.dtype.itemsize
+        return hidden
 
     def _rows_together(self, tokens: int) -> int:
         """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""
@@ -91,19 +84,22 @@ class StreamedModel:
         spec = self.spec
         attention = max(layer.width for layer in spec.attentions)
         widest = max(spec.hidden_size, spec.mlp.intermediate_size, attention)
-        room = free_memory(self.device) // (WIDE_TENSORS * widest * FP32.itemsize)
-        return max(1, min(TOKENS_TOGETHER, room) // tokens)
+        return rows_together(
+            widest,
+            tokens,
+            free_memory(self.device),
+            tensors=WIDE_TENSORS,
+            most=TOKENS_TOGETHER // tokens,
+        )
 
     def _read(self) -> Iterator[Sublayer]:
         """Yield the sublayers in order; for a GPU, threads prefetch the next ones."""
-        count = len(self._sublayers)
         if self.device.type == "cpu":
-            yield from (self._sublayers[index] for index in range(count))
+            yield from self._sublayers
             return
-        works = (partial(self._sublayers.__getitem__, index) for index in range(count))
-        with Threads(THREADS["cuda"], self.device) as threads:
-            waiting = deque[Future[Sublayer]](map(threads.begin, islice(works, SUBLAYERS_AHEAD)))
-            while waiting:
-                sublayer = waiting.popleft().result()
-                waiting.extend(map(threads.begin, islice(works, 1)))
-                yield sublayer
+        with Threads(SUBLAYERS_AHEAD, self.device) as threads:
+
+            def begin(index: int) -> Callable[[], Sublayer]:
+                return threads.begin(partial(self._sublayers.read, index, self.device)).result
+
+            yield from look_ahead(range(len(self._sublayers)), begin, depth=SUBLAYERS_AHEAD)

@@ -1,7 +1,6 @@
 """The card of a repository: quality, memory and origin of its bitrates, all from records."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +51,7 @@ def render_card(
         trim_blocks=True,
     )
     ordered = sorted(bitrates, key=lambda bitrate: bitrate.bpw)
+    figures = [_figures(bitrate) for bitrate in ordered]
     scores = [bitrate.score for bitrate in ordered if bitrate.score is not None]
     example = min(ordered, key=lambda bitrate: abs(bitrate.bpw - 4))
     name = repo.rpartition("/")[2]
@@ -64,9 +64,9 @@ def render_card(
         is_lossy=any(bitrate.record.get("source_form") == "gptq" for bitrate in ordered),
         notes=notes,
         bitrates=ordered,
-        table=markdown_table([_row(repo, bitrate) for bitrate in ordered]),
-        certainty=_certainty(ordered),
-        scored_on=scored_on(asdict(scores[0])) if scores else "",
+        table=markdown_table([_row(repo, model) for model in figures]),
+        certainty=markdown_table(certainty_rows(figures)),
+        scored_on=scored_on(scores[0]) if scores else "",
         forms=[{"name": form, "table": _memory(form, ordered)} for form in FORMS],
         example=example.branch,
         folder=f"{name.removesuffix('-exl2')}-{example.branch}",
@@ -74,11 +74,10 @@ def render_card(
     )
 
 
-def _row(repo: str, bitrate: Bitrate) -> Row:
+def _row(repo: str, model: Compared) -> Row:
     """Return a line of the table of bitrates, with a link to the branch."""
-    link = f"[{bitrate.branch}](https://huggingface.co/{repo}/tree/{bitrate.branch})"
-    score = {} if bitrate.score is None else asdict(bitrate.score)
-    return {**bitrate_row(_figures(bitrate), score), "model": link}
+    link = f"[{model.label}](https://huggingface.co/{repo}/tree/{model.label})"
+    return {**bitrate_row(model), "model": link}
 
 
 def _figures(bitrate: Bitrate) -> Compared:
@@ -91,12 +90,6 @@ def _figures(bitrate: Bitrate) -> Compared:
         predicted_kl=bitrate.record.get("predicted_kl"),
         score=bitrate.score,
     )
-
-
-def _certainty(bitrates: Sequence[Bitrate]) -> str:
-    """Return the table of intervals, nothing if none is known."""
-    rows = certainty_rows([_figures(bitrate) for bitrate in bitrates])
-    return markdown_table(rows) if rows else ""
 
 
 def _metadata(origin: Origin) -> dict[str, object]:

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
-from exl2flow.inference.report.inspection import ModelContents, inspect_model
+from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.record import read_record
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.scoring.intervals import Interval, Intervals, intervals
@@ -38,11 +39,6 @@ class Compared:
         """95 % intervals of its figures, None if unknown."""
         return None if self.score is None else self.score.intervals
 
-    @property
-    def kl_interval(self) -> Interval | None:
-        """95 % interval of `kl`, None if unknown."""
-        return None if self.intervals is None else self.intervals.kl_divergence
-
     def to_json(self) -> dict[str, object]:
         """Return the fields that a score lacks."""
         return {"bpw": self.bpw, "series": self.series, "predicted_kl": self.predicted_kl}
@@ -63,7 +59,9 @@ def compared(scores: Sequence[Score]) -> list[Compared]:
 
 
 def _compared(score: Score, label: str) -> Compared:
-    contents = _contents(Path(score.model))
+    contents = None
+    with suppress(SourceModelError):  # not EXL2
+        contents = inspect_model(Path(score.model))
     record = contents and contents.record
     return Compared(
         label=label,
@@ -74,14 +72,6 @@ def _compared(score: Score, label: str) -> Compared:
         predicted_kl=record.predicted_kl if record else None,
         score=score,
     )
-
-
-def _contents(folder: Path) -> ModelContents | None:
-    """Return the contents of an EXL2 folder, None for other folders."""
-    try:
-        return inspect_model(folder)
-    except SourceModelError:
-        return None
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -115,15 +105,6 @@ def difference(model: Compared, other: Compared) -> Intervals | None:
     return intervals(first.rows, second.rows)
 
 
-def steps(models: Sequence[Compared]) -> list[tuple[Compared, Compared]]:
-    """Return (smaller, larger) for neighbours in size of each series."""
-    pairs = []
-    for members in by_series(models).values():
-        ordered = sorted(members, key=lambda model: model.bytes)
-        pairs += list(pairwise(ordered))
-    return pairs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
     """Intervals of a model's figures minus those of the next smaller model of its series."""
@@ -145,7 +126,8 @@ def differences(models: Sequence[Compared]) -> list[Difference]:
     """Return the differences between neighbours in size of each series, as far as known."""
     return [
         Difference(model=larger, minus=smaller, intervals=known)
-        for smaller, larger in steps(models)
+        for members in by_series(models).values()
+        for smaller, larger in pairwise(sorted(members, key=lambda model: model.bytes))
         if (known := difference(larger, smaller)) is not None
     ]
 

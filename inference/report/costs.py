@@ -7,41 +7,27 @@ Errors interact, and other text differs, so costs rank matrices; only measuremen
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from exl2flow.core import words
 
 LARGE_SHARE = 0.5  # of all costs: how many matrices cause it is stated
 
 
-class Priced(Protocol):
-    """A matrix in tables; unknown values are None."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def params(self) -> str | None: ...
-    @property
-    def bpw(self) -> float | None: ...
-    @property
-    def nats(self) -> float | None: ...
-    @property
-    def rel_err(self) -> float | None: ...
-
-
-PricedItem = TypeVar("PricedItem", bound=Priced)
+Item = TypeVar("Item", bound="MatrixCost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCost:
-    """One matrix of a report; unknown values are None or empty.
+    """Bits, error and cost of a matrix; unknown values are None or empty.
 
-    sublayer: of the report, or the head's name; name: of the projection.
+    sublayer: its name, or the head's; name: of the projection; params: the chosen parameters;
+    nats: what the error alone costs.
     """
 
     sublayer: str
     name: str
-    params: str
+    params: str | None
     bpw: float | None
     nats: float | None
     rel_err: float | None
@@ -68,25 +54,25 @@ def matrix_costs(layers: Sequence[Mapping[str, Any]]) -> list[MatrixCost]:
     ]
 
 
-def total_nats(items: Sequence[Priced]) -> float | None:
+def total_nats(items: Sequence[MatrixCost]) -> float | None:
     """Return the sum of all costs, None if one is unknown or there are none."""
     known = [item.nats for item in items if item.nats is not None]
     return math.fsum(known) if known and len(known) == len(items) else None
 
 
-def share(item: Priced, total: float | None) -> float | None:
+def share(item: MatrixCost, total: float | None) -> float | None:
     """Return the share of an item in a total, None if either is unknown."""
     return None if item.nats is None or not total else item.nats / total
 
 
-def dominant(items: Sequence[PricedItem], count: int) -> list[PricedItem]:
+def dominant(items: Sequence[Item], count: int) -> list[Item]:
     """Return the `count` items that cost most, falling; none if costs are unknown."""
     if total_nats(items) is None:
         return []
     return sorted(items, key=lambda item: -(item.nats or 0.0))[:count]
 
 
-def concentration(items: Sequence[Priced]) -> str:
+def concentration(items: Sequence[MatrixCost]) -> str:
     """Say how few matrices cause half of all costs; nothing if costs are unknown or zero."""
     total = total_nats(items)
     if not total:

@@ -5,7 +5,6 @@ imports pandas, so that only its users wait for it.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,16 @@ from exl2flow.inference.report.record import read_object
 from exl2flow.inference.scoring.intervals import Intervals
 from exl2flow.model.files.exl2 import QuantParams
 
-BOUNDS = (  # of the intervals, in the order of their fields
-    "perplexity_low",
-    "perplexity_high",
-    "kl_divergence_nats_low",
-    "kl_divergence_nats_high",
-    "top1_agreement_low",
-    "top1_agreement_high",
-)
+FIGURES = {  # column → field of a score
+    "perplexity": "perplexity",
+    "source_perplexity": "reference_perplexity",
+    "kl_divergence_nats": "kl_divergence",
+    "kl_median_nats": "kl_median",
+    "kl_p99_nats": "kl_p99",
+    "top1_agreement": "top1_agreement",
+}
+BOUNDED = ("perplexity", "kl_divergence_nats", "top1_agreement")  # columns with intervals
+BOUNDS = [f"{column}_{end}" for column in BOUNDED for end in ("low", "high")]
 MEASURED = ("slot", "candidate", "parameters", "stored_bits", "relative_error", "cost_nats")
 
 
@@ -136,7 +137,7 @@ def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
             "series": model.series,
             "bits_per_weight": model.bpw,
             "size_bytes": model.bytes,
-            **_figures(asdict(score)),
+            **{column: getattr(score, field) for column, field in FIGURES.items()},
             "estimated_kl_nats": model.predicted_kl,
             "tokens": score.tokens,
             "rows": None if score.rows is None else len(score.rows.tokens),
@@ -152,19 +153,7 @@ def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:
     return pd.DataFrame(rows).astype(numbers if rows else {})
 
 
-def _figures(score: dict[str, Any]) -> dict[str, float | None]:
-    return {
-        "perplexity": score["perplexity"],
-        "source_perplexity": score["reference_perplexity"],
-        "kl_divergence_nats": score["kl_divergence"],
-        "kl_median_nats": score["kl_median"],
-        "kl_p99_nats": score["kl_p99"],
-        "top1_agreement": score["top1_agreement"],
-    }
-
-
 def _bounds(intervals: Intervals | None) -> dict[str, float | None]:
-    intervals = intervals or Intervals(perplexity=None, kl_divergence=None, top1_agreement=None)
-    pairs = intervals.perplexity, intervals.kl_divergence, intervals.top1_agreement
+    pairs = [getattr(intervals, FIGURES[column], None) for column in BOUNDED]
     ends = [end for pair in pairs for end in pair or (None, None)]
     return dict(zip(BOUNDS, ends, strict=True))

@@ -6,13 +6,14 @@ their costs and the divergence are known if the folder has our records.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from exl2flow.core.errors import SourceModelError
-from exl2flow.inference.report.costs import total_nats
+from exl2flow.inference.report.costs import MatrixCost, total_nats
 from exl2flow.inference.report.record import Record, mapping, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.files.exl2 import is_quantized, tensor_names
@@ -21,31 +22,19 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixContents:
-    """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits.
+class MatrixContents(MatrixCost):
+    """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits."""
 
-    params: the chosen parameters; nats: what the error alone costs. None if unknown.
-    """
-
-    key: str
     shape: tuple[int, int]
     bits: int
     rows: dict[int, int]
     groups: int
     group_sizes: tuple[int, ...]
-    params: str | None
-    nats: float | None
-    rel_err: float | None
 
-    @property
-    def numel(self) -> int:
-        """Weights, padding included."""
-        return self.shape[0] * self.shape[1]
-
-    @property
-    def bpw(self) -> float:
-        """Bits per weight."""
-        return self.bits / self.numel
+    def to_json(self) -> dict[str, object]:
+        """Return the matrix under its name in the model."""
+        values = asdict(self)
+        return {"key": self.key, **{k: values[k] for k in values if k not in ("sublayer", "name")}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +48,7 @@ class PartContents:
     @property
     def numel(self) -> int:
         """Weights, padding included."""
-        return sum(matrix.numel for matrix in self.matrices)
+        return sum(prod(matrix.shape) for matrix in self.matrices)
 
     @property
     def bits(self) -> int:
@@ -102,7 +91,7 @@ class PartContents:
             "bytes": self.bits // 8,
             "nats": self.nats,
             "rel_err": self.rel_err,
-            "matrices": [{**asdict(matrix), "bpw": matrix.bpw} for matrix in self.matrices],
+            "matrices": [matrix.to_json() for matrix in self.matrices],
         }
 
 
@@ -118,11 +107,6 @@ class ModelContents:
     plain_bytes: int
     file_bytes: int
     record: Record | None
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether exl2flow wrote the model."""
-        return self.record is not None
 
     @property
     def parts(self) -> tuple[PartContents, ...]:
@@ -147,7 +131,7 @@ class ModelContents:
             "model": str(self.folder),
             "architecture": self.architecture,
             "quantization_config": self.declared,
-            "written_by_exl2flow": self.is_ours,
+            "written_by_exl2flow": record is not None,
             "bpw": self.bpw,
             "series": record and record.series,
             "allocated_kl": record and record.allocated_kl,
@@ -217,26 +201,26 @@ def _part(
     projections = report.get("projections", {})
     matrices = []
     for key in keys:
-        known = projections.get(key.rpartition(".")[2], {})
-        matrices.append(_matrix(key, _outline(key, tensors), known))
+        matrix, known = _outline(key, tensors), projections.get(key.rpartition(".")[2], {})
+        rows: dict[int, int] = {}
+        for group in matrix.groups:
+            rows[group.bits] = rows.get(group.bits, 0) + group.rows
+        matrices.append(
+            MatrixContents(
+                sublayer=name,
+                name=key.removeprefix(f"{name}."),
+                params=known.get("params"),
+                bpw=matrix.total_bits / prod(matrix.shape),
+                nats=known.get("nats"),
+                rel_err=known.get("rel_err"),
+                shape=matrix.shape,
+                bits=matrix.total_bits,
+                rows=rows,
+                groups=len(matrix.groups),
+                group_sizes=tuple(sorted({group.rows for group in matrix.groups})),
+            )
+        )
     return PartContents(name=name, matrices=tuple(matrices), rel_err=report.get("rel_err"))
-
-
-def _matrix(key: str, matrix: QuantizedMatrix, known: Mapping[str, Any]) -> MatrixContents:
-    rows: dict[int, int] = {}
-    for group in matrix.groups:
-        rows[group.bits] = rows.get(group.bits, 0) + group.rows
-    return MatrixContents(
-        key=key,
-        shape=matrix.shape,
-        bits=matrix.total_bits,
-        rows=rows,
-        groups=len(matrix.groups),
-        group_sizes=tuple(sorted({group.rows for group in matrix.groups})),
-        params=known.get("params"),
-        nats=known.get("nats"),
-        rel_err=known.get("rel_err"),
-    )
 
 
 def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:

@@ -45,7 +45,7 @@ def render_markdown(report: Report) -> str:
         *_costly(costs),
         "",
         "## Bits and errors",
-        *_tables(report["layers"], costs),
+        *_tables(report["layers"]),
     ]
     if report["sample"]:
         quoted = "\n".join(f"> {line}" for line in report["sample"].splitlines())
@@ -118,14 +118,11 @@ def _costly(costs: Sequence[MatrixCost]) -> list[str]:
     ]
 
 
-def _tables(layers: Sequence[Mapping[str, Any]], costs: Sequence[MatrixCost]) -> list[str]:
+def _tables(layers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a table per kind of sublayer, with a column for each of its projections."""
-    members: dict[str, list[MatrixCost]] = {str(layer["name"]): [] for layer in layers}
-    for cost in costs:
-        members[cost.sublayer].append(cost)
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for layer in layers:
-        matrices = members[str(layer["name"])]
+        matrices = matrix_costs([layer])
         row = sublayer_row(str(layer["name"]), matrices, layer)
         names = tuple(cost.name for cost in matrices) if len(matrices) > 1 else ()
         cells = dict(zip(names, map(_cell, matrices), strict=False))

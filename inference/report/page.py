@@ -26,7 +26,7 @@ from exl2flow.inference.report.comparison import (
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot
 from exl2flow.inference.report.record import mapping, read_object
-from exl2flow.inference.report.tables import Row, bitrate_row, certainty_rows, scored_on
+from exl2flow.inference.report.tables import bitrate_row, certainty_rows, scored_on
 from exl2flow.inference.scoring.evaluate import Score
 
 TEMPLATE = "page.html.j2"
@@ -48,12 +48,6 @@ class ReportEntry:
     plot: str
 
     @property
-    def warnings(self) -> list[str]:
-        """Notes on the calibration rows, such as too little text."""
-        rows = (self.record.get("calibration") or {}).get("quantize") or {}
-        return list(rows.get("notes") or ())
-
-    @property
     def source(self) -> Path:
         """The source that the record names, or the model's own folder."""
         return Path(str(self.record.get("source") or self.contents.folder))
@@ -69,61 +63,6 @@ class ReportEntry:
         source = words.perplexity(self.score.reference_perplexity)
         files = self.record.get(SOURCE_FINGERPRINT)
         return str(files or self.source), self.score.text or (self.score.tokens, source)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """Models of one source, scored on one text, rising in size."""
-
-    name: str
-    entries: Sequence[ReportEntry]
-
-    @property
-    def first(self) -> ReportEntry:
-        """The smallest model."""
-        return self.entries[0]
-
-    @property
-    def figures(self) -> list[Compared]:
-        """All models, as reports compare them."""
-        return [entry.figures for entry in self.entries]
-
-    @property
-    def scored_on(self) -> str:
-        """Describe the text that the models were scored on."""
-        return scored_on(asdict(self.first.score))
-
-    @property
-    def rows(self) -> list[Row]:
-        """The table of all models."""
-        return [bitrate_row(entry.figures, asdict(entry.score)) for entry in self.entries]
-
-    @property
-    def certainty(self) -> list[Row]:
-        """The table of intervals, empty if none is known."""
-        return certainty_rows(self.figures)
-
-    @property
-    def checked(self) -> tuple[str, list[str]]:
-        """See `check_bitrates`."""
-        return check_bitrates(self.figures)
-
-    @property
-    def plot(self) -> str:
-        """Bitrates and divergences as SVG."""
-        return _inline(render_comparison(self.figures))
-
-    @property
-    def bits(self) -> list[tuple[str, list[float | None]]]:
-        """Sublayers and head by name, each with the bits per weight in all models that have it."""
-        bpws = [{p.name: p.bpw for p in entry.contents.parts} for entry in self.entries]
-        names = dict.fromkeys(name for parts in bpws for name in parts)
-        return [(name, [parts.get(name) for parts in bpws]) for name in names]
-
-    @property
-    def provenance(self) -> list[tuple[str, str]]:
-        """Facts about how the models were made, as (fact, values)."""
-        return _provenance(self.entries)
 
 
 def write_up(folder: Path) -> str:
@@ -145,19 +84,56 @@ def write_up(folder: Path) -> str:
     models = compared(scores)
     ordered = sorted(zip(scores, models, strict=True), key=lambda pair: pair[1].bytes)
     entries = [_entry(score, model, folders[Path(score.model)]) for score, model in ordered]
-    failed = {path.name: known["error"] for path, known in folders.items() if known.get("error")}
-    published = read_object(folder / SWEEP_FILE).get("published")
-    return _render(_sections(entries), failed, published, folder.name)
+    sections = _sections(entries)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bits": words.bits, "shade": _shade, "short": words.short}
+    return environment.get_template(TEMPLATE).render(
+        name=sections[0]["name"] if len(sections) == 1 else folder.name,
+        count=len(entries),
+        sections=sections,
+        failed={path.name: known["error"] for path, known in folders.items() if known.get("error")},
+        published=read_object(folder / SWEEP_FILE).get("published"),
+    )
 
 
-def _sections(entries: Iterable[ReportEntry]) -> list[Section]:
+def _sections(entries: Iterable[ReportEntry]) -> list[dict[str, object]]:
     """Group models whose figures can be compared, by source."""
     groups: dict[tuple[object, ...], list[ReportEntry]] = {}
     for entry in entries:
         groups.setdefault(entry.compared_by, []).append(entry)
     members = sorted(groups.values(), key=lambda group: str(group[0].source))
     names = distinct_names([group[0].source for group in members])
-    return [Section(name=n, entries=group) for n, group in zip(names, members, strict=True)]
+    return [_section(name, group) for name, group in zip(names, members, strict=True)]
+
+
+def _section(name: str, entries: Sequence[ReportEntry]) -> dict[str, object]:
+    """Return what the page shows of models of one source, scored on one text, rising in size."""
+    first, figures = entries[0], [entry.figures for entry in entries]
+    bpws = [{part.name: part.bpw for part in entry.contents.parts} for entry in entries]
+    rows = mapping(mapping(first.record.get("calibration")).get("quantize"))
+    return {
+        "name": name,
+        "entries": entries,
+        "architecture": first.contents.architecture,
+        "scored_on": scored_on(first.score),
+        "checked": check_bitrates(figures),
+        "rows": [bitrate_row(model) for model in figures],
+        "certainty": certainty_rows(figures),
+        "plot": _inline(render_comparison(figures)),
+        # sublayers and head, each with the bits per weight in all models that have it
+        "bits": [
+            (part, [parts.get(part) for parts in bpws])
+            for part in dict.fromkeys(part for parts in bpws for part in parts)
+        ],
+        "provenance": _provenance(entries),
+        "notes": rows.get("notes") or (),  # on the calibration rows, such as too little text
+    }
 
 
 def _found(folder: Path) -> Found:
@@ -193,29 +169,6 @@ def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> ReportE
         record=record,
         sample=str(known.get("sample") or ""),
         plot=_inline(render_plot({**record, "score": asdict(score)})),
-    )
-
-
-def _render(
-    sections: Sequence[Section],
-    failed: Mapping[str, str],
-    published: Mapping[str, Any] | None,
-    folder: str,
-) -> str:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"bits": words.bits, "shade": _shade, "short": words.short}
-    return environment.get_template(TEMPLATE).render(
-        name=sections[0].name if len(sections) == 1 else folder,
-        count=sum(len(section.entries) for section in sections),
-        sections=sections,
-        failed=failed,
-        published=published,
     )
 
 

@@ -43,15 +43,14 @@ class Measured:
 
 def render_plot(report: Mapping[str, Any]) -> str:
     """Plot bits and errors by sublayer, and the costs of errors if they are known."""
-    return _by_sublayer(report["layers"], Measured(), _title(report))
+    title = f"KL divergence {words.divergence(report['score']['kl_divergence'])} nats"
+    if (predicted := report.get("predicted_kl")) is not None:
+        title += f", estimated {words.divergence(predicted)}"
+    return render_errors(report["layers"], Measured(), title)
 
 
-def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured) -> str:
-    """Plot the same with the values measured before quantization, without a score."""
-    return _by_sublayer(layers, measured, "")
-
-
-def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title: str) -> str:
+def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title: str = "") -> str:
+    """Plot the same with the values measured before quantization."""
     costs = matrix_costs(layers)
     is_priced = total_nats(costs) is not None
     names = [str(layer["name"]) for layer in layers]
@@ -67,12 +66,6 @@ def _by_sublayer(layers: Sequence[Mapping[str, Any]], measured: Measured, title:
         panels[-1].set_xlim(-0.6, len(layers) - 0.4)
         panels[0].set_title(title)
         return _as_svg(figure)
-
-
-def _title(report: Mapping[str, Any]) -> str:
-    title = f"KL divergence {words.divergence(report['score']['kl_divergence'])} nats"
-    predicted = report.get("predicted_kl")
-    return title if predicted is None else f"{title}, estimated {words.divergence(predicted)}"
 
 
 def _draw_bits(
@@ -138,7 +131,11 @@ def render_comparison(models: Sequence[Compared]) -> str:
         bits, size = figure.subplots(1, 2, sharey=True)
         unit, width = words.unit(max((model.bytes for model in models), default=0))
         for index, (series, members) in enumerate(by_series(models).items()):
-            drawn = [(m, m.kl, m.kl_interval) for m in members if m.kl]
+            drawn = [
+                (m, m.kl, m.intervals.kl_divergence if m.intervals else None)
+                for m in members
+                if m.kl
+            ]
             style = {
                 "color": COLORS[index % len(COLORS)] if series else PLAIN_COLOR,
                 "marker": MARKERS[index % len(MARKERS)],

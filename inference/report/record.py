@@ -51,8 +51,8 @@ def mapping(value: object) -> dict[str, Any]:
 
 def number(value: object) -> float | None:
     """Return a finite number of a foreign JSON file; None if it is something else."""
-    found = json_number(value)
-    return found if found is not None and abs(found) < 2**63 else None
+    known = json_number(value)
+    return known if known is not None and abs(known) < 2**63 else None
 
 
 def read_record(folder: Path) -> Record | None:

@@ -4,11 +4,13 @@ Every row of a table has the same columns.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from exl2flow.core import words
 from exl2flow.inference.report.comparison import Compared, differences
-from exl2flow.inference.report.costs import Priced, share, total_nats
+from exl2flow.inference.report.costs import MatrixCost, share, total_nats
+from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.scoring.intervals import LEAST_ROWS, Intervals
 
 Row = dict[str, str]  # column → cell
@@ -69,17 +71,18 @@ def _intervals(score: Mapping[str, Any]) -> Intervals:
     return Intervals.of(score.get("intervals") or {}) or NO_INTERVALS
 
 
-def bitrate_row(model: Compared, score: Mapping[str, Any]) -> Row:
-    """Return a model beside others of its source; `score` has the fields of `Score`, or none."""
+def bitrate_row(model: Compared) -> Row:
+    """Return the figures of a model beside others of its source."""
+    known = {} if model.score is None else asdict(model.score)
     return {
         "model": model.label,
         "bits per weight": words.bits(model.bpw),
         "size": words.size(model.bytes),
-        "perplexity": words.perplexity(score.get("perplexity")),
+        "perplexity": words.perplexity(known.get("perplexity")),
         "KL divergence": words.divergence(model.kl),
-        "KL p99": words.divergence(score.get("kl_p99")),
+        "KL p99": words.divergence(known.get("kl_p99")),
         "estimated KL": words.divergence(model.predicted_kl),
-        "top-1 agreement": words.percent(score.get("top1_agreement")),
+        "top-1 agreement": words.percent(known.get("top1_agreement")),
     }
 
 
@@ -104,18 +107,17 @@ def _certainty(name: str, intervals: Intervals) -> Row:
     }
 
 
-def scored_on(score: Mapping[str, Any]) -> str:
+def scored_on(score: Score) -> str:
     """Describe the text and the certainty of the figures in a table of bitrates."""
-    text = f"Scored on {score['tokens']:,} tokens"
-    if score["reference_perplexity"] is not None:
-        source = words.perplexity(score["reference_perplexity"])
+    text = f"Scored on {score.tokens:,} tokens"
+    if score.reference_perplexity is not None:
+        source = words.perplexity(score.reference_perplexity)
         text += f"; source perplexity {source}; KL divergence in nats"
-    return f"{text}; {rows_in_words(score)}"
+    return f"{text}; {rows_in_words(None if score.rows is None else score.rows.tokens)}"
 
 
-def rows_in_words(score: Mapping[str, Any]) -> str:
-    """Say how many rows intervals rest on, or why there are none."""
-    rows = (score.get("rows") or {}).get("tokens")
+def rows_in_words(rows: Sequence[int] | None) -> str:
+    """Say how many rows intervals rest on, or why there are none; `rows`: tokens of each."""
     if not rows:
         return "no intervals, because the scores of its rows were not recorded"
     if len(rows) < LEAST_ROWS:
@@ -126,13 +128,17 @@ def rows_in_words(score: Mapping[str, Any]) -> str:
 def report_rows_in_words(report: Mapping[str, Any]) -> str:
     """Say the same for a report of one conversion, whose two texts may have different rows."""
     texts = {"held-out": report["score"], "calibration": report["calibration"]}
-    sentences = {text: rows_in_words(score) for text, score in texts.items() if score}
+    sentences = {
+        text: rows_in_words((score.get("rows") or {}).get("tokens"))
+        for text, score in texts.items()
+        if score
+    }
     if len(set(sentences.values())) == 1:
         return sentences["held-out"]
     return "; ".join(f"{text} text: {sentence}" for text, sentence in sentences.items())
 
 
-def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
+def cost_rows(items: Sequence[MatrixCost], total: float | None) -> list[Row]:
     """Return a row per matrix with its share of a total cost."""
     return [
         {
@@ -147,7 +153,7 @@ def cost_rows(items: Sequence[Priced], total: float | None) -> list[Row]:
     ]
 
 
-def sublayer_row(name: str, items: Sequence[Priced], figures: Mapping[str, Any]) -> Row:
+def sublayer_row(name: str, items: Sequence[MatrixCost], figures: Mapping[str, Any]) -> Row:
     """Return a sublayer or the head: `figures` has `bpw` and `rel_err`, `items` its matrices."""
     return {
         "sublayer": words.short(name),
@@ -158,7 +164,9 @@ def sublayer_row(name: str, items: Sequence[Priced], figures: Mapping[str, Any])
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
-    """Return at least one row as Markdown."""
+    """Return rows as Markdown; nothing if there are none."""
+    if not rows:
+        return ""
     lines = [list(rows[0]), *(list(row.values()) for row in rows)]
     head, *body = (f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|" for line in lines)
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])

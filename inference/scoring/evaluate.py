@@ -9,17 +9,18 @@ positions where both rank the same token first.
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.memory import free_memory
-from exl2flow.inference.loading.streamed import Look, StreamedModel
+from exl2flow.inference.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals, json_number
 from exl2flow.model import SublayerSpec, check_ids, with_bos
 from exl2flow.model.layers.decoder import divergence_terms
@@ -30,6 +31,8 @@ STATE_SHARE = 0.5  # of a GPU's free memory, for hidden states
 LOGIT_BYTES = {"cpu": 1 << 26, "cuda": 1 << 28}  # of logits held at a time, per model
 Advance = Callable[[int, int, str], None]
 RowKey = tuple[int, int]  # text, row
+Save = Callable[[Mapping[RowKey, "RowScores"]], None]
+Report = Callable[[int, SublayerSpec], None]  # called with the model's number and a sublayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,25 +62,20 @@ class Score:
 
         Unknown fields are ignored; missing ones are None.
         """
-        others = ("model", "text", "rows", "intervals")
-        found = {
-            name: json_number(values.get(name)) for name in cls.__slots__ if name not in others
-        }
-        text = values.get("text")
-        whole = [found.pop(name) for name in ("tokens", "bytes")]
-        perplexity = found.pop("perplexity")
-        if perplexity is None or not all(isinstance(value, int) for value in whole):
+        names = [
+            name for name in cls.__slots__ if name not in ("model", "text", "rows", "intervals")
+        ]
+        numbers: dict[str, Any] = {name: json_number(values.get(name)) for name in names}
+        counts = numbers["tokens"], numbers["bytes"]
+        if numbers["perplexity"] is None or not all(isinstance(count, int) for count in counts):
             return None
-        tokens, size = (int(value or 0) for value in whole)
+        text = values.get("text")
         return cls(
             model=model,
-            perplexity=perplexity,
-            tokens=tokens,
-            bytes=size,
             text=text if isinstance(text, str) else None,
             rows=RowSums.of(values.get("rows")),
             intervals=Intervals.of(values.get("intervals")),
-            **found,
+            **numbers,
         )
 
 
@@ -95,18 +93,6 @@ class RowScores:
     agreements: torch.Tensor
 
 
-class Kept(Protocol):
-    """Storage for row scores that survives an interruption."""
-
-    def load(self) -> dict[RowKey, RowScores]:
-        """Return all stored row scores."""
-        ...
-
-    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
-        """Store the scores of a block of rows."""
-        ...
-
-
 def evaluate(
     models: Sequence[Path],
     ids: torch.Tensor,
@@ -115,16 +101,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     advance: Advance | None = None,
 ) -> list[Score]:
-    """Score models on the rows of one text; see `evaluate_texts`.
-
-    Args:
-        models: model folders, EXL2 or plain.
-        ids: int64 (rows, t), t at least 2.
-        reference: folder of the model to measure divergence from.
-        device: where to compute.
-        advance: called with (sublayers done, total, current one), at the end with all of them
-            done; may raise to stop.
-    """
+    """Score models on one text, int64 (rows, t); arguments as of `evaluate_texts`."""
     scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
     return [score for (score,) in scores]
 
@@ -137,7 +114,8 @@ def evaluate_texts(
     reference: Path | None = None,
     device: torch.device | str = "cpu",
     advance: Advance | None = None,
-    kept: Kept | None = None,
+    known: Mapping[RowKey, RowScores] | None = None,
+    save: Save = lambda scores: None,
 ) -> list[list[Score]]:
     """Score models on several texts, in one pass over their files if memory allows.
 
@@ -148,7 +126,8 @@ def evaluate_texts(
         device: where to compute.
         advance: called with (sublayers done, total, current one), at the end with all of them
             done; may raise to stop.
-        kept: scores of an earlier, interrupted call; stores those of each finished block.
+        known: scores of rows from an earlier, interrupted call.
+        save: called with the scores of each finished block of rows.
 
     Returns:
         The scores of each model, one per text.
@@ -165,25 +144,29 @@ def evaluate_texts(
     texts = [with_bos(ids, everyone[-1].spec) for ids in texts]
     for ids in texts:
         check_ids(ids, everyone[-1].spec)
-    found = kept.load() if kept is not None else {}
-    blocks = list(_blocks(everyone, texts, [key for key in _rows(texts) if key not in found]))
-    passes = sum(len(runner.spec.sublayers) for runner in everyone)
+    row_scores = dict(known or {})
+    rows = [(text, row) for text, ids in enumerate(texts) for row in range(len(ids))]
+    blocks = list(_blocks(everyone, texts, [key for key in rows if key not in row_scores]))
+    *starts, passes = accumulate((len(model.spec.sublayers) for model in everyone), initial=0)
+    total = len(blocks) * passes
+
+    def report(block: int, model: int, sublayer: SublayerSpec) -> None:
+        if advance is not None:
+            done = block * passes + starts[model] + sublayer.index
+            advance(done, total, sublayer.name)
+
     for number, block in enumerate(blocks):
-        looks = _looks(everyone, advance, done=number * passes, total=len(blocks) * passes)
-        scores = dict(_scored(everyone, texts, block, base is not None, looks))
-        found |= scores
-        if kept is not None:
-            kept.save(scores)
+        scores = dict(_scored(everyone, texts, block, partial(report, number)))
+        row_scores |= scores
+        save(scores)
     if advance is not None and blocks:
-        advance(len(blocks) * passes, len(blocks) * passes, "")
+        advance(total, total, "")
     digests = [_digest(ids) for ids in texts]
+    rows_of = [[row_scores[text, row] for row in range(len(ids))] for text, ids in enumerate(texts)]
     return [
         [
-            replace(
-                _score(everyone, index, [found[text, row] for row in range(len(ids))], bool(base)),
-                text=digests[text],
-            )
-            for text, ids in enumerate(texts)
+            _score(everyone, index, rows, digest)
+            for rows, digest in zip(rows_of, digests, strict=True)
         ]
         for index in range(len(runners))
     ]
@@ -204,27 +187,6 @@ def _check_vocabularies(runners: Sequence[StreamedModel]) -> None:
             )
 
 
-def _looks(
-    everyone: Sequence[StreamedModel], advance: Advance | None, *, done: int, total: int
-) -> list[Look]:
-    """Return callbacks that report each model's progress through a block of rows."""
-    looks: list[Look] = []
-    for runner in everyone:
-        looks.append(partial(_report, advance, done, total))
-        done += len(runner.spec.sublayers)
-    return looks
-
-
-def _report(advance: Advance | None, done: int, total: int, sublayer: SublayerSpec) -> None:
-    if advance is not None:
-        advance(done + sublayer.index, total, sublayer.name)
-
-
-def _rows(texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
-    """Yield (text, row) for all rows."""
-    return ((text, row) for text, ids in enumerate(texts) for row in range(len(ids)))
-
-
 def _blocks(
     everyone: Sequence[StreamedModel],
     texts: Sequence[torch.Tensor],
@@ -235,8 +197,8 @@ def _blocks(
     on_gpu = device.type == "cuda"
     room = int(STATE_SHARE * free_memory(device)) if on_gpu else STATE_BYTES
     tokens = max((texts[text].shape[1] for text, _ in rows), default=1)
-    each = sum(runner.row_bytes(tokens) for runner in everyone)
-    together = max(1 if on_gpu else LEAST_ROWS, room // each)
+    row_bytes = sum(m.spec.hidden_size * m.dtype.itemsize * tokens for m in everyone)
+    together = max(1 if on_gpu else LEAST_ROWS, room // row_bytes)
     for begin in range(0, len(rows), together):
         yield list(rows[begin : begin + together])
 
@@ -245,47 +207,42 @@ def _scored(
     everyone: Sequence[StreamedModel],
     texts: Sequence[torch.Tensor],
     block: Sequence[RowKey],
-    has_base: bool,
-    looks: Sequence[Look],
+    report: Report,
 ) -> Iterator[tuple[RowKey, RowScores]]:
     """Yield the scores of a block of rows."""
     keys = [[key for key in block if key[0] == text] for text in range(len(texts))]
     parts = [part for part in keys if part]
     place = everyone[0].device
     ids = [texts[part[0][0]][[row for _, row in part]].to(place) for part in parts]
-    states = [runner.states(ids, look) for runner, look in zip(everyone, looks, strict=True)]
+    states = [model.states(ids, partial(report, i)) for i, model in enumerate(everyone)]
     for number, part in enumerate(parts):
         for index, key in enumerate(part):
-            hidden = [found[number][index] for found in states]
-            yield key, _row_scores(everyone, ids[number][index], hidden, has_base=has_base)
+            hidden = [of_model[number][index] for of_model in states]
+            yield key, _row_scores(everyone, ids[number][index], hidden)
 
 
 def _row_scores(
-    everyone: Sequence[StreamedModel],
-    ids: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    *,
-    has_base: bool,
+    everyone: Sequence[StreamedModel], ids: torch.Tensor, states: Sequence[torch.Tensor]
 ) -> RowScores:
     """Return the scores of one row of ids (t,) from each model's states (t, hidden)."""
     width = everyone[0].spec.vocab_size * torch.float32.itemsize
     step = max(1, LOGIT_BYTES[ids.device.type] // width)
+    has_base = everyone[-1].is_reference
     models = len(everyone) - has_base
     losses = torch.empty(len(everyone), len(ids) - 1, device=ids.device)
     divergences = torch.empty(models if has_base else 0, len(ids) - 1, device=ids.device)
     agreements = torch.empty_like(divergences, dtype=torch.uint8)
     for span in (slice(i, min(i + step, len(ids) - 1)) for i in range(0, len(ids) - 1, step)):
         targets = ids[span.start + 1 : span.stop + 1, None]
-        base = _log_probabilities(everyone[-1], states[-1][span]) if has_base else None
-        for index, (model, hidden) in enumerate(zip(everyone, states, strict=True)):
-            is_base = index == models
-            found = (
-                base if is_base and base is not None else _log_probabilities(model, hidden[span])
-            )
-            losses[index, span] = -found.gather(1, targets)[:, 0]
-            if base is not None and not is_base:
-                divergences[index, span] = divergence_terms(base, found).sum(dim=1)
-                agreements[index, span] = base.argmax(dim=1) == found.argmax(dim=1)
+        base: torch.Tensor | None = None
+        for index in reversed(range(len(everyone))):  # the reference first, which is the last
+            logs = _log_probabilities(everyone[index], states[index][span])
+            losses[index, span] = -logs.gather(1, targets)[:, 0]
+            if base is not None:
+                divergences[index, span] = divergence_terms(base, logs).sum(dim=1)
+                agreements[index, span] = base.argmax(dim=1) == logs.argmax(dim=1)
+            elif has_base:
+                base = logs
     return RowScores(
         losses=losses.cpu(), divergences=divergences.cpu(), agreements=agreements.cpu()
     )
@@ -297,9 +254,13 @@ def _log_probabilities(model: StreamedModel, hidden: torch.Tensor) -> torch.Tens
 
 
 def _score(
-    everyone: Sequence[StreamedModel], index: int, rows: Sequence[RowScores], has_base: bool
+    everyone: Sequence[StreamedModel],
+    index: int,
+    rows: Sequence[RowScores],
+    digest: str,
 ) -> Score:
     """Return one model's score from the results of all rows of a text."""
+    has_base = everyone[-1].is_reference
     sums = _sums(rows, index, has_base)
     kl = None
     if has_base:
@@ -314,6 +275,7 @@ def _score(
         top1_agreement=None if kl is None else sum(sums.agreements or ()) / len(kl),
         tokens=sum(sums.tokens),
         bytes=everyone[index].bytes,
+        text=digest,
         rows=sums,
         intervals=intervals(sums),
     )

@@ -41,12 +41,12 @@ class RowSums:
         """Read sums from a file; None for anything else."""
         if not isinstance(value, Mapping):
             return None
-        found = {field.name: _numbers(value.get(field.name)) for field in fields(cls)}
-        tokens, losses = found["tokens"], found["losses"]
-        lengths = {len(numbers) for numbers in found.values() if numbers is not None}
+        sums = {field.name: _numbers(value.get(field.name)) for field in fields(cls)}
+        tokens, losses = sums["tokens"], sums["losses"]
+        lengths = {len(numbers) for numbers in sums.values() if numbers is not None}
         if not tokens or losses is None or len(lengths) > 1 or min(tokens) <= 0:
             return None
-        return cls(**found)  # type: ignore[arg-type]  # checked above
+        return cls(**sums)  # type: ignore[arg-type]  # checked above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +72,8 @@ def _numbers(value: object) -> tuple[float, ...] | None:
 
 
 def _pair(value: object) -> Interval | None:
-    found = _numbers(value)
-    return (found[0], found[1]) if found is not None and len(found) == 2 else None
+    ends = _numbers(value)
+    return (ends[0], ends[1]) if ends is not None and len(ends) == 2 else None
 
 
 def json_number(value: object) -> float | None:
@@ -131,10 +131,10 @@ def _interval(
     """Return the interval of a figure, or of a difference; None if it is not finite."""
     from scipy.stats import bootstrap  # whose import takes a second
 
-    found = [getattr(known, name) for known in (rows, other) if known is not None]
-    if None in found:
+    sums = [getattr(known, name) for known in (rows, other) if known is not None]
+    if None in sums:
         return None
-    columns = [np.asarray(values, dtype=np.float64) for values in (rows.tokens, *found)]
+    columns = [np.asarray(values, dtype=np.float64) for values in (rows.tokens, *sums)]
     with np.errstate(over="ignore"):
         alone = [figure(values[:, None], columns[0][:, None]) for values in columns[1:]]
     if not np.isfinite(alone).all():  # of a row alone, which a resample may consist of

@@ -33,15 +33,15 @@ def text_rows(
         NotEnoughRows: the text is shorter than one row.
     """
     ids = tokenizer.encode(_read(path))
-    found = min(rows, len(ids) // row_tokens)
-    if not found:
+    count = min(rows, len(ids) // row_tokens)
+    if not count:
         raise NotEnoughRows(
             f"`{path or 'the held-out text'}` has {len(ids)} tokens, fewer than one row of "
             f"{row_tokens}; give a longer text or set `--row-tokens` to {len(ids)} or less"
         )
-    if found < rows:
-        log.info("text has %d rows of %d tokens, %d were requested", found, row_tokens, rows)
-    return torch.tensor(ids[: found * row_tokens], dtype=torch.int64).view(found, row_tokens)
+    if count < rows:
+        log.info("text has %d rows of %d tokens, %d were requested", count, row_tokens, rows)
+    return torch.tensor(ids[: count * row_tokens], dtype=torch.int64).view(count, row_tokens)
 
 
 def _read(path: Path | None) -> str:

@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -159,7 +160,7 @@ def validate(run: StageRun) -> None:
     }
     _write(run, report)
     _write_scores(run, record["fingerprint"], {"score": score, "calibration": cross_check})
-    _KeptRows(run.folder).remove()
+    run.folder.remove(_row_files(run.folder))
     total = run.folder.manifest.total
     run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
 
@@ -190,43 +191,34 @@ def _scores(
         reference=run.config.source,
         device=run.device,
         advance=advance,
-        kept=_KeptRows(run.folder),
+        known=_read_rows(run.folder),
+        save=partial(_write_rows, run.folder),
     )
     return score, others[0] if others else None
 
 
-class _KeptRows:
-    """Row scores as files of the stage, from which an interrupted validation resumes."""
+def _row_files(folder: StageFolder) -> list[str]:
+    """Return the files with row scores, from which an interrupted validation resumes."""
+    return [name for name in folder.manifest.files if name.startswith(ROWS_PREFIX)]
 
-    def __init__(self, folder: StageFolder) -> None:
-        self._folder = folder
 
-    @property
-    def _names(self) -> list[str]:
-        return [name for name in self._folder.manifest.files if name.startswith(ROWS_PREFIX)]
+def _read_rows(folder: StageFolder) -> dict[RowKey, RowScores]:
+    fields_of: dict[RowKey, dict[str, torch.Tensor]] = {}
+    for name in filter(folder.valid, _row_files(folder)):
+        for key, tensor in read_tensors(folder.path / name).items():
+            text, row, field = key.split(".")
+            fields_of.setdefault((int(text), int(row)), {})[field] = tensor
+    return {key: RowScores(**tensors) for key, tensors in fields_of.items()}
 
-    def load(self) -> dict[RowKey, RowScores]:
-        """See `Kept.load`."""
-        fields_of: dict[RowKey, dict[str, torch.Tensor]] = {}
-        for name in filter(self._folder.valid, self._names):
-            for key, tensor in read_tensors(self._folder.path / name).items():
-                text, row, field = key.split(".")
-                fields_of.setdefault((int(text), int(row)), {})[field] = tensor
-        return {key: RowScores(**tensors) for key, tensors in fields_of.items()}
 
-    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
-        """See `Kept.save`."""
-        name = "{}{}-{:05d}.safetensors".format(ROWS_PREFIX, *min(scores))
-        tensors = {
-            f"{text}.{row}.{field.name}": getattr(row_scores, field.name)
-            for (text, row), row_scores in scores.items()
-            for field in fields(row_scores)
-        }
-        self._folder.commit(name, write_tensors(self._folder.path / name, tensors))
-
-    def remove(self) -> None:
-        """Delete the files once the report exists."""
-        self._folder.remove(self._names)
+def _write_rows(folder: StageFolder, scores: Mapping[RowKey, RowScores]) -> None:
+    name = "{}{}-{:05d}.safetensors".format(ROWS_PREFIX, *min(scores))
+    tensors = {
+        f"{text}.{row}.{field.name}": getattr(row_scores, field.name)
+        for (text, row), row_scores in scores.items()
+        for field in fields(row_scores)
+    }
+    folder.commit(name, write_tensors(folder.path / name, tensors))
 
 
 def _write(run: StageRun, report: dict[str, object]) -> None:

@@ -17,6 +17,7 @@ from exl2flow.core.runtime.background import HELPERS
 from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.model import Composition, ModelSpec
 from exl2flow.model.files.exl2 import padded_columns
+from exl2flow.model.layers.stream import CALIBRATION_ROWS
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
 from exl2flow.quant.allocate.stage import HELD_OUT_ROWS, HESSIAN_ROWS
@@ -27,7 +28,6 @@ from exl2flow.quant.sensitivity import stage as sensitivity
 from exl2flow.quant.sensitivity.fisher import factor_bytes
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.divergence import LOGIT_POSITIONS
-from exl2flow.quant.walk.source_model import ROWS_TOGETHER
 from exl2flow.quant.walk.working_memory import working_bytes
 
 HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
@@ -220,7 +220,7 @@ class Forecast:
     def _on_most(self, tokens: int, *, weight: int, square: int) -> int:
         """Work on the greatest part in bytes: per weight, per element of Hessians, activations."""
         widest = max(max(size) for size in self.most)
-        passing = PASSING * FLOAT * ROWS_TOGETHER * tokens * widest
+        passing = PASSING * FLOAT * CALIBRATION_ROWS * tokens * widest
         return passing + sum(k * (weight * n + square * k) for k, n in self.most)
 
     def _on_gpu(self, work: int, states: int = 0) -> dict[str, int]:

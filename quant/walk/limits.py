@@ -11,8 +11,9 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.memory import usable
 from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.files.exl2 import padded_columns
+from exl2flow.model.layers.stream import CALIBRATION_ROWS, rows_together
 from exl2flow.quant.walk.pinned import is_tall
-from exl2flow.quant.walk.source_model import ROWS_TOGETHER, rows_together, widest
+from exl2flow.quant.walk.source_model import widest
 
 
 def effect_of_limit(config: ConversionConfig, row_tokens: int) -> dict[str, object]:
@@ -31,7 +32,7 @@ def effect_of_limit(config: ConversionConfig, row_tokens: int) -> dict[str, obje
     limit, spec = usable(config.max_memory), resolve(config.source)
     parts = [sublayer.projections for sublayer in spec.sublayers]
     together = {w: rows_together(w, row_tokens, limit) for w in map(widest, parts)}
-    fewer = {str(w): rows for w, rows in sorted(together.items()) if rows < ROWS_TOGETHER}
+    fewer = {str(w): rows for w, rows in sorted(together.items()) if rows < CALIBRATION_ROWS}
     sizes = {size for projections in (*parts, (spec.head,)) for size in _sizes(projections)}
     tall = sorted(size for size in sizes if is_tall(size, limit))
     return {"limit": {"rows_together": fewer, "tall": tall}} if fewer or tall else {}

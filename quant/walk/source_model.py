@@ -1,9 +1,10 @@
 """The source model as quantization sees it: spec with overrides, lazy tensors, working dtype."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,13 +28,12 @@ from exl2flow.model import (
     build_sublayer,
     resolve,
 )
+from exl2flow.model.layers.stream import look_ahead, rows_together
 from exl2flow.quant.walk.working_memory import working_bytes
 
 NARROW = torch.float16  # of weights on a GPU, for speed
 PARTS = ("weight", "bias")  # of a projection in a file
 DTYPE = torch.float32  # of weights and states while converting
-ROWS_TOGETHER = 4  # most rows in a batch on a GPU
-ROW_PARTS = 24  # a row's widest activation, fp32, takes at most one such part of memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +92,14 @@ class SourceModel:
         Raises:
             NonFiniteState: a weight is NaN or infinite.
         """
-        for place, sublayer in enumerate(order):
+
+        def begin(sublayer: SublayerSpec) -> Callable[[], Sublayer]:
             if self.device.type == "cuda":
-                for ahead in order[place : place + 2]:
-                    keys = [projection.key for projection in ahead.projections]
-                    self.tensors.fetch(f"{key}.{part}" for key in keys for part in PARTS)
-            yield self.sublayer(sublayer)
+                keys = [projection.key for projection in sublayer.projections]
+                self.tensors.fetch(f"{key}.{part}" for key in keys for part in PARTS)
+            return partial(self.sublayer, sublayer)
+
+        return look_ahead(order, begin, depth=1)
 
     def head(self) -> Head:
         """Read the final norm and the head.
@@ -192,18 +194,6 @@ def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
         together = rows_together(feature, states.shape[1], limit_of(device))
     for begin in range(0, len(states), together):
         yield slice(begin, min(begin + together, len(states)))
-
-
-def rows_together(feature: int, tokens: int, limit: int) -> int:
-    """Return how many rows pass a sublayer together on a GPU that may use `limit` bytes.
-
-    Args:
-        feature: features of its widest activation.
-        tokens: tokens per row.
-        limit: bytes of the GPU that may be used.
-    """
-    row = tokens * feature * DTYPE.itemsize
-    return max(1, min(ROWS_TOGETHER, limit // (ROW_PARTS * row)))
 
 
 def widest(projections: Sequence[ProjectionSpec]) -> int:

@@ -4,7 +4,6 @@ import io
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def run_page_report(model: Path, validation: Path) -> str:
 def terminal_comparison(model: Path, validation: Path) -> str:
     score = known_score(model)
     assert score is not None
-    return printed(comparison_table([asdict(score)], compared([score])))
+    return printed(comparison_table(compared([score])))
 
 
 def run_page_comparison(model: Path, validation: Path) -> str:

@@ -6,12 +6,13 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from device_needs import needs
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny import tiny_config
 
 from exl2flow.core.errors import OutOfDeviceMemory
-from exl2flow.inference.loading.layer_split import Sizes, needs, place
+from exl2flow.inference.loading.layer_split import Sizes, place
 from exl2flow.model import ModelSpec, Placement, resolve
 from exl2flow.model.memory.footprint import Texts
 

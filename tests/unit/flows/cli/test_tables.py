@@ -105,19 +105,22 @@ def test_comparison_has_bits_and_estimate_on_80_columns(
     bpw: float | None, predicted: float | None, row: str
 ) -> None:
     model = Compared(
-        label="3bpw", series=None, bpw=bpw, bytes=4_070_000, kl=0.04321, predicted_kl=predicted
+        label="3bpw",
+        series=None,
+        bpw=bpw,
+        bytes=4_070_000,
+        kl=0.04321,
+        predicted_kl=predicted,
+        score=Score.of("3bpw", SCORE),
     )
 
-    assert row in lines(comparison_table([SCORE], [model]))
+    assert row in lines(comparison_table([model]))
 
 
 def test_names_are_escaped() -> None:
     model = Compared(label="[bold]x", series=None, bpw=None, bytes=1, kl=None, predicted_kl=None)
 
-    assert any(
-        "[bold]x" in line
-        for line in lines(comparison_table([{**SCORE, "model": "[bold]x"}], [model]), 120)
-    )
+    assert any("[bold]x" in line for line in lines(comparison_table([model]), 120))
 
 
 def test_a_report_that_quotes_a_file_commands_no_terminal(
@@ -185,8 +188,10 @@ def test_models_without_intervals_have_no_table_of_them() -> None:
     ],
 )
 def test_a_table_says_how_many_rows_its_intervals_rest_on(rows: int | None, words: str) -> None:
-    score = {**SCORE, "rows": None if rows is None else {"tokens": [100] * rows}}
+    sums = rows and {"tokens": (100,) * rows, "losses": (250.0,) * rows}
+    score = Score.of("3bpw", {**SCORE, "rows": sums})
 
+    assert score is not None
     assert scored_on(score).endswith(f"; {words}")
 
 

@@ -79,7 +79,9 @@ def test_equal_adapters_have_equal_digests(
     assert len({one, same, other, more, part}) == 4
 
 
-def test_what_changes_nothing_is_skipped(source: Path, model: LoadedModel, tmp_path: Path) -> None:
+def test_unused_and_zero_tensors_are_skipped(
+    source: Path, model: LoadedModel, tmp_path: Path
+) -> None:
     tensors = adapter_tensors(model.spec, rank=2)
     plain = write_adapter(tmp_path / "plain", tensors, rank=2, alpha=2)
     tensors |= {

@@ -93,7 +93,9 @@ def test_an_embedding_is_read_whole_only_where_it_is_the_head(tied: bool, tmp_pa
     assert read == 10**9 - (0 if tied else model.decoder.embedding.weight.nbytes)
 
 
-def test_what_cannot_be_timed_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_unknown_cache_or_a_folder_without_a_model_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="no cache format `q5`"):
         bench(folder, device="cpu", cache="q5")
     with pytest.raises(SourceModelError, match=r"config\.json"):

@@ -31,7 +31,7 @@ def test_the_share_of_a_copy_is_that_of_the_bytes_of_a_step(rows: int) -> None:
     assert timing.share_of_copy(4500.0) == pytest.approx(0.4)  # 3.6 GB in 2 ms: 1,800 GB/s
 
 
-def test_json_holds_what_follows_from_the_times() -> None:
+def test_json_has_tokens_per_second_and_share_of_the_copy_rate() -> None:
     timing = Timing(work="decode", rows=2, context=8, seconds=0.5, read_bytes=10**9)
     speed = Speed(
         model="m",

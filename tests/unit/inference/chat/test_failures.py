@@ -37,7 +37,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "given", "message"), BAD)
-def test_what_cannot_be_done_leaves_the_conversation(
+def test_a_refused_call_leaves_the_conversation_unchanged(
     name: str, given: tuple[object, ...], message: str
 ) -> None:
     fake = scripted("Fine.")

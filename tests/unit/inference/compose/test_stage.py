@@ -206,9 +206,7 @@ def test_the_stage_belongs_to_self_only(source: Path, tmp_path: Path) -> None:
     assert enabled == {"self": True, "chat": False}
 
 
-def test_rows_serve_both_mixes_and_say_what_they_are(
-    pipeline: Pipeline, model: LoadedModel
-) -> None:
+def test_all_rows_are_stored_with_their_kinds(pipeline: Pipeline, model: LoadedModel) -> None:
     pipeline.run("compose", progress=silent)
 
     folder = pipeline.path("compose")

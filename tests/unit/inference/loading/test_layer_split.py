@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_needs import needs
 from tiny import make_tiny, tiny_config
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
-from exl2flow.inference.loading.layer_split import GB, RESERVE, Sizes, Split, needs, place
+from exl2flow.inference.loading.layer_split import GB, RESERVE, Sizes, Split, place
 from exl2flow.model import CanonicalTensors, ModelSpec, Placement, expected_tensors, resolve
 from exl2flow.model.memory.footprint import Footprint, Texts
 
@@ -189,7 +190,7 @@ def test_no_option_is_no_split() -> None:
         (("auto", None, "a"), "`--devices a` is no list"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(
+def test_malformed_or_contradictory_options_are_refused(
     options: tuple[str | None, ...], message: str
 ) -> None:
     names = dict(zip(("reserve", "devices"), options[1:], strict=False))

@@ -58,7 +58,7 @@ def test_progress_counts_all_parts(tmp_path: Path) -> None:
     assert told == [(done, PARTS) for done in range(1, PARTS + 1)]
 
 
-def test_progress_of_a_streamed_model_counts_what_is_kept(tmp_path: Path) -> None:
+def test_progress_of_a_streamed_model_counts_embedding_and_head_only(tmp_path: Path) -> None:
     folder, told = make_tiny("llama", tmp_path / "model"), list[tuple[int, int]]()
 
     load_model(

@@ -17,7 +17,6 @@ from exl2flow.inference.report.comparison import (
     compared,
     difference,
     differences,
-    steps,
 )
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.scoring.intervals import RowSums, intervals
@@ -177,8 +176,9 @@ def test_differences_are_taken_between_neighbours_of_a_series() -> None:
     models = [model("c", 30, 0.1), model("a", 10, 0.5), model("b", 20, 0.3)]
     others = [model("x", 15, 0.2, series="fast")]
 
-    pairs = [(smaller.label, larger.label) for smaller, larger in steps([*models, *others])]
+    steps = differences([with_rows(each) for each in (*models, *others)])
 
+    pairs = [(step.minus.label, step.model.label) for step in steps]
     assert pairs == [("a", "b"), ("b", "c")]
     found = difference(with_rows(models[0]), with_rows(models[1]))
     assert found is not None

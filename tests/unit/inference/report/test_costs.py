@@ -35,7 +35,7 @@ def test_total_is_known_when_all_costs_are() -> None:
     assert total_nats([]) is None
 
 
-def test_those_that_cost_most_stand_first() -> None:
+def test_dominant_matrices_are_sorted_by_falling_cost() -> None:
     items = [cost("a", 1.0), cost("b", 3.0), cost("c", 2.0)]
 
     assert [item.name for item in dominant(items, 2)] == ["b", "c"]
@@ -51,7 +51,7 @@ def test_those_that_cost_most_stand_first() -> None:
         ([1.0, None], ""),
     ],
 )
-def test_the_fewest_matrices_that_make_half_are_counted(
+def test_concentration_counts_the_matrices_that_cause_half_of_the_cost(
     costs: list[float | None], text: str
 ) -> None:
     assert concentration([cost(str(i), nats) for i, nats in enumerate(costs)]) == text

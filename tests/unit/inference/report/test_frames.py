@@ -45,9 +45,7 @@ def test_a_measurement_without_slots_keeps_its_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "known"), [(8, True), (7, False), (0, False)])
-def test_scores_say_what_they_are_of_and_how_sure_they_are(
-    tmp_path: Path, rows: int, known: bool
-) -> None:
+def test_score_frame_has_source_text_and_intervals(tmp_path: Path, rows: int, known: bool) -> None:
     """A score of an older version has no rows."""
     sums = RowSums(
         tokens=(10,) * rows,

@@ -56,7 +56,7 @@ def test_a_foreign_model_is_listed_in_walk_order_with_exact_bits(foreign: Path) 
     assert [part.bits for part in contents.parts] == [bits, 2 * bits, bits, bits]
     assert contents.bpw == bits / (K * N)
     assert contents.plain_bytes == 16
-    assert not contents.is_ours
+    assert contents.record is None
 
 
 def test_a_matrix_has_its_groups_and_widths(foreign: Path) -> None:
@@ -82,7 +82,7 @@ def test_errors_come_from_our_record(foreign: Path) -> None:
 
     part = contents.layers[0]
     (matrix,) = part.matrices
-    assert contents.is_ours
+    assert contents.record is not None
     assert (part.rel_err, part.nats) == (0.25, 0.125)
     assert (matrix.rel_err, matrix.nats, matrix.params) == (0.5, 0.125, "1:4b_32g s4")
     assert [matrix.nats for matrix in contents.matrices] == [0.125, None, None, None, None]

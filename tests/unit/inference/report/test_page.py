@@ -117,7 +117,7 @@ def test_models_scored_on_different_texts_are_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("perplexity", "count"), [(9.0, 1), (9.5, 2)])
-def test_texts_of_old_scores_are_told_apart_by_what_the_source_reached(
+def test_old_scores_without_a_text_are_grouped_by_the_perplexity_of_the_source(
     tmp_path: Path, perplexity: float, count: int
 ) -> None:
     convert(tmp_path / "one", "/models/demo", text=None)

@@ -70,7 +70,7 @@ def test_known_costs_get_a_panel_of_their_own() -> None:
     assert bars(svg, BITS_COLOR) == 3
 
 
-def test_what_was_measured_is_marked_beside_what_came_of_it() -> None:
+def test_values_measured_before_quantization_are_marked() -> None:
     name = NAMES[0]
     priced = render_errors(report(0.01)["layers"], Measured(nats={name: 0.02}))
     by_error = render_errors(report(None)["layers"], Measured(rel_err={name: 0.02}))
@@ -127,7 +127,7 @@ def test_a_model_without_bits_per_weight_is_on_the_panel_of_bytes_only() -> None
 
 
 @pytest.mark.parametrize("kl", [0.0, None])
-def test_what_a_logarithmic_axis_cannot_show_is_left_out(kl: float | None) -> None:
+def test_models_without_a_positive_divergence_are_left_out(kl: float | None) -> None:
     found = texts(render_comparison([model("source", kl=kl, bpw=None)]))
 
     assert "source" not in found

@@ -78,7 +78,7 @@ def test_the_value_of_another_objective_is_no_divergence(tmp_path: Path) -> None
         ({"bpw": 4.0, "head_bits": 8, "allocate": {"prefer": "speed"}}, "fast, head 8, speed"),
     ],
 )
-def test_series_tell_apart_what_is_more_than_a_number_of_bits(
+def test_series_names_preset_head_bits_and_preference(
     tmp_path: Path, options: dict[str, Any], series: str
 ) -> None:
     found = read(tmp_path, {**RECORD, "options": {"quality": "fast", **options}})

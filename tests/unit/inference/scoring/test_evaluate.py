@@ -1,7 +1,7 @@
 """Scores against a direct computation in fp64, shared passes, and refusals."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -186,41 +186,28 @@ def test_texts_of_different_lengths_share_one_pass(
         assert_same(found, expected)
 
 
-class Memory:
-    """Keeps row scores like the validate stage, but in memory."""
-
-    def __init__(self) -> None:
-        self.rows: dict[RowKey, RowScores] = {}
-
-    def load(self) -> dict[RowKey, RowScores]:
-        return dict(self.rows)
-
-    def save(self, scores: Mapping[RowKey, RowScores]) -> None:
-        self.rows |= scores
-
-
 def test_rows_that_are_scored_are_not_scored_again(
     models: list[Path], ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (expected,) = evaluate([models[0]], ids, reference=models[1])
     monkeypatch.setattr(evaluate_module, "STATE_BYTES", 1)
     monkeypatch.setattr(evaluate_module, "LEAST_ROWS", 1)
-    memory, passes = Memory(), 2 * SUBLAYERS
+    scored, passes = dict[RowKey, RowScores](), 2 * SUBLAYERS
 
     def stop(done: int, total: int, detail: str) -> None:
         if done == passes + 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluate_texts([models[0]], [ids], reference=models[1], advance=stop, kept=memory)
-    assert list(memory.rows) == [(0, 0)]
+        evaluate_texts([models[0]], [ids], reference=models[1], advance=stop, save=scored.update)
+    assert list(scored) == [(0, 0)]
     totals: set[int] = set()
     [[found]] = evaluate_texts(
         [models[0]],
         [ids],
         reference=models[1],
         advance=lambda done, total, detail: totals.add(total),
-        kept=memory,
+        known=scored,
     )
 
     assert totals == {(ROWS - 1) * passes}
@@ -288,7 +275,7 @@ def test_a_score_of_a_newer_version_is_read_without_its_new_fields() -> None:
     assert Score.of("m", {**asdict(KNOWN), "kl_p999": 4.0}) == KNOWN
 
 
-def test_a_score_of_an_older_version_is_read_without_what_it_lacks() -> None:
+def test_fields_missing_in_a_score_of_an_older_version_are_none() -> None:
     values = {key: value for key, value in asdict(KNOWN).items() if key not in ("kl_p99", "model")}
 
     assert Score.of("m", values) == replace(KNOWN, kl_p99=None)
@@ -296,5 +283,5 @@ def test_a_score_of_an_older_version_is_read_without_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("name", ["perplexity", "tokens", "bytes"])
 @pytest.mark.parametrize("value", [None, "7", [], 10**400])
-def test_a_score_without_what_all_have_is_none(name: str, value: object) -> None:
+def test_a_score_without_perplexity_or_sizes_is_none(name: str, value: object) -> None:
     assert Score.of("m", {**asdict(KNOWN), name: value}) is None

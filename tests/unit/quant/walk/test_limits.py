@@ -8,9 +8,9 @@ from tiny import make_tiny
 
 from exl2flow.core.runtime.memory import usable
 from exl2flow.core.store.stage import Pipeline
+from exl2flow.model.layers.stream import CALIBRATION_TENSORS, rows_together
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import BYTES
-from exl2flow.quant.walk.source_model import ROW_PARTS, rows_together
 from exl2flow.tasks.stages import STAGES
 
 TIGHT = "1GiB"  # nothing of it is left for tensors
@@ -32,7 +32,7 @@ def fingerprints(source: Path, device: str, max_memory: str | None) -> dict[str,
 def test_rows_together_follow_the_limit_up_to_four(limit: float, rows: int) -> None:
     row = 2048 * 11008 * 4
 
-    assert rows_together(11008, 2048, int(limit * ROW_PARTS * row)) == rows
+    assert rows_together(11008, 2048, int(limit * CALIBRATION_TENSORS * row)) == rows
 
 
 def test_effect_names_rows_and_matrices_that_the_limit_changes(source: Path) -> None:

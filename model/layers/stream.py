@@ -1,0 +1,83 @@
+"""Read a model's sublayers one at a time, the next ones while one is in use."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.files.weights import TensorFiles
+from exl2flow.model.layers.sublayer import Sublayer
+from exl2flow.model.layers.sublayers import build_sublayer
+
+T = TypeVar("T")
+CALIBRATION_ROWS, CALIBRATION_TENSORS = 4, 24  # see `rows_together`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedSublayers(Sequence[Sublayer]):
+    """Sublayers read from disk on each access: memory does not grow with depth."""
+
+    spec: ModelSpec
+    tensors: TensorFiles
+    dtype: torch.dtype
+    device: torch.device
+    packed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.spec.sublayers)
+
+    def __getitem__(self, index: Any) -> Any:  # an int; nobody takes slices
+        return self.read(index, self.device)
+
+    def read(self, index: int, device: torch.device) -> Sublayer:
+        """Return a sublayer on a device."""
+        return build_sublayer(
+            self.spec,
+            self.spec.sublayers[index],
+            self.tensors,
+            dtype=self.dtype,
+            device=device,
+            packed=self.packed,
+        )
+
+
+def look_ahead(
+    items: Iterable[T], begin: Callable[[T], Callable[[], Sublayer]], *, depth: int
+) -> Iterator[Sublayer]:
+    """Yield the sublayer of each item; those of the next `depth` items are begun before.
+
+    Args:
+        items: say what to read, in order.
+        begin: starts reading an item in the background, and returns a function that ends it.
+        depth: how many items are begun while a sublayer is in use.
+    """
+    pending = deque[Callable[[], Sublayer]]()
+    for item in items:
+        pending.append(begin(item))
+        if len(pending) > depth:
+            yield pending.popleft()()
+    while pending:
+        yield pending.popleft()()
+
+
+def rows_together(
+    features: int,
+    tokens: int,
+    room: int,
+    *,
+    tensors: int = CALIBRATION_TENSORS,
+    most: int = CALIBRATION_ROWS,
+) -> int:
+    """Return how many rows pass a sublayer together on a GPU; the order of sums depends on it.
+
+    Args:
+        features: of the sublayer's widest activation.
+        tokens: per row.
+        room: bytes of the GPU that may be used.
+        tensors: how many fp32 tensors of the widest activation must fit.
+        most: rows, whatever the room.
+    """
+    return max(1, min(most, room // (tensors * tokens * features * torch.float32.itemsize)))
