@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
@@ -67,7 +68,7 @@ class Hub:
         Raises:
             HubError: what failed and what to do.
         """
-        for wait in (*self.waits, None):
+        for pause in (*self.waits, None):
             try:
                 answer = function() if transfers else self._answer(subject, function)
                 self.has_answered.set()
@@ -78,10 +79,10 @@ class Hub:
                 found = self.explained(error, subject)
                 if _is_unresolved(error) and not self.has_answered.is_set():
                     raise found from None
-            if not isinstance(found, HubUnavailable) or wait is None:
+            if not isinstance(found, HubUnavailable) or pause is None:
                 # The client's errors hold the request, whose headers hold the token
                 raise found from None
-            seconds = max(wait, found.wait or 0.0)
+            seconds = max(pause, found.wait or 0.0)
             if seconds > LONGEST_WAIT:
                 raise found from None
             log.warning("%s; next attempt in %.0f s", found, seconds)
@@ -96,26 +97,20 @@ class Hub:
         Raises:
             TimeoutError: no answer within `timeout`.
         """
-        answers: list[T] = []
-        errors: list[Exception] = []
+        answer = Future[T]()
 
         def attempt() -> None:
             try:
-                answers.append(function())
+                answer.set_result(function())
             except Exception as error:  # raised again below, in the caller's thread
-                errors.append(error)
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=attempt, name="hub", daemon=True)
-        thread.start()
-        thread.join(self.silence)
-        if thread.is_alive():
+        threading.Thread(target=attempt, name="hub", daemon=True).start()
+        if wait([answer], self.silence).not_done:
             log.warning("waiting for %s: no answer for `%s` yet", self.api.endpoint, subject)
-            thread.join(self.timeout - self.silence)
-        if errors:
-            raise errors[0]
-        if not answers:
-            raise TimeoutError(f"no answer within {self.timeout:.0f} s")
-        return answers[0]
+            if wait([answer], self.timeout - self.silence).not_done:
+                raise TimeoutError(f"no answer within {self.timeout:.0f} s")
+        return answer.result()
 
     def explained(self, error: Exception, subject: str) -> HubError:
         """Turn a client error into one with advice; transient ones become `HubUnavailable`."""

@@ -11,12 +11,7 @@ from exl2flow.tasks.hub import fetch, local_or_fetched
 from exl2flow.tasks.retries import RETRIED
 
 
-@task(
-    name="fetch",
-    task_run_name="fetch {source}",
-    persist_result=False,
-    **RETRIED,
-)
+@task(name="fetch", task_run_name="fetch {source}", persist_result=False, **RETRIED)
 def fetch_source(
     source: Path, wanted: HubModel, *, work_root: Path, token_block: str | None
 ) -> Path:

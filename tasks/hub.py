@@ -68,8 +68,7 @@ def local_or_fetched(
         folder = fetching(wanted)
         say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
         return folder
-    named = HubModel.of(source)
-    if named is not None and named.is_begun(work_root):
+    if (named := HubModel.of(source)) and named.is_begun(work_root):
         say(f"source  `{source}` is a folder here and is used instead of the Hub's model")
     return source
 
@@ -89,13 +88,12 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
         SourceModelError: it has no safetensors.
     """
     is_fixed = _is_fixed(wanted)
-    began = None if is_fixed or renew else _pinned(wanted, work_root)
-    commit = wanted.revision if is_fixed else began
-    if began is not None:
-        _say_if_moved(wanted, began, hub)
-    if commit is not None and _is_here(folder := _folder(wanted, work_root, commit), wanted):
+    pinned = None if is_fixed or renew else _pinned(wanted, work_root)
+    if pinned is not None:
+        _say_if_moved(wanted, pinned, hub)
+    revision = pinned or wanted.revision
+    if (is_fixed or pinned) and _is_here(folder := _folder(wanted, work_root, revision), wanted):
         return folder
-    revision = commit or wanted.revision
     info = hub.call(wanted.repo, lambda: hub.api.model_info(wanted.repo, revision=revision))
     commit = str(info.sha)
     folder = _folder(wanted, work_root, commit)
@@ -107,14 +105,14 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
     if not _is_here(folder, wanted):
         files = hub.call(wanted.repo, lambda: needed_files(hub, wanted.repo, commit))
         hub.call(wanted.repo, lambda: _download(hub, wanted, commit, folder, files), transfers=True)
-        write_json(provenance_file(folder), _record(wanted, info))
+        write_json(provenance_file(folder), record_of(wanted.repo, wanted.revision, info))
     return folder
 
 
 def fetched(wanted: HubModel, work_root: Path) -> Path | None:
     """Return the folder that `fetch` would return without downloading, None if there is none."""
     commit = wanted.revision if _is_fixed(wanted) else _pinned(wanted, work_root)
-    folder = _folder(wanted, work_root, commit or "")
+    folder = _folder(wanted, work_root, commit)
     return folder if _is_here(folder, wanted) else None
 
 
@@ -123,8 +121,8 @@ def _is_fixed(wanted: HubModel) -> bool:
     return COMMIT.fullmatch(wanted.revision or "") is not None
 
 
-def _folder(wanted: HubModel, work_root: Path, commit: str) -> Path:
-    return work_root / "sources" / commit / wanted.name
+def _folder(wanted: HubModel, work_root: Path, commit: str | None) -> Path:
+    return work_root / "sources" / (commit or "") / wanted.name
 
 
 def _is_here(folder: Path, wanted: HubModel) -> bool:
@@ -238,12 +236,6 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
         raise HubUnavailable(f"damaged on the Hub or in transit: {'; '.join(damaged)}")
 
 
-def _tick(received: int, total: int, repo: str) -> Tick:
-    """Return the progress of a download in mebibytes, rounded up."""
-    done, whole = (-(-size // MEBIBYTE) for size in (min(received, total), total))
-    return Tick(stage="fetch", done=done, total=max(whole, 1), detail=f"MiB of {repo}")
-
-
 def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
     """Return a progress bar class for the client that reports ticks and draws nothing.
 
@@ -266,17 +258,19 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
             step = self._received * STEPS // max(total, 1)
             if step > Meter._shown:
                 Meter._shown = step
-                progress(_tick(self._received, total, repo))
+                done, whole = (-(-n // MEBIBYTE) for n in (min(self._received, total), total))
+                detail = f"MiB of {repo}"
+                progress(Tick(stage="fetch", done=done, total=max(whole, 1), detail=detail))
 
     return Meter
 
 
-def _record(wanted: HubModel, info: ModelInfo) -> dict[str, object]:
-    """Return the record that `core.source.provenance` reads."""
-    card = dict(info.card_data.to_dict()) if info.card_data else {}  # type: ignore[no-untyped-call]  # theirs
+def record_of(repo: str, revision: str | None, info: ModelInfo) -> dict[str, object]:
+    """Return the record that `core.store.source.provenance` reads."""
+    card: Any = info.card_data or {}
     return {
-        "repo": wanted.repo,
-        "revision": wanted.revision,
+        "repo": repo,
+        "revision": revision,
         "commit": info.sha,
         **{key: card.get(key) for key in ("license", "license_name", "license_link")},
         "gated": bool(info.gated),

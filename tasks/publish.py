@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -43,7 +43,7 @@ from exl2flow.inference.report.record import read_object
 from exl2flow.inference.scoring.sample import sample_text
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import MAIN
-from exl2flow.tasks.origin import check_account, origin_of_models, refusal
+from exl2flow.tasks.origin import check_account, origin_of_models, refuse
 from exl2flow.tasks.repository import KEPT, Contents, Repository
 
 log = logging.getLogger(__name__)
@@ -62,16 +62,6 @@ class Published:
     private: bool
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, object]:
-        """Return the fields for JSON."""
-        return {
-            "url": self.url,
-            "branches": dict(self.branches),
-            "sent": list(self.sent),
-            "private": self.private,
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
@@ -81,11 +71,6 @@ class Publication:
     repository: Repository
     branches: Mapping[str, Contents]
     notes: tuple[str, ...]
-
-    @property
-    def folder(self) -> Path:
-        """Folder for digests, verified commits and downloads."""
-        return self.repository.memory.parent
 
 
 def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> Published:
@@ -125,10 +110,6 @@ class PublicationDraft:
     notes: tuple[str, ...]
     unchecked: tuple[str, ...]
 
-    def to_json(self) -> dict[str, object]:
-        """Return the fields for JSON."""
-        return asdict(self)
-
 
 def draft(config: PublishConfig) -> PublicationDraft:
     """Check all that needs no network, and return what would be published.
@@ -148,8 +129,7 @@ def draft(config: PublishConfig) -> PublicationDraft:
         unchecked.insert(0, f"licence and gate of `{origin.repo}`, which the card will name")
     else:
         problems += origin_problems(origin)
-    if problems and not config.force:
-        raise refusal(problems)
+    refuse(problems, config)
     notes = tuple(_for_people(problem, bitrates) for problem in problems)
     branches, card = _contents(config, bitrates, bitrates, origin, notes)
     return PublicationDraft(
@@ -169,23 +149,20 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     """
     bitrates = _described(config)
     origin = origin_of_models(bitrates, config, hub)
-    known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
-    if known and not config.force:
-        raise refusal(known)
+    refuse(quality_problems(bitrates, config.max_kl) + origin_problems(origin), config)
     check_account(config.repo, hub)
     repository = Repository(name=config.repo, hub=hub, memory=_root(config) / DIGESTS_FILE)
     with tempfile.TemporaryDirectory() as folder:
         ours = {bitrate.branch for bitrate in bitrates}
-        others = _published_already(repository, ours, Path(folder))
-        problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)
-        if problems and not config.force:
-            raise refusal(problems)
+        listed = [*bitrates, *_published_already(repository, ours, Path(folder))]
+        problems = quality_problems(listed, config.max_kl) + origin_problems(origin)
+        refuse(problems, config)
         for problem in problems:
             log.warning("publishing in spite of: %s", problem)
-        for doubt in doubts([*bitrates, *others]):
+        for doubt in doubts(listed):
             log.warning("%s", doubt)
         notes = tuple(_for_people(problem, bitrates) for problem in problems)
-        branches, _ = _contents(config, bitrates, [*bitrates, *others], origin, notes)
+        branches, _ = _contents(config, bitrates, listed, origin, notes)
     return Publication(config=config, repository=repository, branches=branches, notes=notes)
 
 
@@ -215,10 +192,10 @@ def _contents(
     notes: Sequence[str],
 ) -> tuple[dict[str, Contents], str]:
     """Return the files of every branch, and their card, which lists these bitrates."""
-    has_measurement = config.measurement is not None
-    card = render_card(config.repo, listed, origin, notes=notes, has_measurement=has_measurement)
+    measurement = _measurement(config)
+    card = render_card(config.repo, listed, origin, notes=notes, has_measurement=bool(measurement))
     branches: dict[str, Contents] = {b.branch: public_files(b, card) for b in bitrates}
-    return {**branches, MAIN: {CARD_FILE: card.encode(), **_measurement(config)}}, card
+    return {**branches, MAIN: {CARD_FILE: card.encode(), **measurement}}, card
 
 
 def _measurement(config: PublishConfig) -> Contents:
@@ -289,9 +266,10 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
         PublicationDamaged: a file differs, or a model does not generate.
     """
     repository, branches = publication.repository, publication.branches
-    file = publication.folder / "published" / f"{repository.name.replace('/', '--')}.json"
-    there = repository.branches()
-    commits = {branch: there[branch] for branch in branches}
+    folder = repository.memory.parent / "published"
+    file = folder / f"{repository.name.replace('/', '--')}.json"
+    newest = repository.branches()
+    commits = {branch: newest[branch] for branch in branches}
     total = len(commits)
     with exclusive(file):
         proved = read_object(file)

@@ -12,12 +12,7 @@ from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRIED
 
 
-@task(
-    name="publish",
-    task_run_name="publish {config.repo}",
-    persist_result=False,
-    **RETRIED,
-)
+@task(name="publish", task_run_name="publish {config.repo}", persist_result=False, **RETRIED)
 def publish_models(config: PublishConfig) -> Published:
     """Publish with the token from the environment or from a Secret block, which is read here.
 

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -168,15 +168,9 @@ class Conversation(Options):
                 found.append(Turn(message.content, dropped=message.dropped, cut=message.cut))
             elif message.role == "assistant":
                 found[-1].alternatives = list(message.alternatives)
-                found[-1].current = Answer(
-                    list(message.ids),
-                    message.content,
-                    message.thinking,
-                    message.first,
-                    message.seed,
-                    message.drawn,
-                    message.ended,
-                )
+                stored = message.model_dump(include={each.name for each in fields(Answer)})
+                stored |= {"text": message.content, "ids": list(message.ids)}
+                found[-1].current = Answer(**stored)
         return found
 
     def forget_ids(self, encode: Callable[[str], list[int]]) -> None:
@@ -238,11 +232,11 @@ def messages_of(system: str, turns: Sequence[Turn]) -> Iterator[_StoredMessage]:
         yield _StoredMessage(role="system", content=system)
     for turn in turns:
         yield _StoredMessage(role="user", content=turn.user, dropped=turn.dropped, cut=turn.cut)
-        fields = asdict(turn.current)
+        answer = asdict(turn.current)
         yield _StoredMessage(
             role="assistant",
-            content=fields.pop("text"),
+            content=answer.pop("text"),
             dropped=turn.dropped,
             alternatives=tuple(turn.alternatives),
-            **fields,
+            **answer,
         )

@@ -27,17 +27,13 @@ _gpu = threading.RLock()  # of the thread that works on this process's GPU
 TURN_SECONDS = 0.5  # between looks at a stop request while another thread has the GPU
 
 
-def named_gpus(count: int) -> list[str]:
-    """Return the names of the `count` GPUs that this process sees."""
+def visible_gpus(device: str) -> list[str]:
+    """Return the names of the GPUs that this process may use, without initializing CUDA."""
+    count = 0 if device == "cpu" else torch.cuda.device_count()
     seen = os.environ.get(VARIABLE)
     if seen is None or count == 0:
         return [str(index) for index in range(count)]
     return [name.strip() for name in seen.split(",") if name.strip()]
-
-
-def visible_gpus(device: str) -> list[str]:
-    """Return the names of the GPUs that this process may use, without initializing CUDA."""
-    return named_gpus(0 if device == "cpu" else torch.cuda.device_count())
 
 
 def see_only(gpu: str) -> None:

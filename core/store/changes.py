@@ -14,7 +14,7 @@ from typing import Any, Literal
 from exl2flow.core.errors import ReadFailed
 from exl2flow.core.store.manifest import RunRecord, StageManifest, versions
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.core.store.store import MANIFEST, StageFolder
+from exl2flow.core.store.store import MANIFEST, StageFolder, with_inputs
 
 Results = Mapping[str, StageFolder]  # by fingerprint
 State = Literal["finished", "continues", "again", "begins"]
@@ -150,15 +150,12 @@ def _versions(manifest: StageManifest) -> str:
 
 def _earlier(pipeline: Pipeline, name: str, results: Results) -> StageFolder | None:
     """Return the last other result of a stage; for a result that exists, the last one before it."""
-    own = pipeline.path(name) / MANIFEST
-    end = own.stat().st_mtime if own.is_file() else float("inf")
-    found = []
-    for folder in results.values():
-        time = (folder.path / MANIFEST).stat().st_mtime
-        is_other = folder.manifest.fingerprint != pipeline.refs[name].fingerprint
-        if folder.manifest.stage == name and is_other and time <= end:
-            found.append((time, folder))
-    return max(found, key=lambda each: each[0])[1] if found else None
+    wanted = pipeline.refs[name].fingerprint
+    manifest = pipeline.path(name) / MANIFEST
+    end = manifest.stat().st_mtime if manifest.is_file() else float("inf")
+    others = [f for f in results.values() if f.manifest.stage == name]
+    others = [f for f in others if f.manifest.fingerprint != wanted and f.saved_at <= end]
+    return max(others, key=lambda folder: folder.saved_at, default=None)
 
 
 def _results_for(pipeline: Pipeline) -> Results:
@@ -174,14 +171,8 @@ def _results_for(pipeline: Pipeline) -> Results:
         is_refinement = run is not None and REFINED in run.config
         return is_refinement == (REFINED in given) and config["out"] == given["out"]
 
-    waiting = [each for each, folder in known.items() if is_ours(folder.manifest.run)]
-    found: dict[str, StageFolder] = {}
-    while waiting:
-        each = waiting.pop()
-        if each in known and each not in found:
-            found[each] = known[each]
-            waiting += known[each].manifest.inputs.values()
-    return found
+    ours = with_inputs((f for f, folder in known.items() if is_ours(folder.manifest.run)), known)
+    return {fingerprint: known[fingerprint] for fingerprint in sorted(ours)}
 
 
 def _folders(pipeline: Pipeline) -> Iterator[StageFolder]:
@@ -190,7 +181,7 @@ def _folders(pipeline: Pipeline) -> Iterator[StageFolder]:
     slug = pipeline.work.root.name.rpartition("-")[0]  # of the name that the source had first
     for path in pipeline.config.work_dir_root.glob(f"{slug}-*/*/*/{MANIFEST}"):
         with suppress(ReadFailed):
-            folder = StageFolder.found(path.parent)
+            folder = StageFolder.load(path.parent)
             if folder is None or path.parent.suffix:  # set aside or removed
                 continue
             run = folder.manifest.run

@@ -72,7 +72,7 @@ def check_output(out: Path, work_root: Path) -> None:
         CorruptCheckpoint: a file differs.
     """
     for path in work_root.glob(f"*/{OUTPUT}/*/{MANIFEST}"):
-        folder = StageFolder.found(path.parent)
+        folder = StageFolder.load(path.parent)
         if folder and any(Path(name).parent == out.resolve() for name in folder.manifest.files):
             check_input(folder)
 

@@ -31,15 +31,7 @@ MODEL_FILES = (
 DIGESTS_FILE = "digests.json"  # in a work root: remembered digests
 READERS = 4  # files that are hashed at a time: a core hashes 2 GB/s
 ATTEMPTS = 3  # to read a file that changes meanwhile
-PROVENANCE = (
-    "repo",
-    "revision",
-    "commit",
-    "license",
-    "license_name",
-    "license_link",
-    "gated",
-)
+PROVENANCE = ("repo", "revision", "commit", "license", "license_name", "license_link", "gated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

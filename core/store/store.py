@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -67,26 +67,22 @@ class StageFolder:
         self._seconds_before = manifest.seconds
 
     @classmethod
-    def load(cls, path: Path, fingerprint: str) -> Self | None:
-        """Return the folder of a result, None without an intact manifest for it.
-
-        Raises:
-            ReadFailed: the manifest is there but cannot be read.
-        """
-        found = cls.found(path)
-        return found if found and found.manifest.fingerprint == fingerprint else None
-
-    @classmethod
-    def found(cls, path: Path) -> Self | None:
-        """Return a folder whatever its fingerprint, None without an intact manifest.
+    def load(cls, path: Path, fingerprint: str | None = None) -> Self | None:
+        """Return the folder of a result; None without an intact manifest, or with another's.
 
         Raises:
             ReadFailed: the manifest is there but cannot be read.
         """
         try:
-            return cls(path, StageManifest.unsealed(read_json(path / MANIFEST)))
+            manifest = StageManifest.unsealed(read_json(path / MANIFEST))
         except (CorruptCheckpoint, ValidationError):
             return None
+        return cls(path, manifest) if fingerprint in (None, manifest.fingerprint) else None
+
+    @property
+    def saved_at(self) -> float:
+        """When the manifest was last written, in seconds since the epoch."""
+        return (self.path / MANIFEST).stat().st_mtime
 
     def valid(self, name: str) -> bool:
         """Return whether a committed file is unchanged."""
@@ -100,8 +96,8 @@ class StageFolder:
     def has_results(self) -> bool:
         """Return whether the folder holds finished work: an unchanged file, or states."""
         saved = self.manifest.states
-        own = [name for name in self.manifest.files if not Path(name).is_absolute()]
-        return any(map(self.valid, own)) or (
+        inside = [name for name in self.manifest.files if not Path(name).is_absolute()]
+        return any(map(self.valid, inside)) or (
             saved is not None and saved.record.matches(self.path / saved.file)
         )
 
@@ -255,6 +251,18 @@ def _delete(path: Path) -> None:
         ) from error
 
 
+def with_inputs(fingerprints: Iterable[str], stages: Mapping[str, StageFolder]) -> set[str]:
+    """Return the fingerprints of these stages and of all stages they depend on, if they exist."""
+    found: set[str] = set()
+    waiting = list(fingerprints)
+    while waiting:
+        fingerprint = waiting.pop()
+        if fingerprint in stages and fingerprint not in found:
+            found.add(fingerprint)
+            waiting += stages[fingerprint].manifest.inputs.values()
+    return found
+
+
 class WorkDir:
     """The stages of one source model."""
 
@@ -330,15 +338,13 @@ class WorkDir:
         folder.save()
         return folder
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Lock the whole work directory; the kernel releases it whenever the process ends.
 
         Raises:
             WorkDirBusy: another process holds it or one of its stages.
         """
-        with self._held(self.root / "lock", fcntl.LOCK_EX):
-            yield
+        return self._held(self.root / "lock", fcntl.LOCK_EX)
 
     @contextmanager
     def lock_stage(self, ref: StageRef, out: Path | None) -> Iterator[None]:
@@ -351,12 +357,11 @@ class WorkDir:
         Raises:
             WorkDirBusy: another process holds one of them or the whole directory.
         """
-        with ExitStack() as locks:
-            locks.enter_context(self._held(self.root / "lock", fcntl.LOCK_SH))
-            name = ref.path.replace("/", "-")
-            locks.enter_context(self._held(self.root / "locks" / name, fcntl.LOCK_EX))
-            if out is not None:
-                locks.enter_context(self.lock_output(out))
+        with (
+            self._held(self.root / "lock", fcntl.LOCK_SH),
+            self._held(self.root / "locks" / ref.path.replace("/", "-"), fcntl.LOCK_EX),
+            nullcontext() if out is None else self.lock_output(out),
+        ):
             yield
 
     @contextmanager

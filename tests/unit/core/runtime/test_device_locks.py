@@ -16,7 +16,7 @@ import pytest
 from exl2flow.core.errors import Interrupted, WriteFailed
 from exl2flow.core.runtime import device_locks as module
 from exl2flow.core.runtime import interrupt
-from exl2flow.core.runtime.device_locks import DeviceLocks, named_gpus, see_only, turn, visible_gpus
+from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, turn, visible_gpus
 from exl2flow.core.runtime.interrupt import listening
 
 HOLD = """
@@ -91,12 +91,14 @@ def test_who_holds_a_slot_is_known_at_once_and_not_its_holder_before(slots: Devi
 
 
 def test_gpus_are_those_that_cuda_is_told_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert named_gpus(2) == ["0", "1"]
+    assert visible_gpus("cuda") == ["0", "1"]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1, 3")
-    assert named_gpus(2) == ["GPU-1", "3"]
-    assert named_gpus(0) == []
+    assert visible_gpus("cuda") == ["GPU-1", "3"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert visible_gpus("cuda") == []
 
     see_only("3")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"

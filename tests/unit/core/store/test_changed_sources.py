@@ -200,5 +200,5 @@ def test_a_result_of_what_was_changed_meanwhile_is_not_recorded(
         run_all(config, (stage("measure"), second))
 
     pipeline = Pipeline(config, (stage("measure"), second), device="cpu")
-    folder = StageFolder.found(pipeline.path("validate"))
+    folder = StageFolder.load(pipeline.path("validate"))
     assert folder is None or not folder.manifest.files

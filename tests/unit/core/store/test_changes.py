@@ -227,7 +227,7 @@ def test_cleared_stage_is_needed_again_when_the_output_is_lost(config: Conversio
     pipeline = convert(config)
     aside = config.out.with_name("aside")
     aside.mkdir()
-    folder = StageFolder.found(pipeline.path("quantize"))
+    folder = StageFolder.load(pipeline.path("quantize"))
     assert folder is not None
     folder.clear(aside)
     assert looked(config)["quantize"].state == "finished"
@@ -257,7 +257,7 @@ def test_manifest_of_a_version_without_runs_shows_its_stored_options(
 ) -> None:
     pipeline = convert(config)
     for name in STAGES:
-        folder = StageFolder.found(pipeline.path(name.name))
+        folder = StageFolder.load(pipeline.path(name.name))
         assert folder is not None
         folder.manifest.run = None
         folder.save()

@@ -128,7 +128,7 @@ def test_recording_leads_from_the_beginning_to_the_end(stage: Command) -> None:
     assert stage.results() == wanted
     assert (stage.disk / "work" / "moved").read_text() == "there already and more"
     with content_times():
-        assert StageFolder.found(stage.disk / "work" / "measure" / FINGERPRINT[:16]) is not None
+        assert StageFolder.load(stage.disk / "work" / "measure" / FINGERPRINT[:16]) is not None
 
 
 @pytest.mark.parametrize(
