@@ -74,18 +74,18 @@ class Hub:
                 self.has_answered.set()
                 return answer
             except Exl2FlowError as error:
-                found = error
+                failure = error
             except Exception as error:
-                found = self.explained(error, subject)
+                failure = self.explained(error, subject)
                 if _is_unresolved(error) and not self.has_answered.is_set():
-                    raise found from None
-            if not isinstance(found, HubUnavailable) or pause is None:
+                    raise failure from None
+            if not isinstance(failure, HubUnavailable) or pause is None:
                 # The client's errors hold the request, whose headers hold the token
-                raise found from None
-            seconds = max(pause, found.wait or 0.0)
+                raise failure from None
+            seconds = max(pause, failure.wait or 0.0)
             if seconds > LONGEST_WAIT:
-                raise found from None
-            log.warning("%s; next attempt in %.0f s", found, seconds)
+                raise failure from None
+            log.warning("%s; next attempt in %.0f s", failure, seconds)
             time.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
@@ -115,9 +115,9 @@ class Hub:
     def explained(self, error: Exception, subject: str) -> HubError:
         """Turn a client error into one with advice; transient ones become `HubUnavailable`."""
         for cause in _causes(error):
-            found = self._explained(cause, subject)
-            if found is not None:
-                return found
+            explanation = self._explained(cause, subject)
+            if explanation is not None:
+                return explanation
         text = f"{type(cause).__name__}: {cause}".strip().partition("\n")[0]
         return HubError(f"the Hub's client failed on `{subject}`: {text}")
 
@@ -182,7 +182,7 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
     """Turn an HTTP status into an error with advice."""
     response = error.response
     status = response.status_code
-    said = response.headers.get("X-Error-Message") or response.reason_phrase
+    reason = response.headers.get("X-Error-Message") or response.reason_phrase
     if status == 401:
         return HubError(
             f"the Hub does not accept the token for `{subject}`: it is missing, wrong or expired; "
@@ -190,13 +190,13 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
         )
     if status == 403:
         return HubError(
-            f"the token does not permit this for `{subject}` ({said}); use one with write access"
+            f"the token does not permit this for `{subject}` ({reason}); use one with write access"
         )
     if status == 429 or status >= 500:
         after = response.headers.get("Retry-After", "")
         wait = float(after) if after.isdigit() else None
-        return HubUnavailable(f"the Hub answered {status} ({said}) for `{subject}`", wait=wait)
-    return HubError(f"the Hub answered {status} ({said}) for `{subject}`")
+        return HubUnavailable(f"the Hub answered {status} ({reason}) for `{subject}`", wait=wait)
+    return HubError(f"the Hub answered {status} ({reason}) for `{subject}`")
 
 
 def _check_token(token: str) -> None:

@@ -6,15 +6,16 @@ with the Hub's digest, and records their origin next to the folder. An interrupt
 and keeps finished files. A model that is complete here needs no Hub.
 """
 
-import hashlib
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.hf_api import ModelInfo, RepoFile
+from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import tqdm
 
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
@@ -136,48 +137,33 @@ def _pin(wanted: HubModel) -> str:
 
 def _pinned(wanted: HubModel, work_root: Path) -> str | None:
     """Return the commit that a work root started with; None if it has not started."""
-    known = read_object(work_root / PINS_FILE).get(_pin(wanted))
-    if isinstance(known, str):
-        return known
+    commit = read_object(work_root / PINS_FILE).get(_pin(wanted))
+    if isinstance(commit, str):
+        return commit
     # older versions stored no pins: use the model fetched last
     records = work_root.glob(f"sources/*/{wanted.name}.source.json")
     for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
-        found = read_object(path)
-        if (found.get("repo"), found.get("revision")) == (wanted.repo, wanted.revision):
+        record = read_object(path)
+        if (record.get("repo"), record.get("revision")) == (wanted.repo, wanted.revision):
             return path.parent.name
     return None
 
 
 def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
     """Warn if a revision has moved away from the commit in use; send one request."""
-    name = wanted.revision or MAIN
-
-    def ask() -> ModelInfo:
-        return hub.api.model_info(wanted.repo, revision=wanted.revision)
-
+    repo, pinned = wanted.repo, f"{commit}, which this work root started with"
+    branch = f"`{wanted.revision or MAIN}` of `{repo}`"
+    ask = partial(hub.api.model_info, repo, revision=wanted.revision)
     try:
-        now = replace(hub, waits=()).call(wanted.repo, ask).sha
+        now = replace(hub, waits=()).call(repo, ask).sha
     except HubError as error:
         log.warning(
-            "cannot check whether `%s` of `%s` has moved (%s); using commit %s, which this "
-            "work root started with",
-            name,
-            wanted.repo,
-            error,
-            commit,
+            "cannot check whether %s has moved (%s); using commit %s", branch, error, pinned
         )
         return
     if now != commit:
-        log.warning(
-            "`%s` of `%s` has moved to commit %s; using %s, which this work root started "
-            "with; to get the new one use `--restart`, or name it: `%s@%s`",
-            name,
-            wanted.repo,
-            now,
-            commit,
-            wanted.repo,
-            now,
-        )
+        way_out = f"to get the new one use `--restart`, or name it: `{repo}@{now}`"
+        log.warning("%s has moved to commit %s; using %s; %s", branch, now, pinned, way_out)
 
 
 def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
@@ -198,11 +184,6 @@ def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
     return files
 
 
-def blob_id(data: bytes) -> str:
-    """Return git's digest of a file, which the Hub reports for files outside LFS."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
 def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[RepoFile]) -> None:
     """Download the files and compare them with the Hub's digests.
 
@@ -219,18 +200,19 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     )
     sync_files(folder / file.path for file in files)  # before digests are remembered
     large = [folder / file.path for file in files if file.lfs is not None]
-    found = digests(sorted(large), folder.parents[2] / DIGESTS_FILE)
+    sha256 = digests(sorted(large), folder.parents[2] / DIGESTS_FILE)
     damaged = list[str]()
     for file in files:
         path = folder / file.path
         if file.lfs is not None:
-            kind, here, there = "sha256", found[path], file.lfs.sha256
+            kind, actual, expected = "sha256", sha256[path], file.lfs.sha256
         else:
-            kind, here, there = "git digest", blob_id(path.read_bytes()), file.blob_id
-        if here != there:
+            kind, actual, expected = "git digest", git_hash(path.read_bytes()), file.blob_id
+        if actual != expected:
             path.unlink()
             damaged.append(
-                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {here}, the Hub says {there}"
+                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {actual}, the Hub "
+                f"says {expected}"
             )
     if damaged:
         raise HubUnavailable(f"damaged on the Hub or in transit: {'; '.join(damaged)}")

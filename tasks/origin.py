@@ -98,22 +98,22 @@ def origin_of_models(
     Raises:
         ConfigError: they have several sources, or would be published over the source.
     """
-    found = recorded_origins(bitrates)
-    if len(found) > 1:
-        names = ", ".join(f"`{origin.repo}@{origin.commit}`" for origin in found)
+    origins = recorded_origins(bitrates)
+    if len(origins) > 1:
+        names = ", ".join(f"`{origin.repo}@{origin.commit}`" for origin in origins)
         raise ConfigError(f"the models have several sources: {names}; publish them one by one")
-    return _as_told(found[0] if found else None, options, hub)
+    return _as_told(origins[0] if origins else None, options, hub)
 
 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
     """Return the origin to record for a source that is about to be converted."""
     wanted = hub_model(source, work_root)
     folder = fetched(wanted, work_root) if wanted else source
-    known = provenance(folder) if folder else None
-    if known is not None:
-        return _as_told(origin_from(known), options, hub)
-    found = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
-    return _as_told(found, options, hub)
+    record = provenance(folder) if folder else None
+    if record is not None:
+        return _as_told(origin_from(record), options, hub)
+    origin = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
+    return _as_told(origin, options, hub)
 
 
 def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub | None) -> Origin:

@@ -9,8 +9,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -220,7 +219,7 @@ def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:
 
 def _published_already(repository: Repository, ours: set[str], folder: Path) -> list[Bitrate]:
     """Return the other bitrates in the repository, described by their small files."""
-    found = []
+    others = []
     for branch, commit in (repository.branches() if repository.exists() else {}).items():
         if not is_branch(branch) or branch in ours:
             continue
@@ -228,8 +227,8 @@ def _published_already(repository: Repository, ours: set[str], folder: Path) -> 
         names = [name for name in ("config.json", RECORD_FILE, SCORE_FILE) if name in files]
         repository.download(commit, folder / branch, names)
         weights = sum(f.size for name, f in files.items() if name.endswith(".safetensors"))
-        found.append(replace(describe(folder / branch, weight_bytes=weights), branch=branch))
-    return found
+        others.append(replace(describe(folder / branch, weight_bytes=weights), branch=branch))
+    return others
 
 
 def upload(publication: Publication, *, progress: Progress = report) -> list[str]:
@@ -276,35 +275,25 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
         for done, (branch, commit) in enumerate(commits.items()):
             progress(Tick(stage="verify", done=done, total=total, detail=branch))
             if proved.get(branch) != commit:
-                with _emptied(file.with_suffix("")) as place:
-                    _prove_branch(publication, branch, commit, place)
+                _prove_branch(publication, branch, commit, file.with_suffix(""))
                 proved[branch] = commit
                 write_json(file, proved)
     progress(Tick(stage="verify", done=total, total=total, detail="all branches"))
     return commits
 
 
-@contextmanager
-def _emptied(place: Path) -> Iterator[Path]:
-    """Yield a new folder, and delete it; what a killed run left there is deleted first.
-
-    When a signal ends the block, threads may still write into the folder: that is no error.
-    """
-    shutil.rmtree(place, ignore_errors=True)
+def _prove_branch(publication: Publication, branch: str, commit: str, place: Path) -> None:
+    """Download a branch to a place and compare it; a bitrate must also load and generate."""
+    repository, contents = publication.repository, publication.branches[branch]
+    shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed
     place.mkdir(parents=True, exist_ok=True)
     try:
-        yield place
-    finally:
+        repository.download(commit, place, list(contents) if branch == MAIN else None)
+        damage = _differences(place, contents, repository)
+        if not damage and branch != MAIN:
+            damage = _trial(place, publication.config)
+    finally:  # after a signal, threads may still write there
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _prove_branch(publication: Publication, branch: str, commit: str, place: Path) -> None:
-    """Download a branch and compare it; a bitrate must also load and generate."""
-    repository, contents = publication.repository, publication.branches[branch]
-    repository.download(commit, place, list(contents) if branch == MAIN else None)
-    damage = _differences(place, contents, repository)
-    if not damage and branch != MAIN:
-        damage = _trial(place, publication.config)
     if damage:
         repository.set_private(True)
         raise PublicationDamaged(
@@ -315,12 +304,12 @@ def _prove_branch(publication: Publication, branch: str, commit: str, place: Pat
 
 def _differences(place: Path, contents: Contents, repository: Repository) -> list[str]:
     """Describe how downloaded files differ from those sent."""
-    found = {path.name: path for path in place.iterdir() if path.is_file()}
-    damage = [f"`{name}` is missing" for name in contents if name not in found]
-    damage += [f"`{n}` was never sent" for n in found if n not in contents and n not in KEPT]
+    files = {path.name: path for path in place.iterdir() if path.is_file()}
+    damage = [f"`{name}` is missing" for name in contents if name not in files]
+    damage += [f"`{n}` was never sent" for n in files if n not in contents and n not in KEPT]
     for name, content in contents.items():
-        if name in found and (there := digest(found[name])) != (sent := repository.sha256(content)):
-            damage.append(f"`{name}` has sha256 {there}, but {sent} was sent")
+        if name in files and (got := digest(files[name])) != (sent := repository.sha256(content)):
+            damage.append(f"`{name}` has sha256 {got}, but {sent} was sent")
     return damage
 
 

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
 from exl2flow.core.errors import HubError
 from exl2flow.core.store.source import digests
 from exl2flow.tasks.client import Hub
-from exl2flow.tasks.hub import MAIN, blob_id
+from exl2flow.tasks.hub import MAIN
 
 T = TypeVar("T")
 
@@ -91,24 +92,24 @@ class Repository:
         return self.hub.call(self.name, lambda: self._changes(branch, contents))
 
     def _changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
-        there = self._files(branch)
+        present = self._files(branch)
         added = [
             name
             for name, content in contents.items()
-            if name not in there or not self._is_same(there[name], content)
+            if name not in present or not self._is_same(present[name], content)
         ]
-        gone = [] if branch == MAIN else [name for name in there if name not in contents]
-        return added, gone
+        extra = [] if branch == MAIN else [name for name in present if name not in contents]
+        return added, extra
 
-    def _is_same(self, there: RepoFile, content: Path | bytes) -> bool:
+    def _is_same(self, present: RepoFile, content: Path | bytes) -> bool:
         """Compare by size and digest: sha256 for large files, git's digest for others."""
-        if there.lfs is not None:
-            return there.lfs.sha256 == self.sha256(content)
+        if present.lfs is not None:
+            return present.lfs.sha256 == self.sha256(content)
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        if size != there.size:
+        if size != present.size:
             return False
         data = content.read_bytes() if isinstance(content, Path) else content
-        return there.blob_id == blob_id(data)
+        return present.blob_id == git_hash(data)
 
     def sha256(self, content: Path | bytes) -> str:
         """Return the digest of content to send."""

@@ -67,9 +67,8 @@ def make_bitrate(
     with logged(), labelled(name), listening() as stop:
         state = _made(name, config, share, stop)
     if share is not None and stop.signum is not None and not share.stop.exists():
-        signal.raise_signal(
-            stop.signum
-        )  # meant for this process alone: a broken pool awaits its end
+        # Meant for this process alone: a broken pool awaits its end
+        signal.raise_signal(stop.signum)
     return state
 
 

@@ -162,16 +162,16 @@ class Conversation(Options):
     @cached_property
     def turns(self) -> list[Turn]:
         """The turns of the messages."""
-        found: list[Turn] = []
+        turns: list[Turn] = []
         for message in self.messages:
             if message.role == "user":
-                found.append(Turn(message.content, dropped=message.dropped, cut=message.cut))
+                turns.append(Turn(message.content, dropped=message.dropped, cut=message.cut))
             elif message.role == "assistant":
-                found[-1].alternatives = list(message.alternatives)
+                turns[-1].alternatives = list(message.alternatives)
                 stored = message.model_dump(include={each.name for each in fields(Answer)})
                 stored |= {"text": message.content, "ids": list(message.ids)}
-                found[-1].current = Answer(**stored)
-        return found
+                turns[-1].current = Answer(**stored)
+        return turns
 
     def forget_ids(self, encode: Callable[[str], list[int]]) -> None:
         """Replace the ids of answers, which are another model's, by those of their text."""
@@ -201,8 +201,8 @@ class Conversation(Options):
         Raises:
             WriteFailed: the disk is full or permissions forbid it.
         """
-        usual = {"messages": [each.model_dump(exclude_defaults=True) for each in self.messages]}
-        content = json.loads(self.model_dump_json(exclude={"messages"})) | usual
+        messages = [message.model_dump(exclude_defaults=True) for message in self.messages]
+        content = json.loads(self.model_dump_json(exclude={"messages"})) | {"messages": messages}
         write_json(Path(os.path.realpath(path)), content, is_private=True)
 
     @classmethod

@@ -10,7 +10,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -87,7 +87,7 @@ class DeviceLocks:
             WriteFailed: the folder belongs to another user.
         """
         self._make_folder()
-        while (file := self._lock_one(devices)) is None:
+        while (file := self._lock(devices)) is None:
             pause()
         try:
             yield _devices[self.folder]
@@ -99,46 +99,39 @@ class DeviceLocks:
         """Create the folder; another user's could hold links to our files."""
         top = self.folder.parent
         top.mkdir(exist_ok=True, mode=0o700)
-        found = top.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        status = top.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             raise WriteFailed(
                 f"`{top}` is not a folder of this user; delete it, or set TMPDIR to another place"
             )
         self.folder.mkdir(exist_ok=True)
 
-    def _lock_one(self, devices: Sequence[str]) -> IO[str] | None:
+    def _lock(self, devices: Sequence[str]) -> IO[str] | None:
+        """Return the locked file of the first free device, None if other processes hold all."""
         with _choosing:
-            own = _devices.get(self.folder)
-            for device in devices if own is None else [own]:
-                if (file := self._lock(device)) is not None:
-                    _devices[self.folder] = device
-                    return file
+            chosen = _devices.get(self.folder)
+            for device in devices if chosen is None else [chosen]:
+                path = self.folder / quote(device, safe="")
+                file = path.open("a+")
+                # Held by another process, or deleted after it was opened
+                with suppress(BlockingIOError, FileNotFoundError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                        file.truncate(0)
+                        file.write(str(os.getpid()))
+                        file.flush()
+                        _devices[self.folder] = device
+                        return file
+                file.close()
         return None
-
-    def _lock(self, device: str) -> IO[str] | None:
-        """Return the locked file of a device, None if another process holds it."""
-        path = self.folder / quote(device, safe="")
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino
-        except (BlockingIOError, FileNotFoundError):  # held by another; deleted after it was opened
-            is_ours = False
-        if not is_ours:
-            file.close()
-            return None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        return file
 
     def owners(self) -> set[int]:
         """Return the ids of the processes that hold a slot."""
-        found = set()
+        owners = set()
         for path in self.folder.glob("*"):
             with path.open("r") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    found |= {int(text)} if (text := file.read()) else set()
-        return found
+                    owners |= {int(text)} if (text := file.read()) else set()
+        return owners

@@ -47,7 +47,10 @@ class Change:
 
     def words(self, names: Mapping[str, str]) -> str:
         """Return the change for people; `names` maps options to what people call them."""
-        return f"{renamed(self.what, names)} {self.before} -> {self.now}"
+        what = self.what
+        for option, name in names.items():
+            what = what.replace(f"`{option}`", f"`{name}`")
+        return f"{what} {self.before} -> {self.now}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +76,14 @@ class Outlook:
         return {"stage": self.stage, "state": self.state, "why": self.reason(names)}
 
 
-def renamed(text: str, names: Mapping[str, str]) -> str:
-    """Replace options in backticks by what people call them."""
-    for option, name in names.items():
-        text = text.replace(f"`{option}`", f"`{name}`")
-    return text
-
-
 def stage_rows(stages: Sequence[Outlook], names: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return (what, value) for a plan: what changed, what is done again, what continues."""
-    again = [each for each in stages if each.state == "again"]
-    changed = dict.fromkeys(change.words(names) for each in again for change in each.changes)
-    continued = [f"{each.stage} {each.detail}" for each in stages if each.state == "continues"]
+    again = [e for e in stages if e.state == "again"]
+    changed = dict.fromkeys(change.words(names) for e in again for change in e.changes)
+    continued = [f"{e.stage} {e.detail}" for e in stages if e.state == "continues"]
     parts = {
         "changed": "; ".join(changed),
-        "again": ", ".join(each.stage + f" ({each.detail})" * bool(each.detail) for each in again),
+        "again": ", ".join(e.stage + f" ({e.detail})" * bool(e.detail) for e in again),
         "continues": ", ".join(continued),
     }
     return [(what, value) for what, value in parts.items() if value]
@@ -106,10 +102,10 @@ def outlook(pipeline: Pipeline) -> tuple[Outlook, ...]:
 def _outlook(pipeline: Pipeline, name: str, results: Results) -> Outlook:
     state, detail = _state(pipeline, name)
     before = None if state == "again" else _earlier(pipeline, name, results)
-    found = () if before is None else _changes(pipeline, name, before, results)
+    changes = () if before is None else _changes(pipeline, name, before, results)
     if state == "begins" and before is not None:
         state = "again"
-    return Outlook(stage=name, state=state, detail=detail, changes=tuple(dict.fromkeys(found)))
+    return Outlook(stage=name, state=state, detail=detail, changes=tuple(dict.fromkeys(changes)))
 
 
 def _state(pipeline: Pipeline, name: str) -> tuple[State, str]:
@@ -197,7 +193,7 @@ def _changes(
     for stage in dict.fromkeys([*manifest.inputs, *now]):
         old, new = manifest.inputs.get(stage), now.get(stage)
         if old is None or new is None:
-            before_it, now_it = ("off" if each is None else "on" for each in (old, new))
+            before_it, now_it = ("off" if run is None else "on" for run in (old, new))
             yield Change(what=f"stage `{stage}`", before=before_it, now=now_it)
         elif old != new:
             if old in results:

@@ -65,11 +65,11 @@ class _Work:
             if DAMAGED in folder.name or REMOVED in folder.name:
                 work.aside.append(folder)
             elif folder.is_dir() and folder.parent.name not in ("prefect", "locks"):
-                found = StageFolder.load(folder)
-                if found is None:
+                stage = StageFolder.load(folder)
+                if stage is None:
                     work.unusable.append(folder)
                 else:
-                    work.stages[found.manifest.fingerprint] = found
+                    work.stages[stage.manifest.fingerprint] = stage
         return work
 
     def with_inputs(self, fingerprints: Iterable[str]) -> set[str]:
@@ -114,12 +114,12 @@ class _Root:
         for work in self.works:
             for out, fingerprint, time in work.finished():
                 by_output[out].append((time, work, fingerprint))
-        found: dict[Path, set[str]] = {work.path: set() for work in self.works}
+        kept: dict[Path, set[str]] = {work.path: set() for work in self.works}
         for runs in by_output.values():
             newest = sorted(runs, key=lambda run: run[0], reverse=True)[: self.keep_latest]
             for _, work, fingerprint in newest:
-                found[work.path] |= work.with_inputs([fingerprint])
-        return found
+                kept[work.path] |= work.with_inputs([fingerprint])
+        return kept
 
     def needed(self, work: _Work) -> set[str]:
         """Return the fingerprints of the stages to keep."""
@@ -185,10 +185,10 @@ class _Root:
     def _work_name(self, source: Path) -> str | None:
         """Return the name of a source's work directory; None if it cannot be read."""
         try:
-            found = SourceFingerprint.of(source, memory=self.path / DIGESTS_FILE)
+            fingerprint = SourceFingerprint.of(source, memory=self.path / DIGESTS_FILE)
         except SourceModelError:
             return None
-        return WorkDir.of(self.path, found).root.name
+        return WorkDir.of(self.path, fingerprint).root.name
 
 
 def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list[Item]:
@@ -236,8 +236,8 @@ def clean(
                     if not skip_busy:
                         raise
                     busy.append(path)
-            found = unneeded(root, keep_latest=keep_latest, partial=partial)
-            items = [item for item in found if not any(map(item.path.is_relative_to, busy))]
+            removable = unneeded(root, keep_latest=keep_latest, partial=partial)
+            items = [item for item in removable if not any(map(item.path.is_relative_to, busy))]
             moved = [_move(item) for item in items]
         for path in moved:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -40,8 +40,8 @@ def altered(folder: StageFolder) -> list[str]:
     records = folder.manifest.files
     names = [name for name, record in records.items() if record.sha256 and folder.valid(name)]
     with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-digest") as threads:
-        found = threads.map(_digest, [folder.path / name for name in names])
-        return [n for n, sha256 in zip(names, found, strict=True) if sha256 != records[n].sha256]
+        digests = threads.map(_digest, [folder.path / name for name in names])
+        return [n for n, sha256 in zip(names, digests, strict=True) if sha256 != records[n].sha256]
 
 
 def _digest(path: Path) -> str:

@@ -130,11 +130,11 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents unless they exist; new ones survive a power cut."""
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        if os.access(each.parent, os.R_OK):
-            sync(each.parent)
+    for path in new:
+        if os.access(path.parent, os.R_OK):
+            sync(path.parent)
 
 
 def make_private_folder(folder: Path) -> None:

@@ -9,14 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from exl2flow.core.errors import CorruptCheckpoint, StoreError, WriteFailed
+from exl2flow.core.errors import CorruptCheckpoint, StoreError, WorkDirBusy, WriteFailed
 from exl2flow.core.store.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
@@ -29,7 +29,6 @@ from exl2flow.core.store.files import (
     write_json,
     write_tensors,
 )
-from exl2flow.core.store.locks import busy, locked_folder
 from exl2flow.core.store.manifest import SavedStates, StageManifest
 from exl2flow.core.store.manifest import versions as versions
 from exl2flow.core.store.source import SourceFingerprint
@@ -63,7 +62,7 @@ class StageFolder:
         self._lock = threading.RLock()  # a background thread stores results
         self._states_time = time.monotonic()
         self._states_cost = 0.0
-        self._begun = time.monotonic()
+        self._opened_at = time.monotonic()
         self._seconds_before = manifest.seconds
 
     @classmethod
@@ -132,7 +131,7 @@ class StageFolder:
     def save(self) -> None:
         """Write the manifest."""
         with self._lock:
-            self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
+            self.manifest.seconds = self._seconds_before + time.monotonic() - self._opened_at
             write_json(self.path / MANIFEST, self.manifest.sealed())
 
     def states_are_due(self) -> bool:
@@ -150,7 +149,7 @@ class StageFolder:
 
     def save_states(self, states: torch.Tensor, index: int) -> None:
         """Save the hidden states entering sublayer `index`, which are in main memory."""
-        begun = time.monotonic()
+        started = time.monotonic()
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
         sha256 = write_tensors(self.path / name, {"states": states})
@@ -160,7 +159,7 @@ class StageFolder:
             self.manifest.states = SavedStates(file=name, index=index, record=record)
             self.save()
         self._states_time = time.monotonic()
-        self._states_cost = self._states_time - begun
+        self._states_cost = self._states_time - started
 
     def load_states(self) -> tuple[int, torch.Tensor] | None:
         """Return (sublayer index, states) of the last saved states if they are intact."""
@@ -179,8 +178,10 @@ class StageFolder:
     def clear(self, aside: Path) -> None:
         """Move the tensors of a complete stage to a folder aside; what is small stays."""
         with self._lock:
-            kept = {n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")}
-            self.manifest.files, self.manifest.status = kept, "cleared"
+            remaining = {
+                n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")
+            }
+            self.manifest.files, self.manifest.status = remaining, "cleared"
             self.save()
             for number, path in enumerate(self.tensor_files()):
                 path.rename(aside / str(number))
@@ -228,17 +229,17 @@ def _refuse_other_device(folder: StageFolder, device: str) -> None:
     Raises:
         StoreError: the folder holds some of another one.
     """
-    found = folder.manifest
+    manifest = folder.manifest
     if not folder.has_results():
         return
-    is_lost = found.device == "cuda" and device == "cpu"
+    is_lost = manifest.device == "cuda" and device == "cpu"
     way_out = (
-        "make the GPU visible again" if is_lost else f"continue with `--device {found.device}`"
+        "make the GPU visible again" if is_lost else f"continue with `--device {manifest.device}`"
     )
     raise StoreError(
-        f"stage `{found.stage}` was begun on {found.device} ({found.cursor} of {found.total} done) "
-        f"and this run is on {device}: {way_out}, or begin the stage anew with `--restart` or by "
-        f"deleting `{folder.path}`"
+        f"stage `{manifest.stage}` was begun on {manifest.device} ({manifest.cursor} of "
+        f"{manifest.total} done) and this run is on {device}: {way_out}, or begin the stage anew "
+        f"with `--restart` or by deleting `{folder.path}`"
     )
 
 
@@ -373,7 +374,7 @@ class WorkDir:
         """
         out = out.resolve()
         path = self.root / "locks" / f"out-{digest_of(str(out))[:16]}"  # also holds the process id
-        with self._held(path, fcntl.LOCK_EX, out), locked_folder(out):
+        with self._held(path, fcntl.LOCK_EX, out), _locked_folder(out):
             yield
 
     @contextmanager
@@ -385,7 +386,7 @@ class WorkDir:
             try:
                 fcntl.flock(handle, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise busy(f"process {self._owner(path)}", self.root, out) from None
+                raise _busy(f"process {self._owner(path)}", self.root, out) from None
             if mode == fcntl.LOCK_EX:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -402,3 +403,42 @@ class WorkDir:
                 except BlockingIOError:
                     return file.read(32).decode() or "unknown"
         return "unknown"
+
+
+def _busy(owner: str, root: Path, out: Path | None = None) -> WorkDirBusy:
+    """Return the error for a work root, or an output if given, in which another process works."""
+    where, option = (root, "--work-root") if out is None else (out, "--out")
+    return WorkDirBusy(
+        f"{owner} is working in `{where}`; wait for it, stop it, or choose another `{option}`"
+    )
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder itself; a folder that is created and stays empty is removed."""
+    is_new = not folder.exists()
+    handle = _lock_folder(folder)
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+        os.close(handle)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Return a handle that locks a folder, which is created if it is missing."""
+    while True:
+        make_folder(folder)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise _busy("another process", folder, folder) from None
+        except OSError:  # a file system that locks no folders
+            return handle
+        if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+            return handle
+        os.close(handle)  # its owner removed it meanwhile
