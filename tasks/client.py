@@ -4,7 +4,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -114,7 +114,10 @@ class Hub:
 
     def explained(self, error: Exception, subject: str) -> HubError:
         """Turn a client error into one with advice; transient ones become `HubUnavailable`."""
-        for cause in _causes(error):
+        causes: list[BaseException] = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        for cause in causes:
             explanation = self._explained(cause, subject)
             if explanation is not None:
                 return explanation
@@ -162,13 +165,6 @@ class Hub:
                 "the permissions, then repeat the command"
             )
         return None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 def _is_unresolved(error: BaseException | None) -> bool:

@@ -29,7 +29,7 @@ ATTEMPTS_AHEAD = 2  # retries before the conversion; everything is checked again
 def check_target(
     options: PublishOptions, source: Path, work_root: Path, *, writer: Hub, reader: Hub
 ) -> None:
-    """Before a conversion, check as far as possible whether its result could be published.
+    """Check before a conversion whether its result could be published.
 
     If the Hub cannot be reached, log a warning and let the conversion start: everything is checked
     again before anything is published.

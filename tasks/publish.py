@@ -98,7 +98,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationDraft:
-    """A publication as far as it is known without the Hub.
+    """A publication as checked without the Hub, for `--dry-run`.
 
     branches: branch → names of its files; notes: problems overridden by `--force`; unchecked: what
     only the Hub can tell.

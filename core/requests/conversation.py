@@ -20,7 +20,7 @@ from exl2flow.core.store.files import write_json
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Marks around what a model thinks before it answers.
+    """Marks around a model's thoughts, which come before its answer.
 
     answer: what may begin an answer without thoughts, and is not part of it.
     """
@@ -32,7 +32,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFormat:
-    """How conversations are written, and by what answers end besides the model's EOS ids.
+    """A prompt format: a template of conversations, and what ends an answer besides EOS ids.
 
     template: Jinja; file: where it is from, for messages.
     stop_tokens: end an answer as tokens, those that the vocabulary has.
@@ -60,7 +60,7 @@ class PromptFormat:
 
 @dataclass(slots=True)
 class Answer:
-    """What a model answered.
+    """An answer of the model.
 
     ids: as they were generated, thoughts and marks included; text, thinking: as they were shown.
     first: how many ids come before the answer itself. seed, drawn: its draws, and how many it used.
@@ -97,7 +97,7 @@ class Turn:
 
     @property
     def thinking(self) -> str:
-        """What the model thought before it answered."""
+        """The model's thoughts before the answer."""
         return self.current.thinking
 
     @property
@@ -107,12 +107,12 @@ class Turn:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the program ended before the answer did."""
+        """Whether there is no answer yet: the program ended first."""
         return not (self.current.ids or self.current.ended)
 
 
 class _StoredMessage(Options):
-    """A message in the usual form; one of the user has `cut`, an answer what `Answer` has."""
+    """A stored message: users' messages have `cut`, answers the fields of `Answer`."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -193,7 +193,7 @@ class Conversation(Options):
         )
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all; messages leave out what is as usual.
+        """Write the file, whole or not at all; messages leave out fields with default values.
 
         Only its owner can read it, unless it replaces a file that others can read. A link stays:
         the file that it names is replaced.

@@ -1,4 +1,4 @@
-"""Refuse images, wherever they may come in."""
+"""Refuse images and videos in prompts, messages and files of conversations."""
 
 from collections.abc import Mapping
 

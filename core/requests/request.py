@@ -29,7 +29,7 @@ ELEMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """What a hook sees, before stops are checked; it may replace `sampled_token`.
+    """A sampled token as a hook sees it, before stops are checked; it may replace `sampled_token`.
 
     candidate_tokens: at least 64 ids, if the settings leave as many, likeliest first.
     logits: the model's row, before penalties.
@@ -48,7 +48,7 @@ Hook = Callable[[Sampled], object]
 
 
 class Filter(Protocol):
-    """A description of texts, for any number of requests; see `inference/filters/`."""
+    """A constraint on texts, shared by any number of requests; see `inference/filters/`."""
 
     def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
         """Return the `Constraint` of an empty text.
@@ -62,7 +62,7 @@ class Filter(Protocol):
 
 
 class AdapterLike(Protocol):
-    """A change to a model; see `inference/adapters/`. Those of equal `digest` are the same."""
+    """An adapter of a model (`inference/adapters/`); adapters of equal `digest` are the same."""
 
     @property
     def digest(self) -> bytes: ...

@@ -19,6 +19,7 @@ import torch
 
 from exl2flow.core.errors import WriteFailed
 from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.store.files import holder
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _devices: dict[Path, str] = {}  # folder → the device that this process stays with
@@ -127,11 +128,4 @@ class DeviceLocks:
 
     def owners(self) -> set[int]:
         """Return the ids of the processes that hold a slot."""
-        owners = set()
-        for path in self.folder.glob("*"):
-            with path.open("r") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    owners |= {int(text)} if (text := file.read()) else set()
-        return owners
+        return {int(text) for text in map(holder, self.folder.glob("*")) if text}

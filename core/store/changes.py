@@ -109,7 +109,7 @@ def _outlook(pipeline: Pipeline, name: str, results: Results) -> Outlook:
 
 
 def _state(pipeline: Pipeline, name: str) -> tuple[State, str]:
-    """Return what a run would do with a stage as far as its own folder shows, and details."""
+    """Return what a run would do with a stage, judged by its folder alone, and details."""
     path = pipeline.path(name)
     folder = StageFolder.load(path, pipeline.refs[name].fingerprint)
     if folder is None:

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from time import strftime
 
 from exl2flow.core.errors import (
     ConfigError,
@@ -27,7 +26,7 @@ from exl2flow.core.errors import (
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.damage import OUTPUT
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance_file
-from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir, with_inputs
+from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir, path_aside, with_inputs
 
 log = logging.getLogger(__name__)
 
@@ -268,9 +267,7 @@ def _move(item: Item) -> Path:
     path = item.path
     if REMOVED in path.name:
         return path
-    target = path.with_name(f"{path.name}{REMOVED}{strftime('%Y%m%dT%H%M%S')}")
-    while target.exists():  # of a clean that was killed within this second
-        target = target.with_name(f"{target.name}-")
+    target = path_aside(path, REMOVED)
     if item.is_tensors:
         target.mkdir()
         folder = StageFolder.load(path)

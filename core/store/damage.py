@@ -66,7 +66,7 @@ def check_input(folder: StageFolder) -> None:
 
 
 def check_output(out: Path, work_root: Path) -> None:
-    """Check an output folder as far as a work root knows what was written there.
+    """Compare the files of an output folder with the digests in a work root.
 
     Raises:
         CorruptCheckpoint: a file differs.

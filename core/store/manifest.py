@@ -53,7 +53,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 class StageManifest(BaseModel):
-    """What a stage folder holds; rewritten after every commit.
+    """Files, options and progress of a stage folder; rewritten after every commit.
 
     Fields that a newer version has added are ignored.
     """

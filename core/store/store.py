@@ -22,6 +22,7 @@ from exl2flow.core.store.files import (
     FileRecord,
     digest,
     digest_of,
+    holder,
     make_folder,
     read_json,
     read_tensors,
@@ -43,7 +44,7 @@ STATES_LONGEST = 15  # intervals between saves at most
 
 
 class StageRef(BaseModel):
-    """What stages and tasks exchange: which result, and where."""
+    """Reference to a stage's result, exchanged by stages and tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,7 +68,9 @@ class StageFolder:
 
     @classmethod
     def load(cls, path: Path, fingerprint: str | None = None) -> Self | None:
-        """Return the folder of a result; None without an intact manifest, or with another's.
+        """Return the folder of a result; None without an intact manifest with this fingerprint.
+
+        Any fingerprint will do if none is given.
 
         Raises:
             ReadFailed: the manifest is there but cannot be read.
@@ -204,9 +207,7 @@ def _set_aside(path: Path, stage: str) -> None:
     """
     if not path.exists() or (path.is_dir() and not any(_finished_files(path))):
         return
-    target = path.with_name(f"{path.name}{DAMAGED}{time.strftime('%Y%m%dT%H%M%S')}")
-    while target.exists():
-        target = target.with_name(f"{target.name}-")
+    target = path_aside(path, DAMAGED)
     try:
         path.rename(target)
     except OSError as error:
@@ -217,6 +218,14 @@ def _set_aside(path: Path, stage: str) -> None:
         stage,
         target,
     )
+
+
+def path_aside(path: Path, mark: str) -> Path:
+    """Return a free path beside another, with a mark and the time in its name."""
+    target = path.with_name(f"{path.name}{mark}{time.strftime('%Y%m%dT%H%M%S')}")
+    while target.exists():  # made within this second
+        target = target.with_name(f"{target.name}-")
+    return target
 
 
 def _finished_files(path: Path) -> Iterator[Path]:
@@ -396,13 +405,8 @@ class WorkDir:
 
     def _owner(self, path: Path) -> str:
         """Return the process id in a lock file that is held; one that is shared has none."""
-        for held in (path, *sorted((self.root / "locks").glob("*"))):
-            with held.open("rb") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return file.read(32).decode() or "unknown"
-        return "unknown"
+        texts = map(holder, (path, *sorted((self.root / "locks").glob("*"))))
+        return next((text for text in texts if text is not None), "") or "unknown"
 
 
 def _busy(owner: str, root: Path, out: Path | None = None) -> WorkDirBusy:

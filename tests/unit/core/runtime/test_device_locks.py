@@ -105,7 +105,7 @@ def test_gpus_are_those_that_cuda_is_told_to_show(monkeypatch: pytest.MonkeyPatc
     assert visible_gpus("cpu") == []
 
 
-def test_who_waits_goes_on_when_the_device_is_free(slots: DeviceLocks) -> None:
+def test_waiting_process_continues_when_the_device_is_free(slots: DeviceLocks) -> None:
     with holder(slots, "0") as other:
         said(other)
 
@@ -180,7 +180,7 @@ def test_slots_of_a_host_are_for_their_user_only(
     assert mode == 0o700
 
 
-def test_folder_that_is_somebody_elses_is_not_used(slots: DeviceLocks, tmp_path: Path) -> None:
+def test_folder_of_another_user_is_refused(slots: DeviceLocks, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     slots.folder.parent.symlink_to(tmp_path / "elsewhere")
 
