@@ -5,10 +5,12 @@ the slot is free again. All processes of a user share the folder.
 """
 
 import fcntl
+import logging
 import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,10 +23,13 @@ from exl2flow.core.errors import WriteFailed
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import holder
 
+log = logging.getLogger(__name__)
+
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _devices: dict[Path, str] = {}  # folder → the device that this process stays with
 _choosing = threading.Lock()
 _gpu = threading.RLock()  # of the thread that works on this process's GPU
+WAIT_SECONDS = 0.2  # between attempts to hold a device
 TURN_SECONDS = 0.5  # between looks at a stop request while another thread has the GPU
 
 
@@ -75,21 +80,25 @@ class DeviceLocks:
         return cls(Path(tempfile.gettempdir()) / f"exl2flow-slots-{os.getuid()}" / kind)
 
     @contextmanager
-    def hold(self, devices: Sequence[str], pause: Callable[[], None]) -> Iterator[str]:
-        """Hold a device for the block; call `pause` between attempts to get a free one.
+    def hold(self, devices: Sequence[str], check: Callable[[], None]) -> Iterator[str]:
+        """Hold a device for the block, after waiting until one is free.
 
         A process keeps its first device, because CUDA would not see a second one.
 
         Args:
             devices: names as in `CUDA_VISIBLE_DEVICES`, in order of preference.
-            pause: waits a while, or raises to give up.
+            check: called before each further attempt; raises to give up.
 
         Raises:
             WriteFailed: the folder belongs to another user.
         """
         self._make_folder()
-        while (file := self._lock(devices)) is None:
-            pause()
+        if (file := self._lock(devices)) is None:
+            log.info("waiting for one of the devices %s, all in use", ", ".join(devices))
+        while file is None:
+            check()
+            time.sleep(WAIT_SECONDS)
+            file = self._lock(devices)
         try:
             yield _devices[self.folder]
         finally:
