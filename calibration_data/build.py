@@ -10,6 +10,7 @@ files.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -88,12 +89,8 @@ def alternated(sources: Iterable[Sequence[Document]]) -> list[Document]:
 
 def write_documents(documents: Sequence[Document], path: Path) -> None:
     """Write the columns kind, name, language and text, all strings."""
-    fields = ("kind", "name", "language", "text")
-    table = pa.table(
-        {name: pa.array([getattr(document, name) for document in documents]) for name in fields}
-    )
     pq.write_table(
-        table,
+        pa.Table.from_pylist([asdict(document) for document in documents]),
         path,
         compression="zstd",
         compression_level=19,

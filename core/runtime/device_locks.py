@@ -21,7 +21,6 @@ import torch
 
 from exl2flow.core.errors import WriteFailed
 from exl2flow.core.runtime.interrupt import look
-from exl2flow.core.store.files import holder
 
 log = logging.getLogger(__name__)
 
@@ -137,4 +136,11 @@ class DeviceLocks:
 
     def owners(self) -> set[int]:
         """Return the ids of the processes that hold a slot."""
-        return {int(text) for text in map(holder, self.folder.glob("*")) if text}
+        owners = set()
+        for path in self.folder.glob("*"):
+            with path.open("r") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    owners |= {int(text)} if (text := file.read()) else set()
+        return owners

@@ -240,16 +240,6 @@ def lock(path: Path, how: int = 0) -> BinaryIO:
     return file
 
 
-def holder(path: Path) -> str | None:
-    """Return the text in a lock file while another process holds it, else None."""
-    with path.open("rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return file.read(32).decode()
-    return None
-
-
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Wait for the lock of a file that several processes read, change and write.

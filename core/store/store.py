@@ -22,7 +22,6 @@ from exl2flow.core.store.files import (
     FileRecord,
     digest,
     digest_of,
-    holder,
     make_folder,
     read_json,
     read_tensors,
@@ -205,7 +204,8 @@ def _set_aside(path: Path, stage: str) -> None:
     Raises:
         WriteFailed: it cannot be renamed.
     """
-    if not path.exists() or (path.is_dir() and not any(_finished_files(path))):
+    files = (p for p in path.rglob("*") if p.is_file() and not p.name.endswith(TEMPORARY_SUFFIX))
+    if not path.exists() or (path.is_dir() and not any(files)):
         return
     target = path_aside(path, DAMAGED)
     try:
@@ -226,10 +226,6 @@ def path_aside(path: Path, mark: str) -> Path:
     while target.exists():  # made within this second
         target = target.with_name(f"{target.name}-")
     return target
-
-
-def _finished_files(path: Path) -> Iterator[Path]:
-    return (p for p in path.rglob("*") if p.is_file() and not p.name.endswith(TEMPORARY_SUFFIX))
 
 
 def _refuse_other_device(folder: StageFolder, device: str) -> None:
@@ -405,8 +401,13 @@ class WorkDir:
 
     def _owner(self, path: Path) -> str:
         """Return the process id in a lock file that is held; one that is shared has none."""
-        texts = map(holder, (path, *sorted((self.root / "locks").glob("*"))))
-        return next((text for text in texts if text is not None), "") or "unknown"
+        for held in (path, *sorted((self.root / "locks").glob("*"))):
+            with held.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return file.read(32).decode() or "unknown"
+        return "unknown"
 
 
 def _busy(owner: str, root: Path, out: Path | None = None) -> WorkDirBusy:
