@@ -180,10 +180,8 @@ class StageFolder:
     def clear(self, aside: Path) -> None:
         """Move the tensors of a complete stage to a folder aside; what is small stays."""
         with self._lock:
-            remaining = {
-                n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")
-            }
-            self.manifest.files, self.manifest.status = remaining, "cleared"
+            rest = {n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")}
+            self.manifest.files, self.manifest.status = rest, "cleared"
             self.save()
             for number, path in enumerate(self.tensor_files()):
                 path.rename(aside / str(number))
