@@ -10,6 +10,7 @@ files.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -52,8 +53,8 @@ def generated_documents() -> list[Document]:
 
 def standard_documents() -> list[Document]:
     """Return the whole standard set, kind by kind."""
-    made = generated_documents()
-    sources = [*written_documents(), *([one for one in made if one.kind == kind] for kind in KINDS)]
+    from_programs = generated_documents()
+    sources = written_documents() + [[d for d in from_programs if d.kind == kind] for kind in KINDS]
     documents: list[Document] = []
     for kind in KINDS:
         documents += alternated(source for source in sources if source and source[0].kind == kind)
@@ -78,22 +79,18 @@ def heldout_documents() -> list[Document]:
 
 def alternated(sources: Iterable[Sequence[Document]]) -> list[Document]:
     """Merge the sources so that each is spread evenly over the result."""
-    placed = [
+    positions = [
         ((index + 0.5) / len(source), document)
         for source in sources
         for index, document in enumerate(source)
     ]
-    return [document for _, document in sorted(placed, key=lambda pair: pair[0])]
+    return [document for _, document in sorted(positions, key=lambda pair: pair[0])]
 
 
 def write_documents(documents: Sequence[Document], path: Path) -> None:
     """Write the columns kind, name, language and text, all strings."""
-    fields = ("kind", "name", "language", "text")
-    table = pa.table(
-        {name: pa.array([getattr(document, name) for document in documents]) for name in fields}
-    )
     pq.write_table(
-        table,
+        pa.Table.from_pylist([asdict(document) for document in documents]),
         path,
         compression="zstd",
         compression_level=19,

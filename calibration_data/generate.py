@@ -6,47 +6,55 @@ documents everywhere. The makers are in `arithmetic.py` (worked examples) and `r
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from exl2flow.calibration_data import arithmetic, records
 
-Maker = Callable[[random.Random], str]
+Maker = Callable[[random.Random], Iterator[str]]
 
-MAKERS: tuple[tuple[str, str, Maker], ...] = (
-    ("technical", "long-multiplication", arithmetic.long_multiplication),
-    ("technical", "access-log", records.access_log),
-    ("technical", "json-records", records.json_records),
-    ("technical", "linear-equations", arithmetic.linear_equations),
-    ("web", "timetable", records.timetable),
-    ("technical", "yaml-service", records.yaml_service),
-    ("technical", "number-systems", arithmetic.number_systems),
-    ("technical", "service-log", records.service_log),
-    ("technical", "csv-measurements", records.csv_measurements),
-    ("web", "price-list", records.price_list),
-    ("technical", "fractions", arithmetic.fractions),
-    ("technical", "configuration", records.configuration),
-    ("technical", "dates", arithmetic.dates),
-    ("technical", "sql-session", records.sql_session),
-    ("technical", "long-division", arithmetic.long_division),
-    ("web", "results-table", records.results_table),
-    ("technical", "test-run", records.test_run),
-    ("technical", "unit-conversions", arithmetic.unit_conversions),
-    ("technical", "hex-dump", records.hex_dump),
-    ("technical", "statistics", arithmetic.statistics),
-    ("technical", "xml-records", records.xml_records),
-    ("web", "invoice", records.invoice),
-    ("technical", "matrices", arithmetic.matrices),
-    ("technical", "boot-log", records.boot_log),
-    ("technical", "compound-interest", arithmetic.compound_interest),
-    ("technical", "truth-table", arithmetic.truth_table),
-    ("technical", "shell-session", records.shell_session),
-    ("technical", "factorizations", arithmetic.factorizations),
-    ("web", "weather-report", records.weather_report),
-    ("technical", "quadratics", arithmetic.quadratics),
-    ("technical", "instrument-table", records.instrument_table),
-    ("technical", "word-problems", arithmetic.word_problems),
+MAKERS: tuple[Maker, ...] = (
+    arithmetic.long_multiplication,
+    records.access_log,
+    records.json_records,
+    arithmetic.linear_equations,
+    records.timetable,
+    records.yaml_service,
+    arithmetic.number_systems,
+    records.service_log,
+    records.csv_measurements,
+    records.price_list,
+    arithmetic.fractions,
+    records.configuration,
+    arithmetic.dates,
+    records.sql_session,
+    arithmetic.long_division,
+    records.results_table,
+    records.test_run,
+    arithmetic.unit_conversions,
+    records.hex_dump,
+    arithmetic.statistics,
+    records.xml_records,
+    records.invoice,
+    arithmetic.matrices,
+    records.boot_log,
+    arithmetic.compound_interest,
+    arithmetic.truth_table,
+    records.shell_session,
+    arithmetic.factorizations,
+    records.weather_report,
+    arithmetic.quadratics,
+    records.instrument_table,
+    arithmetic.word_problems,
 )
+
+WEB = {
+    records.timetable,
+    records.price_list,
+    records.results_table,
+    records.invoice,
+    records.weather_report,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +73,11 @@ def generated(seed: int, size: int) -> list[Document]:
     total = 0
     while total < size:
         index = len(documents)
-        kind, name, make = MAKERS[index % len(MAKERS)]
+        make = MAKERS[index % len(MAKERS)]
+        kind = "web" if make in WEB else "technical"
         # A string seed is hashed the same way on every platform and Python version.
-        text = make(random.Random(f"{seed}/{index}")).strip("\n")
-        label = f"{name}-{index // len(MAKERS) + 1:02d}"
+        text = "\n".join(make(random.Random(f"{seed}/{index}"))).strip("\n")
+        label = f"{make.__name__.replace('_', '-')}-{index // len(MAKERS) + 1:02d}"
         documents.append(Document(kind=kind, name=label, language="en", text=text))
         total += len(text.encode())
     return documents

@@ -161,7 +161,7 @@ def committing() -> Iterator[dict[Path, tuple[int, set[str]]]]:
 def _lost(committed: Mapping[Path, tuple[int, set[str]]]) -> str | None:
     """Return a committed result that is not there; one that a later commit dropped may be gone."""
     for path, (cursor, names) in committed.items():
-        found = StageFolder.found(path)
+        found = StageFolder.load(path)
         if found is None or found.manifest.cursor < cursor:
             return path.name
         for name in names & found.manifest.files.keys():

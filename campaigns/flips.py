@@ -137,7 +137,7 @@ class Converted:
             pass
         finally:
             store.STATES_INTERVAL_SECONDS = before
-        found = StageFolder.found(pipeline.path("quantize"))
+        found = StageFolder.load(pipeline.path("quantize"))
         assert found is not None
         assert found.manifest.states is not None
         return pipeline, found.path / found.manifest.states.file
@@ -190,7 +190,7 @@ class Converted:
 def flipped(folder: Path, name: str, bit: int) -> Iterator[StageFolder]:
     """Flip a bit of a stage's file unseen for the block."""
     flip_unseen(folder, name, bit)
-    found = StageFolder.found(folder)
+    found = StageFolder.load(folder)
     assert found is not None
     damage.distrust()
     try:
@@ -273,7 +273,7 @@ def try_states(made: Converted, limits: Limits, chance: random.Random) -> Counts
     for _ in tally.within(limits.gate, limits.end):
         pipeline, path = made.interrupted()
         flip(path, some_bit(path, chance))
-        folder = StageFolder.found(path.parent)
+        folder = StageFolder.load(path.parent)
         assert folder is not None
         assert folder.manifest.states is not None
         record = FileRecord.of(path, sha256=digest(path))  # as if nobody had compared it

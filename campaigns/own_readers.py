@@ -52,7 +52,7 @@ class Manifest(Reader):
         return [self.path.read_bytes()]
 
     def use(self) -> None:
-        stage = StageFolder.found(self.path.parent)
+        stage = StageFolder.load(self.path.parent)
         if stage is not None:
             stage.is_complete()
             stage.has_results()

@@ -5,6 +5,7 @@ Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 UNKNOWN = "–"
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
@@ -16,24 +17,10 @@ def fixed(value: float | None, digits: int) -> str:
     return UNKNOWN if value is None else f"{value:.{digits}f}"
 
 
-def bits(value: float | None) -> str:
-    """Return bits per weight."""
-    return fixed(value, 3)
-
-
-def perplexity(value: float | None) -> str:
-    """Return a perplexity."""
-    return fixed(value, 4)
-
-
-def divergence(value: float | None) -> str:
-    """Return a KL divergence in nats."""
-    return fixed(value, 5)
-
-
-def error(value: float | None) -> str:
-    """Return a relative error."""
-    return fixed(value, 4)
+bits = partial(fixed, digits=3)  # per weight
+perplexity = partial(fixed, digits=4)
+divergence = partial(fixed, digits=5)  # KL divergence in nats
+error = partial(fixed, digits=4)  # relative
 
 
 def cost(value: float | None) -> str:

@@ -4,9 +4,9 @@ from prefect import flow
 
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.flows.runs.in_flow import cancelled_if_interrupted
+from exl2flow.tasks.hub_tasks import publish_models
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publish import Published
-from exl2flow.tasks.publishing import publish_models
 
 
 @flow(

@@ -12,7 +12,7 @@ from exl2flow.inference.validate.stage import verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
-from exl2flow.tasks.fetch import fetched_in_flow
+from exl2flow.tasks.hub_tasks import fetched_in_flow
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.tags import tag_run
 

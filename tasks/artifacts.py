@@ -115,8 +115,8 @@ class ProgressArtifact:
     def _publish(self, percent: float, words: str) -> None:
         if self._id is None:
             key = self._artifacts.key(self._stage)
-            made = create_progress_artifact(percent, key=key, description=words)
-            self._id = cast(UUID, made)  # a coroutine only in asynchronous flows
+            created = create_progress_artifact(percent, key=key, description=words)
+            self._id = cast(UUID, created)  # a coroutine only in asynchronous flows
         else:
             update_progress_artifact(self._id, percent, description=words)
 

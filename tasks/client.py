@@ -4,7 +4,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
@@ -67,24 +68,24 @@ class Hub:
         Raises:
             HubError: what failed and what to do.
         """
-        for wait in (*self.waits, None):
+        for pause in (*self.waits, None):
             try:
                 answer = function() if transfers else self._answer(subject, function)
                 self.has_answered.set()
                 return answer
             except Exl2FlowError as error:
-                found = error
+                failure = error
             except Exception as error:
-                found = self.explained(error, subject)
+                failure = self.explained(error, subject)
                 if _is_unresolved(error) and not self.has_answered.is_set():
-                    raise found from None
-            if not isinstance(found, HubUnavailable) or wait is None:
+                    raise failure from None
+            if not isinstance(failure, HubUnavailable) or pause is None:
                 # The client's errors hold the request, whose headers hold the token
-                raise found from None
-            seconds = max(wait, found.wait or 0.0)
+                raise failure from None
+            seconds = max(pause, failure.wait or 0.0)
             if seconds > LONGEST_WAIT:
-                raise found from None
-            log.warning("%s; next attempt in %.0f s", found, seconds)
+                raise failure from None
+            log.warning("%s; next attempt in %.0f s", failure, seconds)
             time.sleep(seconds)
         raise AssertionError("the last attempt returns or raises")
 
@@ -96,33 +97,30 @@ class Hub:
         Raises:
             TimeoutError: no answer within `timeout`.
         """
-        answers: list[T] = []
-        errors: list[Exception] = []
+        answer = Future[T]()
 
         def attempt() -> None:
             try:
-                answers.append(function())
+                answer.set_result(function())
             except Exception as error:  # raised again below, in the caller's thread
-                errors.append(error)
+                answer.set_exception(error)
 
-        thread = threading.Thread(target=attempt, name="hub", daemon=True)
-        thread.start()
-        thread.join(self.silence)
-        if thread.is_alive():
+        threading.Thread(target=attempt, name="hub", daemon=True).start()
+        if wait([answer], self.silence).not_done:
             log.warning("waiting for %s: no answer for `%s` yet", self.api.endpoint, subject)
-            thread.join(self.timeout - self.silence)
-        if errors:
-            raise errors[0]
-        if not answers:
-            raise TimeoutError(f"no answer within {self.timeout:.0f} s")
-        return answers[0]
+            if wait([answer], self.timeout - self.silence).not_done:
+                raise TimeoutError(f"no answer within {self.timeout:.0f} s")
+        return answer.result()
 
     def explained(self, error: Exception, subject: str) -> HubError:
         """Turn a client error into one with advice; transient ones become `HubUnavailable`."""
-        for cause in _causes(error):
-            found = self._explained(cause, subject)
-            if found is not None:
-                return found
+        causes: list[BaseException] = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        for cause in causes:
+            explanation = self._explained(cause, subject)
+            if explanation is not None:
+                return explanation
         text = f"{type(cause).__name__}: {cause}".strip().partition("\n")[0]
         return HubError(f"the Hub's client failed on `{subject}`: {text}")
 
@@ -169,13 +167,6 @@ class Hub:
         return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__
-
-
 def _is_unresolved(error: BaseException | None) -> bool:
     """Return whether the Hub's host name does not resolve."""
     while error is not None and not isinstance(error, socket.gaierror):
@@ -187,7 +178,7 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
     """Turn an HTTP status into an error with advice."""
     response = error.response
     status = response.status_code
-    said = response.headers.get("X-Error-Message") or response.reason_phrase
+    reason = response.headers.get("X-Error-Message") or response.reason_phrase
     if status == 401:
         return HubError(
             f"the Hub does not accept the token for `{subject}`: it is missing, wrong or expired; "
@@ -195,13 +186,13 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
         )
     if status == 403:
         return HubError(
-            f"the token does not permit this for `{subject}` ({said}); use one with write access"
+            f"the token does not permit this for `{subject}` ({reason}); use one with write access"
         )
     if status == 429 or status >= 500:
         after = response.headers.get("Retry-After", "")
         wait = float(after) if after.isdigit() else None
-        return HubUnavailable(f"the Hub answered {status} ({said}) for `{subject}`", wait=wait)
-    return HubError(f"the Hub answered {status} ({said}) for `{subject}`")
+        return HubUnavailable(f"the Hub answered {status} ({reason}) for `{subject}`", wait=wait)
+    return HubError(f"the Hub answered {status} ({reason}) for `{subject}`")
 
 
 def _check_token(token: str) -> None:

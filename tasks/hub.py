@@ -6,15 +6,16 @@ with the Hub's digest, and records their origin next to the folder. An interrupt
 and keeps finished files. A model that is complete here needs no Hub.
 """
 
-import hashlib
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.hf_api import ModelInfo, RepoFile
+from huggingface_hub.utils.sha import git_hash
 from huggingface_hub.utils.tqdm import tqdm
 
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
@@ -68,8 +69,7 @@ def local_or_fetched(
         folder = fetching(wanted)
         say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
         return folder
-    named = HubModel.of(source)
-    if named is not None and named.is_begun(work_root):
+    if (named := HubModel.of(source)) and named.is_begun(work_root):
         say(f"source  `{source}` is a folder here and is used instead of the Hub's model")
     return source
 
@@ -89,13 +89,12 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
         SourceModelError: it has no safetensors.
     """
     is_fixed = _is_fixed(wanted)
-    began = None if is_fixed or renew else _pinned(wanted, work_root)
-    commit = wanted.revision if is_fixed else began
-    if began is not None:
-        _say_if_moved(wanted, began, hub)
-    if commit is not None and _is_here(folder := _folder(wanted, work_root, commit), wanted):
+    pinned = None if is_fixed or renew else _pinned(wanted, work_root)
+    if pinned is not None:
+        _say_if_moved(wanted, pinned, hub)
+    revision = pinned or wanted.revision
+    if (is_fixed or pinned) and _is_here(folder := _folder(wanted, work_root, revision), wanted):
         return folder
-    revision = commit or wanted.revision
     info = hub.call(wanted.repo, lambda: hub.api.model_info(wanted.repo, revision=revision))
     commit = str(info.sha)
     folder = _folder(wanted, work_root, commit)
@@ -107,14 +106,14 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
     if not _is_here(folder, wanted):
         files = hub.call(wanted.repo, lambda: needed_files(hub, wanted.repo, commit))
         hub.call(wanted.repo, lambda: _download(hub, wanted, commit, folder, files), transfers=True)
-        write_json(provenance_file(folder), _record(wanted, info))
+        write_json(provenance_file(folder), record_of(wanted.repo, wanted.revision, info))
     return folder
 
 
 def fetched(wanted: HubModel, work_root: Path) -> Path | None:
     """Return the folder that `fetch` would return without downloading, None if there is none."""
     commit = wanted.revision if _is_fixed(wanted) else _pinned(wanted, work_root)
-    folder = _folder(wanted, work_root, commit or "")
+    folder = _folder(wanted, work_root, commit)
     return folder if _is_here(folder, wanted) else None
 
 
@@ -123,8 +122,8 @@ def _is_fixed(wanted: HubModel) -> bool:
     return COMMIT.fullmatch(wanted.revision or "") is not None
 
 
-def _folder(wanted: HubModel, work_root: Path, commit: str) -> Path:
-    return work_root / "sources" / commit / wanted.name
+def _folder(wanted: HubModel, work_root: Path, commit: str | None) -> Path:
+    return work_root / "sources" / (commit or "") / wanted.name
 
 
 def _is_here(folder: Path, wanted: HubModel) -> bool:
@@ -138,48 +137,33 @@ def _pin(wanted: HubModel) -> str:
 
 def _pinned(wanted: HubModel, work_root: Path) -> str | None:
     """Return the commit that a work root started with; None if it has not started."""
-    known = read_object(work_root / PINS_FILE).get(_pin(wanted))
-    if isinstance(known, str):
-        return known
+    commit = read_object(work_root / PINS_FILE).get(_pin(wanted))
+    if isinstance(commit, str):
+        return commit
     # older versions stored no pins: use the model fetched last
     records = work_root.glob(f"sources/*/{wanted.name}.source.json")
     for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
-        found = read_object(path)
-        if (found.get("repo"), found.get("revision")) == (wanted.repo, wanted.revision):
+        record = read_object(path)
+        if (record.get("repo"), record.get("revision")) == (wanted.repo, wanted.revision):
             return path.parent.name
     return None
 
 
 def _say_if_moved(wanted: HubModel, commit: str, hub: Hub) -> None:
     """Warn if a revision has moved away from the commit in use; send one request."""
-    name = wanted.revision or MAIN
-
-    def ask() -> ModelInfo:
-        return hub.api.model_info(wanted.repo, revision=wanted.revision)
-
+    repo, pinned = wanted.repo, f"{commit}, which this work root started with"
+    branch = f"`{wanted.revision or MAIN}` of `{repo}`"
+    ask = partial(hub.api.model_info, repo, revision=wanted.revision)
     try:
-        now = replace(hub, waits=()).call(wanted.repo, ask).sha
+        now = replace(hub, waits=()).call(repo, ask).sha
     except HubError as error:
         log.warning(
-            "cannot check whether `%s` of `%s` has moved (%s); using commit %s, which this "
-            "work root started with",
-            name,
-            wanted.repo,
-            error,
-            commit,
+            "cannot check whether %s has moved (%s); using commit %s", branch, error, pinned
         )
         return
     if now != commit:
-        log.warning(
-            "`%s` of `%s` has moved to commit %s; using %s, which this work root started "
-            "with; to get the new one use `--restart`, or name it: `%s@%s`",
-            name,
-            wanted.repo,
-            now,
-            commit,
-            wanted.repo,
-            now,
-        )
+        way_out = f"to get the new one use `--restart`, or name it: `{repo}@{now}`"
+        log.warning("%s has moved to commit %s; using %s; %s", branch, now, pinned, way_out)
 
 
 def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
@@ -200,11 +184,6 @@ def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
     return files
 
 
-def blob_id(data: bytes) -> str:
-    """Return git's digest of a file, which the Hub reports for files outside LFS."""
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
 def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[RepoFile]) -> None:
     """Download the files and compare them with the Hub's digests.
 
@@ -221,27 +200,22 @@ def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list
     )
     sync_files(folder / file.path for file in files)  # before digests are remembered
     large = [folder / file.path for file in files if file.lfs is not None]
-    found = digests(sorted(large), folder.parents[2] / DIGESTS_FILE)
+    sha256 = digests(sorted(large), folder.parents[2] / DIGESTS_FILE)
     damaged = list[str]()
     for file in files:
         path = folder / file.path
         if file.lfs is not None:
-            kind, here, there = "sha256", found[path], file.lfs.sha256
+            kind, actual, expected = "sha256", sha256[path], file.lfs.sha256
         else:
-            kind, here, there = "git digest", blob_id(path.read_bytes()), file.blob_id
-        if here != there:
+            kind, actual, expected = "git digest", git_hash(path.read_bytes()), file.blob_id
+        if actual != expected:
             path.unlink()
             damaged.append(
-                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {here}, the Hub says {there}"
+                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {actual}, the Hub "
+                f"says {expected}"
             )
     if damaged:
         raise HubUnavailable(f"damaged on the Hub or in transit: {'; '.join(damaged)}")
-
-
-def _tick(received: int, total: int, repo: str) -> Tick:
-    """Return the progress of a download in mebibytes, rounded up."""
-    done, whole = (-(-size // MEBIBYTE) for size in (min(received, total), total))
-    return Tick(stage="fetch", done=done, total=max(whole, 1), detail=f"MiB of {repo}")
 
 
 def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
@@ -266,17 +240,19 @@ def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
             step = self._received * STEPS // max(total, 1)
             if step > Meter._shown:
                 Meter._shown = step
-                progress(_tick(self._received, total, repo))
+                done, whole = (-(-n // MEBIBYTE) for n in (min(self._received, total), total))
+                detail = f"MiB of {repo}"
+                progress(Tick(stage="fetch", done=done, total=max(whole, 1), detail=detail))
 
     return Meter
 
 
-def _record(wanted: HubModel, info: ModelInfo) -> dict[str, object]:
-    """Return the record that `core.source.provenance` reads."""
-    card = dict(info.card_data.to_dict()) if info.card_data else {}  # type: ignore[no-untyped-call]  # theirs
+def record_of(repo: str, revision: str | None, info: ModelInfo) -> dict[str, object]:
+    """Return the record that `core.store.source.provenance` reads."""
+    card: Any = info.card_data or {}
     return {
-        "repo": wanted.repo,
-        "revision": wanted.revision,
+        "repo": repo,
+        "revision": revision,
         "commit": info.sha,
         **{key: card.get(key) for key in ("license", "license_name", "license_link")},
         "gated": bool(info.gated),

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from exl2flow.core.errors import ConfigError, HubError, HubUnavailable, PublicationRefused
 from exl2flow.core.options.publication import PublishOptions
@@ -20,7 +19,7 @@ from exl2flow.inference.report.publication import (
     recorded_origins,
 )
 from exl2flow.tasks.client import Hub
-from exl2flow.tasks.hub import fetched
+from exl2flow.tasks.hub import fetched, record_of
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ ATTEMPTS_AHEAD = 2  # retries before the conversion; everything is checked again
 def check_target(
     options: PublishOptions, source: Path, work_root: Path, *, writer: Hub, reader: Hub
 ) -> None:
-    """Before a conversion, check as far as possible whether its result could be published.
+    """Check before a conversion whether its result could be published.
 
     If the Hub cannot be reached, log a warning and let the conversion start: everything is checked
     again before anything is published.
@@ -50,9 +49,7 @@ def check_target(
     """
     reader, writer = (replace(hub, waits=hub.waits[:ATTEMPTS_AHEAD]) for hub in (reader, writer))
     try:
-        problems = origin_problems(_origin_of_source(source, work_root, options, reader))
-        if problems and not options.force:
-            raise refusal(problems)
+        refuse(origin_problems(_origin_of_source(source, work_root, options, reader)), options)
         check_account(options.repo, writer)
     except HubUnavailable as error:
         log.warning(
@@ -62,10 +59,11 @@ def check_target(
         )
 
 
-def refusal(problems: Sequence[str]) -> PublicationRefused:
-    """Return an error that lists all problems."""
-    text = "\n".join(problems)
-    return PublicationRefused(f"{text}; `--force` publishes anyway and says so on the card")
+def refuse(problems: Sequence[str], options: PublishOptions) -> None:
+    """Raise `PublicationRefused` with all problems, if there are any that are not overridden."""
+    if problems and not options.force:
+        text = "\n".join(problems)
+        raise PublicationRefused(f"{text}; `--force` publishes anyway and says so on the card")
 
 
 def check_account(repo: str, hub: Hub) -> None:
@@ -100,22 +98,22 @@ def origin_of_models(
     Raises:
         ConfigError: they have several sources, or would be published over the source.
     """
-    found = recorded_origins(bitrates)
-    if len(found) > 1:
-        names = ", ".join(f"`{origin.repo}@{origin.commit}`" for origin in found)
+    origins = recorded_origins(bitrates)
+    if len(origins) > 1:
+        names = ", ".join(f"`{origin.repo}@{origin.commit}`" for origin in origins)
         raise ConfigError(f"the models have several sources: {names}; publish them one by one")
-    return _as_told(found[0] if found else None, options, hub)
+    return _as_told(origins[0] if origins else None, options, hub)
 
 
 def _origin_of_source(source: Path, work_root: Path, options: PublishOptions, hub: Hub) -> Origin:
     """Return the origin to record for a source that is about to be converted."""
     wanted = hub_model(source, work_root)
     folder = fetched(wanted, work_root) if wanted else source
-    known = provenance(folder) if folder else None
-    if known is not None:
-        return _as_told(origin_from(known), options, hub)
-    found = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
-    return _as_told(found, options, hub)
+    record = provenance(folder) if folder else None
+    if record is not None:
+        return _as_told(origin_from(record), options, hub)
+    origin = None if wanted is None else _of_hub(wanted.repo, wanted.revision, hub)
+    return _as_told(origin, options, hub)
 
 
 def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub | None) -> Origin:
@@ -141,7 +139,5 @@ def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub | None) ->
 def _of_hub(repo: str, revision: str | None, hub: Hub, *, is_pinned: bool = True) -> Origin:
     """Return the Hub's facts about a model, without the commit unless `is_pinned`."""
     info = hub.call(repo, lambda: hub.api.model_info(repo, revision=revision))
-    card: Any = info.card_data or {}
-    known = {key: card.get(key) for key in ("license", "license_name", "license_link")}
-    commit = info.sha if is_pinned else None
-    return Origin(repo=repo, commit=commit, gated=bool(info.gated), **known)
+    origin = origin_from(record_of(repo, revision, info))
+    return origin if is_pinned else replace(origin, commit=None)

@@ -9,9 +9,8 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -43,7 +42,7 @@ from exl2flow.inference.report.record import read_object
 from exl2flow.inference.scoring.sample import sample_text
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import MAIN
-from exl2flow.tasks.origin import check_account, origin_of_models, refusal
+from exl2flow.tasks.origin import check_account, origin_of_models, refuse
 from exl2flow.tasks.repository import KEPT, Contents, Repository
 
 log = logging.getLogger(__name__)
@@ -62,16 +61,6 @@ class Published:
     private: bool
     notes: tuple[str, ...]
 
-    def to_json(self) -> dict[str, object]:
-        """Return the fields for JSON."""
-        return {
-            "url": self.url,
-            "branches": dict(self.branches),
-            "sent": list(self.sent),
-            "private": self.private,
-            "notes": list(self.notes),
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
@@ -81,11 +70,6 @@ class Publication:
     repository: Repository
     branches: Mapping[str, Contents]
     notes: tuple[str, ...]
-
-    @property
-    def folder(self) -> Path:
-        """Folder for digests, verified commits and downloads."""
-        return self.repository.memory.parent
 
 
 def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> Published:
@@ -114,7 +98,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublicationDraft:
-    """A publication as far as it is known without the Hub.
+    """A publication as checked without the Hub, for `--dry-run`.
 
     branches: branch → names of its files; notes: problems overridden by `--force`; unchecked: what
     only the Hub can tell.
@@ -124,10 +108,6 @@ class PublicationDraft:
     branches: Mapping[str, tuple[str, ...]]
     notes: tuple[str, ...]
     unchecked: tuple[str, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the fields for JSON."""
-        return asdict(self)
 
 
 def draft(config: PublishConfig) -> PublicationDraft:
@@ -148,8 +128,7 @@ def draft(config: PublishConfig) -> PublicationDraft:
         unchecked.insert(0, f"licence and gate of `{origin.repo}`, which the card will name")
     else:
         problems += origin_problems(origin)
-    if problems and not config.force:
-        raise refusal(problems)
+    refuse(problems, config)
     notes = tuple(_for_people(problem, bitrates) for problem in problems)
     branches, card = _contents(config, bitrates, bitrates, origin, notes)
     return PublicationDraft(
@@ -169,23 +148,20 @@ def prepare(config: PublishConfig, hub: Hub) -> Publication:
     """
     bitrates = _described(config)
     origin = origin_of_models(bitrates, config, hub)
-    known = quality_problems(bitrates, config.max_kl) + origin_problems(origin)
-    if known and not config.force:
-        raise refusal(known)
+    refuse(quality_problems(bitrates, config.max_kl) + origin_problems(origin), config)
     check_account(config.repo, hub)
     repository = Repository(name=config.repo, hub=hub, memory=_root(config) / DIGESTS_FILE)
     with tempfile.TemporaryDirectory() as folder:
         ours = {bitrate.branch for bitrate in bitrates}
-        others = _published_already(repository, ours, Path(folder))
-        problems = quality_problems([*bitrates, *others], config.max_kl) + origin_problems(origin)
-        if problems and not config.force:
-            raise refusal(problems)
+        listed = [*bitrates, *_published_already(repository, ours, Path(folder))]
+        problems = quality_problems(listed, config.max_kl) + origin_problems(origin)
+        refuse(problems, config)
         for problem in problems:
             log.warning("publishing in spite of: %s", problem)
-        for doubt in doubts([*bitrates, *others]):
+        for doubt in doubts(listed):
             log.warning("%s", doubt)
         notes = tuple(_for_people(problem, bitrates) for problem in problems)
-        branches, _ = _contents(config, bitrates, [*bitrates, *others], origin, notes)
+        branches, _ = _contents(config, bitrates, listed, origin, notes)
     return Publication(config=config, repository=repository, branches=branches, notes=notes)
 
 
@@ -215,10 +191,10 @@ def _contents(
     notes: Sequence[str],
 ) -> tuple[dict[str, Contents], str]:
     """Return the files of every branch, and their card, which lists these bitrates."""
-    has_measurement = config.measurement is not None
-    card = render_card(config.repo, listed, origin, notes=notes, has_measurement=has_measurement)
+    measurement = _measurement(config)
+    card = render_card(config.repo, listed, origin, notes=notes, has_measurement=bool(measurement))
     branches: dict[str, Contents] = {b.branch: public_files(b, card) for b in bitrates}
-    return {**branches, MAIN: {CARD_FILE: card.encode(), **_measurement(config)}}, card
+    return {**branches, MAIN: {CARD_FILE: card.encode(), **measurement}}, card
 
 
 def _measurement(config: PublishConfig) -> Contents:
@@ -243,7 +219,7 @@ def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:
 
 def _published_already(repository: Repository, ours: set[str], folder: Path) -> list[Bitrate]:
     """Return the other bitrates in the repository, described by their small files."""
-    found = []
+    others = []
     for branch, commit in (repository.branches() if repository.exists() else {}).items():
         if not is_branch(branch) or branch in ours:
             continue
@@ -251,8 +227,8 @@ def _published_already(repository: Repository, ours: set[str], folder: Path) -> 
         names = [name for name in ("config.json", RECORD_FILE, SCORE_FILE) if name in files]
         repository.download(commit, folder / branch, names)
         weights = sum(f.size for name, f in files.items() if name.endswith(".safetensors"))
-        found.append(replace(describe(folder / branch, weight_bytes=weights), branch=branch))
-    return found
+        others.append(replace(describe(folder / branch, weight_bytes=weights), branch=branch))
+    return others
 
 
 def upload(publication: Publication, *, progress: Progress = report) -> list[str]:
@@ -289,44 +265,35 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
         PublicationDamaged: a file differs, or a model does not generate.
     """
     repository, branches = publication.repository, publication.branches
-    file = publication.folder / "published" / f"{repository.name.replace('/', '--')}.json"
-    there = repository.branches()
-    commits = {branch: there[branch] for branch in branches}
+    folder = repository.memory.parent / "published"
+    file = folder / f"{repository.name.replace('/', '--')}.json"
+    newest = repository.branches()
+    commits = {branch: newest[branch] for branch in branches}
     total = len(commits)
     with exclusive(file):
         proved = read_object(file)
         for done, (branch, commit) in enumerate(commits.items()):
             progress(Tick(stage="verify", done=done, total=total, detail=branch))
             if proved.get(branch) != commit:
-                with _emptied(file.with_suffix("")) as place:
-                    _prove_branch(publication, branch, commit, place)
+                _prove_branch(publication, branch, commit, file.with_suffix(""))
                 proved[branch] = commit
                 write_json(file, proved)
     progress(Tick(stage="verify", done=total, total=total, detail="all branches"))
     return commits
 
 
-@contextmanager
-def _emptied(place: Path) -> Iterator[Path]:
-    """Yield a new folder, and delete it; what a killed run left there is deleted first.
-
-    When a signal ends the block, threads may still write into the folder: that is no error.
-    """
-    shutil.rmtree(place, ignore_errors=True)
+def _prove_branch(publication: Publication, branch: str, commit: str, place: Path) -> None:
+    """Download a branch to a place and compare it; a bitrate must also load and generate."""
+    repository, contents = publication.repository, publication.branches[branch]
+    shutil.rmtree(place, ignore_errors=True)  # left by a run that was killed
     place.mkdir(parents=True, exist_ok=True)
     try:
-        yield place
-    finally:
+        repository.download(commit, place, list(contents) if branch == MAIN else None)
+        damage = _differences(place, contents, repository)
+        if not damage and branch != MAIN:
+            damage = _trial(place, publication.config)
+    finally:  # after a signal, threads may still write there
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _prove_branch(publication: Publication, branch: str, commit: str, place: Path) -> None:
-    """Download a branch and compare it; a bitrate must also load and generate."""
-    repository, contents = publication.repository, publication.branches[branch]
-    repository.download(commit, place, list(contents) if branch == MAIN else None)
-    damage = _differences(place, contents, repository)
-    if not damage and branch != MAIN:
-        damage = _trial(place, publication.config)
     if damage:
         repository.set_private(True)
         raise PublicationDamaged(
@@ -337,12 +304,12 @@ def _prove_branch(publication: Publication, branch: str, commit: str, place: Pat
 
 def _differences(place: Path, contents: Contents, repository: Repository) -> list[str]:
     """Describe how downloaded files differ from those sent."""
-    found = {path.name: path for path in place.iterdir() if path.is_file()}
-    damage = [f"`{name}` is missing" for name in contents if name not in found]
-    damage += [f"`{n}` was never sent" for n in found if n not in contents and n not in KEPT]
+    files = {path.name: path for path in place.iterdir() if path.is_file()}
+    damage = [f"`{name}` is missing" for name in contents if name not in files]
+    damage += [f"`{n}` was never sent" for n in files if n not in contents and n not in KEPT]
     for name, content in contents.items():
-        if name in found and (there := digest(found[name])) != (sent := repository.sha256(content)):
-            damage.append(f"`{name}` has sha256 {there}, but {sent} was sent")
+        if name in files and (got := digest(files[name])) != (sent := repository.sha256(content)):
+            damage.append(f"`{name}` has sha256 {got}, but {sent} was sent")
     return damage
 
 

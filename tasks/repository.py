@@ -3,15 +3,20 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils.sha import git_hash
 
 from exl2flow.core.errors import HubError
 from exl2flow.core.store.source import digests
 from exl2flow.tasks.client import Hub
-from exl2flow.tasks.hub import MAIN, blob_id
+from exl2flow.tasks.hub import MAIN
+
+T = TypeVar("T")
 
 KEPT = (".gitattributes",)  # the Hub's own
 Contents = Mapping[str, Path | bytes]  # name → file or content
@@ -25,24 +30,26 @@ class Repository:
     hub: Hub
     memory: Path
 
+    def _call(self, method: Callable[..., T], **options: Any) -> T:
+        """Call a method of the client whose first argument is the name."""
+        return self.hub.call(self.name, lambda: method(self.name, **options))
+
     def exists(self) -> bool:
         """Return whether it exists, as far as the token can see."""
-        return self.hub.call(self.name, lambda: self.hub.api.repo_exists(self.name))
+        return self._call(self.hub.api.repo_exists)
 
     def create(self) -> None:
         """Create it as a private repository unless it exists."""
-        api = self.hub.api
-        self.hub.call(self.name, lambda: api.create_repo(self.name, private=True, exist_ok=True))
+        self._call(self.hub.api.create_repo, private=True, exist_ok=True)
 
     def create_branch(self, branch: str) -> None:
         """Create a branch unless it exists."""
-        api = self.hub.api
-        self.hub.call(self.name, lambda: api.create_branch(self.name, branch=branch, exist_ok=True))
+        self._call(self.hub.api.create_branch, branch=branch, exist_ok=True)
 
     def branches(self) -> dict[str, str]:
         """Return branch → commit."""
-        refs = self.hub.call(self.name, lambda: self.hub.api.list_repo_refs(self.name))
-        return {ref.name: ref.target_commit for ref in refs.branches}
+        refs = self._call(self.hub.api.list_repo_refs).branches
+        return {ref.name: ref.target_commit for ref in refs}
 
     def set_private(self, private: bool) -> None:
         """Make it private or public, if necessary.
@@ -52,14 +59,13 @@ class Repository:
         """
         if self._is_private() is private:
             return
-        api = self.hub.api
-        self.hub.call(self.name, lambda: api.update_repo_settings(self.name, private=private))
+        self._call(self.hub.api.update_repo_settings, private=private)
         if self._is_private() is not private:
             word = "private" if private else "public"
             raise HubError(f"the Hub did not make `{self.name}` {word}; check its settings")
 
     def _is_private(self) -> bool | None:
-        return self.hub.call(self.name, lambda: self.hub.api.model_info(self.name)).private
+        return self._call(self.hub.api.model_info).private
 
     def files(self, revision: str) -> dict[str, RepoFile]:
         """Return name → file of a branch or commit, except files that the Hub adds."""
@@ -71,40 +77,39 @@ class Repository:
 
     def download(self, commit: str, folder: Path, names: Sequence[str] | None = None) -> None:
         """Download files of a commit into a folder; all of them if `names` is None."""
-
-        def snapshot() -> str:
-            return self.hub.api.snapshot_download(
-                self.name,
-                revision=commit,
-                local_dir=folder,
-                allow_patterns=None if names is None else list(names),
-            )
-
-        self.hub.call(self.name, snapshot, transfers=True)
+        patterns = None if names is None else list(names)
+        download = partial(
+            self.hub.api.snapshot_download,
+            self.name,
+            revision=commit,
+            local_dir=folder,
+            allow_patterns=patterns,
+        )
+        self.hub.call(self.name, download, transfers=True)
 
     def changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
         """Return the names that a branch lacks or has in another version, and those to delete."""
         return self.hub.call(self.name, lambda: self._changes(branch, contents))
 
     def _changes(self, branch: str, contents: Contents) -> tuple[list[str], list[str]]:
-        there = self._files(branch)
+        present = self._files(branch)
         added = [
             name
             for name, content in contents.items()
-            if name not in there or not self._is_same(there[name], content)
+            if name not in present or not self._is_same(present[name], content)
         ]
-        gone = [] if branch == MAIN else [name for name in there if name not in contents]
-        return added, gone
+        extra = [] if branch == MAIN else [name for name in present if name not in contents]
+        return added, extra
 
-    def _is_same(self, there: RepoFile, content: Path | bytes) -> bool:
+    def _is_same(self, present: RepoFile, content: Path | bytes) -> bool:
         """Compare by size and digest: sha256 for large files, git's digest for others."""
-        if there.lfs is not None:
-            return there.lfs.sha256 == self.sha256(content)
+        if present.lfs is not None:
+            return present.lfs.sha256 == self.sha256(content)
         size = content.stat().st_size if isinstance(content, Path) else len(content)
-        if size != there.size:
+        if size != present.size:
             return False
         data = content.read_bytes() if isinstance(content, Path) else content
-        return there.blob_id == blob_id(data)
+        return present.blob_id == git_hash(data)
 
     def sha256(self, content: Path | bytes) -> str:
         """Return the digest of content to send."""
@@ -128,7 +133,10 @@ class Repository:
             added, gone = self._changes(branch, contents)
             if not added and not gone:
                 return []
-            adding = [_addition(name, contents[name]) for name in added]
+            adding = [
+                CommitOperationAdd(path_in_repo=name, path_or_fileobj=contents[name])
+                for name in added
+            ]
             for done, operation in enumerate(adding):
                 tick(done, operation.path_in_repo)
                 self.hub.api.preupload_lfs_files(self.name, [operation], revision=branch)
@@ -141,8 +149,3 @@ class Repository:
             return added
 
         return self.hub.call(self.name, attempt, transfers=True)
-
-
-def _addition(name: str, content: Path | bytes) -> CommitOperationAdd:
-    data = str(content) if isinstance(content, Path) else content
-    return CommitOperationAdd(path_in_repo=name, path_or_fileobj=data)

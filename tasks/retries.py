@@ -1,7 +1,6 @@
 """When Prefect retries a task: only after transient errors."""
 
-from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 from prefect import Task
 from prefect.client.schemas import TaskRun
@@ -17,16 +16,9 @@ def is_retryable(task: Task[..., Any], task_run: TaskRun, state: State[Any]) -> 
     return isinstance(state.data, Exl2FlowError) and state.data.retryable
 
 
-class RetryOptions(TypedDict):
-    """Keyword arguments of `prefect.task`."""
-
-    retries: int
-    retry_delay_seconds: list[float]
-    retry_condition_fn: Callable[[Task[..., Any], TaskRun, State[Any]], bool]
-
-
-RETRIED = RetryOptions(
-    retries=len(DELAYS_SECONDS),
-    retry_delay_seconds=DELAYS_SECONDS,
-    retry_condition_fn=is_retryable,
-)
+# Keyword arguments of `prefect.task`
+RETRIED: dict[str, Any] = {
+    "retries": len(DELAYS_SECONDS),
+    "retry_delay_seconds": DELAYS_SECONDS,
+    "retry_condition_fn": is_retryable,
+}

@@ -1,6 +1,6 @@
 """The newest revisions on the Hub, and the event that announces one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,11 +32,7 @@ class Revision:
         return Event(event=EVENT, resource=Resource(resource), payload=payload)
 
 
-@task(
-    name="look up revisions",
-    **RETRIED,
-    persist_result=False,
-)
+@task(name="look up revisions", persist_result=False, **RETRIED)
 def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> list[Revision]:
     """Return the newest commit on `main` of each repository and of all the authors' repositories.
 
@@ -44,25 +40,17 @@ def newest_revisions(repositories: Sequence[str], authors: Sequence[str]) -> lis
         HubError: a repository does not exist or may not be read.
         HubUnavailable: the Hub does not answer or is overloaded.
     """
-    found: dict[str, Revision] = {}
-    for repo_id, sha in _newest(repositories, authors):
-        found.setdefault(repo_id, Revision(repo_id=repo_id, revision=sha))
-    return list(found.values())
-
-
-def _newest(repositories: Iterable[str], authors: Iterable[str]) -> Iterator[tuple[str, str]]:
-    hub = Hub.open()
+    hub, commits = Hub.open(), dict[str, str | None]()
     for repo_id in repositories:
-        info = hub.call(repo_id, partial(hub.api.model_info, repo_id))
-        if info.sha:
-            yield repo_id, info.sha
+        commits[repo_id] = hub.call(repo_id, partial(hub.api.model_info, repo_id)).sha
+
+    def models_of(author: str) -> list[ModelInfo]:
+        return list(hub.api.list_models(author=author, expand=["sha"]))
+
     for author in authors:
-        models = hub.call(author, partial(_models_of, hub, author))
-        yield from ((model.id, model.sha) for model in models if model.sha)
-
-
-def _models_of(hub: Hub, author: str) -> list[ModelInfo]:
-    return list(hub.api.list_models(author=author, expand=["sha"]))
+        for model in hub.call(author, partial(models_of, author)):
+            commits.setdefault(model.id, model.sha)
+    return [Revision(repo_id=repo, revision=sha) for repo, sha in commits.items() if sha]
 
 
 def announce(revisions: Sequence[Revision]) -> None:

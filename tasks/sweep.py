@@ -6,10 +6,10 @@ It is a task, not a flow, because every runner takes tasks and all bitrates appe
 import logging
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +32,6 @@ from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 log = logging.getLogger(__name__)
 
 SHARED = tuple(stage.name for stage in MEASURE_STAGES)
-WAIT_SECONDS = 0.2  # between attempts to take a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +66,8 @@ def make_bitrate(
     with logged(), labelled(name), listening() as stop:
         state = _made(name, config, share, stop)
     if share is not None and stop.signum is not None and not share.stop.exists():
-        signal.raise_signal(
-            stop.signum
-        )  # meant for this process alone: a broken pool awaits its end
+        # Meant for this process alone: a broken pool awaits its end
+        signal.raise_signal(stop.signum)
     return state
 
 
@@ -100,18 +98,9 @@ def _device(
         return
     gpus = visible_gpus(config.device)
     devices = gpus or [str(index) for index in range(share.workers)]
-    is_logged = False
-
-    def pause() -> None:
-        nonlocal is_logged
-        if not is_logged:
-            log.info("waiting for one of the devices %s, all in use", ", ".join(devices))
-            is_logged = True
-        _raise_if_stopped(share, stop)
-        time.sleep(WAIT_SECONDS)
-
-    with DeviceLocks.of_host("cuda" if gpus else "cpu").hold(devices, pause) as device:
-        _raise_if_stopped(share, stop)  # from here on signals reach this process
+    check = partial(_raise_if_stopped, share, stop)
+    with DeviceLocks.of_host("cuda" if gpus else "cpu").hold(devices, check) as device:
+        check()  # from here on signals reach this process
         if gpus:
             see_only(device)
         try:

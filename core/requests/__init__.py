@@ -1,1 +1,1 @@
-"""What callers want generated: requests and conversations."""
+"""Requests for generated text, and conversations."""

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from exl2flow.core.store.files import write_json
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """Marks around what a model thinks before it answers.
+    """Marks around a model's thoughts, which come before its answer.
 
     answer: what may begin an answer without thoughts, and is not part of it.
     """
@@ -32,7 +32,7 @@ class Thinking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFormat:
-    """How conversations are written, and by what answers end besides the model's EOS ids.
+    """A prompt format: a template of conversations, and what ends an answer besides EOS ids.
 
     template: Jinja; file: where it is from, for messages.
     stop_tokens: end an answer as tokens, those that the vocabulary has.
@@ -60,7 +60,7 @@ class PromptFormat:
 
 @dataclass(slots=True)
 class Answer:
-    """What a model answered.
+    """An answer of the model.
 
     ids: as they were generated, thoughts and marks included; text, thinking: as they were shown.
     first: how many ids come before the answer itself. seed, drawn: its draws, and how many it used.
@@ -97,7 +97,7 @@ class Turn:
 
     @property
     def thinking(self) -> str:
-        """What the model thought before it answered."""
+        """The model's thoughts before the answer."""
         return self.current.thinking
 
     @property
@@ -107,12 +107,12 @@ class Turn:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether the program ended before the answer did."""
+        """Whether there is no answer yet: the program ended first."""
         return not (self.current.ids or self.current.ended)
 
 
 class _StoredMessage(Options):
-    """A message in the usual form; one of the user has `cut`, an answer what `Answer` has."""
+    """A stored message: users' messages have `cut`, answers the fields of `Answer`."""
 
     role: Literal["system", "user", "assistant"]
     content: str
@@ -162,22 +162,16 @@ class Conversation(Options):
     @cached_property
     def turns(self) -> list[Turn]:
         """The turns of the messages."""
-        found: list[Turn] = []
+        turns: list[Turn] = []
         for message in self.messages:
             if message.role == "user":
-                found.append(Turn(message.content, dropped=message.dropped, cut=message.cut))
+                turns.append(Turn(message.content, dropped=message.dropped, cut=message.cut))
             elif message.role == "assistant":
-                found[-1].alternatives = list(message.alternatives)
-                found[-1].current = Answer(
-                    list(message.ids),
-                    message.content,
-                    message.thinking,
-                    message.first,
-                    message.seed,
-                    message.drawn,
-                    message.ended,
-                )
-        return found
+                turns[-1].alternatives = list(message.alternatives)
+                stored = message.model_dump(include={each.name for each in fields(Answer)})
+                stored |= {"text": message.content, "ids": list(message.ids)}
+                turns[-1].current = Answer(**stored)
+        return turns
 
     def forget_ids(self, encode: Callable[[str], list[int]]) -> None:
         """Replace the ids of answers, which are another model's, by those of their text."""
@@ -199,7 +193,7 @@ class Conversation(Options):
         )
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all; messages leave out what is as usual.
+        """Write the file, whole or not at all; messages leave out fields with default values.
 
         Only its owner can read it, unless it replaces a file that others can read. A link stays:
         the file that it names is replaced.
@@ -207,8 +201,8 @@ class Conversation(Options):
         Raises:
             WriteFailed: the disk is full or permissions forbid it.
         """
-        usual = {"messages": [each.model_dump(exclude_defaults=True) for each in self.messages]}
-        content = json.loads(self.model_dump_json(exclude={"messages"})) | usual
+        messages = [message.model_dump(exclude_defaults=True) for message in self.messages]
+        content = json.loads(self.model_dump_json(exclude={"messages"})) | {"messages": messages}
         write_json(Path(os.path.realpath(path)), content, is_private=True)
 
     @classmethod
@@ -238,11 +232,11 @@ def messages_of(system: str, turns: Sequence[Turn]) -> Iterator[_StoredMessage]:
         yield _StoredMessage(role="system", content=system)
     for turn in turns:
         yield _StoredMessage(role="user", content=turn.user, dropped=turn.dropped, cut=turn.cut)
-        fields = asdict(turn.current)
+        answer = asdict(turn.current)
         yield _StoredMessage(
             role="assistant",
-            content=fields.pop("text"),
+            content=answer.pop("text"),
             dropped=turn.dropped,
             alternatives=tuple(turn.alternatives),
-            **fields,
+            **answer,
         )

@@ -1,4 +1,4 @@
-"""Refuse images, wherever they may come in."""
+"""Refuse images and videos in prompts, messages and files of conversations."""
 
 from collections.abc import Mapping
 
@@ -22,13 +22,13 @@ def refuse_images(value: object, where: str) -> None:
     left = [value]
     while left:
         match left.pop():
-            case Mapping() as found:
-                kind = found.get("type")
-                if PARTS & found.keys() or (isinstance(kind, str) and kind in PARTS):
+            case Mapping() as value:
+                kind = value.get("type")
+                if PARTS & value.keys() or (isinstance(kind, str) and kind in PARTS):
                     raise images_refused(where)
-                left += found.values()
-            case list() | tuple() as found:
-                left += found
+                left += value.values()
+            case list() | tuple() as value:
+                left += value
 
 
 def placeholders(config: Mapping[str, object]) -> frozenset[int]:

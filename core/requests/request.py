@@ -14,11 +14,22 @@ EMBEDDING = "{{EMBED_HERE}}"  # stands for the next tensor in a prompt given as 
 FIRST_EMBEDDING = 1_000_000_000  # id of the first row of all tensors in a prompt given as ids
 MOST_TOKENS = 2**31  # of a request
 MOST_SHOWN = 60  # characters of a refused value
+# Sequences of a `Request`: whether an element is right, and why it is refused
+ELEMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "stops": (
+        lambda stop: type(stop) is not bool and isinstance(stop, int | str) and stop != "",
+        "; it takes ids and non-empty strings",
+    ),
+    "banned_strings": (lambda ban: isinstance(ban, str) and ban, "; it takes non-empty strings"),
+    "hooks": (callable, ", which cannot be called"),
+    "filters": (lambda one: callable(getattr(one, "start", None)), ", which is no filter"),
+    "embeddings": (lambda one: hasattr(one, "is_floating_point"), ", which is no tensor"),
+}
 
 
 @dataclass(slots=True, kw_only=True)
 class Sampled:
-    """What a hook sees, before stops are checked; it may replace `sampled_token`.
+    """A sampled token as a hook sees it, before stops are checked; it may replace `sampled_token`.
 
     candidate_tokens: at least 64 ids, if the settings leave as many, likeliest first.
     logits: the model's row, before penalties.
@@ -37,7 +48,7 @@ Hook = Callable[[Sampled], object]
 
 
 class Filter(Protocol):
-    """A description of texts, for any number of requests; see `inference/filters/`."""
+    """A constraint on texts, shared by any number of requests; see `inference/filters/`."""
 
     def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
         """Return the `Constraint` of an empty text.
@@ -51,7 +62,7 @@ class Filter(Protocol):
 
 
 class AdapterLike(Protocol):
-    """A change to a model; see `inference/adapters/`. Those of equal `digest` are the same."""
+    """An adapter of a model (`inference/adapters/`); adapters of equal `digest` are the same."""
 
     @property
     def digest(self) -> bytes: ...
@@ -121,29 +132,20 @@ class Request:
     tag: object = None
 
     def __post_init__(self) -> None:
-        def keep(
-            name: str, value: object
-        ) -> None:  # copies, because callers may change their lists
+        copies: dict[str, object] = {  # because callers may change their lists
+            "prompt": _frozen(self.prompt),
+            "excluded": frozenset(_ids("excluded", self.excluded)),
+            "adapters": _several("adapters", self.adapters),
+        }
+        for name, (is_right, why) in ELEMENTS.items():
+            if name == "stops" and self.stops is None:
+                continue
+            copies[name] = values = _several(name, getattr(self, name))
+            for value in values:
+                if not is_right(value):
+                    raise ConfigError(f"`{name}` contains {_shown(value)}{why}")
+        for name, value in copies.items():
             object.__setattr__(self, name, value)
-
-        keep("prompt", _frozen(self.prompt))
-        if self.stops is not None:
-            keep("stops", tuple(_stop(stop) for stop in _several("stops", self.stops)))
-        keep("excluded", frozenset(_ids("excluded", self.excluded)))
-        keep("banned_strings", tuple(_several("banned_strings", self.banned_strings)))
-        keep("hooks", tuple(_several("hooks", self.hooks)))
-        for ban in self.banned_strings:
-            if not isinstance(ban, str) or not ban:
-                raise ConfigError(f"`banned_strings` contains {ban!r}; it takes non-empty strings")
-        for hook in self.hooks:
-            if not callable(hook):
-                raise ConfigError(f"`hooks` contains {hook!r}, which cannot be called")
-        keep("filters", tuple(_several("filters", self.filters)))
-        for one in self.filters:
-            if not callable(getattr(one, "start", None)):
-                raise ConfigError(f"`filters` contains {_shown(one)}, which is no filter")
-        keep("embeddings", tuple(_several("embeddings", self.embeddings)))
-        keep("adapters", tuple(_several("adapters", self.adapters)))
         digests = [getattr(adapter, "digest", None) for adapter in self.adapters]
         if None in digests or len({*digests}) < len(digests):
             raise ConfigError(
@@ -193,8 +195,6 @@ class Request:
 
     def _check_embeddings(self) -> None:
         for one in self.embeddings:
-            if not hasattr(one, "is_floating_point"):
-                raise ConfigError(f"`embeddings` contains {_shown(one)}, which is no tensor")
             if one.ndim != 2 or not len(one) or not one.is_floating_point():
                 raise ConfigError(
                     f"`embeddings` contains a tensor of shape {tuple(one.shape)} and {one.dtype}; "
@@ -256,12 +256,6 @@ def _ids(name: str, values: object) -> list[int]:
         return [*map(index, _several(name, values))]  # type: ignore[arg-type]  # they may be anything
     except TypeError as error:
         raise ConfigError(f"`{name}` is {_shown(values)}; it takes token ids") from error
-
-
-def _stop(stop: object) -> int | str:
-    if isinstance(stop, bool) or not isinstance(stop, int | str) or stop == "":
-        raise ConfigError(f"`stops` contains {_shown(stop)}; it takes ids and non-empty strings")
-    return stop
 
 
 def _shown(value: object) -> str:

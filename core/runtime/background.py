@@ -71,10 +71,10 @@ class Background:
         return all(work.done() for work in self._waiting)
 
     def _make_room(self) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         while self._waiting and (self._waiting[0].done() or len(self._waiting) >= MOST_WAITING):
             self._waiting.popleft().result()
-        self._seconds += time.monotonic() - begun
+        self._seconds += time.monotonic() - started
 
     def wait(self) -> None:
         """Wait for all work."""
@@ -99,14 +99,14 @@ def helpers() -> ThreadPoolExecutor:
 
 def prefetch(works: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yield the result of each function; the next one runs while a result is being used."""
-    ahead: Future[T] | None = None
+    current: Future[T] | None = None
     for work in works:
-        begun = helpers().submit(work)
-        if ahead is not None:
-            yield ahead.result()
-        ahead = begun
-    if ahead is not None:
-        yield ahead.result()
+        following = helpers().submit(work)
+        if current is not None:
+            yield current.result()
+        current = following
+    if current is not None:
+        yield current.result()
 
 
 HostTensors = Callable[[], dict[str, torch.Tensor]]
@@ -132,11 +132,11 @@ def to_host(tensors: Mapping[str, torch.Tensor], *, hold: bool = False) -> HostT
         done = stream.record_event()
     if hold:
         current.wait_event(done)
-    kept = list(tensors.values())  # until they are copied
+    sources = list(tensors.values())  # until they are copied
 
     def wait() -> dict[str, torch.Tensor]:
         done.synchronize()
-        kept.clear()
+        sources.clear()
         return copies
 
     return wait

@@ -5,12 +5,14 @@ the slot is free again. All processes of a user share the folder.
 """
 
 import fcntl
+import logging
 import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -20,24 +22,23 @@ import torch
 from exl2flow.core.errors import WriteFailed
 from exl2flow.core.runtime.interrupt import look
 
+log = logging.getLogger(__name__)
+
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 _devices: dict[Path, str] = {}  # folder → the device that this process stays with
 _choosing = threading.Lock()
 _gpu = threading.RLock()  # of the thread that works on this process's GPU
+WAIT_SECONDS = 0.2  # between attempts to hold a device
 TURN_SECONDS = 0.5  # between looks at a stop request while another thread has the GPU
-
-
-def named_gpus(count: int) -> list[str]:
-    """Return the names of the `count` GPUs that this process sees."""
-    seen = os.environ.get(VARIABLE)
-    if seen is None or count == 0:
-        return [str(index) for index in range(count)]
-    return [name.strip() for name in seen.split(",") if name.strip()]
 
 
 def visible_gpus(device: str) -> list[str]:
     """Return the names of the GPUs that this process may use, without initializing CUDA."""
-    return named_gpus(0 if device == "cpu" else torch.cuda.device_count())
+    count = 0 if device == "cpu" else torch.cuda.device_count()
+    seen = os.environ.get(VARIABLE)
+    if seen is None or count == 0:
+        return [str(index) for index in range(count)]
+    return [name.strip() for name in seen.split(",") if name.strip()]
 
 
 def see_only(gpu: str) -> None:
@@ -78,21 +79,25 @@ class DeviceLocks:
         return cls(Path(tempfile.gettempdir()) / f"exl2flow-slots-{os.getuid()}" / kind)
 
     @contextmanager
-    def hold(self, devices: Sequence[str], pause: Callable[[], None]) -> Iterator[str]:
-        """Hold a device for the block; call `pause` between attempts to get a free one.
+    def hold(self, devices: Sequence[str], check: Callable[[], None]) -> Iterator[str]:
+        """Hold a device for the block, after waiting until one is free.
 
         A process keeps its first device, because CUDA would not see a second one.
 
         Args:
             devices: names as in `CUDA_VISIBLE_DEVICES`, in order of preference.
-            pause: waits a while, or raises to give up.
+            check: called before each further attempt; raises to give up.
 
         Raises:
             WriteFailed: the folder belongs to another user.
         """
         self._make_folder()
-        while (file := self._lock_one(devices)) is None:
-            pause()
+        if (file := self._lock(devices)) is None:
+            log.info("waiting for one of the devices %s, all in use", ", ".join(devices))
+        while file is None:
+            check()
+            time.sleep(WAIT_SECONDS)
+            file = self._lock(devices)
         try:
             yield _devices[self.folder]
         finally:
@@ -103,46 +108,39 @@ class DeviceLocks:
         """Create the folder; another user's could hold links to our files."""
         top = self.folder.parent
         top.mkdir(exist_ok=True, mode=0o700)
-        found = top.lstat()
-        if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+        status = top.lstat()
+        if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             raise WriteFailed(
                 f"`{top}` is not a folder of this user; delete it, or set TMPDIR to another place"
             )
         self.folder.mkdir(exist_ok=True)
 
-    def _lock_one(self, devices: Sequence[str]) -> IO[str] | None:
+    def _lock(self, devices: Sequence[str]) -> IO[str] | None:
+        """Return the locked file of the first free device, None if other processes hold all."""
         with _choosing:
-            own = _devices.get(self.folder)
-            for device in devices if own is None else [own]:
-                if (file := self._lock(device)) is not None:
-                    _devices[self.folder] = device
-                    return file
+            chosen = _devices.get(self.folder)
+            for device in devices if chosen is None else [chosen]:
+                path = self.folder / quote(device, safe="")
+                file = path.open("a+")
+                # Held by another process, or deleted after it was opened
+                with suppress(BlockingIOError, FileNotFoundError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
+                        file.truncate(0)
+                        file.write(str(os.getpid()))
+                        file.flush()
+                        _devices[self.folder] = device
+                        return file
+                file.close()
         return None
-
-    def _lock(self, device: str) -> IO[str] | None:
-        """Return the locked file of a device, None if another process holds it."""
-        path = self.folder / quote(device, safe="")
-        file = path.open("a+")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = path.stat().st_ino == os.fstat(file.fileno()).st_ino
-        except (BlockingIOError, FileNotFoundError):  # held by another; deleted after it was opened
-            is_ours = False
-        if not is_ours:
-            file.close()
-            return None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        return file
 
     def owners(self) -> set[int]:
         """Return the ids of the processes that hold a slot."""
-        found = set()
+        owners = set()
         for path in self.folder.glob("*"):
             with path.open("r") as file:
                 try:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    found |= {int(text)} if (text := file.read()) else set()
-        return found
+                    owners |= {int(text)} if (text := file.read()) else set()
+        return owners

@@ -23,23 +23,15 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self._deadline = math.inf
+        self.deadline = math.inf  # in monotonic seconds
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         """Handle a signal: remember the first, exit on the second."""
         if self.signum is not None:
             os._exit(128 + signum)
         self.signum = signum
-        self._deadline = time.monotonic() + GRACE_SECONDS
+        self.deadline = time.monotonic() + GRACE_SECONDS
         os.write(2, b"\nstopping after the current sublayer; repeat the signal to stop at once\n")
-
-    def raise_if_overdue(self) -> None:
-        """See `look`."""
-        if self.signum is not None and time.monotonic() >= self._deadline:
-            raise Interrupted(
-                "stopped before the current sublayer was finished; everything finished is saved",
-                signum=self.signum,
-            )
 
 
 _listener: StopRequest | None = None  # of the outermost block in the main thread
@@ -75,5 +67,9 @@ def look() -> None:
     Raises:
         Interrupted: a signal came, and the grace period is over.
     """
-    if (listener := _listener) is not None:
-        listener.raise_if_overdue()
+    request = _listener
+    if request and request.signum is not None and time.monotonic() >= request.deadline:
+        raise Interrupted(
+            "stopped before the current sublayer was finished; everything finished is saved",
+            signum=request.signum,
+        )

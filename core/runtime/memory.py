@@ -11,19 +11,19 @@ WORKSPACE_SHARE = 0.04  # of a limit: workspace of libraries
 _limits: dict[torch.device, int] = {}  # device → bytes of tensors, if its use is limited
 
 
-def usable(most: int) -> int:
-    """Return how many bytes tensors may take when a process may use `most` of a GPU."""
-    return max(0, int(most * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
+def usable(limit: int) -> int:
+    """Return how many bytes tensors may take when a process may use `limit` of a GPU."""
+    return max(0, int(limit * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
 
 
-def limit_memory(device: torch.device, most: int | None) -> None:
-    """Limit this process to `most` bytes of a GPU, all included; None: no limit."""
+def limit_memory(device: torch.device, limit: int | None) -> None:
+    """Limit this process to `limit` bytes of a GPU, all included; None: no limit."""
     if device.type == "cpu":
         return
-    own = _indexed(device)
-    _, total = torch.cuda.mem_get_info(own)
-    _limits[own] = usable(total if most is None else min(most, total))
-    torch.cuda.set_per_process_memory_fraction(_limits[own] / total, own)
+    gpu = _indexed(device)
+    _, total = torch.cuda.mem_get_info(gpu)
+    _limits[gpu] = usable(total if limit is None else min(limit, total))
+    torch.cuda.set_per_process_memory_fraction(_limits[gpu] / total, gpu)
 
 
 def limit_of(device: torch.device) -> int:

@@ -12,8 +12,8 @@ UNKNOWN_TIME = "-:--:--"
 class Pace:
     """Speed of a stage since its first tick; work found done by a resume does not count."""
 
-    begun: float
-    found: int
+    started: float
+    resumed: int
     done: int
     total: int
     changed: float
@@ -21,7 +21,7 @@ class Pace:
     @classmethod
     def start(cls, tick: Tick, now: float) -> "Pace":
         """Start at the first tick."""
-        return cls(begun=now, found=tick.done, done=tick.done, total=tick.total, changed=now)
+        return cls(started=now, resumed=tick.done, done=tick.done, total=tick.total, changed=now)
 
     def update(self, tick: Tick, now: float) -> None:
         """Take the next tick."""
@@ -30,11 +30,11 @@ class Pace:
     @property
     def has_moved(self) -> bool:
         """Return whether anything was done since the first tick."""
-        return self.done > self.found
+        return self.done > self.resumed
 
     def elapsed(self, now: float) -> float:
         """Return the seconds since the first tick; constant once the stage is finished."""
-        return (self.changed if self.done >= self.total else now) - self.begun
+        return (self.changed if self.done >= self.total else now) - self.started
 
     def remaining(self, now: float) -> float | None:
         """Return the seconds left, None until something was done."""
@@ -42,11 +42,11 @@ class Pace:
             return 0.0
         if not self.has_moved:
             return None
-        each = (self.changed - self.begun) / (self.done - self.found)
-        return max(0.0, each * (self.total - self.done) - (now - self.changed))
+        seconds = (self.changed - self.started) / (self.done - self.resumed)
+        return max(0.0, seconds * (self.total - self.done) - (now - self.changed))
 
     def times(self, now: float) -> dict[str, str]:
-        """Return `elapsed` and `remaining` as h:mm:ss, as far as they are known."""
+        """Return `elapsed` and `remaining` as h:mm:ss; nothing before the first unit is done."""
         if not self.has_moved:
             return {}
         known = {"elapsed": clock(self.elapsed(now))}

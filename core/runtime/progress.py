@@ -5,11 +5,10 @@ that a task run by Prefect reaches the terminal that started the flow.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +23,7 @@ class Tick:
     detail: str = ""
 
 
-class Progress(Protocol):
-    """Receives ticks; must return quickly and never raise."""
-
-    def __call__(self, tick: Tick) -> None: ...
+Progress = Callable[[Tick], None]  # receives ticks; must return quickly and never raise
 
 
 def silent(tick: Tick) -> None:

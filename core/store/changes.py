@@ -14,7 +14,7 @@ from typing import Any, Literal
 from exl2flow.core.errors import ReadFailed
 from exl2flow.core.store.manifest import RunRecord, StageManifest, versions
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.core.store.store import MANIFEST, StageFolder
+from exl2flow.core.store.store import MANIFEST, StageFolder, with_inputs
 
 Results = Mapping[str, StageFolder]  # by fingerprint
 State = Literal["finished", "continues", "again", "begins"]
@@ -47,7 +47,10 @@ class Change:
 
     def words(self, names: Mapping[str, str]) -> str:
         """Return the change for people; `names` maps options to what people call them."""
-        return f"{renamed(self.what, names)} {self.before} -> {self.now}"
+        what = self.what
+        for option, name in names.items():
+            what = what.replace(f"`{option}`", f"`{name}`")
+        return f"{what} {self.before} -> {self.now}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +76,14 @@ class Outlook:
         return {"stage": self.stage, "state": self.state, "why": self.reason(names)}
 
 
-def renamed(text: str, names: Mapping[str, str]) -> str:
-    """Replace options in backticks by what people call them."""
-    for option, name in names.items():
-        text = text.replace(f"`{option}`", f"`{name}`")
-    return text
-
-
 def stage_rows(stages: Sequence[Outlook], names: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return (what, value) for a plan: what changed, what is done again, what continues."""
-    again = [each for each in stages if each.state == "again"]
-    changed = dict.fromkeys(change.words(names) for each in again for change in each.changes)
-    continued = [f"{each.stage} {each.detail}" for each in stages if each.state == "continues"]
+    again = [e for e in stages if e.state == "again"]
+    changed = dict.fromkeys(change.words(names) for e in again for change in e.changes)
+    continued = [f"{e.stage} {e.detail}" for e in stages if e.state == "continues"]
     parts = {
         "changed": "; ".join(changed),
-        "again": ", ".join(each.stage + f" ({each.detail})" * bool(each.detail) for each in again),
+        "again": ", ".join(e.stage + f" ({e.detail})" * bool(e.detail) for e in again),
         "continues": ", ".join(continued),
     }
     return [(what, value) for what, value in parts.items() if value]
@@ -106,14 +102,14 @@ def outlook(pipeline: Pipeline) -> tuple[Outlook, ...]:
 def _outlook(pipeline: Pipeline, name: str, results: Results) -> Outlook:
     state, detail = _state(pipeline, name)
     before = None if state == "again" else _earlier(pipeline, name, results)
-    found = () if before is None else _changes(pipeline, name, before, results)
+    changes = () if before is None else _changes(pipeline, name, before, results)
     if state == "begins" and before is not None:
         state = "again"
-    return Outlook(stage=name, state=state, detail=detail, changes=tuple(dict.fromkeys(found)))
+    return Outlook(stage=name, state=state, detail=detail, changes=tuple(dict.fromkeys(changes)))
 
 
 def _state(pipeline: Pipeline, name: str) -> tuple[State, str]:
-    """Return what a run would do with a stage as far as its own folder shows, and details."""
+    """Return what a run would do with a stage, judged by its folder alone, and details."""
     path = pipeline.path(name)
     folder = StageFolder.load(path, pipeline.refs[name].fingerprint)
     if folder is None:
@@ -150,15 +146,12 @@ def _versions(manifest: StageManifest) -> str:
 
 def _earlier(pipeline: Pipeline, name: str, results: Results) -> StageFolder | None:
     """Return the last other result of a stage; for a result that exists, the last one before it."""
-    own = pipeline.path(name) / MANIFEST
-    end = own.stat().st_mtime if own.is_file() else float("inf")
-    found = []
-    for folder in results.values():
-        time = (folder.path / MANIFEST).stat().st_mtime
-        is_other = folder.manifest.fingerprint != pipeline.refs[name].fingerprint
-        if folder.manifest.stage == name and is_other and time <= end:
-            found.append((time, folder))
-    return max(found, key=lambda each: each[0])[1] if found else None
+    wanted = pipeline.refs[name].fingerprint
+    manifest = pipeline.path(name) / MANIFEST
+    end = manifest.stat().st_mtime if manifest.is_file() else float("inf")
+    others = [f for f in results.values() if f.manifest.stage == name]
+    others = [f for f in others if f.manifest.fingerprint != wanted and f.saved_at <= end]
+    return max(others, key=lambda folder: folder.saved_at, default=None)
 
 
 def _results_for(pipeline: Pipeline) -> Results:
@@ -174,14 +167,8 @@ def _results_for(pipeline: Pipeline) -> Results:
         is_refinement = run is not None and REFINED in run.config
         return is_refinement == (REFINED in given) and config["out"] == given["out"]
 
-    waiting = [each for each, folder in known.items() if is_ours(folder.manifest.run)]
-    found: dict[str, StageFolder] = {}
-    while waiting:
-        each = waiting.pop()
-        if each in known and each not in found:
-            found[each] = known[each]
-            waiting += known[each].manifest.inputs.values()
-    return found
+    ours = with_inputs((f for f, folder in known.items() if is_ours(folder.manifest.run)), known)
+    return {fingerprint: known[fingerprint] for fingerprint in sorted(ours)}
 
 
 def _folders(pipeline: Pipeline) -> Iterator[StageFolder]:
@@ -190,7 +177,7 @@ def _folders(pipeline: Pipeline) -> Iterator[StageFolder]:
     slug = pipeline.work.root.name.rpartition("-")[0]  # of the name that the source had first
     for path in pipeline.config.work_dir_root.glob(f"{slug}-*/*/*/{MANIFEST}"):
         with suppress(ReadFailed):
-            folder = StageFolder.found(path.parent)
+            folder = StageFolder.load(path.parent)
             if folder is None or path.parent.suffix:  # set aside or removed
                 continue
             run = folder.manifest.run
@@ -206,7 +193,7 @@ def _changes(
     for stage in dict.fromkeys([*manifest.inputs, *now]):
         old, new = manifest.inputs.get(stage), now.get(stage)
         if old is None or new is None:
-            before_it, now_it = ("off" if each is None else "on" for each in (old, new))
+            before_it, now_it = ("off" if run is None else "on" for run in (old, new))
             yield Change(what=f"stage `{stage}`", before=before_it, now=now_it)
         elif old != new:
             if old in results:

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from time import strftime
 
 from exl2flow.core.errors import (
     ConfigError,
@@ -25,12 +24,13 @@ from exl2flow.core.errors import (
     WriteFailed,
 )
 from exl2flow.core.options.config import RunOptions
+from exl2flow.core.store.damage import OUTPUT
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance_file
-from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir
+from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir, path_aside, with_inputs
 
 log = logging.getLogger(__name__)
 
-OUTPUT, LAST = "compile", "validate"  # stages: what writes the output, and the last one
+LAST = "validate"  # the last stage of a conversion
 COPYING = ("quantize", "tune", "refine")  # stages whose tensors are all in the output, too
 REMOVED = ".removed-"  # in the name of what is being deleted; the time follows
 
@@ -64,34 +64,33 @@ class _Work:
             if DAMAGED in folder.name or REMOVED in folder.name:
                 work.aside.append(folder)
             elif folder.is_dir() and folder.parent.name not in ("prefect", "locks"):
-                found = StageFolder.found(folder)
-                if found is None:
+                stage = StageFolder.load(folder)
+                if stage is None:
                     work.unusable.append(folder)
                 else:
-                    work.stages[found.manifest.fingerprint] = found
+                    work.stages[stage.manifest.fingerprint] = stage
         return work
 
-    def led_to(self, fingerprints: Iterable[str]) -> set[str]:
+    def with_inputs(self, fingerprints: Iterable[str]) -> set[str]:
         """Return the fingerprints of these stages and of all stages they depend on."""
-        found: set[str] = set()
-        open_ones = list(fingerprints)
-        while open_ones:
-            fingerprint = open_ones.pop()
-            if fingerprint in self.stages and fingerprint not in found:
-                found.add(fingerprint)
-                open_ones += self.stages[fingerprint].manifest.inputs.values()
-        return found
+        return with_inputs(fingerprints, self.stages)
 
     def finished(self) -> Iterator[tuple[str, str, float]]:
         """Yield (output folder, fingerprint of `validate`, time) of finished conversions."""
         for fingerprint, folder in self.stages.items():
-            made = self.stages.get(folder.manifest.inputs.get(OUTPUT, ""))
-            if folder.manifest.stage != LAST or made is None:
+            output = self.stages.get(folder.manifest.inputs.get(OUTPUT, ""))
+            if folder.manifest.stage != LAST or output is None:
                 continue
-            statuses = {self.stages[f].manifest.status for f in self.led_to([fingerprint])}
+            statuses = {self.stages[f].manifest.status for f in self.with_inputs([fingerprint])}
             if "partial" not in statuses:  # none was lost and is being made again
-                time = max(_time(folder), _time(made))
-                yield str(made.manifest.options.get("out")), fingerprint, time
+                time = max(folder.saved_at, output.saved_at)
+                yield str(output.manifest.options.get("out")), fingerprint, time
+
+    @cached_property
+    def unfinished(self) -> set[str]:
+        """The stages of unfinished conversions, with all they depend on."""
+        done = self.with_inputs(fingerprint for _, fingerprint, _ in self.finished())
+        return self.with_inputs(self.stages.keys() - done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,25 +113,16 @@ class _Root:
         for work in self.works:
             for out, fingerprint, time in work.finished():
                 by_output[out].append((time, work, fingerprint))
-        found: dict[Path, set[str]] = {work.path: set() for work in self.works}
+        kept: dict[Path, set[str]] = {work.path: set() for work in self.works}
         for runs in by_output.values():
             newest = sorted(runs, key=lambda run: run[0], reverse=True)[: self.keep_latest]
             for _, work, fingerprint in newest:
-                found[work.path] |= work.led_to([fingerprint])
-        return found
-
-    @cached_property
-    def begun(self) -> dict[Path, set[str]]:
-        """Work directory → stages of unfinished conversions, with all they depend on."""
-        found = {}
-        for work in self.works:
-            done = work.led_to(fingerprint for _, fingerprint, _ in work.finished())
-            found[work.path] = work.led_to(work.stages.keys() - done)
-        return found
+                kept[work.path] |= work.with_inputs([fingerprint])
+        return kept
 
     def needed(self, work: _Work) -> set[str]:
         """Return the fingerprints of the stages to keep."""
-        return self.finished[work.path] | (set() if self.partial else self.begun[work.path])
+        return self.finished[work.path] | (set() if self.partial else work.unfinished)
 
     def items(self) -> Iterator[Item]:
         """Yield everything that can be removed."""
@@ -142,7 +132,7 @@ class _Root:
         yield from self._sources()
 
     def _stages(self, work: _Work) -> Iterator[Item]:
-        needed, begun = self.needed(work), self.begun[work.path]
+        needed = self.needed(work)
         for path in work.aside:
             why = "set aside: damaged, or of another version" if DAMAGED in path.name else "removed"
             yield _item(path, why)
@@ -151,18 +141,17 @@ class _Root:
         for fingerprint, folder in work.stages.items():
             if fingerprint in needed:
                 continue
-            found = folder.manifest
-            if fingerprint in begun:
-                yield _item(folder.path, f"not finished: {found.cursor} of {found.total}")
-            else:
-                yield _item(folder.path, "replaced: its output was made anew since then")
+            why = "replaced: its output was made anew since then"
+            if fingerprint in work.unfinished:
+                why = f"not finished: {folder.manifest.cursor} of {folder.manifest.total}"
+            yield _item(folder.path, why)
 
     def _tensors(self, work: _Work) -> Iterator[Item]:
         """Yield tensors that are in complete outputs and that no unfinished conversion reads."""
-        kept = self.finished[work.path] - (set() if self.partial else self.begun[work.path])
+        kept = self.finished[work.path] - (set() if self.partial else work.unfinished)
         outputs = [f for f in kept if work.stages[f].manifest.stage == OUTPUT]
         lost = [f for f in outputs if not work.stages[f].is_complete()]
-        for fingerprint in sorted(kept - work.led_to(lost)):
+        for fingerprint in sorted(kept - work.with_inputs(lost)):
             folder = work.stages[fingerprint]
             size = sum(path.stat().st_size for path in folder.tensor_files())
             if folder.manifest.stage in COPYING and size:
@@ -195,10 +184,10 @@ class _Root:
     def _work_name(self, source: Path) -> str | None:
         """Return the name of a source's work directory; None if it cannot be read."""
         try:
-            found = SourceFingerprint.of(source, memory=self.path / DIGESTS_FILE)
+            fingerprint = SourceFingerprint.of(source, memory=self.path / DIGESTS_FILE)
         except SourceModelError:
             return None
-        return WorkDir.of(self.path, found).root.name
+        return WorkDir.of(self.path, fingerprint).root.name
 
 
 def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list[Item]:
@@ -235,33 +224,28 @@ def clean(
         WorkDirBusy: a run is using it.
         WriteFailed: something cannot be removed.
     """
+    root = root.resolve()
     try:
-        return _clean(root.resolve(), keep_latest=keep_latest, partial=partial, skip_busy=skip_busy)
+        with ExitStack() as locks:
+            busy = []
+            for path in sorted(path.parent for path in root.glob("*/lock")):
+                try:
+                    locks.enter_context(WorkDir(path).lock())
+                except WorkDirBusy:
+                    if not skip_busy:
+                        raise
+                    busy.append(path)
+            removable = unneeded(root, keep_latest=keep_latest, partial=partial)
+            items = [item for item in removable if not any(map(item.path.is_relative_to, busy))]
+            moved = [_move(item) for item in items]
+        for path in moved:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.parent.parent.name == "sources" and not any(path.parent.iterdir()):
+                path.parent.rmdir()
     except OSError as error:
         raise WriteFailed(
             f"cannot remove `{error.filename}`: {error.strerror}; fix the permissions and repeat"
         ) from error
-
-
-def _clean(root: Path, *, keep_latest: int, partial: bool, skip_busy: bool) -> list[Item]:
-    moved: list[Path] = []
-    with ExitStack() as locks:
-        busy = []
-        for path in sorted(path.parent for path in root.glob("*/lock")):
-            try:
-                locks.enter_context(WorkDir(path).lock())
-            except WorkDirBusy:
-                if not skip_busy:
-                    raise
-                busy.append(path)
-        found = unneeded(root, keep_latest=keep_latest, partial=partial)
-        items = [item for item in found if not any(map(item.path.is_relative_to, busy))]
-        for item in items:
-            moved.append(_move(item))
-    for path in moved:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        if path.parent.parent.name == "sources" and not any(path.parent.iterdir()):
-            path.parent.rmdir()
     return items
 
 
@@ -283,22 +267,16 @@ def _move(item: Item) -> Path:
     path = item.path
     if REMOVED in path.name:
         return path
-    target = path.with_name(f"{path.name}{REMOVED}{strftime('%Y%m%dT%H%M%S')}")
-    while target.exists():  # of a clean that was killed within this second
-        target = target.with_name(f"{target.name}-")
+    target = path_aside(path, REMOVED)
     if item.is_tensors:
         target.mkdir()
-        folder = StageFolder.found(path)
+        folder = StageFolder.load(path)
         assert folder is not None  # it was read under the same lock
         folder.clear(target)
     else:
         provenance_file(path).unlink(missing_ok=True)
         path.rename(target)
     return target
-
-
-def _time(folder: StageFolder) -> float:
-    return (folder.path / "manifest.json").stat().st_mtime
 
 
 def _item(path: Path, why: str) -> Item:

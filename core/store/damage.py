@@ -40,8 +40,8 @@ def altered(folder: StageFolder) -> list[str]:
     records = folder.manifest.files
     names = [name for name, record in records.items() if record.sha256 and folder.valid(name)]
     with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-digest") as threads:
-        found = threads.map(_digest, [folder.path / name for name in names])
-        return [n for n, sha256 in zip(names, found, strict=True) if sha256 != records[n].sha256]
+        digests = threads.map(_digest, [folder.path / name for name in names])
+        return [n for n, sha256 in zip(names, digests, strict=True) if sha256 != records[n].sha256]
 
 
 def _digest(path: Path) -> str:
@@ -66,13 +66,13 @@ def check_input(folder: StageFolder) -> None:
 
 
 def check_output(out: Path, work_root: Path) -> None:
-    """Check an output folder as far as a work root knows what was written there.
+    """Compare the files of an output folder with the digests in a work root.
 
     Raises:
         CorruptCheckpoint: a file differs.
     """
     for path in work_root.glob(f"*/{OUTPUT}/*/{MANIFEST}"):
-        folder = StageFolder.found(path.parent)
+        folder = StageFolder.load(path.parent)
         if folder and any(Path(name).parent == out.resolve() for name in folder.manifest.files):
             check_input(folder)
 

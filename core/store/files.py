@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -130,11 +130,11 @@ def sync_files(paths: Iterable[Path]) -> None:
 
 def make_folder(folder: Path) -> None:
     """Create a folder and its parents unless they exist; new ones survive a power cut."""
-    new = [each for each in (folder, *folder.parents) if not each.exists()]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in new:
-        if os.access(each.parent, os.R_OK):
-            sync(each.parent)
+    for path in new:
+        if os.access(path.parent, os.R_OK):
+            sync(path.parent)
 
 
 def make_private_folder(folder: Path) -> None:
@@ -143,31 +143,14 @@ def make_private_folder(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-@contextmanager
-def _locked(path: Path, how: int = 0) -> Iterator[None]:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | how)
-        yield
-    finally:
-        os.close(handle)
-
-
-class Writer(Protocol):
-    """What `replacing` gives: a binary file, of which only this is used."""
-
-    def write(self, data: Any, /) -> int:
-        """Write bytes or a buffer."""
-        ...
-
-
-class _Checked:
-    """Reports errors of writing with the target's name; other errors of the block pass."""
+class Writer:
+    """The binary file that `replacing` yields; its errors name the file that is replaced."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path
 
     def write(self, data: Any, /) -> int:
+        """Write bytes or a buffer."""
         with naming(self._path):
             return self._file.write(data)
 
@@ -189,7 +172,7 @@ def replacing(path: Path, *, is_private: bool = False) -> Iterator[Writer]:
         with suppress(OSError):  # there is none yet
             os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
     try:
-        yield _Checked(file, path)
+        yield Writer(file, path)
         with naming(path):
             file.flush()
             os.fsync(file.fileno())
@@ -226,7 +209,8 @@ def naming(path: Path) -> Iterator[None]:
 def _temporary(path: Path, mode: int) -> BinaryIO:
     """Create a locked temporary file beside `path`; delete those of killed writers."""
     for old in path.parent.glob(f".{glob.escape(path.name)}.*{TEMPORARY_SUFFIX}"):
-        with suppress(OSError), _locked(old, fcntl.LOCK_NB):  # locked: being written
+        with suppress(OSError), old.open("rb") as leftover:
+            fcntl.flock(leftover, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is written
             old.unlink()
     while True:
         aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")

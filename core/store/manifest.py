@@ -38,14 +38,14 @@ class RunRecord(BaseModel):
     @classmethod
     def of(cls, stages: Iterable[str], config: RunOptions) -> Self:
         """Return the record of a run, from which its pipeline can be made again anywhere."""
-        found = config.model_dump(mode="json", exclude={"publish", "token_block"})
-        for name in PATHS & found.keys():
-            found[name] = _absolute(found[name])
+        options = config.model_dump(mode="json", exclude={"publish", "token_block"})
+        for name in PATHS & options.keys():
+            options[name] = _absolute(options[name])
         if config.calibration.file is not None:
-            found["calibration"]["text"] = _absolute(found["calibration"]["text"])
-        if judged := found.get("validate_options"):
+            options["calibration"]["text"] = _absolute(options["calibration"]["text"])
+        if judged := options.get("validate_options"):
             judged["text"] = _absolute(judged["text"])
-        return cls(stages=list(stages), config=found)
+        return cls(stages=list(stages), config=options)
 
 
 def _absolute(path: str | None) -> str | None:
@@ -53,7 +53,7 @@ def _absolute(path: str | None) -> str | None:
 
 
 class StageManifest(BaseModel):
-    """What a stage folder holds; rewritten after every commit.
+    """Files, options and progress of a stage folder; rewritten after every commit.
 
     Fields that a newer version has added are ignored.
     """

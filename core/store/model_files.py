@@ -73,9 +73,9 @@ def carried_files(folder: Path) -> list[Path]:
     Raises:
         SourceModelError: one of them, or `config.json`, is a link out of the model.
     """
-    found = [path for path in _files(folder) if is_carried(path.name)]
-    check_links([folder / CONFIG_FILE, *found])
-    return found
+    carried = [path for path in _files(folder) if is_carried(path.name)]
+    check_links([folder / CONFIG_FILE, *carried])
+    return carried
 
 
 def left_out(folder: Path) -> list[str]:

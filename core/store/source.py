@@ -31,15 +31,7 @@ MODEL_FILES = (
 DIGESTS_FILE = "digests.json"  # in a work root: remembered digests
 READERS = 4  # files that are hashed at a time: a core hashes 2 GB/s
 ATTEMPTS = 3  # to read a file that changes meanwhile
-PROVENANCE = (
-    "repo",
-    "revision",
-    "commit",
-    "license",
-    "license_name",
-    "license_link",
-    "gated",
-)
+PROVENANCE = ("repo", "revision", "commit", "license", "license_name", "license_link", "gated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +61,14 @@ class SourceFingerprint:
             paths = sorted(source.glob("*.safetensors"))
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
             paths += [source / TEKKEN_FILE] * has_only_tekken(source)
-            found = {path.name: sha256 for path, sha256 in digests(paths, memory).items()}
+            files = {path.name: sha256 for path, sha256 in digests(paths, memory).items()}
         except OSError as error:
             raise SourceModelError(
                 f"cannot read `{error.filename or source}`: {error.strerror}; "
                 "check the folder and its permissions"
             ) from error
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.").lower() or "model"
-        return cls(slug=slug, fingerprint=digest_of(found), files=found)
+        return cls(slug=slug, fingerprint=digest_of(files), files=files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +127,8 @@ def provenance(source: Path) -> dict[str, Any] | None:
     Keys: repo, revision, commit, license, license_name, license_link, gated.
     """
     try:
-        found = json.loads(provenance_file(source.resolve()).read_bytes())
-        return {key: found[key] for key in PROVENANCE}
+        record = json.loads(provenance_file(source.resolve()).read_bytes())
+        return {key: record[key] for key in PROVENANCE}
     except (*NO_JSON, KeyError, TypeError):
         return None
 
@@ -147,17 +139,17 @@ def digests(paths: list[Path], memory: Path) -> dict[Path, str]:
     Raises:
         SourceModelError: a file keeps changing while it is read.
     """
-    known = _load(memory)
-    stale = [path for path in paths if not _holds(known.get(str(path)), path)]
+    remembered = _load(memory)
+    stale = [path for path in paths if not _holds(remembered.get(str(path)), path)]
     with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-digest") as threads:
         for path, record in zip(stale, threads.map(_record, stale), strict=True):
-            known[str(path)] = record
+            remembered[str(path)] = record
             _remember(memory, path, record)
-    return {path: str(known[str(path)].sha256) for path in paths}
+    return {path: str(remembered[str(path)].sha256) for path in paths}
 
 
-def _holds(known: FileRecord | None, path: Path) -> bool:
-    return known is not None and FileRecord.of(path, sha256=known.sha256) == known
+def _holds(record: FileRecord | None, path: Path) -> bool:
+    return record is not None and FileRecord.of(path, sha256=record.sha256) == record
 
 
 def _record(path: Path) -> FileRecord:
@@ -184,12 +176,12 @@ def _load(memory: Path) -> dict[str, FileRecord]:
         return {}
 
 
-def _remember(memory: Path, path: Path, known: FileRecord) -> None:
+def _remember(memory: Path, path: Path, record: FileRecord) -> None:
     """Add a digest to those that this and other processes remember."""
     try:
         with exclusive(memory):
-            records = {**_load(memory), str(path): known}
-            entries = {name: record.model_dump() for name, record in records.items()}
+            records = {**_load(memory), str(path): record}
+            entries = {name: known.model_dump() for name, known in records.items()}
             write_json(memory, {**entries, CHECKSUM: digest_of(entries)})
     except WriteFailed:
         return  # the disk may be full or read-only: pre-flight reports that in its own words

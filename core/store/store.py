@@ -9,14 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from exl2flow.core.errors import CorruptCheckpoint, StoreError, WriteFailed
+from exl2flow.core.errors import CorruptCheckpoint, StoreError, WorkDirBusy, WriteFailed
 from exl2flow.core.store.files import (
     TEMPORARY_SUFFIX,
     FileRecord,
@@ -29,7 +29,6 @@ from exl2flow.core.store.files import (
     write_json,
     write_tensors,
 )
-from exl2flow.core.store.locks import busy, locked_folder
 from exl2flow.core.store.manifest import SavedStates, StageManifest
 from exl2flow.core.store.manifest import versions as versions
 from exl2flow.core.store.source import SourceFingerprint
@@ -44,7 +43,7 @@ STATES_LONGEST = 15  # intervals between saves at most
 
 
 class StageRef(BaseModel):
-    """What stages and tasks exchange: which result, and where."""
+    """Reference to a stage's result, exchanged by stages and tasks."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -63,30 +62,28 @@ class StageFolder:
         self._lock = threading.RLock()  # a background thread stores results
         self._states_time = time.monotonic()
         self._states_cost = 0.0
-        self._begun = time.monotonic()
+        self._opened_at = time.monotonic()
         self._seconds_before = manifest.seconds
 
     @classmethod
-    def load(cls, path: Path, fingerprint: str) -> Self | None:
-        """Return the folder of a result, None without an intact manifest for it.
+    def load(cls, path: Path, fingerprint: str | None = None) -> Self | None:
+        """Return the folder of a result; None without an intact manifest with this fingerprint.
 
-        Raises:
-            ReadFailed: the manifest is there but cannot be read.
-        """
-        found = cls.found(path)
-        return found if found and found.manifest.fingerprint == fingerprint else None
-
-    @classmethod
-    def found(cls, path: Path) -> Self | None:
-        """Return a folder whatever its fingerprint, None without an intact manifest.
+        Any fingerprint will do if none is given.
 
         Raises:
             ReadFailed: the manifest is there but cannot be read.
         """
         try:
-            return cls(path, StageManifest.unsealed(read_json(path / MANIFEST)))
+            manifest = StageManifest.unsealed(read_json(path / MANIFEST))
         except (CorruptCheckpoint, ValidationError):
             return None
+        return cls(path, manifest) if fingerprint in (None, manifest.fingerprint) else None
+
+    @property
+    def saved_at(self) -> float:
+        """When the manifest was last written, in seconds since the epoch."""
+        return (self.path / MANIFEST).stat().st_mtime
 
     def valid(self, name: str) -> bool:
         """Return whether a committed file is unchanged."""
@@ -100,8 +97,8 @@ class StageFolder:
     def has_results(self) -> bool:
         """Return whether the folder holds finished work: an unchanged file, or states."""
         saved = self.manifest.states
-        own = [name for name in self.manifest.files if not Path(name).is_absolute()]
-        return any(map(self.valid, own)) or (
+        inside = [name for name in self.manifest.files if not Path(name).is_absolute()]
+        return any(map(self.valid, inside)) or (
             saved is not None and saved.record.matches(self.path / saved.file)
         )
 
@@ -136,7 +133,7 @@ class StageFolder:
     def save(self) -> None:
         """Write the manifest."""
         with self._lock:
-            self.manifest.seconds = self._seconds_before + time.monotonic() - self._begun
+            self.manifest.seconds = self._seconds_before + time.monotonic() - self._opened_at
             write_json(self.path / MANIFEST, self.manifest.sealed())
 
     def states_are_due(self) -> bool:
@@ -154,7 +151,7 @@ class StageFolder:
 
     def save_states(self, states: torch.Tensor, index: int) -> None:
         """Save the hidden states entering sublayer `index`, which are in main memory."""
-        begun = time.monotonic()
+        started = time.monotonic()
         saved = self.manifest.states
         name = "states-b.safetensors" if saved and "-a" in saved.file else "states-a.safetensors"
         sha256 = write_tensors(self.path / name, {"states": states})
@@ -164,7 +161,7 @@ class StageFolder:
             self.manifest.states = SavedStates(file=name, index=index, record=record)
             self.save()
         self._states_time = time.monotonic()
-        self._states_cost = self._states_time - begun
+        self._states_cost = self._states_time - started
 
     def load_states(self) -> tuple[int, torch.Tensor] | None:
         """Return (sublayer index, states) of the last saved states if they are intact."""
@@ -183,8 +180,8 @@ class StageFolder:
     def clear(self, aside: Path) -> None:
         """Move the tensors of a complete stage to a folder aside; what is small stays."""
         with self._lock:
-            kept = {n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")}
-            self.manifest.files, self.manifest.status = kept, "cleared"
+            rest = {n: r for n, r in self.manifest.files.items() if not n.endswith(".safetensors")}
+            self.manifest.files, self.manifest.status = rest, "cleared"
             self.save()
             for number, path in enumerate(self.tensor_files()):
                 path.rename(aside / str(number))
@@ -205,11 +202,10 @@ def _set_aside(path: Path, stage: str) -> None:
     Raises:
         WriteFailed: it cannot be renamed.
     """
-    if not path.exists() or (path.is_dir() and not any(_finished_files(path))):
+    files = (p for p in path.rglob("*") if p.is_file() and not p.name.endswith(TEMPORARY_SUFFIX))
+    if not path.exists() or (path.is_dir() and not any(files)):
         return
-    target = path.with_name(f"{path.name}{DAMAGED}{time.strftime('%Y%m%dT%H%M%S')}")
-    while target.exists():
-        target = target.with_name(f"{target.name}-")
+    target = path_aside(path, DAMAGED)
     try:
         path.rename(target)
     except OSError as error:
@@ -222,8 +218,12 @@ def _set_aside(path: Path, stage: str) -> None:
     )
 
 
-def _finished_files(path: Path) -> Iterator[Path]:
-    return (p for p in path.rglob("*") if p.is_file() and not p.name.endswith(TEMPORARY_SUFFIX))
+def path_aside(path: Path, mark: str) -> Path:
+    """Return a free path beside another, with a mark and the time in its name."""
+    target = path.with_name(f"{path.name}{mark}{time.strftime('%Y%m%dT%H%M%S')}")
+    while target.exists():  # made within this second
+        target = target.with_name(f"{target.name}-")
+    return target
 
 
 def _refuse_other_device(folder: StageFolder, device: str) -> None:
@@ -232,17 +232,17 @@ def _refuse_other_device(folder: StageFolder, device: str) -> None:
     Raises:
         StoreError: the folder holds some of another one.
     """
-    found = folder.manifest
+    manifest = folder.manifest
     if not folder.has_results():
         return
-    is_lost = found.device == "cuda" and device == "cpu"
+    is_lost = manifest.device == "cuda" and device == "cpu"
     way_out = (
-        "make the GPU visible again" if is_lost else f"continue with `--device {found.device}`"
+        "make the GPU visible again" if is_lost else f"continue with `--device {manifest.device}`"
     )
     raise StoreError(
-        f"stage `{found.stage}` was begun on {found.device} ({found.cursor} of {found.total} done) "
-        f"and this run is on {device}: {way_out}, or begin the stage anew with `--restart` or by "
-        f"deleting `{folder.path}`"
+        f"stage `{manifest.stage}` was begun on {manifest.device} ({manifest.cursor} of "
+        f"{manifest.total} done) and this run is on {device}: {way_out}, or begin the stage anew "
+        f"with `--restart` or by deleting `{folder.path}`"
     )
 
 
@@ -253,6 +253,18 @@ def _delete(path: Path) -> None:
         raise WriteFailed(
             f"cannot delete `{path}`: {error.strerror}; move it away and repeat the command"
         ) from error
+
+
+def with_inputs(fingerprints: Iterable[str], stages: Mapping[str, StageFolder]) -> set[str]:
+    """Return the fingerprints of these stages and of all stages they depend on, if they exist."""
+    found: set[str] = set()
+    waiting = list(fingerprints)
+    while waiting:
+        fingerprint = waiting.pop()
+        if fingerprint in stages and fingerprint not in found:
+            found.add(fingerprint)
+            waiting += stages[fingerprint].manifest.inputs.values()
+    return found
 
 
 class WorkDir:
@@ -330,15 +342,13 @@ class WorkDir:
         folder.save()
         return folder
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[None]:
         """Lock the whole work directory; the kernel releases it whenever the process ends.
 
         Raises:
             WorkDirBusy: another process holds it or one of its stages.
         """
-        with self._held(self.root / "lock", fcntl.LOCK_EX):
-            yield
+        return self._held(self.root / "lock", fcntl.LOCK_EX)
 
     @contextmanager
     def lock_stage(self, ref: StageRef, out: Path | None) -> Iterator[None]:
@@ -351,12 +361,11 @@ class WorkDir:
         Raises:
             WorkDirBusy: another process holds one of them or the whole directory.
         """
-        with ExitStack() as locks:
-            locks.enter_context(self._held(self.root / "lock", fcntl.LOCK_SH))
-            name = ref.path.replace("/", "-")
-            locks.enter_context(self._held(self.root / "locks" / name, fcntl.LOCK_EX))
-            if out is not None:
-                locks.enter_context(self.lock_output(out))
+        with (
+            self._held(self.root / "lock", fcntl.LOCK_SH),
+            self._held(self.root / "locks" / ref.path.replace("/", "-"), fcntl.LOCK_EX),
+            nullcontext() if out is None else self.lock_output(out),
+        ):
             yield
 
     @contextmanager
@@ -368,7 +377,7 @@ class WorkDir:
         """
         out = out.resolve()
         path = self.root / "locks" / f"out-{digest_of(str(out))[:16]}"  # also holds the process id
-        with self._held(path, fcntl.LOCK_EX, out), locked_folder(out):
+        with self._held(path, fcntl.LOCK_EX, out), _locked_folder(out):
             yield
 
     @contextmanager
@@ -380,7 +389,7 @@ class WorkDir:
             try:
                 fcntl.flock(handle, mode | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise busy(f"process {self._owner(path)}", self.root, out) from None
+                raise _busy(f"process {self._owner(path)}", self.root, out) from None
             if mode == fcntl.LOCK_EX:
                 os.ftruncate(handle, 0)
                 os.pwrite(handle, str(os.getpid()).encode(), 0)
@@ -397,3 +406,42 @@ class WorkDir:
                 except BlockingIOError:
                     return file.read(32).decode() or "unknown"
         return "unknown"
+
+
+def _busy(owner: str, root: Path, out: Path | None = None) -> WorkDirBusy:
+    """Return the error for a work root, or an output if given, in which another process works."""
+    where, option = (root, "--work-root") if out is None else (out, "--out")
+    return WorkDirBusy(
+        f"{owner} is working in `{where}`; wait for it, stop it, or choose another `{option}`"
+    )
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder itself; a folder that is created and stays empty is removed."""
+    is_new = not folder.exists()
+    handle = _lock_folder(folder)
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+        os.close(handle)
+
+
+def _lock_folder(folder: Path) -> int:
+    """Return a handle that locks a folder, which is created if it is missing."""
+    while True:
+        make_folder(folder)
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise _busy("another process", folder, folder) from None
+        except OSError:  # a file system that locks no folders
+            return handle
+        if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+            return handle
+        os.close(handle)  # its owner removed it meanwhile

@@ -22,7 +22,7 @@ def find_run(run: Path, work_root: Path | None) -> tuple[RunRecord, str | None]:
     """
     run = run.resolve()
     if (run / MANIFEST).is_file():
-        folder = StageFolder.found(run)
+        folder = StageFolder.load(run)
         if folder is None or folder.manifest.run is None:
             raise ConfigError(
                 f"the manifest of `{run}` is damaged, or from a version that did not record runs; "
@@ -53,7 +53,7 @@ def _placed(record: RunRecord, root: Path) -> RunRecord:
 def _records(root: Path) -> Iterator[RunRecord]:
     """Yield the runs that worked on the stages in a work root, the last one last."""
     for path in sorted(root.glob(f"*/*/*/{MANIFEST}"), key=lambda path: path.stat().st_mtime):
-        folder = StageFolder.found(path.parent)
+        folder = StageFolder.load(path.parent)
         if folder is not None and folder.manifest.run is not None:
             yield folder.manifest.run
 

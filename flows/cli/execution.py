@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -168,7 +169,7 @@ def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str,
     if isinstance(config, RefinementConfig):
         return {**report, "refinement": read_json(pipeline.path("judge") / JUDGEMENT_FILE)}
     published = made and made.published
-    return {**report, "published": published and published.to_json()}
+    return {**report, "published": published and asdict(published)}
 
 
 def _print(config: RunOptions, report: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """`exl2flow publish`: converted models on the Hugging Face Hub, verified, with a card."""
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -47,12 +48,12 @@ def publish(
     from exl2flow.tasks.publish import publish as run
 
     if dry_run:
-        found = draft(config).to_json()
+        found = asdict(draft(config))
         emit_json(found) if as_json else print_draft(found)
         return
     with shown(plain=as_json) as progress:
-        published = run(config, hub_of(config.token_block), progress=progress).to_json()
+        published = run(config, hub_of(config.token_block), progress=progress)
     if as_json:
-        emit_json(published)
+        emit_json(asdict(published))
     else:
-        print_published(published)
+        print_published(asdict(published))

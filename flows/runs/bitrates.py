@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -47,7 +47,7 @@ class Sweep:
 
     def record(self, published: Published) -> Self:
         """Record in the sweep's files where it was published, and return this with it."""
-        where = {name: value for name, value in published.to_json().items() if name != "sent"}
+        where = {name: value for name, value in asdict(published).items() if name != "sent"}
         content = read_json(self.out / SWEEP_FILE)
         write_json(self.out / SWEEP_FILE, {**content, "published": where})
         write_text(self.out / REPORT_PAGE, write_up(self.out))

@@ -15,9 +15,8 @@ from exl2flow.flows.runs.local import RUNS, Steps, carry_out
 from exl2flow.flows.runs.release import check_release, target_of
 from exl2flow.flows.runs.runners import make_all
 from exl2flow.tasks.compare import publish_comparison
-from exl2flow.tasks.fetch import fetched_in_flow
+from exl2flow.tasks.hub_tasks import branch_links, fetched_in_flow, publish_models
 from exl2flow.tasks.logs import logged
-from exl2flow.tasks.publishing import branch_links, publish_models
 from exl2flow.tasks.retries import RETRIED
 from exl2flow.tasks.stage import run_stages
 from exl2flow.tasks.tags import tag_run

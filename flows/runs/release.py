@@ -20,7 +20,7 @@ def hub_of(token_block: str | None) -> Hub:
     """
     if token_block is None:
         return Hub.open()
-    from exl2flow.tasks.credentials import read_token  # imports Prefect
+    from exl2flow.tasks.hub_tasks import read_token  # imports Prefect
 
     return Hub.open(read_token(token_block))
 

@@ -22,7 +22,7 @@ def flip_unseen(folder: Path, name: str, bit: int) -> None:
     No program can set ctime back, so the manifest is given the times of the changed file.
     """
     flip(folder / name, bit)
-    found = StageFolder.found(folder)
+    found = StageFolder.load(folder)
     assert found is not None
     manifest = found.manifest
     if manifest.states is not None and manifest.states.file == name:

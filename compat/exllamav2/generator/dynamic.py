@@ -1,4 +1,4 @@
-"""Jobs, which all generators are made of, and `ExLlamaV2DynamicGenerator`: many of them at once."""
+"""Jobs, which all generators run, and `ExLlamaV2DynamicGenerator`, which runs many at once."""
 
 import sys
 import threading

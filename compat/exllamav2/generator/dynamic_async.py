@@ -32,7 +32,7 @@ class ExLlamaV2DynamicGeneratorAsync:
 
 
 class ExLlamaV2DynamicJobAsync:
-    """A job that is in the queue at once; `async for` yields its results until it ends."""
+    """A job that is enqueued immediately; `async for` yields its results until it ends."""
 
     def __init__(
         self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any

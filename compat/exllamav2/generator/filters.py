@@ -12,7 +12,7 @@ from exl2flow.inference.sampling.bits import ids_of
 
 
 class ExLlamaV2Filter:
-    """Base of filters with `begin`, `feed` and `next`, here of `native`; see `ForeignFilter`."""
+    """Base class of filters; these methods call `native`. See `ForeignFilter`."""
 
     allow_return_type_list = True
     native: Any = None  # ours, which replaces this one
@@ -51,6 +51,6 @@ class ExLlamaV2SelectFilter(ExLlamaV2Filter):
 
 
 def native_filters(given: Iterable[Any] | None) -> list[Filter]:
-    """Return our filters for theirs; ours stay as they are."""
+    """Return exllamav2's filters as ours; ours are returned unchanged."""
     known = [getattr(one, "native", None) or one for one in given or ()]
     return [one if hasattr(one, "start") else filters.ForeignFilter(one) for one in known]

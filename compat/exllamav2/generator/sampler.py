@@ -172,7 +172,7 @@ class ExLlamaV2PostSamplingResult(SimpleNamespace):
 
 
 def call_hook(hook: Callable[[ExLlamaV2PostSamplingResult], object], seen: Sampled) -> None:
-    """Call a hook of theirs with the sample that ours see."""
+    """Call an exllamav2 hook with the sample that our hooks get."""
     result = ExLlamaV2PostSamplingResult(
         sampled_token=torch.tensor([[seen.sampled_token]]),
         feed_filters=True,

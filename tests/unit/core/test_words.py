@@ -20,7 +20,7 @@ def test_sizes_are_decimal(count: int, text: str) -> None:
     "word",
     [words.bits, words.perplexity, words.divergence, words.error, words.cost, words.percent],
 )
-def test_what_is_unknown_is_a_dash(word) -> None:
+def test_unknown_values_are_dashes(word) -> None:
     assert word(None) == "–"
 
 

@@ -10,8 +10,8 @@ from exl2flow.inference.report.plots import Measured
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.model import resolve
 from exl2flow.tasks.compare import comparison_page
+from exl2flow.tasks.hub_tasks import branch_links, publication_page
 from exl2flow.tasks.publish import Published
-from exl2flow.tasks.publishing import branch_links, publication_page
 from exl2flow.tasks.quantize import errors_page, measured_of, sublayer_rows
 
 

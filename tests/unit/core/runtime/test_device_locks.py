@@ -16,7 +16,7 @@ import pytest
 from exl2flow.core.errors import Interrupted, WriteFailed
 from exl2flow.core.runtime import device_locks as module
 from exl2flow.core.runtime import interrupt
-from exl2flow.core.runtime.device_locks import DeviceLocks, named_gpus, see_only, turn, visible_gpus
+from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, turn, visible_gpus
 from exl2flow.core.runtime.interrupt import listening
 
 HOLD = """
@@ -91,19 +91,21 @@ def test_who_holds_a_slot_is_known_at_once_and_not_its_holder_before(slots: Devi
 
 
 def test_gpus_are_those_that_cuda_is_told_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert named_gpus(2) == ["0", "1"]
+    assert visible_gpus("cuda") == ["0", "1"]
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1, 3")
-    assert named_gpus(2) == ["GPU-1", "3"]
-    assert named_gpus(0) == []
+    assert visible_gpus("cuda") == ["GPU-1", "3"]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert visible_gpus("cuda") == []
 
     see_only("3")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     assert visible_gpus("cpu") == []
 
 
-def test_who_waits_goes_on_when_the_device_is_free(slots: DeviceLocks) -> None:
+def test_waiting_process_continues_when_the_device_is_free(slots: DeviceLocks) -> None:
     with holder(slots, "0") as other:
         said(other)
 
@@ -178,7 +180,7 @@ def test_slots_of_a_host_are_for_their_user_only(
     assert mode == 0o700
 
 
-def test_folder_that_is_somebody_elses_is_not_used(slots: DeviceLocks, tmp_path: Path) -> None:
+def test_folder_of_another_user_is_refused(slots: DeviceLocks, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     slots.folder.parent.symlink_to(tmp_path / "elsewhere")
 

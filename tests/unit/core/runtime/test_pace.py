@@ -18,7 +18,7 @@ def test_remaining_time_follows_the_pace_and_counts_down() -> None:
     assert pace.remaining(1000.0) == 0.0
 
 
-def test_what_a_resume_found_does_not_count_as_speed() -> None:
+def test_work_finished_before_a_resume_does_not_count_as_speed() -> None:
     pace = Pace.start(tick(6), now=0.0)
     assert pace.remaining(1.0) is None
 

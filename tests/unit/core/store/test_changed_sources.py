@@ -57,7 +57,7 @@ def copy_model(run: StageRun) -> None:
 
 
 @pytest.mark.parametrize("end", ["changed", "put back", "failed", "missing"])
-def test_what_comes_of_a_changed_source_is_not_recorded(end: str, config: ConversionConfig) -> None:
+def test_results_of_a_changed_source_are_not_recorded(end: str, config: ConversionConfig) -> None:
     model = config.source / "config.json"
 
     def disturbed(run: StageRun) -> None:
@@ -177,7 +177,7 @@ def test_stage_whose_input_was_changed_does_not_begin(config: ConversionConfig) 
 
 
 @pytest.mark.parametrize("changed", ["input", "file of an option"])
-def test_a_result_of_what_was_changed_meanwhile_is_not_recorded(
+def test_results_of_inputs_changed_meanwhile_are_not_recorded(
     changed: str, config: ConversionConfig
 ) -> None:
     text = config.source.parent / "text.txt"
@@ -200,5 +200,5 @@ def test_a_result_of_what_was_changed_meanwhile_is_not_recorded(
         run_all(config, (stage("measure"), second))
 
     pipeline = Pipeline(config, (stage("measure"), second), device="cpu")
-    folder = StageFolder.found(pipeline.path("validate"))
+    folder = StageFolder.load(pipeline.path("validate"))
     assert folder is None or not folder.manifest.files

@@ -95,7 +95,7 @@ def test_changed_file_of_the_source_is_named(config: ConversionConfig) -> None:
     assert only.before != only.now
 
 
-def test_added_file_of_the_source_was_none_before(config: ConversionConfig) -> None:
+def test_added_source_file_is_a_change_from_none(config: ConversionConfig) -> None:
     convert(config)
     (config.source / "tokenizer.json").write_text("{}")
 
@@ -104,7 +104,7 @@ def test_added_file_of_the_source_was_none_before(config: ConversionConfig) -> N
     assert (only.what, only.before) == ("source file `tokenizer.json`", "none")
 
 
-def test_another_source_of_the_same_name_is_no_earlier_result(
+def test_results_of_another_source_with_the_same_name_are_ignored(
     config: ConversionConfig, tmp_path: Path
 ) -> None:
     convert(config)
@@ -227,7 +227,7 @@ def test_cleared_stage_is_needed_again_when_the_output_is_lost(config: Conversio
     pipeline = convert(config)
     aside = config.out.with_name("aside")
     aside.mkdir()
-    folder = StageFolder.found(pipeline.path("quantize"))
+    folder = StageFolder.load(pipeline.path("quantize"))
     assert folder is not None
     folder.clear(aside)
     assert looked(config)["quantize"].state == "finished"
@@ -257,7 +257,7 @@ def test_manifest_of_a_version_without_runs_shows_its_stored_options(
 ) -> None:
     pipeline = convert(config)
     for name in STAGES:
-        folder = StageFolder.found(pipeline.path(name.name))
+        folder = StageFolder.load(pipeline.path(name.name))
         assert folder is not None
         folder.manifest.run = None
         folder.save()

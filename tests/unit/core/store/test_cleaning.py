@@ -234,7 +234,7 @@ def test_removal_goes_on_within_the_second_in_which_another_was_killed(
     config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline = convert(config)
-    monkeypatch.setattr(cleaning, "strftime", lambda form: "now")
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
     folder = pipeline.path("quantize")
     folder.with_name(f"{folder.name}{cleaning.REMOVED}now").mkdir()
 

@@ -59,7 +59,7 @@ def test_stage_that_was_just_finished_is_trusted(config: ConversionConfig) -> No
     for name in ("measure", "allocate", "quantize"):
         pipeline.run(name, progress=silent)
     flip_unseen(pipeline.path("quantize"), FILE, 4000)
-    folder = StageFolder.found(pipeline.path("quantize"))
+    folder = StageFolder.load(pipeline.path("quantize"))
     assert folder is not None
 
     assert damage.altered(folder) == []
@@ -84,7 +84,7 @@ def test_damaged_result_of_a_stage_that_resumes_is_made_again(
 def test_damaged_result_is_no_longer_recorded(config: ConversionConfig) -> None:
     pipeline = convert(config)
     flip_unseen(pipeline.path("quantize"), FILE, 4000)
-    folder = StageFolder.found(pipeline.path("quantize"))
+    folder = StageFolder.load(pipeline.path("quantize"))
     assert folder is not None
     damage.distrust()
 
@@ -97,7 +97,7 @@ def test_damaged_result_is_no_longer_recorded(config: ConversionConfig) -> None:
 def test_files_without_a_digest_or_changed_visibly_are_not_compared(
     config: ConversionConfig,
 ) -> None:
-    folder = StageFolder.found(convert(config).path("quantize"))
+    folder = StageFolder.load(convert(config).path("quantize"))
     assert folder is not None
     damage.distrust()
     (folder.path / FILE).unlink()
@@ -110,7 +110,7 @@ def test_files_without_a_digest_or_changed_visibly_are_not_compared(
 def test_file_that_cannot_be_read_is_a_named_error(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = StageFolder.found(convert(config).path("quantize"))
+    folder = StageFolder.load(convert(config).path("quantize"))
     assert folder is not None
     damage.distrust()
 
@@ -139,7 +139,7 @@ def test_damaged_output_is_found_before_it_is_published(config: ConversionConfig
 def test_damaged_states_are_not_loaded(
     config: ConversionConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = StageFolder.found(begun(config, "quantize").path("quantize"))
+    folder = StageFolder.load(begun(config, "quantize").path("quantize"))
     assert folder is not None
     states = torch.ones(10)
     folder.save_states(states, 3)
@@ -149,7 +149,7 @@ def test_damaged_states_are_not_loaded(
 
     flip_unseen(folder.path, "states-a.safetensors", 8 * 100)
 
-    found = StageFolder.found(folder.path)
+    found = StageFolder.load(folder.path)
     assert found is not None
     assert found.load_states() is None
     assert f"the saved states in `{folder.path}` are damaged" in caplog.text

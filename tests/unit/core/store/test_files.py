@@ -194,7 +194,7 @@ def test_file_name_that_is_not_utf8_is_recorded_and_digested(tmp_path: Path) -> 
     assert digest_of(name) != digest_of(os.fsdecode(b"a\xfe"))
 
 
-def test_file_that_cannot_be_read_is_no_missing_one(tmp_path: Path) -> None:
+def test_unreadable_file_is_not_reported_as_missing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
 
     for read in (read_json, read_metadata, read_tensors):

@@ -50,7 +50,7 @@ def test_every_state_of_a_stage_ends_in_the_same_bytes(stage: Command) -> None:
     assert failures(stage) == []
 
 
-def test_a_lack_of_time_is_no_defect(stage: Command) -> None:
+def test_running_out_of_time_is_not_a_failure(stage: Command) -> None:
     count = Count()
 
     exhaust(stage, count, float("-inf"))
@@ -128,7 +128,7 @@ def test_recording_leads_from_the_beginning_to_the_end(stage: Command) -> None:
     assert stage.results() == wanted
     assert (stage.disk / "work" / "moved").read_text() == "there already and more"
     with content_times():
-        assert StageFolder.found(stage.disk / "work" / "measure" / FINGERPRINT[:16]) is not None
+        assert StageFolder.load(stage.disk / "work" / "measure" / FINGERPRINT[:16]) is not None
 
 
 @pytest.mark.parametrize(

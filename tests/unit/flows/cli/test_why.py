@@ -142,7 +142,7 @@ def test_bitrate_of_a_sweep_is_found_beside_the_folder_of_the_sweep(
     (tmp_path / "sweep").mkdir()
     shutil.copytree(finished / ".exl2flow", tmp_path / ".exl2flow")
     for path in (tmp_path / ".exl2flow").glob(f"*/*/*/{MANIFEST}"):
-        folder = StageFolder.found(path.parent)
+        folder = StageFolder.load(path.parent)
         assert folder is not None
         assert folder.manifest.run is not None
         folder.manifest.run.config["out"] = str(tmp_path / "sweep" / "2.5bpw")
