@@ -128,8 +128,8 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
             "options": options,
             "versions": versions(),
             "bitrates": {
-                name: _bitrate(pipeline, reports.get(name), failures.get(name))
-                for name, pipeline in pipelines.items()
+                name: _bitrate(bpw, pipeline, reports.get(name), failures.get(name))
+                for bpw, (name, pipeline) in zip(config.bpw, pipelines.items(), strict=True)
             },
             "differences": [
                 known.to_json(lambda model: model.label) for known in differences(models)
@@ -154,11 +154,11 @@ def _is_judged(pipeline: Pipeline) -> bool:
 
 
 def _bitrate(
-    pipeline: Pipeline, report: Mapping[str, Any] | None, failure: BaseException | None
+    bpw: float, pipeline: Pipeline, report: Mapping[str, Any] | None, failure: BaseException | None
 ) -> dict[str, object]:
     """Return the entry of one bitrate in `sweep.json`."""
     return {
-        "bpw": pipeline.config.bpw,
+        "bpw": bpw,
         "error": None if failure is None else str(failure),
         "report_folder": str(pipeline.path("validate")) if report else None,
         **({name: report[name] for name in REPORTED} if report else {}),

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.publication import PublishConfig
-from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.options.refine import ModelOptions, RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
@@ -72,14 +72,14 @@ HERE = Steps(
 )
 
 
-def _make_model(config: RunOptions, stages: Sequence[Stage], steps: Steps) -> Conversion:
+def _make_model(config: RunOptions, stages: Sequence[Stage[Any]], steps: Steps) -> Conversion:
     [conversion] = conversions_of(config).values()
     pipeline = open_pipeline(conversion, stages)
     steps.run(pipeline)
     return result_of(pipeline)
 
 
-def _make_sweep(config: SweepConfig, stages: Sequence[Stage], steps: Steps) -> Sweep:
+def _make_sweep(config: SweepConfig, stages: Sequence[Stage[Any]], steps: Steps) -> Sweep:
     with listening() as stop:
         steps.run(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = steps.make_bitrates(config, stop)
@@ -93,8 +93,8 @@ def _make_sweep(config: SweepConfig, stages: Sequence[Stage], steps: Steps) -> S
 class Run:
     """A kind of run: the stages it has, and what makes its result of them."""
 
-    stages: tuple[Stage, ...]
-    make: Callable[[Any, Sequence[Stage], Steps], Any] = _make_model
+    stages: tuple[Stage[Any], ...]
+    make: Callable[[Any, Sequence[Stage[Any]], Steps], Any] = _make_model
 
 
 RUNS = {
@@ -126,9 +126,7 @@ def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
     return made
 
 
-def run_locally(
-    config: ConversionConfig | RefinementConfig, *, stages: Sequence[Stage] | None = None
-) -> Conversion:
+def run_locally(config: ModelOptions, *, stages: Sequence[Stage[Any]] | None = None) -> Conversion:
     """Run all stages of a conversion or a refinement, or these, in this process, and publish.
 
     Raises:

@@ -35,8 +35,11 @@ from exl2flow.quant.measure.measurement import (
     Measurement,
     projection_bits,
 )
-from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.sensitivity.stage import factor_sizes
+from exl2flow.quant.tokenize.stage import judging_rows, split_rows
+from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ HESSIAN_ROWS = 16  # approximate number of rows for the Hessians of trials
 CORRECTION_RANGE = (0.25, 8.0)  # of the ratio of a sublayer's measured to its estimated cost
 
 
-def allocate(run: StageRun) -> None:
+def allocate(run: StageRun[ConversionConfig]) -> None:
     """Write `allocation.json` for the target into the stage folder."""
     config = run.config
     spec = resolve(config.source)
@@ -70,7 +73,7 @@ def allocate(run: StageRun) -> None:
 @tensor_cores()
 @torch.inference_mode()
 def improve(
-    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allocation
+    run: StageRun[ConversionConfig], spec: ModelSpec, measurement: Measurement, first: Allocation
 ) -> tuple[Allocation, list[dict[str, object]]]:
     """Try allocations end to end, correct the costs, and return the best and all that were tried.
 
@@ -109,7 +112,9 @@ def improve(
 class _Judge:
     """Judges allocations, one walk after another; verdicts of an earlier run are read back."""
 
-    def __init__(self, run: StageRun, trials: Trials, held_out: torch.Tensor) -> None:
+    def __init__(
+        self, run: StageRun[ConversionConfig], trials: Trials, held_out: torch.Tensor
+    ) -> None:
         self.run, self.trials, self.held_out = run, trials, held_out
         self.walks = 0
 
@@ -199,6 +204,19 @@ def corrected(
     return replace(measurement, decoder=decoder)
 
 
+def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
+    """Forecast the stage: states of two allocations, the source, and one trial per sublayer."""
+    rows, tokens = config.calibration.rows, config.calibration.row_tokens
+    judging = judging_rows(HELD_OUT_ROWS, rows)
+    training = rows - judging
+    seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
+    states = sizes.token * tokens * (2 * seen + (3 + len(sizes.spec.sublayers)) * judging)
+    factors = max(factor_sizes(sizes.spec, config.sensitivity), default=0)
+    working = sizes.walk_memory(SUBLAYER_WEIGHT * sizes.sublayer, tokens, factors)
+    work = working_bytes(sizes.spec, sizes.card.memory) if sizes.card else 0
+    return Need(memory_bytes=states + working, **sizes.on_gpu(work))
+
+
 def _options(config: ConversionConfig) -> dict[str, object]:
     prefer = config.allocate.prefer
     return {
@@ -212,7 +230,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     }
 
 
-ALLOCATE = Stage(
+ALLOCATE: Stage[ConversionConfig] = Stage(
     name="allocate",
     schema=3,
     inputs=("tokenize", "sensitivity", "measure"),

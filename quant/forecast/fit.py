@@ -34,6 +34,11 @@ class Fit:
             ("sum", f"{size(self.weights + needs.total)} of {size(self.memory)}"),
         ]
 
+    @property
+    def target(self) -> dict[str, int | None]:
+        """The options that make the largest model that fits."""
+        return {"target_bytes": self.weights, "fit": None}
+
     def to_json(self) -> dict[str, object]:
         """Return the parts in bytes."""
         parts = asdict(self)
@@ -71,10 +76,3 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
     bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
     return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
-
-
-def fitted(config: ConversionConfig, fit: Fit | None) -> ConversionConfig:
-    """Return the configuration with the memory that it must fit turned into a target in bytes."""
-    if fit is None:
-        return config
-    return config.model_copy(update={"target_bytes": fit.weights, "fit": None})

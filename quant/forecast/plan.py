@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import StoreError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.changes import Outlook, outlook, stage_rows
 from exl2flow.core.store.files import read_json
@@ -14,16 +15,16 @@ from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
-from exl2flow.quant.forecast.needs import Card, Need
 from exl2flow.quant.measure.candidates import FAST_GROUP
 from exl2flow.quant.tokenize.stage import judging_rows
+from exl2flow.quant.walk.needs import Card, Need
 
 MOST_NAMES = 8  # of files or tensors that are listed
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
 def what_is_left(
-    config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need]
+    config: RunOptions, stages: Sequence[Stage[Any]], needs: Mapping[str, Need]
 ) -> tuple[dict[str, Need], tuple[Outlook, ...]]:
     """Return what the unfinished stages still need, and what a run does with each stage.
 
@@ -154,7 +155,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
+def calibration_in_words(config: RunOptions, spec: ModelSpec) -> str:
     """Describe the calibration rows."""
     options = config.calibration
     text = f"{options.rows} rows x {options.row_tokens} tokens, "

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.options.config import RoundingOptions, ScaleSearch
+from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
@@ -251,7 +251,7 @@ def estimate_options(options: RoundingOptions) -> dict[str, object]:
     return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
 
 
-def estimate_all(run: StageRun, model: SourceModel, rows: torch.Tensor) -> list[str]:
+def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tensor) -> list[str]:
     """Measure all projections and the head; return the files that list them, in order.
 
     Args:

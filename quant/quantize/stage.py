@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import record_stream, run_concurrently, tensor_cores
@@ -52,14 +52,16 @@ from exl2flow.quant.rounding.hessian import (
     widest_first,
 )
 from exl2flow.quant.sensitivity.fisher import Factors, shared_factor
-from exl2flow.quant.sensitivity.stage import FactorFiles
+from exl2flow.quant.sensitivity.stage import FactorFiles, factor_sizes
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
+from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
-from exl2flow.quant.walk.walk import Store, SublayerWork, advance, walk
+from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, advance, walk
 
 HEAD_FILE = "sublayers/head.safetensors"
+CORRECTED_WEIGHT = 8  # bytes per weight more: corrected targets, and one being computed
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
 
 
@@ -86,7 +88,7 @@ class MatrixWork(SublayerWork):
     Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
     """
 
-    def __init__(self, run: StageRun, rows: int) -> None:
+    def __init__(self, run: StageRun[RunOptions], rows: int) -> None:
         self.folder = run.folder
         self.options = run.config.rounding
         self.rows = rows
@@ -156,7 +158,7 @@ def row_errors(
 class Quantizing(MatrixWork):
     """The work of `quantize` at a sublayer, and at the head."""
 
-    def __init__(self, run: StageRun, rows: int, choice: Choice) -> None:
+    def __init__(self, run: StageRun[RunOptions], rows: int, choice: Choice) -> None:
         super().__init__(run, rows)
         self.choice = choice
         self.again = paired_rows(rows) if self.options.correction else range(0)
@@ -323,7 +325,7 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
 
 @tensor_cores()
 @torch.inference_mode()
-def quantize(run: StageRun) -> None:
+def quantize(run: StageRun[RunOptions]) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
@@ -337,11 +339,36 @@ def quantize(run: StageRun) -> None:
     run.tick(total, total, "lm_head")
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def needs(config: RunOptions, sizes: ModelSizes) -> Need:
+    """Forecast the stage; with correction some states of the source are beside the others.
+
+    At the start the states exist twice, as rows and as one tensor, beside embedding and head.
+    """
+    paired = len(paired_rows(config.calibration.rows)) if config.rounding.correction else 0
+    return matrix_needs(config, sizes, paired=paired)
+
+
+def matrix_needs(config: RunOptions, sizes: ModelSizes, *, paired: int) -> Need:
+    """Forecast a stage whose work is `MatrixWork`; `paired`: rows that are walked twice."""
+    tokens = config.calibration.row_tokens
+    states = sizes.token * tokens * (config.calibration.rows + paired)
+    weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
+    factors = max(factor_sizes(sizes.spec, config.sensitivity), default=0)
+    working = sizes.walk_memory(weight * sizes.sublayer, tokens, factors)
+    work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT)
+    return Need(
+        memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),
+        kept_bytes=sizes.packed,
+        passing_bytes=STATE_FILES * states,
+        **sizes.on_gpu(work, states),
+    )
+
+
+def _options(config: RunOptions) -> dict[str, object]:
     return {"rope": config.rope.model_dump(), "rounding": config.rounding.model_dump()}
 
 
-QUANTIZE = Stage(
+QUANTIZE: Stage[RunOptions] = Stage(
     name="quantize",
     schema=7,
     inputs=("tokenize", "sensitivity", "allocate"),

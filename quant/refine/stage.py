@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
@@ -20,13 +20,14 @@ from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     MatrixWork,
     install,
+    matrix_needs,
     read_report,
     row_errors,
     summary,
 )
 from exl2flow.quant.quantize.stored_form import Packed, Reports, Unchanged, storing
 from exl2flow.quant.refine.improvement import improve, params_of, unpacked
-from exl2flow.quant.refine.stored_model import StoredModel, refinement
+from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.rounding.error_feedback import near, padded_weight
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
@@ -37,6 +38,7 @@ from exl2flow.quant.rounding.hessian import (
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
 from exl2flow.quant.walk.limits import effect_of_limit
+from exl2flow.quant.walk.needs import ModelSizes, Need
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import Store, advance, walk
@@ -47,7 +49,7 @@ KEPT = "kept"  # report of a matrix that is not refined
 class Refining(MatrixWork):
     """The work of `refine` at a sublayer, and at the head."""
 
-    def __init__(self, run: StageRun, rows: int, stored: StoredModel) -> None:
+    def __init__(self, run: StageRun[RefinementConfig], rows: int, stored: StoredModel) -> None:
         super().__init__(run, rows)
         self.stored = stored
 
@@ -162,9 +164,9 @@ def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
 
 @tensor_cores()
 @torch.inference_mode()
-def refine_model(run: StageRun) -> None:
+def refine_model(run: StageRun[RefinementConfig]) -> None:
     """Write the replacements of the stored matrices into the stage folder."""
-    config = refinement(run.config)
+    config = run.config
     stored = StoredModel.open(config, run.device)
     model = stored.with_reference()
     run.folder.manifest.total = len(model.spec.sublayers) + stored.has_head
@@ -178,23 +180,27 @@ def refine_model(run: StageRun) -> None:
     run.tick(total, total, "refined")
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
-    options = refinement(config)
+def needs(config: RefinementConfig, sizes: ModelSizes) -> Need:
+    """Forecast the stage."""
+    return matrix_needs(config, sizes, paired=0)
+
+
+def _options(config: RefinementConfig) -> dict[str, object]:
     memory = config.work_dir_root / DIGESTS_FILE
     return {
-        "model": SourceFingerprint.of(options.model, memory=memory).fingerprint,
+        "model": SourceFingerprint.of(config.model, memory=memory).fingerprint,
         "rope": config.rope.model_dump(),
         "rounding": config.rounding.model_dump(),
-        "held_out_rows": options.held_out_rows,
+        "held_out_rows": config.held_out_rows,
     }
 
 
-REFINE = Stage(
+REFINE: Stage[RefinementConfig] = Stage(
     name="refine",
     schema=4,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,
-    files=lambda config: refinement(config).model.glob("*"),
+    files=lambda config: config.model.glob("*"),
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
-from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.source import WANTED
 from exl2flow.model import (
@@ -105,12 +104,6 @@ class StoredModel:
 
     def _model(self, tensors: TensorFiles) -> SourceModel:
         return SourceModel(spec=self.spec, tensors=tensors, device=self.device)
-
-
-def refinement(config: ConversionConfig) -> RefinementConfig:
-    """Return the configuration as that of a refinement."""
-    assert isinstance(config, RefinementConfig)
-    return config
 
 
 def check_refinement(config: RefinementConfig) -> None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
 GPU_BATCH_ELEMENTS = 1 << 29
 BATCH_SHARE = 0.25  # of a GPU's free memory, because there may be two batches
+BATCH_WEIGHT = 13  # bytes per weight rounded side by side: joined, reordered, codes, scale search
 BATCH_BYTES = 8  # per weight: its row's value, codes and a copy of them
 
 

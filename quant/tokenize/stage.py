@@ -10,7 +10,7 @@ import torch
 
 from exl2flow import calibration_data
 from exl2flow.core.errors import NotEnoughRows
-from exl2flow.core.options.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.options.config import CalibrationOptions, RunOptions
 from exl2flow.core.store.files import (
     digest,
     digest_of,
@@ -23,6 +23,7 @@ from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, St
 from exl2flow.model import Tokenizer, check_ids, resolve, with_bos
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_template
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
+from exl2flow.quant.walk.needs import TOKEN, Need
 
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
@@ -37,7 +38,7 @@ def load_rows(folder: Path, mix: Mix) -> torch.Tensor:
     return read_tensors(folder / ROWS_FILE)[mix]
 
 
-def tokenize(run: StageRun) -> None:
+def tokenize(run: StageRun[RunOptions]) -> None:
     """Write the rows of both mixes into the stage folder."""
     options = run.config.calibration
     tokenizer = Tokenizer.load(run.config.source)
@@ -70,7 +71,7 @@ def tokenize(run: StageRun) -> None:
     run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")
 
 
-def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
+def _maker(run: StageRun[RunOptions], tokenizer: Tokenizer) -> Maker | None:
     """Return the maker of rows for `chat` or `self`; None for other texts."""
     match run.config.calibration.text:
         case "chat":
@@ -162,7 +163,14 @@ def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
     )
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def needs(config: RunOptions) -> Need:
+    """Forecast the stage: the ids of all rows, in memory twice."""
+    rows = config.calibration
+    ids = TOKEN * (rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens)
+    return Need(memory_bytes=2 * ids, kept_bytes=ids)
+
+
+def _options(config: RunOptions) -> dict[str, object]:
     calibration = config.calibration
     options = calibration.model_dump(mode="json", exclude={"text", "share"})
     file = calibration.file or calibration_data.standard()
@@ -176,7 +184,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return options
 
 
-TOKENIZE = Stage(
+TOKENIZE: Stage[RunOptions] = Stage(
     name="tokenize",
     schema=2,
     inputs=("compose",),
