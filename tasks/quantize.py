@@ -62,14 +62,13 @@ def errors_page(reports: Sequence[Report], measured: Measured) -> str:
 
 def sublayer_rows(reports: Sequence[Report], measured: Measured) -> list[Row]:
     """Return a row per report; measurements have a column if any is known."""
-    return [_sublayer_row(report, measured) for report in reports]
-
-
-def _sublayer_row(report: Report, measured: Measured) -> Row:
-    name = str(report["name"])
-    row = sublayer_row(name, matrix_costs([report]), report)
-    if measured.nats:
-        row["measured cost"] = words.cost(measured.nats.get(name))
-    if measured.rel_err:
-        row["measured error"] = words.error(measured.rel_err.get(name))
-    return row
+    rows = []
+    for report in reports:
+        name = str(report["name"])
+        row = sublayer_row(name, matrix_costs([report]), report)
+        if measured.nats:
+            row["measured cost"] = words.cost(measured.nats.get(name))
+        if measured.rel_err:
+            row["measured error"] = words.error(measured.rel_err.get(name))
+        rows.append(row)
+    return rows

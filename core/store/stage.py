@@ -220,15 +220,15 @@ class Pipeline:
             SourceModelError, StoreError: see `_check_unchanged`.
         """
         fingerprints = self.input_fingerprints(stage)
-        loaded = (StageFolder.load(self.path(n), found) for n, found in fingerprints.items())
+        loaded = (StageFolder.load(self.path(n), f) for n, f in fingerprints.items())
         inputs = [folder for folder in loaded if folder is not None]
         reads = [self.config.source / name for name in self.source.files]
         reads += stage.files(self.config)
-        reads += [each.path / file for each in inputs for file in each.manifest.files]
+        reads += [folder.path / file for folder in inputs for file in folder.manifest.files]
         states = {path: _state(path) for path in reads}  # before contents are compared
         self._check_unchanged(stage)
-        for each in inputs:
-            check_input(each)
+        for folder in inputs:
+            check_input(folder)
         folder = self.work.open(
             ref,
             schema=stage.schema,

@@ -112,9 +112,9 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     Call `raise_failures` afterwards.
     """
     pipelines = {n: open_pipeline(c, STAGES) for n, c in config.conversions().items()}
-    made = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
-    reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in made.items()}
-    scores = [s for p in made.values() if (s := known_score(p.config.out)) is not None]
+    judged = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
+    reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in judged.items()}
+    scores = [s for p in judged.values() if (s := known_score(p.config.out)) is not None]
     models = compared(scores)
     _, warnings = check_bitrates(models)
     out = config.out.resolve()
@@ -143,7 +143,7 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     return Sweep(
         out=out,
         scores=tuple(scores),
-        samples=tuple(reports[name]["sample"] for name in made),
+        samples=tuple(reports[name]["sample"] for name in judged),
         warnings=tuple(warnings),
     )
 

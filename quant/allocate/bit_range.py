@@ -72,8 +72,7 @@ class BitRange:
             ]
         else:
             allowed = [params for params in PROJECTION_OPTIONS if is_allowed(prefer, [params])]
-            projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
-            bits = [[projection_bits(p, params) for params in allowed] for p in projections]
+            bits = [[projection_bits(p, params) for params in allowed] for p in spec.projections]
         options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
         head = [projection_bits(spec.head, params) for params in options]
         return cls(
@@ -113,11 +112,12 @@ class BitRange:
         return min(target, most) - self.plain
 
 
-def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Check that the measurement, given or still to be made, has what the allocation reads.
+def check_measurement(config: ModelOptions, spec: ModelSpec) -> None:
+    """Check that a conversion's measurement, given or to be made, has what its allocation reads.
 
     Raises:
         ConfigError: it lacks costs in nats or the head, or belongs to another model.
     """
-    given = config.measurement
-    check_measured(config, None if given is None else read_measurement(given, spec))
+    if isinstance(config, ConversionConfig):
+        given = config.measurement
+        check_measured(config, None if given is None else read_measurement(given, spec))

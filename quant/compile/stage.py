@@ -17,7 +17,6 @@ import torch
 
 from exl2flow.core.errors import (
     CorruptCheckpoint,
-    NonFiniteState,
     ReconstructionMismatch,
     SourceModelError,
     StoreError,
@@ -76,6 +75,7 @@ from exl2flow.quant.quantize.stage import (
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tune.stage import TUNING_FILE
+from exl2flow.quant.tune.trainable import fits_half
 from exl2flow.quant.walk.needs import HALF, ModelSizes, Need
 
 log = logging.getLogger(__name__)
@@ -147,12 +147,7 @@ class _Tensors:
             return self.quantized.read(name)
         if name in self.carried:
             return self.source.read(name)
-        tensor = self.source.read(name).to(torch.float16)
-        if not tensor.isfinite().all():
-            raise NonFiniteState(
-                f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
-                "converted without clamping"
-            )
+        tensor = fits_half(self.source.read(name), name)
         return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have padding rows
 
 
@@ -254,15 +249,15 @@ def remove_others(out: Path, names: set[str]) -> None:
     These are shards, indexes, partial files and what the earlier one recorded as its own. Call
     before a new record is written.
     """
-    found = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
+    leftovers = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
     record = _earlier_record(out)
-    own = set(record[FILES]) if isinstance(record.get(FILES), list) else set()
+    recorded = set(record[FILES]) if isinstance(record.get(FILES), list) else set()
     others = [path for path in sorted(out.glob("*")) if path.name not in names]
     for path in others:
         if record and FILES not in record and is_carried(path.name):  # an older version wrote it
             log.warning("`%s` is not in the source; delete it unless it is yours", path)
-    found += [path for path in others if path.name in own and path.is_file()]
-    for path in found:
+    leftovers += [path for path in others if path.name in recorded and path.is_file()]
+    for path in leftovers:
         if path.name not in names | {RECORD_FILE}:
             path.unlink(missing_ok=True)
 

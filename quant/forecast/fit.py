@@ -15,7 +15,7 @@ HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a GPU's memory is divided; weights: bytes left for the model's files."""
+    """Division of a GPU's memory; weights: bytes left for the model's files."""
 
     memory: int
     needs: Footprint

@@ -33,7 +33,8 @@ def stage_needs(
         card: the GPU; None: there is none.
         packed: bytes of all quantized matrices.
     """
-    sizes = ModelSizes(spec, card, packed=packed)
+    factors = max(sensitivity.factor_sizes(spec, config.sensitivity), default=0)
+    sizes = ModelSizes(spec, card, packed=packed, factors=factors)
     needs = {"compose": _compose(config, sizes)} if config.calibration.text == "self" else {}
     needs["tokenize"] = tokenize.needs(config)
     if sensitivity.SENSITIVITY.enabled(config):

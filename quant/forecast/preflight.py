@@ -53,7 +53,8 @@ def preflight(config: ModelOptions, stages: Sequence[Stage[Any]] = ()) -> Plan:
         PreflightFailed: all problems, one per line.
     """
     problems: list[str] = []
-    conversion = config if isinstance(config, ConversionConfig) else None
+    measurement = config.measurement if isinstance(config, ConversionConfig) else None
+    lossy = isinstance(config, ConversionConfig) and config.lossy_source
 
     def attempt(check: Callable[[], T]) -> T | None:
         try:
@@ -78,21 +79,17 @@ def preflight(config: ModelOptions, stages: Sequence[Stage[Any]] = ()) -> Plan:
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
         attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
-        lossy = conversion is not None and conversion.lossy_source
         attempt(lambda: check_tensors(spec, lossy=lossy))
         if has_layers:
             attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))
-        is_measured = True
-        if conversion is not None:
-            given = conversion.measurement
-            is_measured = given is None or given.is_file()
-            if is_measured:  # else `check_files` says so
-                attempt(lambda: check_measurement(conversion, spec))
-        begun = () if problems else stages
+        is_measured = measurement is None or measurement.is_file()
+        if is_measured:  # else `check_files` says so
+            attempt(lambda: check_measurement(config, spec))
+        to_do = () if problems else stages
         plan = None
         if has_layers and is_measured:
-            plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
+            plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device)))
         if plan is not None:
             attempt(lambda: check_disk([plan]))
             attempt(lambda: _check_memory(plan, spec))

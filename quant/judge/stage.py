@@ -45,18 +45,18 @@ def divergences(
         start, states = 0, [model.initial_states(rows) for model in walked]
     else:
         pairs = zip(walked, saved[1], strict=True)
-        start, states = saved[0], [model.placed(found) for model, found in pairs]
+        start, states = saved[0], [model.placed(hidden) for model, hidden in pairs]
     for spec in order[start:]:
-        for model, found in zip(walked, states, strict=True):
-            advance(model.sublayer(spec), found)
+        for model, hidden in zip(walked, states, strict=True):
+            advance(model.sublayer(spec), hidden)
         run.tick(spec.index + 1, len(order) + 1, spec.name)
         if run.stop.signum is not None or folder.states_are_due():
             _save(folder, states, spec.index + 1)
         run.stop_if_asked()
     expected, *others = states
     return {
-        name: mean_divergence(reference.head(), expected, model.head(), found)
-        for (name, model), found in zip(models.items(), others, strict=True)
+        name: mean_divergence(reference.head(), expected, model.head(), hidden)
+        for (name, model), hidden in zip(models.items(), others, strict=True)
     }
 
 
@@ -65,7 +65,7 @@ def _save(folder: StageFolder, states: Sequence[torch.Tensor], index: int) -> No
     if states[0].is_pinned():
         torch.cuda.synchronize()  # copies to it may still be running
     folder.manifest.cursor = index
-    folder.save_states(torch.stack([found.cpu() for found in states]), index)
+    folder.save_states(torch.stack([hidden.cpu() for hidden in states]), index)
 
 
 @torch.inference_mode()

@@ -47,7 +47,6 @@ from exl2flow.quant.rounding.error_feedback import (
 )
 from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians
 from exl2flow.quant.sensitivity.fisher import shared_factor
-from exl2flow.quant.sensitivity.stage import factor_sizes
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
@@ -178,10 +177,10 @@ def undominated(
         for candidate in candidates
     ]
 
-    most = max(bits for bits, *_ in prices)
+    largest = max(bits for bits, *_ in prices)
 
     def is_dominated(price: tuple[float, ...]) -> bool:
-        return price[0] < most and any(
+        return price[0] < largest and any(
             other != price and all(map(operator.le, other, price)) for other in prices
         )
 
@@ -261,21 +260,20 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     its errors are kept.
     """
     rows, tokens = config.calibration.measure_rows, config.calibration.measure_row_tokens
-    factors = max(factor_sizes(sizes.spec, config.sensitivity), default=0)
     states, widths = sizes.token * rows * tokens, len(single_widths(PROJECTION_OPTIONS))
-    rounded = sizes.largest if factors else sizes.sublayer
+    rounded = sizes.largest if sizes.factors else sizes.sublayer
     batch = min(max(BATCH_ELEMENTS, sizes.largest), widths * rounded)
     weights = FLOAT * sizes.sublayer + SUBLAYER_WEIGHT * rounded
-    weights += (BATCH_WEIGHT + (FLOAT if factors else 0)) * batch
+    weights += (BATCH_WEIGHT + (FLOAT if sizes.factors else 0)) * batch
     batch = gpu_batch_elements(sizes.card.memory) if sizes.card else 0
     two = sorted(k * n for k, n in sizes.greatest)[-2:]  # matrices at a time
     work = sum(8 * min(max(batch, size), widths * size) for size in two)
     work += sizes.gpu_work(tokens, weight=8, square=3 * FLOAT)
     return Need(
-        memory_bytes=2 * states + sizes.walk_memory(weights, tokens, factors),
+        memory_bytes=2 * states + sizes.walk_memory(weights, tokens),
         kept_bytes=ENTRY * (len(sizes.spec.projections) + 1) * len(PROJECTION_OPTIONS),
         passing_bytes=STATE_FILES * states,
-        **sizes.on_gpu(work, states if factors else 2 * states),
+        **sizes.on_gpu(work, states if sizes.factors else 2 * states),
     )
 
 

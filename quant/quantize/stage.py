@@ -52,7 +52,7 @@ from exl2flow.quant.rounding.hessian import (
     widest_first,
 )
 from exl2flow.quant.sensitivity.fisher import Factors, shared_factor
-from exl2flow.quant.sensitivity.stage import FactorFiles, factor_sizes
+from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
@@ -151,8 +151,8 @@ def row_errors(
     """Return the relative error of each row of states, in the reference's order, fp32 (rows,)."""
     device = device_of(sublayer)
     pairs = zip(states, reference.values(), strict=True)
-    found = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
-    return torch.stack(found)
+    errors = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
+    return torch.stack(errors)
 
 
 class Quantizing(MatrixWork):
@@ -232,8 +232,8 @@ class Quantizing(MatrixWork):
         hessian: torch.Tensor,
         factors: Mapping[str, Factors],
     ) -> Packed:
-        params, own = str(self.choice[projection.key]), factors.get(projection.name)
-        return Packed(projection, linear, rounded, hessian, own, params=params)
+        params, fisher = str(self.choice[projection.key]), factors.get(projection.name)
+        return Packed(projection, linear, rounded, hessian, fisher, params=params)
 
     def _round(
         self, jobs: Sequence[RoundingJob], item: HessianFactor
@@ -304,10 +304,10 @@ class Quantizing(MatrixWork):
         captures, device = widest_first(hessians), device_of(sublayer)
         runs = list[Callable[[], list[RoundedMatrix]]]()
         rounded = run_concurrently([partial(work, capture) for capture in captures], device)
-        for capture, (begun, hessian) in zip(captures, rounded, strict=True):
+        for capture, (starts, hessian) in zip(captures, rounded, strict=True):
             for run in alike(read_by(capture)):
-                starts = [begun.pop(0) for _ in run]
-                runs.append(partial(refine, starts, run, hessian))
+                taken = [starts.pop(0) for _ in run]
+                runs.append(partial(refine, taken, run, hessian))
         refined = [matrix for run in run_concurrently(runs, device) for matrix in run]
         for matrix in refined:
             record_stream(matrix.codes, matrix.scale_codes, matrix.max_scales)
@@ -353,8 +353,7 @@ def matrix_needs(config: RunOptions, sizes: ModelSizes, *, paired: int) -> Need:
     tokens = config.calibration.row_tokens
     states = sizes.token * tokens * (config.calibration.rows + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
-    factors = max(factor_sizes(sizes.spec, config.sensitivity), default=0)
-    working = sizes.walk_memory(weight * sizes.sublayer, tokens, factors)
+    working = sizes.walk_memory(weight * sizes.sublayer, tokens)
     work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT)
     return Need(
         memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),

@@ -76,8 +76,8 @@ class Refining(MatrixWork):
             members = sublayer.spec.reading(capture)
             item = self.factor(members[0], hessian, factors)
             for p in members:
-                old, own = before[p.name], factors.get(p.name)
-                packed.append(self._refine(p, old, weights[p.name], item, hessian, own))
+                old, fisher = before[p.name], factors.get(p.name)
+                packed.append(self._refine(p, old, weights[p.name], item, hessian, fisher))
                 install(sublayer, p, packed[-1].matrix)
         advance(sublayer, states)
         figures["after"] = row_errors(sublayer, (states[row] for row in reference), reference)
@@ -97,8 +97,8 @@ class Refining(MatrixWork):
         hessian = head_hessian(head, states)
         factors = self.read_factors("head")
         item = self.factor(projection, hessian, factors)
-        old, own = self.stored.matrix(projection), factors.get(projection.name)
-        self.store_head(self._refine(projection, old, head.linear, item, hessian, own))
+        old, fisher = self.stored.matrix(projection), factors.get(projection.name)
+        self.store_head(self._refine(projection, old, head.linear, item, hessian, fisher))
 
     def _refine(
         self,
@@ -116,20 +116,20 @@ class Refining(MatrixWork):
         if stored.shape != tuple(weight.shape):
             return self._kept(projection, stored, values, hessian)
         factors = factors and factors.to(values.device)
-        made = improve(old, weight, item, self.output_metric(factors), self.options)
-        found = old.dequantize()
+        improvement = improve(old, weight, item, self.output_metric(factors), self.options)
+        decoded = old.dequantize()
         figures = {
-            "start": made.start,
-            "losses": dict(made.losses),
+            "start": improvement.start,
+            "losses": dict(improvement.losses),
             "before": {
-                "rel_err": float(relative_error(hessian, values, found)),
-                "nats": None if factors is None else estimate(found, factors, less=values),
-                "loss": made.before,
+                "rel_err": float(relative_error(hessian, values, decoded)),
+                "nats": None if factors is None else estimate(decoded, factors, less=values),
+                "loss": improvement.before,
             },
         }
         params = str(params_of(old.groups) or "")
         return Packed(
-            projection, linear, made.matrix, hessian, factors, params=params, others=figures
+            projection, linear, improvement.matrix, hessian, factors, params=params, others=figures
         )
 
     def _kept(
@@ -140,14 +140,14 @@ class Refining(MatrixWork):
         hessian: torch.Tensor,
     ) -> Unchanged:
         """Return a matrix unchanged that is stored with more columns than needed."""
-        found = stored.dequantize()
-        used = found[:, : weight.shape[1]].float().to(weight.device)
+        decoded = stored.dequantize()
+        used = decoded[:, : weight.shape[1]].float().to(weight.device)
         error = float(relative_error(hessian, weight, used))
         self.folder.note(f"{projection.key}: {stored.shape[1]} columns, kept as they are")
         report = {
             "rel_err": error,
             "bits": stored.total_bits,
-            "bpw": stored.total_bits / found.numel(),
+            "bpw": stored.total_bits / decoded.numel(),
             "start": KEPT,
             "before": {"rel_err": error},
         }

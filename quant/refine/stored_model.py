@@ -51,8 +51,8 @@ class StoredModel:
     @property
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections of the decoder in order, then the head if stored in EXL2 form."""
-        found = self.spec.projections
-        return (*found, self.spec.head) if self.has_head else found
+        decoder = self.spec.projections
+        return (*decoder, self.spec.head) if self.has_head else decoder
 
     @property
     def has_head(self) -> bool:
@@ -98,9 +98,9 @@ class StoredModel:
 
     def replaced(self, folder: Path) -> TensorFiles:
         """Return the model's tensors with the matrices from a folder's files."""
-        made = TensorFiles(folder)
+        replacements = TensorFiles(folder)
         names = [name for p in self.projections for name in tensor_names(p.key)]
-        return self.tensors.overlaid({name: (made, name) for name in names})
+        return self.tensors.overlaid({name: (replacements, name) for name in names})
 
     def _model(self, tensors: TensorFiles) -> SourceModel:
         return SourceModel(spec=self.spec, tensors=tensors, device=self.device)
@@ -153,11 +153,11 @@ def _check_quantized(stored: StoredModel) -> None:
 
 def _check_alike(stored: StoredModel, reference: ModelSpec) -> None:
     """Compare the shapes of the decoders' matrices, as both configs imply them."""
-    found, expected = (
+    shapes, expected = (
         {p.key: (p.in_features, p.out_features) for p in spec.projections}
         for spec in (stored.spec, reference)
     )
-    unlike = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
+    unlike = [key for key in {**shapes, **expected} if shapes.get(key) != expected.get(key)]
     if unlike:
         raise TensorShapeError(
             f"{_listed(unlike)} differ in shape between `{stored.folder}` and "

@@ -133,32 +133,26 @@ def factor_sizes(spec: ModelSpec, options: SensitivityOptions) -> list[int]:
 
 
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
-    """Forecast the stage; the factors stay, the states are deleted."""
+    """Forecast the stage: states, gradients, one sublayer and its sums; only the factors stay."""
     spec, options, row_tokens = sizes.spec, config.sensitivity, config.calibration.row_tokens
     states = sizes.token * options.rows * row_tokens
-    files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
-    work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT)
-    return Need(
-        memory_bytes=memory_bytes(spec, options, row_tokens),
-        kept_bytes=sum(factor_sizes(spec, options)),
-        passing_bytes=files * states,
-        **sizes.on_gpu(work, 3 * states),
-    )
-
-
-def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
-    """Forecast the stage's memory in bytes: states, gradients, one sublayer and its sums."""
-    states = options.rows * row_tokens * spec.hidden_size
+    factors = factor_sizes(spec, options)
     score = max(layer.num_heads for layer in spec.attentions) * row_tokens**2
     largest = max(
         sum(p.numel + p.in_features**2 + p.out_features * 2 * row_tokens for p in s.projections)
-        + factor_bytes(s.projections, block=options.block) // 2
-        for s in spec.sublayers
+        + stored // 2
+        for s, stored in zip(spec.sublayers, factors, strict=False)
     )
-    head = spec.hidden_size * spec.vocab_size
-    head += factor_bytes((spec.head,), block=head_block(options.block)) // 2
+    head = spec.hidden_size * spec.vocab_size + factors[-1] // 2
     head += 4 * min(LOGIT_ELEMENTS, row_tokens * spec.vocab_size)
-    return (3 * states + max(largest + 4 * score, head)) * DTYPE.itemsize
+    files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
+    work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT)
+    return Need(
+        memory_bytes=3 * states + FLOAT * max(largest + 4 * score, head),
+        kept_bytes=sum(factors),
+        passing_bytes=files * states,
+        **sizes.on_gpu(work, 3 * states),
+    )
 
 
 class InputStates:
@@ -205,8 +199,8 @@ class InputStates:
 
     def _keep(self, index: int, states: torch.Tensor) -> None:
         if self.in_memory:
-            own = states if states.is_cuda else states.clone()
-            self.kept[index] = to_host({"states": own}, hold=True)
+            copy = states if states.is_cuda else states.clone()
+            self.kept[index] = to_host({"states": copy}, hold=True)
             return
         name = self._name(index)
         path = self.run.folder.path / name

@@ -1,4 +1,4 @@
-"""Whether the calibration can be made: its files, the tokenizer, the number of rows."""
+"""Checks of the calibration before a run: its files, the tokenizer, the number of rows."""
 
 import logging
 

@@ -59,11 +59,11 @@ def tokenize(run: StageRun[RunOptions]) -> None:
             noise=spec.family.noise_rows,
             seed=options.seed,
         )
-        made = _mixed(options, tokenizer, request, special=special)
-        check_ids(made.ids, spec, noise=True)
-        tensors[mix] = with_bos(made.ids, spec)
-        kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
-        for note in made.notes:
+        calibration = _mixed(options, tokenizer, request, special=special)
+        check_ids(calibration.ids, spec, noise=True)
+        tensors[mix] = with_bos(calibration.ids, spec)
+        kinds[mix] = {"kinds": list(calibration.kinds), "notes": list(calibration.notes)}
+        for note in calibration.notes:
             run.folder.note(f"{mix} rows: {note}")
     run.folder.commit(KINDS_FILE, write_json(run.folder.path / KINDS_FILE, kinds))
     sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
@@ -145,11 +145,11 @@ def _mixed(
     count = options.special_rows(request.rows)
     if special is None:
         return calibration_rows(options.file, tokenizer, request)
-    made = special(replace(request, rows=count))
+    first = special(replace(request, rows=count))
     if count == request.rows:
-        return made
+        return first
     rest = replace(request, rows=request.rows - count)
-    return joined(made, calibration_rows(None, tokenizer, rest))
+    return joined(first, calibration_rows(None, tokenizer, rest))
 
 
 def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:

@@ -1,4 +1,4 @@
-"""How `--max-memory` changes results on a GPU: it belongs to the options of the stages that walk.
+"""Effect of `--max-memory` on results on a GPU; part of the options of stages that walk.
 
 Sums are taken in another order when fewer rows pass a sublayer together, and when a matrix lies in
 main memory. Both follow from shapes and the limit, so a limit that changes neither has no effect

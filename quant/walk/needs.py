@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a stage needs at most, in bytes.
+    """Upper bounds for one stage, in bytes.
 
     memory_bytes: main memory beyond the process itself; kept_bytes: disk that stays occupied;
     passing_bytes: disk that is freed when the stage ends; output_bytes: disk of `--out`;
@@ -56,15 +56,17 @@ class Need:
 
 
 class ModelSizes:
-    """ModelSizes of a model's parts, and the memory that stages need for them on a machine.
+    """Sizes of a model's parts, and the memory that stages need for them on a machine.
 
     Main memory is forecast as if there were no GPU, except for stages that hold the whole model
     where they compute.
+
+    packed: bytes of all quantized matrices; factors: of the largest Fisher factors on disk, 0
+    without them.
     """
 
-    def __init__(self, spec: ModelSpec, card: Card | None, *, packed: int) -> None:
-        """Args: the model; the GPU, None without one; bytes of all quantized matrices together."""
-        self.spec, self.card, self.packed = spec, card, packed
+    def __init__(self, spec: ModelSpec, card: Card | None, *, packed: int, factors: int) -> None:
+        self.spec, self.card, self.packed, self.factors = spec, card, packed, factors
         self.token = FLOAT * spec.hidden_size  # bytes of its state
         parts = [
             [(p.in_features, padded_columns(p.out_features)) for p in projections]
@@ -75,18 +77,17 @@ class ModelSizes:
         self.largest = max(k * n for part in parts for k, n in part)
         self.greatest = max(parts, key=lambda part: sum(k * (k + n) for k, n in part))
 
-    def walk_memory(self, weights: int, tokens: int, factors: int) -> int:
-        """Return what a walk needs beside states: for a sublayer or the head, and what both share.
+    def walk_memory(self, weights: int, tokens: int) -> int:
+        """Return the bytes of a walk beside states: a sublayer or the head, and what both share.
 
         Shared are the activations of a row, Hessians and Fisher factors (half of each is on disk).
 
         Args:
             weights: bytes for the matrices of a sublayer.
             tokens: tokens per row.
-            factors: bytes on disk of the largest Fisher factors; 0: there are none.
         """
         widest = max(p.in_features for p in self.spec.projections)
-        shared = FLOAT * (8 * tokens * widest + HESSIANS * widest**2) + 2 * factors
+        shared = FLOAT * (8 * tokens * widest + HESSIANS * widest**2) + 2 * self.factors
         head = SUBLAYER_WEIGHT * self.head + logit_bytes(tokens, self.spec.vocab_size)
         return shared + max(weights, head)
 

@@ -31,7 +31,7 @@ STATE_FILES = 3  # saved states: two in turn, and the one replacing either
 
 
 class SublayerWork(ABC):
-    """What a walk does at each sublayer.
+    """Base of the work that a walk does at each sublayer.
 
     By default the states are the source's own, which need no results, and results are JSON.
     """

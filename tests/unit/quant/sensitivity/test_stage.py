@@ -23,7 +23,6 @@ from exl2flow.quant.sensitivity.stage import (
     SENSITIVITY,
     factor_file,
     factor_files,
-    memory_bytes,
     needs,
     spread_rows,
 )
@@ -218,9 +217,9 @@ def test_disk_is_foreseen(tmp_path: Path) -> None:
 
     spec = resolve(config.source)
     size = sum(path.stat().st_size for path in pipeline.path("sensitivity").rglob("*.safetensors"))
-    need = needs(config, ModelSizes(spec, None, packed=0))
+    need = needs(config, ModelSizes(spec, None, packed=0, factors=0))
     assert size < most < need.kept_bytes + need.passing_bytes < 2 * most
-    assert memory_bytes(spec, config.sensitivity, 64) > 3 * 2 * 64 * 32 * 4
+    assert need.memory_bytes > 3 * 2 * 64 * 32 * 4
 
 
 def test_tables_of_positions_made_in_inference_mode_do_no_harm(
