@@ -9,7 +9,6 @@ from exl2flow.quant.allocate import stage as allocate
 from exl2flow.quant.compile import stage as compiling
 from exl2flow.quant.measure import stage as measure
 from exl2flow.quant.quantize import stage as quantize
-from exl2flow.quant.refine import stage as refine
 from exl2flow.quant.sensitivity import stage as sensitivity
 from exl2flow.quant.tokenize import stage as tokenize
 from exl2flow.quant.tune import stage as tune
@@ -40,7 +39,7 @@ def stage_needs(
     if sensitivity.SENSITIVITY.enabled(config):
         needs["sensitivity"] = sensitivity.needs(config, sizes)
     if isinstance(config, RefinementConfig):
-        needs["refine"] = refine.needs(config, sizes)
+        needs["refine"] = quantize.needs(config, sizes, corrects=False)
     else:
         if measure.MEASURE.enabled(config):
             needs["measure"] = measure.needs(config, sizes)

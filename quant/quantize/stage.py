@@ -339,17 +339,14 @@ def quantize(run: StageRun[RunOptions]) -> None:
     run.tick(total, total, "lm_head")
 
 
-def needs(config: RunOptions, sizes: ModelSizes) -> Need:
-    """Forecast the stage; with correction some states of the source are beside the others.
+def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Need:
+    """Forecast a stage whose work is `MatrixWork`.
 
     At the start the states exist twice, as rows and as one tensor, beside embedding and head.
+    Corrected targets need some states of the source, too.
     """
-    paired = len(paired_rows(config.calibration.rows)) if config.rounding.correction else 0
-    return matrix_needs(config, sizes, paired=paired)
-
-
-def matrix_needs(config: RunOptions, sizes: ModelSizes, *, paired: int) -> Need:
-    """Forecast a stage whose work is `MatrixWork`; `paired`: rows that are walked twice."""
+    corrects = corrects and config.rounding.correction > 0
+    paired = len(paired_rows(config.calibration.rows)) if corrects else 0
     tokens = config.calibration.row_tokens
     states = sizes.token * tokens * (config.calibration.rows + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)

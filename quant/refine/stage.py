@@ -20,7 +20,6 @@ from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     MatrixWork,
     install,
-    matrix_needs,
     read_report,
     row_errors,
     summary,
@@ -38,7 +37,6 @@ from exl2flow.quant.rounding.hessian import (
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.needs import ModelSizes, Need
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import Store, advance, walk
@@ -178,11 +176,6 @@ def refine_model(run: StageRun[RefinementConfig]) -> None:
         made_to_fit(partial(work.head, model, states))
     total = run.folder.manifest.total
     run.tick(total, total, "refined")
-
-
-def needs(config: RefinementConfig, sizes: ModelSizes) -> Need:
-    """Forecast the stage."""
-    return matrix_needs(config, sizes, paired=0)
 
 
 def _options(config: RefinementConfig) -> dict[str, object]:
