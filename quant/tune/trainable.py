@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import TuneOptions
@@ -259,10 +260,5 @@ def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         place: int64 (k,), row in the file of each in-feature.
         sizes: int64 (g,), rows of each group in the file.
     """
-    order = torch.argsort(place)  # in-feature of each row
-    members = torch.full((len(sizes), int(sizes.max())), len(place))
-    begin = 0
-    for index, rows in enumerate(sizes.tolist()):
-        members[index, :rows] = order[begin : begin + rows]
-        begin += rows
-    return members
+    groups = torch.split(torch.argsort(place), sizes.tolist())  # in-feature of each row
+    return pad_sequence(groups, batch_first=True, padding_value=len(place))
