@@ -9,19 +9,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
-from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.store.stage import Stage
+from exl2flow.core.store.stage import Config, Stage
 from exl2flow.flows.runs.conversion import conversions_of
 from exl2flow.quant.forecast.fit import Fit, find_fit
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.quant.refine.stored_model import check_refinement
-
-Config = TypeVar("Config", bound=RunOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

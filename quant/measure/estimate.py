@@ -166,7 +166,20 @@ class Projection:
         Raises:
             QuantizationError: even the best one is unusable.
         """
-        results = [self._result(params, costs, gain) for params in options]
+        results = []
+        for params in options:
+            bands = [  # each band's rows cost what they do at its width
+                costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
+                for band in params.bands(self.spec.in_features)
+            ]
+            nats, squared_error = torch.stack(bands).sum(dim=0).tolist()
+            result = CandidateResult(
+                accuracy=max(0.0, 1 - squared_error**0.5),
+                total_bits=projection_bits(self.spec, params),
+                params={self.spec.name: params},
+                nats=gain * nats,
+            )
+            results.append(result)
         best = 1 - max(result.accuracy for result in results)
         if best > HOPELESS_ERROR:
             raise QuantizationError(
@@ -174,30 +187,6 @@ class Projection:
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         return results
-
-    def _result(
-        self,
-        params: QuantParams,
-        costs: Mapping[tuple[int, int], torch.Tensor],
-        gain: float,
-    ) -> CandidateResult:
-        """Sum the costs of each band's rows at its width."""
-        nats, squared_error = (
-            torch.stack(
-                [
-                    costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
-                    for band in params.bands(self.spec.in_features)
-                ]
-            )
-            .sum(dim=0)
-            .tolist()
-        )
-        return CandidateResult(
-            accuracy=max(0.0, 1 - squared_error**0.5),
-            total_bits=projection_bits(self.spec, params),
-            params={self.spec.name: params},
-            nats=gain * nats,
-        )
 
 
 def estimated(

@@ -260,5 +260,5 @@ def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         place: int64 (k,), row in the file of each in-feature.
         sizes: int64 (g,), rows of each group in the file.
     """
-    groups = torch.split(torch.argsort(place), sizes.tolist())  # in-feature of each row
-    return pad_sequence(groups, batch_first=True, padding_value=len(place))
+    groups = torch.split(torch.argsort(place), sizes.tolist())  # in-features in the file's order
+    return pad_sequence(list(groups), batch_first=True, padding_value=len(place))
