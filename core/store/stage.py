@@ -42,7 +42,7 @@ NATS = "nats"  # the objective of an allocation whose costs are KL divergences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun(Generic[Read]):
-    """Everything a stage function receives; `Read` are the options that it may read."""
+    """Everything a stage function receives; `Read` is the type of its options."""
 
     config: Read
     folder: StageFolder
@@ -74,7 +74,7 @@ class StageRun(Generic[Read]):
 class Stage(Generic[Reads]):
     """One node of the pipeline: a plain resumable function and what determines its result.
 
-    `Reads` are the options that it reads; it belongs to the pipelines of all that have them.
+    `Reads` are the options that it reads: a pipeline accepts it if its own options include them.
 
     gpu_options: options that change the result on a GPU only; files: what is read besides weights
     and inputs, whose digests are among the options.

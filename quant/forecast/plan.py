@@ -126,10 +126,8 @@ class Plan:
             rows.append(("left out", _some(self.left_out)))
         tensors, total_bytes = self.not_quantized
         if tensors:
-            others = (
-                f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"
-            )
-            rows.append(("not quantized", others))
+            text = f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"
+            rows.append(("not quantized", text))
         if self.card:
             on_card = [
                 f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
