@@ -219,8 +219,9 @@ def placed_like(states: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 def relative_distance(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return ‖output - expected‖ / ‖expected‖, (), on the device of `output`."""
     expected = expected.to(output.device, non_blocking=True)
-    error: torch.Tensor = torch.linalg.vector_norm(output - expected)
-    return error / torch.linalg.vector_norm(expected)
+    distance = torch.linalg.vector_norm(output - expected)
+    ratio: torch.Tensor = distance / torch.linalg.vector_norm(expected)
+    return ratio
 
 
 def device_of(sublayer: Sublayer) -> torch.device:
