@@ -163,7 +163,9 @@ def configure(arguments: argparse.Namespace, trial: Trial) -> ConversionConfig:
     )
 
 
-def exchange(config: ConversionConfig, stages: Sequence[Stage], *, give: bool) -> Pipeline:
+def exchange(
+    config: ConversionConfig, stages: Sequence[Stage[ConversionConfig]], *, give: bool
+) -> Pipeline:
     """Link finished stages from the shared folder into the configuration's work root, or back."""
     pipeline = open_pipeline(config, stages)
     common = config.work_dir_root.parent / "common" / pipeline.work.root.name

@@ -26,8 +26,8 @@ from shapes import SHAPES, make_model
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
 from exl2flow.flows.runs.conversion import choose_allocator, open_pipeline
-from exl2flow.quant.forecast.needs import Need
 from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.walk.needs import Need
 from exl2flow.tasks.stages import STAGES
 
 LAYER = re.compile(r"model\.layers\.\d+")

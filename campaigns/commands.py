@@ -140,7 +140,7 @@ def toy(root: Path) -> Command:
 
 
 def conversion(
-    root: Path, stages: Sequence[Stage] = STAGES, **values: object
+    root: Path, stages: Sequence[Stage[ConversionConfig]] = STAGES, **values: object
 ) -> tuple[Command, ConversionConfig]:
     """A conversion of a model of one layer."""
     source = make_tiny("llama", root / "model", **SMALL)  # type: ignore[arg-type]  # config keys

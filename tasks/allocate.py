@@ -26,7 +26,7 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     choice = read_choice(folder)
     spec = resolve(pipeline.config.source)
     rows: list[Row] = []
-    for projection in (*(p for s in spec.sublayers for p in s.projections), spec.head):
+    for projection in (*spec.projections, spec.head):
         params = choice[projection.key]
         numel = projection.in_features * projection.out_features
         row: Row = {

@@ -41,10 +41,10 @@ def measured_of(spec: ModelSpec, chosen: Mapping[str, Mapping[str, Any]]) -> Mea
     keys = {s.name: [p.key for p in s.projections] for s in spec.sublayers}
     keys[spec.head.key] = [spec.head.key]
     known = {key: entry["nats"] for key, entry in chosen.items() if "nats" in entry}
-    complete = {name: found for name, found in keys.items() if known.keys() >= set(found)}
+    complete = {name: slots for name, slots in keys.items() if known.keys() >= set(slots)}
     errors = {s.name: chosen[s.name] for s in spec.sublayers if s.name in chosen}
     return Measured(
-        nats={name: sum(map(known.__getitem__, found)) for name, found in complete.items()},
+        nats={name: sum(map(known.__getitem__, slots)) for name, slots in complete.items()},
         rel_err={name: 1 - entry["accuracy"] for name, entry in errors.items()},
     )
 
@@ -62,14 +62,13 @@ def errors_page(reports: Sequence[Report], measured: Measured) -> str:
 
 def sublayer_rows(reports: Sequence[Report], measured: Measured) -> list[Row]:
     """Return a row per report; measurements have a column if any is known."""
-    return [_sublayer_row(report, measured) for report in reports]
-
-
-def _sublayer_row(report: Report, measured: Measured) -> Row:
-    name = str(report["name"])
-    row = sublayer_row(name, matrix_costs([report]), report)
-    if measured.nats:
-        row["measured cost"] = words.cost(measured.nats.get(name))
-    if measured.rel_err:
-        row["measured error"] = words.error(measured.rel_err.get(name))
-    return row
+    rows = []
+    for report in reports:
+        name = str(report["name"])
+        row = sublayer_row(name, matrix_costs([report]), report)
+        if measured.nats:
+            row["measured cost"] = words.cost(measured.nats.get(name))
+        if measured.rel_err:
+            row["measured error"] = words.error(measured.rel_err.get(name))
+        rows.append(row)
+    return rows

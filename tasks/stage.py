@@ -62,9 +62,9 @@ def stage_task(
 
 def publish_outlook(pipeline: Pipeline, artifacts: Artifacts, done: Collection[str]) -> None:
     """Publish what the run does with every stage and why, if it has results of an earlier one."""
-    found = [each for each in outlook(pipeline) if each.stage not in done]
-    if any(each.state != "begins" for each in found):
-        rows = [each.row({}) for each in found]
+    stages = [stage for stage in outlook(pipeline) if stage.stage not in done]
+    if any(stage.state != "begins" for stage in stages):
+        rows = [stage.row({}) for stage in stages]
         artifacts.table("why", rows, "What this run does with every stage, and what changed")
 
 

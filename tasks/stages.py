@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Collection
 
+from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.inference.compose.stage import COMPOSE
@@ -19,9 +21,16 @@ from exl2flow.quant.tune.stage import TUNE
 
 __all__ = ["MEASURE_STAGES", "REFINE_STAGES", "STAGES", "run_in_order"]
 
-MEASURE_STAGES: tuple[Stage, ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE)
-STAGES: tuple[Stage, ...] = (*MEASURE_STAGES, ALLOCATE, QUANTIZE, TUNE, COMPILE, VALIDATE)
-REFINE_STAGES: tuple[Stage, ...] = (
+MEASURE_STAGES: tuple[Stage[RunOptions], ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE)
+STAGES: tuple[Stage[ConversionConfig], ...] = (
+    *MEASURE_STAGES,
+    ALLOCATE,
+    QUANTIZE,
+    TUNE,
+    COMPILE,
+    VALIDATE,
+)
+REFINE_STAGES: tuple[Stage[RefinementConfig], ...] = (
     COMPOSE,
     TOKENIZE,
     SENSITIVITY,

@@ -1,35 +1,20 @@
 """A refinement: new codes and scales for an existing EXL2 model."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
 from exl2flow.core.options.base import Option
-from exl2flow.core.options.config import (
-    DEFAULT_HEAD_BITS,
-    MOST_BPW,
-    AllocateOptions,
-    RunOptions,
-    TuneOptions,
-    ValidateOptions,
-)
+from exl2flow.core.options.config import ConversionConfig, RunOptions, ValidateOptions
 from exl2flow.core.options.naming import model_name
 
 
 class RefinementConfig(RunOptions):
     """One refinement: an EXL2 folder in, the same with new codes and scales out.
 
-    `source` is the reference. The class variables are the options of a conversion that its stages
-    and checks read, too: a refinement measures, allocates and tunes nothing.
+    `source` is the reference.
     """
-
-    lossy_source: ClassVar[bool] = False
-    measurement: ClassVar[None] = None
-    tune: ClassVar[TuneOptions] = TuneOptions()
-    allocate: ClassVar[AllocateOptions] = AllocateOptions()
-    bpw: ClassVar[float] = MOST_BPW
-    fixed_head_bits: ClassVar[int] = DEFAULT_HEAD_BITS
 
     model: Annotated[Path, Option("MODEL", is_argument=True)] = Field(
         description="folder of the EXL2 model, made by exl2flow or exllamav2"
@@ -55,3 +40,6 @@ class RefinementConfig(RunOptions):
     def target(self) -> str:
         """What is refined, without a folder."""
         return f"refined:{self.model.resolve().name}"
+
+
+ModelOptions: TypeAlias = ConversionConfig | RefinementConfig  # of runs that write a model

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, Generic, TypeVar
 
 from exl2flow.core import words
 from exl2flow.core.errors import Interrupted, SourceModelError, StoreError
-from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.device_locks import turn
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import Progress, Tick
@@ -24,6 +24,10 @@ from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
 log = logging.getLogger(__name__)
+
+Read = TypeVar("Read", bound=RunOptions, covariant=True)
+Reads = TypeVar("Reads", bound=RunOptions, contravariant=True)
+Config = TypeVar("Config", bound=RunOptions)
 
 # Written by quantization, read by inference; the two do not import each other
 ROWS_FILE = "rows.safetensors"  # calibration rows, int64 (rows, tokens) per mix
@@ -37,10 +41,10 @@ NATS = "nats"  # the objective of an allocation whose costs are KL divergences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageRun:
-    """Everything a stage function receives."""
+class StageRun(Generic[Read]):
+    """Everything a stage function receives; `Read` is the type of its options."""
 
-    config: ConversionConfig
+    config: Read
     folder: StageFolder
     inputs: Mapping[str, Path]
     device: str
@@ -67,8 +71,10 @@ class StageRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Stage(Generic[Reads]):
     """One node of the pipeline: a plain resumable function and what determines its result.
+
+    `Reads` are the options that it reads: a pipeline accepts it if its own options include them.
 
     gpu_options: options that change the result on a GPU only; files: what is read besides weights
     and inputs, whose digests are among the options.
@@ -77,11 +83,11 @@ class Stage:
     name: str
     schema: int
     inputs: tuple[str, ...]
-    options: Callable[[ConversionConfig], Mapping[str, object]]
-    run: Callable[[StageRun], None]
-    enabled: Callable[[ConversionConfig], bool] = lambda config: True
-    gpu_options: Callable[[ConversionConfig], Mapping[str, object]] = lambda config: {}
-    files: Callable[[ConversionConfig], Iterable[Path]] = lambda config: ()
+    options: Callable[[Reads], Mapping[str, object]]
+    run: Callable[[StageRun[Reads]], None]
+    enabled: Callable[[Reads], bool] = lambda config: True
+    gpu_options: Callable[[Reads], Mapping[str, object]] = lambda config: {}
+    files: Callable[[Reads], Iterable[Path]] = lambda config: ()
 
 
 class _Touched(Exception):
@@ -91,11 +97,11 @@ class _Touched(Exception):
 class Pipeline:
     """The stages of one configuration, resolved to folders in one work directory."""
 
-    def __init__(self, config: RunOptions, stages: Sequence[Stage], *, device: str) -> None:
+    def __init__(self, config: Config, stages: Sequence[Stage[Config]], *, device: str) -> None:
         """Resolve all fingerprints; reads the source's files once (digests are remembered)."""
-        self.config = cast(ConversionConfig, config)  # stages read what their pipeline's has
+        self.config: RunOptions = config
         self.device = device
-        self.stages = {stage.name: stage for stage in stages if stage.enabled(self.config)}
+        self.stages: dict[str, Stage[Any]] = {s.name: s for s in stages if s.enabled(config)}
         source = self.source = self._fingerprint()
         self.work = WorkDir.of(config.work_dir_root, source)
         self._is_alone = False
@@ -117,7 +123,7 @@ class Pipeline:
         memory = self.config.work_dir_root / DIGESTS_FILE
         return SourceFingerprint.of(self.config.source, memory=memory)
 
-    def input_fingerprints(self, stage: Stage) -> dict[str, str]:
+    def input_fingerprints(self, stage: Stage[Any]) -> dict[str, str]:
         """Return input → fingerprint of a stage, without the inputs that are switched off."""
         return {name: self.refs[name].fingerprint for name in stage.inputs if name in self.refs}
 
@@ -173,7 +179,9 @@ class Pipeline:
             )
         return ref
 
-    def _work(self, stage: Stage, ref: StageRef, *, progress: Progress, stop: StopRequest) -> None:
+    def _work(
+        self, stage: Stage[Any], ref: StageRef, *, progress: Progress, stop: StopRequest
+    ) -> None:
         """Run a stage in its folder and mark it complete.
 
         A stage whose files are touched goes on from its last result, as often as that moves it on.
@@ -205,22 +213,22 @@ class Pipeline:
                 trust(folder.path)
                 return
 
-    def _opened(self, stage: Stage, ref: StageRef) -> StageFolder:
+    def _opened(self, stage: Stage[Any], ref: StageRef) -> StageFolder:
         """Return the folder of a stage, which records only what came of the files as they are now.
 
         Raises:
             SourceModelError, StoreError: see `_check_unchanged`.
         """
         fingerprints = self.input_fingerprints(stage)
-        loaded = (StageFolder.load(self.path(n), found) for n, found in fingerprints.items())
+        loaded = (StageFolder.load(self.path(n), f) for n, f in fingerprints.items())
         inputs = [folder for folder in loaded if folder is not None]
         reads = [self.config.source / name for name in self.source.files]
         reads += stage.files(self.config)
-        reads += [each.path / file for each in inputs for file in each.manifest.files]
+        reads += [folder.path / file for folder in inputs for file in folder.manifest.files]
         states = {path: _state(path) for path in reads}  # before contents are compared
         self._check_unchanged(stage)
-        for each in inputs:
-            check_input(each)
+        for folder in inputs:
+            check_input(folder)
         folder = self.work.open(
             ref,
             schema=stage.schema,
@@ -240,7 +248,7 @@ class Pipeline:
         folder.check = check
         return folder
 
-    def _check_unchanged(self, stage: Stage) -> None:
+    def _check_unchanged(self, stage: Stage[Any]) -> None:
         """Check that what a stage reads is what its fingerprint covers.
 
         Raises:
@@ -259,7 +267,7 @@ class Pipeline:
                 "changed during this run; repeat the command"
             )
 
-    def _changed_files(self, stage: Stage) -> list[str]:
+    def _changed_files(self, stage: Stage[Any]) -> list[str]:
         """Name what differs from what this pipeline was made with; unchanged files are not read."""
         old, new = self.source.files, self._fingerprint().files
         if names := sorted(name for name in {*old, *new} if old.get(name) != new.get(name)):

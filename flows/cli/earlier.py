@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig, RunOptions, default_work_root
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.manifest import RunRecord
-from exl2flow.core.store.stage import Pipeline
+from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import MANIFEST, StageFolder
 from exl2flow.flows.cli.options import flags, validated
 from exl2flow.flows.runs.conversion import open_pipeline
@@ -62,5 +63,6 @@ def pipeline_of(record: RunRecord) -> Pipeline:
     """Return the stages of a run as they would be resolved today."""
     refines = "model" in record.config
     kind: type[RunOptions] = RefinementConfig if refines else ConversionConfig
-    stages = [s for s in (REFINE_STAGES if refines else STAGES) if s.name in record.stages]
+    known: tuple[Stage[Any], ...] = REFINE_STAGES if refines else STAGES
+    stages = [stage for stage in known if stage.name in record.stages]
     return open_pipeline(validated(kind, record.config, flags()), stages)

@@ -134,7 +134,7 @@ def _sweep_rows(config: SweepConfig, plans: Mapping[str, Plan]) -> list[tuple[st
     return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
 
 
-def _forget(config: RunOptions, stages: Sequence[Stage]) -> None:
+def _forget(config: RunOptions, stages: Sequence[Stage[Any]]) -> None:
     """Delete the stage folders of this configuration; those of other options stay.
 
     Raises:
@@ -147,7 +147,7 @@ def _forget(config: RunOptions, stages: Sequence[Stage]) -> None:
                 shutil.rmtree(pipeline.path(name), ignore_errors=True)
 
 
-def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str, Any] | None:
+def _report(config: RunOptions, stages: Sequence[Stage[Any]], made: Any) -> dict[str, Any] | None:
     """Return what a run says of its result, as JSON; None if it has none.
 
     `made` is what it returned; None if it failed, for example because the model is above a limit.

@@ -112,9 +112,9 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     Call `raise_failures` afterwards.
     """
     pipelines = {n: open_pipeline(c, STAGES) for n, c in config.conversions().items()}
-    made = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
-    reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in made.items()}
-    scores = [s for p in made.values() if (s := known_score(p.config.out)) is not None]
+    judged = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
+    reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in judged.items()}
+    scores = [s for p in judged.values() if (s := known_score(p.config.out)) is not None]
     models = compared(scores)
     _, warnings = check_bitrates(models)
     out = config.out.resolve()
@@ -128,8 +128,8 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
             "options": options,
             "versions": versions(),
             "bitrates": {
-                name: _bitrate(pipeline, reports.get(name), failures.get(name))
-                for name, pipeline in pipelines.items()
+                name: _bitrate(bpw, pipeline, reports.get(name), failures.get(name))
+                for bpw, (name, pipeline) in zip(config.bpw, pipelines.items(), strict=True)
             },
             "differences": [
                 known.to_json(lambda model: model.label) for known in differences(models)
@@ -143,7 +143,7 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     return Sweep(
         out=out,
         scores=tuple(scores),
-        samples=tuple(reports[name]["sample"] for name in made),
+        samples=tuple(reports[name]["sample"] for name in judged),
         warnings=tuple(warnings),
     )
 
@@ -154,11 +154,11 @@ def _is_judged(pipeline: Pipeline) -> bool:
 
 
 def _bitrate(
-    pipeline: Pipeline, report: Mapping[str, Any] | None, failure: BaseException | None
+    bpw: float, pipeline: Pipeline, report: Mapping[str, Any] | None, failure: BaseException | None
 ) -> dict[str, object]:
     """Return the entry of one bitrate in `sweep.json`."""
     return {
-        "bpw": pipeline.config.bpw,
+        "bpw": bpw,
         "error": None if failure is None else str(failure),
         "report_folder": str(pipeline.path("validate")) if report else None,
         **({name: report[name] for name in REPORTED} if report else {}),

@@ -8,8 +8,9 @@ from typing import Self
 
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.core.store.stage import Config, Pipeline, Stage
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.publish import Published
@@ -34,14 +35,16 @@ class Conversion:
         return replace(self, published=published)
 
 
-def conversions_of(config: RunOptions) -> Mapping[str, RunOptions]:
+def conversions_of(config: RunOptions) -> Mapping[str, ModelOptions]:
     """Return name → options of each model that a run makes, in rising order of bits."""
     if isinstance(config, SweepConfig):
         return config.conversions()
-    return {"model": config.conversion() if isinstance(config, MeasureConfig) else config}
+    model = config.conversion() if isinstance(config, MeasureConfig) else config
+    assert isinstance(model, ModelOptions)
+    return {"model": model}
 
 
-def open_pipeline(config: RunOptions, stages: Sequence[Stage]) -> Pipeline:
+def open_pipeline(config: Config, stages: Sequence[Stage[Config]]) -> Pipeline:
     """Return the stages of a configuration, resolved for its device."""
     choose_allocator()
     return Pipeline(config, stages, device=resolve_device(config.device).type)

@@ -37,10 +37,10 @@ def _check(config: RunOptions) -> None:
         check_publication(config)
 
 
-def _show(config: SweepConfig, made: Sweep) -> None:
+def _show(config: SweepConfig, sweep: Sweep) -> None:
     """Publish the comparison of a sweep's bitrates as artifacts."""
-    links = branch_links(made.published) if made.published else None
-    publish_comparison(config.source, config.run_name, made.scores, made.samples, links=links)
+    links = branch_links(sweep.published) if sweep.published else None
+    publish_comparison(config.source, config.run_name, sweep.scores, sweep.samples, links=links)
 
 
 TASKS = Steps(

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.publication import PublishConfig
-from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.options.refine import ModelOptions, RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
@@ -27,7 +27,7 @@ from exl2flow.tasks.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """What a run is made of: here without Prefect, in a flow as tasks.
+    """The steps of a run: here without Prefect, in a flow as tasks.
 
     check: refuses what could not be published or made, before any work; fetched: returns the folder
     of a source, given its work root and token block; run: runs all stages; make_bitrates: returns
@@ -67,34 +67,34 @@ HERE = Steps(
     fetched=lambda source, work_root, token_block: source,
     run=run_in_order,
     make_bitrates=_make_in_turn,
-    show=lambda config, made: None,
+    show=lambda config, sweep: None,
     publish=lambda release: publish(release, hub_of(release.token_block)),
 )
 
 
-def _make_model(config: RunOptions, stages: Sequence[Stage], steps: Steps) -> Conversion:
+def _make_model(config: RunOptions, stages: Sequence[Stage[Any]], steps: Steps) -> Conversion:
     [conversion] = conversions_of(config).values()
     pipeline = open_pipeline(conversion, stages)
     steps.run(pipeline)
     return result_of(pipeline)
 
 
-def _make_sweep(config: SweepConfig, stages: Sequence[Stage], steps: Steps) -> Sweep:
+def _make_sweep(config: SweepConfig, stages: Sequence[Stage[Any]], steps: Steps) -> Sweep:
     with listening() as stop:
         steps.run(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
         failures = steps.make_bitrates(config, stop)
-        made = conclude_sweep(config, failures)
-        steps.show(config, made)
+        sweep = conclude_sweep(config, failures)
+        steps.show(config, sweep)
         raise_failures(config, failures)
-        return made
+        return sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """A kind of run: the stages it has, and what makes its result of them."""
 
-    stages: tuple[Stage, ...]
-    make: Callable[[Any, Sequence[Stage], Steps], Any] = _make_model
+    stages: tuple[Stage[Any], ...]
+    make: Callable[[Any, Sequence[Stage[Any]], Steps], Any] = _make_model
 
 
 RUNS = {
@@ -115,20 +115,18 @@ def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
     if publishes:
         steps.check(config)
     config = prepare(with_folder(config, steps.fetched), run.stages).config
-    made = run.make(config, run.stages, steps)
+    result = run.make(config, run.stages, steps)
     clean_after(config)
     release = release_of(config) if publishes else None
     if release is None:
-        return made
-    made = made.record(steps.publish(release))
+        return result
+    result = result.record(steps.publish(release))
     if isinstance(config, SweepConfig):
-        steps.show(config, made)
-    return made
+        steps.show(config, result)
+    return result
 
 
-def run_locally(
-    config: ConversionConfig | RefinementConfig, *, stages: Sequence[Stage] | None = None
-) -> Conversion:
+def run_locally(config: ModelOptions, *, stages: Sequence[Stage[Any]] | None = None) -> Conversion:
     """Run all stages of a conversion or a refinement, or these, in this process, and publish.
 
     Raises:
@@ -138,8 +136,8 @@ def run_locally(
         ValidationFailed: the model is above a limit.
     """
     run = RUNS["refine" if isinstance(config, RefinementConfig) else "convert"]
-    made: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
-    return made
+    conversion: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
+    return conversion
 
 
 def sweep_locally(config: SweepConfig) -> Sweep:
@@ -151,5 +149,5 @@ def sweep_locally(config: SweepConfig) -> Sweep:
         Interrupted: a signal came; everything finished is committed.
         SweepFailed: some bitrates failed; the others are kept.
     """
-    made: Sweep = carry_out(RUNS["sweep"], config, HERE)
-    return made
+    sweep: Sweep = carry_out(RUNS["sweep"], config, HERE)
+    return sweep

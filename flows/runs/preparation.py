@@ -9,19 +9,17 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic
 
-from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.store.stage import Stage
+from exl2flow.core.store.stage import Config, Stage
 from exl2flow.flows.runs.conversion import conversions_of
-from exl2flow.quant.forecast.fit import Fit, find_fit, fitted
+from exl2flow.quant.forecast.fit import Fit, find_fit
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.quant.refine.stored_model import check_refinement
-
-Config = TypeVar("Config", bound=RunOptions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +75,7 @@ def with_folder(config: Config, fetched: Callable[[Path, Path, str | None], Path
     return config if source == config.source else config.model_copy(update={"source": source})
 
 
-def prepare(config: Config, stages: Sequence[Stage]) -> Prepared[Config]:
+def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     """Check a run whose source is a folder.
 
     Args:
@@ -94,17 +92,14 @@ def prepare(config: Config, stages: Sequence[Stage]) -> Prepared[Config]:
     known = _handed_on.get()
     if known is not None and known.config == config:
         return known
-    checked: RunOptions = config
     fit = None
     if isinstance(config, RefinementConfig):
         check_refinement(config)
     elif isinstance(config, ConversionConfig):
         fit = find_fit(config)
-        checked = fitted(config, fit)
-    plans = {  # stages read any options as those of a conversion, too
-        name: preflight(cast(ConversionConfig, each), stages)
-        for name, each in conversions_of(checked).items()
-    }
+    if fit is not None:
+        config = config.model_copy(update=fit.target)
+    plans = {name: preflight(each, stages) for name, each in conversions_of(config).items()}
     if isinstance(config, SweepConfig):
         check_disk(list(plans.values()))
-    return Prepared(config=cast(Config, checked), plans=plans, fit=fit)
+    return Prepared(config=config, plans=plans, fit=fit)

@@ -95,8 +95,8 @@ def _runner(config: SweepConfig, workers: int) -> AnyRunner:
 def _dask(config: SweepConfig, workers: int) -> AnyRunner:
     from prefect_dask import DaskTaskRunner
 
-    own = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
-    started = {"cluster_kwargs": {**own, "dashboard_address": "127.0.0.1:0"}}  # None: 8787
+    options = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
+    started = {"cluster_kwargs": {**options, "dashboard_address": "127.0.0.1:0"}}  # None: 8787
     runner: AnyRunner = DaskTaskRunner(
         **({"address": config.cluster} if config.cluster else started)
     )
@@ -107,9 +107,9 @@ def _ray(config: SweepConfig, workers: int) -> AnyRunner:
     """Return Ray's runner; no public argument says where a cluster listens (ray issue 1677)."""
     from prefect_ray import RayTaskRunner
 
-    own = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    options = {"num_cpus": workers, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     runner: AnyRunner = RayTaskRunner(
-        **({"address": config.cluster} if config.cluster else {"init_kwargs": own})
+        **({"address": config.cluster} if config.cluster else {"init_kwargs": options})
     )
     return runner
 
@@ -212,18 +212,18 @@ def _outcome(future: PrefectFuture[Any], messenger: Messenger) -> BaseException 
         try:
             future.wait(timeout=POLL_SECONDS)
         except Exception as error:  # whatever ended the process or the cluster
-            found: BaseException | None = _died(type(error).__name__)
+            failure: BaseException | None = _died(type(error).__name__)
             break
         if future.state.is_final():
-            found = _error(future.state)
+            failure = _error(future.state)
             break
-        if (found := _lost(future)) is not None:
+        if (failure := _lost(future)) is not None:
             break
         messenger.pass_on()
     signum = messenger.stop.signum
-    if isinstance(found, ProcessDied) and signum is not None:
+    if isinstance(failure, ProcessDied) and signum is not None:
         return Interrupted("stopped; everything finished is saved", signum=signum)
-    return found
+    return failure
 
 
 def _lost(future: PrefectFuture[Any]) -> ProcessDied | None:

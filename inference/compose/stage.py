@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import limit_memory
 from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
@@ -32,7 +32,7 @@ LOOK_EVERY = 64  # tokens between two checks for signals …
 TELL_EVERY = 512  # … and between two reports; a multiple of LOOK_EVERY
 
 
-def compose(run: StageRun) -> None:
+def compose(run: StageRun[RunOptions]) -> None:
     """Write `rows` and a description of each, and commit after every batch.
 
     Raises:
@@ -65,7 +65,7 @@ def compose(run: StageRun) -> None:
     _conclude(run, batches)
 
 
-def _look(run: StageRun, rows: range, position: int) -> None:
+def _look(run: StageRun[RunOptions], rows: range, position: int) -> None:
     """Stop on a signal; report the progress of some rows from time to time."""
     run.stop_if_asked()
     if position and position % TELL_EVERY == 0:
@@ -77,7 +77,7 @@ def _file(rows: range) -> str:
     return f"rows-{rows.start:05d}.safetensors"
 
 
-def _conclude(run: StageRun, batches: Sequence[range]) -> None:
+def _conclude(run: StageRun[RunOptions], batches: Sequence[range]) -> None:
     """Write all rows into one file, with their descriptions."""
     folder = run.folder
     ids = torch.cat([read_tensors(folder.path / _file(rows))[COMPOSED] for rows in batches])
@@ -231,13 +231,13 @@ def plausible_openings(tokenizer: Tokenizer) -> list[int]:
     return openings or list(range(tokenizer.vocab_size))
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def _options(config: RunOptions) -> dict[str, object]:
     calibration = config.calibration
     plan = Composition.of(resolve(config.source), calibration)
     return {"rows": plan.rows, "tokens": plan.tokens, "seed": calibration.seed}
 
 
-COMPOSE = Stage(
+COMPOSE: Stage[RunOptions] = Stage(
     name="compose",
     schema=1,
     inputs=(),

@@ -16,7 +16,8 @@ import torch
 
 from exl2flow import calibration_data
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.options.config import ValidateOptions
+from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.store.files import (
     digest,
     read_json,
@@ -119,7 +120,7 @@ def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
     )
 
 
-def validate(run: StageRun) -> None:
+def validate(run: StageRun[ModelOptions]) -> None:
     """Write the report in its three forms to the stage folder, and the score to the output."""
     config, options = run.config, run.config.validate_options
     out = config.out.resolve()
@@ -172,7 +173,7 @@ def _calibration_rows(folder: Path) -> torch.Tensor:
 
 
 def _scores(
-    run: StageRun, held_out: torch.Tensor, calibration: torch.Tensor
+    run: StageRun[ModelOptions], held_out: torch.Tensor, calibration: torch.Tensor
 ) -> tuple[Score, Score | None]:
     """Score the output on both texts in one pass over it and its source."""
     manifest = run.folder.manifest
@@ -221,7 +222,7 @@ def _write_rows(folder: StageFolder, scores: Mapping[RowKey, RowScores]) -> None
     folder.commit(name, write_tensors(folder.path / name, tensors))
 
 
-def _write(run: StageRun, report: dict[str, object]) -> None:
+def _write(run: StageRun[ModelOptions], report: dict[str, object]) -> None:
     folder = run.folder.path
     plot = render_plot(report)
     write_json(folder / REPORT_FILE, report)
@@ -231,7 +232,9 @@ def _write(run: StageRun, report: dict[str, object]) -> None:
         run.folder.commit(name, digest(folder / name), cursor=run.folder.manifest.total)
 
 
-def _write_scores(run: StageRun, fingerprint: str, scores: Mapping[str, Score | None]) -> None:
+def _write_scores(
+    run: StageRun[ModelOptions], fingerprint: str, scores: Mapping[str, Score | None]
+) -> None:
     """Write the scores to the output, with the fingerprint of the files they apply to."""
     content: dict[str, object] = {"fingerprint": fingerprint}
     for name, score in scores.items():
@@ -242,13 +245,13 @@ def _write_scores(run: StageRun, fingerprint: str, scores: Mapping[str, Score | 
     run.folder.commit(str(path), digest(path))
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def _options(config: ModelOptions) -> dict[str, object]:
     options = config.validate_options
     text = options.text or calibration_data.heldout()
     return {**options.model_dump(mode="json", exclude={"text"}), "text": digest(text)}
 
 
-VALIDATE = Stage(
+VALIDATE: Stage[ModelOptions] = Stage(
     name="validate",
     schema=4,
     inputs=("tokenize", "compile"),

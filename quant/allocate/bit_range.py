@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Self
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import (
+    DEFAULT_HEAD_BITS,
+    MOST_BPW,
+    AllocateOptions,
+    ConversionConfig,
+)
+from exl2flow.core.options.refine import ModelOptions
 from exl2flow.model import ModelSpec
 from exl2flow.quant.allocate.budget import (
     bitrate_unreachable,
@@ -42,10 +48,16 @@ class BitRange:
     plain: int
 
     @classmethod
-    def of(cls, config: ConversionConfig, spec: ModelSpec) -> Self:
-        """Sum over all slots; a given measurement decides which candidates there are."""
-        prefer = config.allocate.prefer
-        if config.measurement is not None:
+    def of(cls, config: ModelOptions, spec: ModelSpec) -> Self:
+        """Sum over all slots; a given measurement decides which candidates there are.
+
+        A refinement keeps whichever candidates its model has.
+        """
+        prefer = AllocateOptions().prefer
+        fixed: int | None = DEFAULT_HEAD_BITS
+        if isinstance(config, ConversionConfig):
+            prefer, fixed = config.allocate.prefer, config.fixed_head_bits
+        if isinstance(config, ConversionConfig) and config.measurement is not None:
             measured = read_candidates(config, spec, config.measurement).decoder
             bits = [[result.total_bits for result in results] for results in measured.values()]
         elif config.sensitivity.kind == "error":
@@ -60,9 +72,7 @@ class BitRange:
             ]
         else:
             allowed = [params for params in PROJECTION_OPTIONS if is_allowed(prefer, [params])]
-            projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
-            bits = [[projection_bits(p, params) for params in allowed] for p in projections]
-        fixed = config.fixed_head_bits
+            bits = [[projection_bits(p, params) for params in allowed] for p in spec.projections]
         options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
         head = [projection_bits(spec.head, params) for params in options]
         return cls(
@@ -83,13 +93,15 @@ class BitRange:
         low, high = ((d + h) // 8 for d, h in zip(self.decoder, self.head, strict=True))
         return self.plain + low, self.plain + high
 
-    def packed_bytes(self, config: ConversionConfig, spec: ModelSpec) -> int:
+    def packed_bytes(self, config: ModelOptions, spec: ModelSpec) -> int:
         """Return about how many bytes all quantized matrices will take.
 
         Raises:
             BudgetUnreachable: the target is below what can be reached.
         """
         low, high = self.bpw
+        if not isinstance(config, ConversionConfig):
+            return int((self.numel * min(MOST_BPW, high) + self.head[0]) / 8)
         if config.bpw is not None:
             if config.bpw < low:
                 raise bitrate_unreachable(config.bpw, low, high, config.allocate)
@@ -100,11 +112,12 @@ class BitRange:
         return min(target, most) - self.plain
 
 
-def check_measurement(config: ConversionConfig, spec: ModelSpec) -> None:
-    """Check that the measurement, given or still to be made, has what the allocation reads.
+def check_measurement(config: ModelOptions, spec: ModelSpec) -> None:
+    """Check that a conversion's measurement, given or to be made, has what its allocation reads.
 
     Raises:
         ConfigError: it lacks costs in nats or the head, or belongs to another model.
     """
-    given = config.measurement
-    check_measured(config, None if given is None else read_measurement(given, spec))
+    if isinstance(config, ConversionConfig):
+        given = config.measurement
+        check_measured(config, None if given is None else read_measurement(given, spec))

@@ -159,7 +159,7 @@ def _numel(projection: ProjectionSpec) -> int:
 
 def decoder_numel(spec: ModelSpec) -> int:
     """Return the number of weights in the decoder's matrices, padding included."""
-    return sum(_numel(p) for sublayer in spec.sublayers for p in sublayer.projections)
+    return sum(map(_numel, spec.projections))
 
 
 def read_choice(folder: Path) -> dict[str, QuantParams]:

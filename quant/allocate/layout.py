@@ -30,7 +30,7 @@ class Shard:
 
 def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return name → shape of the tensors that are stored as fp16."""
-    quantized = {p.key for s in spec.sublayers for p in s.projections} | {spec.head.key}
+    quantized = {p.key for p in (*spec.projections, spec.head)}
     return {
         name: shape
         for name, shape in expected_tensors(spec).items()
@@ -55,7 +55,7 @@ def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
     }
-    for p in (*(p for s in spec.sublayers for p in s.projections), spec.head):
+    for p in (*spec.projections, spec.head):
         columns = padded_columns(p.out_features)
         layout |= quantized_layout(
             p.key, choice[p.key], p.in_features, columns, has_bias=p.has_bias

@@ -7,6 +7,7 @@ sublayer's costs to its effect among the other quantized sublayers; the best all
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
@@ -35,8 +36,10 @@ from exl2flow.quant.measure.measurement import (
     Measurement,
     projection_bits,
 )
-from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.tokenize.stage import judging_rows, split_rows
+from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel
+from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ HESSIAN_ROWS = 16  # approximate number of rows for the Hessians of trials
 CORRECTION_RANGE = (0.25, 8.0)  # of the ratio of a sublayer's measured to its estimated cost
 
 
-def allocate(run: StageRun) -> None:
+def allocate(run: StageRun[ConversionConfig]) -> None:
     """Write `allocation.json` for the target into the stage folder."""
     config = run.config
     spec = resolve(config.source)
@@ -70,7 +73,7 @@ def allocate(run: StageRun) -> None:
 @tensor_cores()
 @torch.inference_mode()
 def improve(
-    run: StageRun, spec: ModelSpec, measurement: Measurement, first: Allocation
+    run: StageRun[ConversionConfig], spec: ModelSpec, measurement: Measurement, first: Allocation
 ) -> tuple[Allocation, list[dict[str, object]]]:
     """Try allocations end to end, correct the costs, and return the best and all that were tried.
 
@@ -86,9 +89,9 @@ def improve(
         config.rounding,
         training[:: max(1, len(training) // HESSIAN_ROWS)],
     )
-    judged = _Judge(run, trials, held_out)
+    judged = partial(_judged, run, trials, held_out)
     allocations = {"estimate": first, "uniform": uniform_allocation(spec, measurement, first)}
-    verdict = judged({name: each.params for name, each in allocations.items()})
+    verdict = judged(0, {name: tried.params for name, tried in allocations.items()})
     divergences = dict(verdict.divergences)
     current = first
     for number in range(1, config.allocate.rounds + 1):
@@ -96,7 +99,7 @@ def improve(
         measurement = corrected(spec, measurement, current, verdict.without, total)
         current = allot(config, spec, measurement)
         name, least = f"corrected {number}", min(divergences.values())
-        verdict = judged({name: current.params})
+        verdict = judged(number, {name: current.params})
         allocations[name] = current
         divergences |= verdict.divergences
         log.info("allocation=%s kl=%.5f", name, divergences[name])
@@ -106,36 +109,34 @@ def improve(
     return allocations[best], [{"name": name, "kl": kl} for name, kl in divergences.items()]
 
 
-class _Judge:
-    """Judges allocations, one walk after another; verdicts of an earlier run are read back."""
+def _judged(
+    run: StageRun[ConversionConfig],
+    trials: Trials,
+    held_out: torch.Tensor,
+    number: int,
+    choices: Mapping[str, Choice],
+) -> Verdict:
+    """Return the verdict of the walk with this number; that of an earlier run is read back.
 
-    def __init__(self, run: StageRun, trials: Trials, held_out: torch.Tensor) -> None:
-        self.run, self.trials, self.held_out = run, trials, held_out
-        self.walks = 0
+    Raises:
+        Interrupted: a signal came; earlier verdicts are kept.
+    """
+    folder, file = run.folder, f"trials/{number}.json"
+    count = len(trials.model.spec.sublayers)
+    done = number * count
 
-    def __call__(self, choices: Mapping[str, Choice]) -> Verdict:
-        """Return the verdict and commit it.
+    def passed(sublayer: SublayerSpec) -> None:
+        detail = f"{' and '.join(choices)} {sublayer.name}"
+        run.tick(done + sublayer.index + 1, folder.manifest.total, detail)
+        run.stop_if_asked()
 
-        Raises:
-            Interrupted: a signal came; earlier verdicts are kept.
-        """
-        run, folder = self.run, self.run.folder
-        file = f"trials/{self.walks}.json"
-        begun = self.walks * len(self.trials.model.spec.sublayers)
-
-        def passed(sublayer: SublayerSpec) -> None:
-            detail = f"{' and '.join(choices)} {sublayer.name}"
-            run.tick(begun + sublayer.index + 1, folder.manifest.total, detail)
-            run.stop_if_asked()
-
-        if not folder.valid(file):
-            run.tick(begun, folder.manifest.total)
-            verdict = self.trials.judge(choices, self.held_out, passed=passed)
-            sha256 = write_json(folder.path / file, asdict(verdict))
-            folder.commit(file, sha256, cursor=begun + len(self.trials.model.spec.sublayers))
-            run.stop_if_asked()
-        self.walks += 1
-        return Verdict(**read_json(folder.path / file))
+    if not folder.valid(file):
+        run.tick(done, folder.manifest.total)
+        verdict = trials.judge(choices, held_out, passed=passed)
+        sha256 = write_json(folder.path / file, asdict(verdict))
+        folder.commit(file, sha256, cursor=done + count)
+        run.stop_if_asked()
+    return Verdict(**read_json(folder.path / file))
 
 
 def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocation) -> Allocation:
@@ -143,7 +144,7 @@ def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocat
 
     It keeps the head of `first` and uses no more bits; `first` itself if none fits.
     """
-    projections = [p for sublayer in spec.sublayers for p in sublayer.projections]
+    projections = spec.projections
     budget = sum(projection_bits(p, first.params[p.key]) for p in projections)
     alike: dict[QuantParams, dict[str, CandidateResult]] = {}
     for p in projections:
@@ -199,6 +200,18 @@ def corrected(
     return replace(measurement, decoder=decoder)
 
 
+def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
+    """Forecast the stage: states of two allocations, the source, and one trial per sublayer."""
+    rows, tokens = config.calibration.rows, config.calibration.row_tokens
+    judging = judging_rows(HELD_OUT_ROWS, rows)
+    training = rows - judging
+    seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
+    states = sizes.token * tokens * (2 * seen + (3 + len(sizes.spec.sublayers)) * judging)
+    working = sizes.walk_memory(SUBLAYER_WEIGHT * sizes.sublayer, tokens)
+    work = working_bytes(sizes.spec, sizes.card.memory) if sizes.card else 0
+    return Need(memory_bytes=states + working, **sizes.on_gpu(work))
+
+
 def _options(config: ConversionConfig) -> dict[str, object]:
     prefer = config.allocate.prefer
     return {
@@ -212,7 +225,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     }
 
 
-ALLOCATE = Stage(
+ALLOCATE: Stage[ConversionConfig] = Stage(
     name="allocate",
     schema=3,
     inputs=("tokenize", "sensitivity", "measure"),

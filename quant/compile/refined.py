@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import digest, read_json
 from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links
 from exl2flow.core.store.source import DIGESTS_FILE
@@ -30,7 +30,7 @@ from exl2flow.quant.compile.stage import (
 )
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.quantize.stage import read_report, result_files
-from exl2flow.quant.refine.stored_model import StoredModel, refinement
+from exl2flow.quant.refine.stored_model import StoredModel
 
 ALLOTTING = (
     "bpw",
@@ -66,14 +66,14 @@ def other_files(model: Path) -> list[Path]:
 
 
 @torch.inference_mode()
-def recompile(run: StageRun) -> None:
+def recompile(run: StageRun[RefinementConfig]) -> None:
     """Write the output folder.
 
     Raises:
         ReconstructionMismatch: a file read back differs from what was written.
         SourceModelError: a file to copy cannot be read, or links out of the model.
     """
-    config = refinement(run.config)
+    config = run.config
     out = config.out.resolve()
     check_output_folder(out, config.source, memory=config.work_dir_root / DIGESTS_FILE)
     stored = StoredModel.open(config, run.device)
@@ -101,7 +101,10 @@ def recompile(run: StageRun) -> None:
 
 
 def _record(
-    run: StageRun, stored: StoredModel, judgement: Mapping[str, Any], files: set[str]
+    run: StageRun[RefinementConfig],
+    stored: StoredModel,
+    judgement: Mapping[str, Any],
+    files: set[str],
 ) -> dict[str, object]:
     """Return how the folder was made: model, reference, options, verdict, errors."""
     config = run.config
@@ -131,8 +134,8 @@ def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
     return {**layer, "rel_err": layer["before"]["rel_err"], "projections": projections}
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
-    model = refinement(config).model
+def _options(config: RefinementConfig) -> dict[str, object]:
+    model = config.model
     return {
         "out": str(config.out.resolve()),
         "source": str(config.source.resolve()),
@@ -141,11 +144,11 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     }
 
 
-COMPILE_REFINED = Stage(
+COMPILE_REFINED: Stage[RefinementConfig] = Stage(
     name="compile",
     schema=1,
     inputs=("refine", "judge"),
     options=_options,
     run=recompile,
-    files=lambda config: refinement(config).model.glob("*"),
+    files=lambda config: config.model.glob("*"),
 )

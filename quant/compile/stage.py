@@ -17,13 +17,12 @@ import torch
 
 from exl2flow.core.errors import (
     CorruptCheckpoint,
-    NonFiniteState,
     ReconstructionMismatch,
     SourceModelError,
     StoreError,
 )
-from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.background import helpers, prefetch, to_host
+from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.runtime.background import HELPERS, helpers, prefetch, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import (
     TEMPORARY_SUFFIX,
@@ -63,6 +62,7 @@ from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import (
     FORMAT_METADATA,
     Shard,
+    carried_bytes,
     carried_tensors,
     output_layout,
     plain_tensors,
@@ -75,10 +75,13 @@ from exl2flow.quant.quantize.stage import (
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tune.stage import TUNING_FILE
+from exl2flow.quant.tune.trainable import fits_half
+from exl2flow.quant.walk.needs import HALF, ModelSizes, Need
 
 log = logging.getLogger(__name__)
 
 NOT_RECORDED = {"work_root", "out", "token_block", "publish", "clean_after"}
+DECODING = 3  # bytes per weight that each thread holds on a GPU to compare
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -144,17 +147,12 @@ class _Tensors:
             return self.quantized.read(name)
         if name in self.carried:
             return self.source.read(name)
-        tensor = self.source.read(name).to(torch.float16)
-        if not tensor.isfinite().all():
-            raise NonFiniteState(
-                f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
-                "converted without clamping"
-            )
+        tensor = fits_half(self.source.read(name), name)
         return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have padding rows
 
 
 @torch.inference_mode()
-def compile_model(run: StageRun) -> None:
+def compile_model(run: StageRun[ConversionConfig]) -> None:
     """Write the output folder.
 
     Raises:
@@ -190,19 +188,19 @@ def compile_model(run: StageRun) -> None:
     _compare(out, quantized, spec, tensors, run.device)
 
 
-def _quantized(run: StageRun) -> Path:
+def _quantized(run: StageRun[ConversionConfig]) -> Path:
     """Return the folder of quantized tensors, after tuning if it ran."""
     return run.inputs.get("tune", run.inputs["quantize"])
 
 
-def write_own(run: StageRun, name: str, content: object) -> None:
+def write_own(run: StageRun[RunOptions], name: str, content: object) -> None:
     """Write a JSON file into the output and commit it."""
     path = run.config.out.resolve() / name
     run.folder.commit(str(path), write_json(path, content))
 
 
 def write_shard(
-    run: StageRun,
+    run: StageRun[RunOptions],
     shard: Shard,
     contents: Iterable[torch.Tensor],
     metadata: Mapping[str, str] | None,
@@ -218,7 +216,7 @@ def write_shard(
     run.stop_if_asked()
 
 
-def carry_all(run: StageRun, model: Path, files: Iterable[Path]) -> None:
+def carry_all(run: StageRun[RunOptions], model: Path, files: Iterable[Path]) -> None:
     """Copy a model's other files into the output and commit them; log what stays behind."""
     for path in files:
         copy = carry(path, run.config.out.resolve() / path.name)
@@ -251,20 +249,20 @@ def remove_others(out: Path, names: set[str]) -> None:
     These are shards, indexes, partial files and what the earlier one recorded as its own. Call
     before a new record is written.
     """
-    found = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
+    leftovers = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
     record = _earlier_record(out)
-    own = set(record[FILES]) if isinstance(record.get(FILES), list) else set()
+    recorded = set(record[FILES]) if isinstance(record.get(FILES), list) else set()
     others = [path for path in sorted(out.glob("*")) if path.name not in names]
     for path in others:
         if record and FILES not in record and is_carried(path.name):  # an older version wrote it
             log.warning("`%s` is not in the source; delete it unless it is yours", path)
-    found += [path for path in others if path.name in own and path.is_file()]
-    for path in found:
+    leftovers += [path for path in others if path.name in recorded and path.is_file()]
+    for path in leftovers:
         if path.name not in names | {RECORD_FILE}:
             path.unlink(missing_ok=True)
 
 
-def made_from(run: StageRun, names: set[str]) -> dict[str, object]:
+def made_from(run: StageRun[RunOptions], names: set[str]) -> dict[str, object]:
     """Return the entries of a record by which its folder and the files in it are recognized."""
     return {
         "source": str(run.config.source.resolve()),
@@ -276,7 +274,7 @@ def made_from(run: StageRun, names: set[str]) -> dict[str, object]:
     }
 
 
-def _record(run: StageRun, spec: ModelSpec, names: set[str]) -> dict[str, object]:
+def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -> dict[str, object]:
     """Return how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
@@ -309,7 +307,7 @@ def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
     return math.fsum(known) if known and len(known) == len(costs) else None
 
 
-def _calibration(run: StageRun) -> dict[str, object]:
+def _calibration(run: StageRun[ConversionConfig]) -> dict[str, object]:
     """Return the text's name, the rows' digest, and the counts and notes of each mix's kinds."""
     described = read_json(run.inputs["tokenize"] / KINDS_FILE)
     mixes = {
@@ -328,7 +326,7 @@ def _index(shards: list[Shard]) -> dict[str, object]:
     }
 
 
-def _config(run: StageRun, spec: ModelSpec) -> dict[str, object]:
+def _config(run: StageRun[ConversionConfig], spec: ModelSpec) -> dict[str, object]:
     """Return config.json with the block that identifies EXL2 to other programs."""
     config = run.config
     calibration = config.calibration
@@ -405,6 +403,13 @@ def check_same(written: TensorFiles, name: str, expected: torch.Tensor) -> None:
         )
 
 
+def needs(sizes: ModelSizes) -> Need:
+    """Forecast the stage: the output, and what each thread of `_compare` holds on a GPU."""
+    plain = HALF * sum(map(math.prod, plain_tensors(sizes.spec).values()))
+    output = sizes.packed + plain + carried_bytes(sizes.spec)
+    return Need(output_bytes=output, **sizes.on_gpu(HELPERS * DECODING * sizes.largest))
+
+
 def _options(config: ConversionConfig) -> dict[str, object]:
     files = [config.source / CONFIG_FILE, *carried_files(config.source)]
     return {
@@ -415,7 +420,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     }
 
 
-COMPILE = Stage(
+COMPILE: Stage[ConversionConfig] = Stage(
     name="compile",
     schema=3,
     inputs=("tokenize", "allocate", "quantize", "tune"),

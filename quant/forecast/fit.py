@@ -15,7 +15,7 @@ HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How a GPU's memory is divided; weights: bytes left for the model's files."""
+    """Division of a GPU's memory; weights: bytes left for the model's files."""
 
     memory: int
     needs: Footprint
@@ -33,6 +33,11 @@ class Fit:
             ("device", f"{size(needs.device)}, CUDA itself and fragmentation"),
             ("sum", f"{size(self.weights + needs.total)} of {size(self.memory)}"),
         ]
+
+    @property
+    def target(self) -> dict[str, int | None]:
+        """The options that make the largest model that fits."""
+        return {"target_bytes": self.weights, "fit": None}
 
     def to_json(self) -> dict[str, object]:
         """Return the parts in bytes."""
@@ -71,10 +76,3 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
     bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
     return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
-
-
-def fitted(config: ConversionConfig, fit: Fit | None) -> ConversionConfig:
-    """Return the configuration with the memory that it must fit turned into a target in bytes."""
-    if fit is None:
-        return config
-    return config.model_copy(update={"target_bytes": fit.weights, "fit": None})

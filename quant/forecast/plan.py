@@ -1,11 +1,12 @@
-"""The plan of a conversion: what it does, what it needs, and what is left of it on a resume."""
+"""The plan of a run: its steps, the memory and disk it needs, and what a resume still does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import StoreError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.changes import Outlook, outlook, stage_rows
 from exl2flow.core.store.files import read_json
@@ -14,16 +15,16 @@ from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
-from exl2flow.quant.forecast.needs import Card, Need
 from exl2flow.quant.measure.candidates import FAST_GROUP
 from exl2flow.quant.tokenize.stage import judging_rows
+from exl2flow.quant.walk.needs import Card, Need
 
 MOST_NAMES = 8  # of files or tensors that are listed
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
 def what_is_left(
-    config: ConversionConfig, stages: Sequence[Stage], needs: Mapping[str, Need]
+    config: RunOptions, stages: Sequence[Stage[Any]], needs: Mapping[str, Need]
 ) -> tuple[dict[str, Need], tuple[Outlook, ...]]:
     """Return what the unfinished stages still need, and what a run does with each stage.
 
@@ -39,7 +40,7 @@ def what_is_left(
         return {name: need for name, need in needs.items() if name in names}, ()
     pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
     stages_now = outlook(pipeline)
-    names = [each.stage for each in stages_now if each.state != "finished" and each.stage in needs]
+    names = [now.stage for now in stages_now if now.state != "finished" and now.stage in needs]
     return {name: _less(needs[name], _valid_bytes(pipeline, name)) for name in names}, stages_now
 
 
@@ -55,17 +56,17 @@ def _valid_bytes(pipeline: Pipeline, name: str) -> int:
     return sum(record.size for record in records)
 
 
-def _less(need: Need, found: int) -> Need:
+def _less(need: Need, stored: int) -> Need:
     """Subtract bytes that are already on disk, first from those that stay."""
-    kept = max(0, need.kept_bytes - found)
-    passing = max(0, need.kept_bytes + need.passing_bytes - found) - kept
-    output = max(0, need.output_bytes - found)
+    kept = max(0, need.kept_bytes - stored)
+    passing = max(0, need.kept_bytes + need.passing_bytes - stored) - kept
+    output = max(0, need.output_bytes - stored)
     return replace(need, kept_bytes=kept, passing_bytes=passing, output_bytes=output)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a conversion does and needs as a whole, and what is left of it; sizes in bytes.
+    """Forecast of a run and of what is left to do; sizes in bytes.
 
     left: what the unfinished stages still need; stages: what a run does with each of them, if an
     earlier run has digested the source; carried, left_out: files of the source;
@@ -125,8 +126,8 @@ class Plan:
             rows.append(("left out", _some(self.left_out)))
         tensors, total_bytes = self.not_quantized
         if tensors:
-            kept = f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"
-            rows.append(("not quantized", kept))
+            text = f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"
+            rows.append(("not quantized", text))
         if self.card:
             on_card = [
                 f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
@@ -154,7 +155,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def calibration_in_words(config: ConversionConfig, spec: ModelSpec) -> str:
+def calibration_in_words(config: RunOptions, spec: ModelSpec) -> str:
     """Describe the calibration rows."""
     options = config.calibration
     text = f"{options.rows} rows x {options.row_tokens} tokens, "

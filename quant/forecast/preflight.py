@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import AllocateOptions, ConversionConfig
+from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.runtime.memory import available_memory
 from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.store.source import DIGESTS_FILE, WANTED
@@ -26,9 +27,10 @@ from exl2flow.model.files.source_tensors import (
 from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.compile.stage import check_output_folder
-from exl2flow.quant.forecast.needs import Card, Forecast, Need, work_bytes
+from exl2flow.quant.forecast.needs import stage_needs, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY, Plan, calibration_in_words, what_is_left
 from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
+from exl2flow.quant.walk.needs import Card, Need
 from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ T = TypeVar("T")
 SHARED = ("compose", "tokenize", "sensitivity", "measure")
 
 
-def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
+def preflight(config: ModelOptions, stages: Sequence[Stage[Any]] = ()) -> Plan:
     """Check a conversion without doing any of it.
 
     Args:
@@ -51,6 +53,8 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
         PreflightFailed: all problems, one per line.
     """
     problems: list[str] = []
+    measurement = config.measurement if isinstance(config, ConversionConfig) else None
+    lossy = isinstance(config, ConversionConfig) and config.lossy_source
 
     def attempt(check: Callable[[], T]) -> T | None:
         try:
@@ -75,17 +79,17 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
         attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
-        attempt(lambda: check_tensors(spec, lossy=config.lossy_source))
+        attempt(lambda: check_tensors(spec, lossy=lossy))
         if has_layers:
             attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))
-        is_measured = config.measurement is None or config.measurement.is_file()
+        is_measured = measurement is None or measurement.is_file()
         if is_measured:  # else `check_files` says so
             attempt(lambda: check_measurement(config, spec))
-        begun = () if problems else stages
+        to_do = () if problems else stages
         plan = None
         if has_layers and is_measured:
-            plan = attempt(lambda: _plan(config, spec, card, begun, device=str(device)))
+            plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device)))
         if plan is not None:
             attempt(lambda: check_disk([plan]))
             attempt(lambda: _check_memory(plan, spec))
@@ -94,7 +98,7 @@ def preflight(config: ConversionConfig, stages: Sequence[Stage] = ()) -> Plan:
     raise PreflightFailed("\n".join(problems))
 
 
-def _check_output(config: ConversionConfig) -> None:
+def _check_output(config: ModelOptions) -> None:
     """Check that the output is, or can become, a folder of this conversion alone."""
     _check_writable(config.out, "--out")
     if config.work_dir_root.is_relative_to(config.out.resolve()):
@@ -118,18 +122,19 @@ def _existing(folder: Path) -> Path:
 
 
 def _plan(
-    config: ConversionConfig,
+    config: ModelOptions,
     spec: ModelSpec,
     card: Card | None,
-    stages: Sequence[Stage],
+    stages: Sequence[Stage[Any]],
     *,
     device: str,
 ) -> Plan:
     """Forecast sizes; refuse an unreachable target."""
     reach = BitRange.of(config, spec)
     packed = reach.packed_bytes(config, spec)
-    needs = Forecast(config, spec, card).needs(packed)
+    needs = stage_needs(config, spec, card, packed=packed)
     left, outlooks = what_is_left(config, stages, needs)
+    prefer = (config.allocate if isinstance(config, ConversionConfig) else AllocateOptions()).prefer
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -138,7 +143,7 @@ def _plan(
         device=device,
         calibration=calibration_in_words(config, spec),
         target=config.target,
-        prefer=config.allocate.prefer,
+        prefer=prefer,
         reachable_bpw=reach.bpw,
         output_bytes=needs["compile"].output_bytes,
         work_bytes=work_bytes(needs.values()),

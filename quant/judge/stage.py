@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder
-from exl2flow.quant.refine.stored_model import StoredModel, refinement
+from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.source_model import SourceModel
@@ -25,7 +25,10 @@ JUDGEMENT_FILE = "judgement.json"
 
 
 def divergences(
-    run: StageRun, reference: SourceModel, models: Mapping[str, SourceModel], rows: torch.Tensor
+    run: StageRun[RefinementConfig],
+    reference: SourceModel,
+    models: Mapping[str, SourceModel],
+    rows: torch.Tensor,
 ) -> dict[str, float]:
     """Return the KL divergence of models from a reference in nats per token, by name.
 
@@ -42,18 +45,18 @@ def divergences(
         start, states = 0, [model.initial_states(rows) for model in walked]
     else:
         pairs = zip(walked, saved[1], strict=True)
-        start, states = saved[0], [model.placed(found) for model, found in pairs]
+        start, states = saved[0], [model.placed(hidden) for model, hidden in pairs]
     for spec in order[start:]:
-        for model, found in zip(walked, states, strict=True):
-            advance(model.sublayer(spec), found)
+        for model, hidden in zip(walked, states, strict=True):
+            advance(model.sublayer(spec), hidden)
         run.tick(spec.index + 1, len(order) + 1, spec.name)
         if run.stop.signum is not None or folder.states_are_due():
             _save(folder, states, spec.index + 1)
         run.stop_if_asked()
     expected, *others = states
     return {
-        name: mean_divergence(reference.head(), expected, model.head(), found)
-        for (name, model), found in zip(models.items(), others, strict=True)
+        name: mean_divergence(reference.head(), expected, model.head(), hidden)
+        for (name, model), hidden in zip(models.items(), others, strict=True)
     }
 
 
@@ -62,13 +65,13 @@ def _save(folder: StageFolder, states: Sequence[torch.Tensor], index: int) -> No
     if states[0].is_pinned():
         torch.cuda.synchronize()  # copies to it may still be running
     folder.manifest.cursor = index
-    folder.save_states(torch.stack([found.cpu() for found in states]), index)
+    folder.save_states(torch.stack([hidden.cpu() for hidden in states]), index)
 
 
 @torch.inference_mode()
-def judge(run: StageRun) -> None:
+def judge(run: StageRun[RefinementConfig]) -> None:
     """Write the divergences before and after refining, and which matrices to use."""
-    config = refinement(run.config)
+    config = run.config
     stored = StoredModel.open(config, run.device)
     total = run.folder.manifest.total = len(stored.spec.sublayers) + 1
     _, rows = split_rows(run.inputs["tokenize"], config.held_out_rows)
@@ -102,15 +105,15 @@ def judgement_in_words(judgement: Mapping[str, Any]) -> str:
     return f"KL divergence on {judgement['rows']} held-out rows: {kl}, {verdict}"
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
-    return {"held_out_rows": refinement(config).held_out_rows, "rope": config.rope.model_dump()}
+def _options(config: RefinementConfig) -> dict[str, object]:
+    return {"held_out_rows": config.held_out_rows, "rope": config.rope.model_dump()}
 
 
-JUDGE = Stage(
+JUDGE: Stage[RefinementConfig] = Stage(
     name="judge",
     schema=1,
     inputs=("tokenize", "refine"),
     options=_options,
     run=judge,
-    files=lambda config: refinement(config).model.glob("*"),
+    files=lambda config: config.model.glob("*"),
 )

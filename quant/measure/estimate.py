@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.options.config import RoundingOptions, ScaleSearch
+from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
@@ -166,7 +166,20 @@ class Projection:
         Raises:
             QuantizationError: even the best one is unusable.
         """
-        results = [self._result(params, costs, gain) for params in options]
+        results = []
+        for params in options:
+            bands = [  # each band's rows cost what they do at its width
+                costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
+                for band in params.bands(self.spec.in_features)
+            ]
+            nats, squared_error = torch.stack(bands).sum(dim=0).tolist()
+            result = CandidateResult(
+                accuracy=max(0.0, 1 - squared_error**0.5),
+                total_bits=projection_bits(self.spec, params),
+                params={self.spec.name: params},
+                nats=gain * nats,
+            )
+            results.append(result)
         best = 1 - max(result.accuracy for result in results)
         if best > HOPELESS_ERROR:
             raise QuantizationError(
@@ -174,30 +187,6 @@ class Projection:
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
         return results
-
-    def _result(
-        self,
-        params: QuantParams,
-        costs: Mapping[tuple[int, int], torch.Tensor],
-        gain: float,
-    ) -> CandidateResult:
-        """Sum the costs of each band's rows at its width."""
-        nats, squared_error = (
-            torch.stack(
-                [
-                    costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
-                    for band in params.bands(self.spec.in_features)
-                ]
-            )
-            .sum(dim=0)
-            .tolist()
-        )
-        return CandidateResult(
-            accuracy=max(0.0, 1 - squared_error**0.5),
-            total_bits=projection_bits(self.spec, params),
-            params={self.spec.name: params},
-            nats=gain * nats,
-        )
 
 
 def estimated(
@@ -251,7 +240,7 @@ def estimate_options(options: RoundingOptions) -> dict[str, object]:
     return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
 
 
-def estimate_all(run: StageRun, model: SourceModel, rows: torch.Tensor) -> list[str]:
+def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tensor) -> list[str]:
     """Measure all projections and the head; return the files that list them, in order.
 
     Args:

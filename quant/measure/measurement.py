@@ -55,7 +55,7 @@ class CandidateResult:
 
 def to_entries(results: Mapping[str, Sequence[CandidateResult]]) -> dict[str, object]:
     """Return slot → entries of `measurement.json`."""
-    return {slot: [result.to_json() for result in each] for slot, each in results.items()}
+    return {slot: [r.to_json() for r in candidates] for slot, candidates in results.items()}
 
 
 @cache
@@ -92,8 +92,7 @@ class Measurement:
 def slot_projections(spec: ModelSpec) -> dict[str, tuple[ProjectionSpec, ...]]:
     """Return every possible slot: name → projections it chooses for."""
     slots = {part.name: part.projections for s in spec.sublayers for part in s.parts}
-    singles = [p for sublayer in spec.sublayers for p in sublayer.projections]
-    return slots | {p.key: (p,) for p in (*singles, spec.head)}
+    return slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
 
 
 def projection_bits(projection: ProjectionSpec, params: QuantParams) -> int:
@@ -121,7 +120,7 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
         measured = data["measurement"]
         names = [part.name for sublayer in spec.sublayers for part in sublayer.parts]
         if names[0] not in measured:
-            names = [p.key for sublayer in spec.sublayers for p in sublayer.projections]
+            names = [p.key for p in spec.projections]
         decoder = {name: _results(measured[name]) for name in names}
         head = _results(measured.get(spec.head.key) or ())
     except (

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.options.config import ConversionConfig, RoundingOptions, ScaleSearch
+from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch, SharedOptions
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import Stage, StageRun
@@ -22,7 +22,11 @@ from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import DenseLinear, Sublayer, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
-from exl2flow.quant.measure.candidates import candidates_for
+from exl2flow.quant.measure.candidates import (
+    PROJECTION_OPTIONS,
+    candidates_for,
+    single_widths,
+)
 from exl2flow.quant.measure.estimate import estimate_all, estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
@@ -33,8 +37,11 @@ from exl2flow.quant.measure.measurement import (
     to_entries,
 )
 from exl2flow.quant.rounding.error_feedback import (
+    BATCH_ELEMENTS,
+    BATCH_WEIGHT,
     RoundedMatrix,
     RoundingJob,
+    gpu_batch_elements,
     padded_weight,
     round_matrices,
 )
@@ -42,9 +49,11 @@ from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians
 from exl2flow.quant.sensitivity.fisher import shared_factor
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
+from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
-from exl2flow.quant.walk.walk import Store, SublayerWork, walk
+from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, walk
 
+ENTRY = 1100  # bytes of a measured candidate in the two files that hold it
 LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
 
@@ -168,10 +177,10 @@ def undominated(
         for candidate in candidates
     ]
 
-    most = max(bits for bits, *_ in prices)
+    largest = max(bits for bits, *_ in prices)
 
     def is_dominated(price: tuple[float, ...]) -> bool:
-        return price[0] < most and any(
+        return price[0] < largest and any(
             other != price and all(map(operator.le, other, price)) for other in prices
         )
 
@@ -216,7 +225,7 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
 
 @tensor_cores()
 @torch.inference_mode()
-def measure(run: StageRun) -> None:
+def measure(run: StageRun[RunOptions]) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     rows = load_rows(run.inputs["tokenize"], "measure")
@@ -244,19 +253,43 @@ def measure(run: StageRun) -> None:
     run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def needs(config: RunOptions, sizes: ModelSizes) -> Need:
+    """Forecast the stage, which keeps outputs of all rows beside their inputs.
+
+    Many candidates are rounded at once. With Fisher factors each matrix is rounded by itself, and
+    its errors are kept.
+    """
+    rows, tokens = config.calibration.measure_rows, config.calibration.measure_row_tokens
+    states, widths = sizes.token * rows * tokens, len(single_widths(PROJECTION_OPTIONS))
+    rounded = sizes.largest if sizes.factors else sizes.sublayer
+    batch = min(max(BATCH_ELEMENTS, sizes.largest), widths * rounded)
+    weights = FLOAT * sizes.sublayer + SUBLAYER_WEIGHT * rounded
+    weights += (BATCH_WEIGHT + (FLOAT if sizes.factors else 0)) * batch
+    batch = gpu_batch_elements(sizes.card.memory) if sizes.card else 0
+    two = sorted(k * n for k, n in sizes.greatest)[-2:]  # matrices at a time
+    work = sum(8 * min(max(batch, size), widths * size) for size in two)
+    work += sizes.gpu_work(tokens, weight=8, square=3 * FLOAT)
+    return Need(
+        memory_bytes=2 * states + sizes.walk_memory(weights, tokens),
+        kept_bytes=ENTRY * (len(sizes.spec.projections) + 1) * len(PROJECTION_OPTIONS),
+        passing_bytes=STATE_FILES * states,
+        **sizes.on_gpu(work, states if sizes.factors else 2 * states),
+    )
+
+
+def _options(config: RunOptions) -> dict[str, object]:
     options: dict[str, object] = {"rope": config.rope.model_dump()}
     if config.sensitivity.kind == "fisher":
         return options | {"rounding": estimate_options(config.rounding)}
     return options | {"rounding": config.rounding.model_dump(include={"scale_search", "damping"})}
 
 
-MEASURE = Stage(
+MEASURE: Stage[RunOptions] = Stage(
     name="measure",
     schema=8,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,
-    enabled=lambda config: config.measurement is None,
+    enabled=lambda config: not (isinstance(config, SharedOptions) and config.measurement),
     gpu_options=lambda config: effect_of_limit(config, config.calibration.measure_row_tokens),
 )

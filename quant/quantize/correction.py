@@ -56,11 +56,11 @@ class CrossProducts:
         if place not in self._fitting:
             return
         for capture, x in wanted.items():
-            found = read[capture][0]
+            quantized = read[capture][0]
             if capture not in self._sums:
-                k = found.shape[-1]
-                self._sums[capture] = torch.zeros(k, k, device=found.device)
-            self._sums[capture].addmm_(found.T, x[0] - found)
+                k = quantized.shape[-1]
+                self._sums[capture] = torch.zeros(k, k, device=quantized.device)
+            self._sums[capture].addmm_(quantized.T, x[0] - quantized)
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return capture name → the mean over rows, fp32 (k, k). Consumes the sums."""
@@ -126,20 +126,22 @@ class Correction:
             crosses: has seen all rows.
         """
         means, paired = crosses.means(), states[:: crosses.pairs.step]
-        own = dict(sublayer.linears)
+        source = dict(sublayer.linears)
         moves = {
             capture: self.move(
                 hessian, means.pop(capture), name=sublayer.spec.reading(capture)[0].reads
             )
             for capture, hessian in hessians.items()
         }
-        targets = {p.name: moved(own[p.name], moves[p.capture]) for p in sublayer.spec.projections}
+        targets = {
+            p.name: moved(source[p.name], moves[p.capture]) for p in sublayer.spec.projections
+        }
         errors = []
-        for linears in (own, targets):
+        for linears in (source, targets):
             sublayer.linears.update(linears)
             errors.append(output_error(sublayer, _judging(paired), _judging(crosses.source)))
-        sublayer.linears.update(own)
-        return targets if errors[1] < errors[0] else own
+        sublayer.linears.update(source)
+        return targets if errors[1] < errors[0] else source
 
     def head_target(
         self, head: Head, hessian: torch.Tensor, states: torch.Tensor, source: torch.Tensor
@@ -159,8 +161,8 @@ class Correction:
 
         cross = torch.zeros_like(hessian)
         for row in rows:
-            found = read(states[row])
-            cross += found.T @ (read(source[row]) - found)
+            quantized = read(states[row])
+            cross += quantized.T @ (read(source[row]) - quantized)
         move = self.move(hessian, cross / len(rows), name="lm_head")
         target = moved(head.linear, move)
 

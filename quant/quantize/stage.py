@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import record_stream, run_concurrently, tensor_cores
@@ -54,11 +54,13 @@ from exl2flow.quant.sensitivity.fisher import Factors, shared_factor
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
+from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
-from exl2flow.quant.walk.walk import Store, SublayerWork, advance, walk
+from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, advance, walk
 
 HEAD_FILE = "sublayers/head.safetensors"
+CORRECTED_WEIGHT = 8  # bytes per weight more: corrected targets, and one being computed
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
 
 
@@ -85,7 +87,7 @@ class MatrixWork(SublayerWork):
     Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
     """
 
-    def __init__(self, run: StageRun, rows: int) -> None:
+    def __init__(self, run: StageRun[RunOptions], rows: int) -> None:
         self.folder = run.folder
         self.options = run.config.rounding
         self.rows = rows
@@ -148,14 +150,14 @@ def row_errors(
     """Return the relative error of each row of states, in the reference's order, fp32 (rows,)."""
     device = device_of(sublayer)
     pairs = zip(states, reference.values(), strict=True)
-    found = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
-    return torch.stack(found)
+    errors = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
+    return torch.stack(errors)
 
 
 class Quantizing(MatrixWork):
     """The work of `quantize` at a sublayer, and at the head."""
 
-    def __init__(self, run: StageRun, rows: int, choice: Choice) -> None:
+    def __init__(self, run: StageRun[RunOptions], rows: int, choice: Choice) -> None:
         super().__init__(run, rows)
         self.choice = choice
         self.again = paired_rows(rows) if self.options.correction else range(0)
@@ -228,8 +230,8 @@ class Quantizing(MatrixWork):
         hessian: torch.Tensor,
         factors: Mapping[str, Factors],
     ) -> Packed:
-        params, own = str(self.choice[projection.key]), factors.get(projection.name)
-        return Packed(projection, linear, rounded, hessian, own, params=params)
+        params, fisher = str(self.choice[projection.key]), factors.get(projection.name)
+        return Packed(projection, linear, rounded, hessian, fisher, params=params)
 
     def _round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
         """Round matrices that read one activation.
@@ -281,19 +283,19 @@ class Quantizing(MatrixWork):
 
         def work(capture: str) -> dict[str, RoundedMatrix]:
             names = [p.name for p in sublayer.spec.reading(capture)]
-            found = self._round(
+            rounded = self._round(
                 [jobs[name] for name in names],
                 # already used if this runs a second time
                 items.pop(capture) if capture in items else factor(capture),
             )
-            return dict(zip(names, found, strict=True))
+            return dict(zip(names, rounded, strict=True))
 
         works = [partial(work, capture) for capture in widest_first(hessians)]
         parts = run_concurrently(works, device_of(sublayer))
-        found = {name: matrix for part in parts for name, matrix in part.items()}
-        for matrix in found.values():
+        rounded = {name: matrix for part in parts for name, matrix in part.items()}
+        for matrix in rounded.values():
             record_stream(matrix.codes, matrix.scale_codes, matrix.max_scales)
-        return found
+        return rounded
 
 
 def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
@@ -306,7 +308,7 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
 
 @tensor_cores()
 @torch.inference_mode()
-def quantize(run: StageRun) -> None:
+def quantize(run: StageRun[RunOptions]) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
@@ -320,11 +322,32 @@ def quantize(run: StageRun) -> None:
     run.tick(total, total, "lm_head")
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Need:
+    """Forecast a stage whose work is `MatrixWork`.
+
+    At the start the states exist twice, as rows and as one tensor, beside embedding and head.
+    Corrected targets need some states of the source, too.
+    """
+    corrects = corrects and config.rounding.correction > 0
+    paired = len(paired_rows(config.calibration.rows)) if corrects else 0
+    tokens = config.calibration.row_tokens
+    states = sizes.token * tokens * (config.calibration.rows + paired)
+    weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
+    working = sizes.walk_memory(weight * sizes.sublayer, tokens)
+    work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT)
+    return Need(
+        memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),
+        kept_bytes=sizes.packed,
+        passing_bytes=STATE_FILES * states,
+        **sizes.on_gpu(work, states),
+    )
+
+
+def _options(config: RunOptions) -> dict[str, object]:
     return {"rope": config.rope.model_dump(), "rounding": config.rounding.model_dump()}
 
 
-QUANTIZE = Stage(
+QUANTIZE: Stage[RunOptions] = Stage(
     name="quantize",
     schema=7,
     inputs=("tokenize", "sensitivity", "allocate"),

@@ -84,12 +84,12 @@ def improve(
     in_order = replace(item.hessian, perm=stored.perm)
     metric = Metric(hessian=in_order.matrix(), output=output)
     before = loss(stored, weight, metric)
-    found: dict[str, RoundedMatrix] = {}
+    refined: dict[str, RoundedMatrix] = {}
     losses: dict[str, float] = {}
 
     def try_from(name: str, start: RoundedMatrix) -> None:
-        found[name] = refine(start, weight, metric, rounds=options.rounds, sweeps=options.sweeps)
-        losses[name] = loss(found[name], weight, metric)
+        refined[name] = refine(start, weight, metric, rounds=options.rounds, sweeps=options.sweeps)
+        losses[name] = loss(refined[name], weight, metric)
 
     anew = _rounded_anew(stored, weight, in_order, metric, options)
     if anew is not None:
@@ -97,7 +97,7 @@ def improve(
     if not losses or before < CLOSE * losses[ANEW]:
         try_from(STORED, stored)
     best = min(losses, key=losses.__getitem__)
-    return Improvement(matrix=found[best], start=best, before=before, losses=losses)
+    return Improvement(matrix=refined[best], start=best, before=before, losses=losses)
 
 
 def loss(rounded: RoundedMatrix, weight: torch.Tensor, metric: Metric) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
@@ -26,7 +26,7 @@ from exl2flow.quant.quantize.stage import (
 )
 from exl2flow.quant.quantize.stored_form import Packed, Reports, Unchanged, storing
 from exl2flow.quant.refine.improvement import improve, params_of, unpacked
-from exl2flow.quant.refine.stored_model import StoredModel, refinement
+from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.rounding.error_feedback import near, padded_weight
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
@@ -47,7 +47,7 @@ KEPT = "kept"  # report of a matrix that is not refined
 class Refining(MatrixWork):
     """The work of `refine` at a sublayer, and at the head."""
 
-    def __init__(self, run: StageRun, rows: int, stored: StoredModel) -> None:
+    def __init__(self, run: StageRun[RefinementConfig], rows: int, stored: StoredModel) -> None:
         super().__init__(run, rows)
         self.stored = stored
 
@@ -74,8 +74,8 @@ class Refining(MatrixWork):
             members = sublayer.spec.reading(capture)
             item = self.factor(members[0], hessian, factors)
             for p in members:
-                old, own = before[p.name], factors.get(p.name)
-                packed.append(self._refine(p, old, weights[p.name], item, hessian, own))
+                old, fisher = before[p.name], factors.get(p.name)
+                packed.append(self._refine(p, old, weights[p.name], item, hessian, fisher))
                 install(sublayer, p, packed[-1].matrix)
         advance(sublayer, states)
         figures["after"] = row_errors(sublayer, (states[row] for row in reference), reference)
@@ -95,8 +95,8 @@ class Refining(MatrixWork):
         hessian = head_hessian(head, states)
         factors = self.read_factors("head")
         item = self.factor(projection, hessian, factors)
-        old, own = self.stored.matrix(projection), factors.get(projection.name)
-        self.store_head(self._refine(projection, old, head.linear, item, hessian, own))
+        old, fisher = self.stored.matrix(projection), factors.get(projection.name)
+        self.store_head(self._refine(projection, old, head.linear, item, hessian, fisher))
 
     def _refine(
         self,
@@ -114,20 +114,20 @@ class Refining(MatrixWork):
         if stored.shape != tuple(weight.shape):
             return self._kept(projection, stored, values, hessian)
         factors = factors and factors.to(values.device)
-        made = improve(old, weight, item, self.output_metric(factors), self.options)
-        found = old.dequantize()
+        improvement = improve(old, weight, item, self.output_metric(factors), self.options)
+        decoded = old.dequantize()
         figures = {
-            "start": made.start,
-            "losses": dict(made.losses),
+            "start": improvement.start,
+            "losses": dict(improvement.losses),
             "before": {
-                "rel_err": float(relative_error(hessian, values, found)),
-                "nats": None if factors is None else estimate(found, factors, less=values),
-                "loss": made.before,
+                "rel_err": float(relative_error(hessian, values, decoded)),
+                "nats": None if factors is None else estimate(decoded, factors, less=values),
+                "loss": improvement.before,
             },
         }
         params = str(params_of(old.groups) or "")
         return Packed(
-            projection, linear, made.matrix, hessian, factors, params=params, others=figures
+            projection, linear, improvement.matrix, hessian, factors, params=params, others=figures
         )
 
     def _kept(
@@ -138,14 +138,14 @@ class Refining(MatrixWork):
         hessian: torch.Tensor,
     ) -> Unchanged:
         """Return a matrix unchanged that is stored with more columns than needed."""
-        found = stored.dequantize()
-        used = found[:, : weight.shape[1]].float().to(weight.device)
+        decoded = stored.dequantize()
+        used = decoded[:, : weight.shape[1]].float().to(weight.device)
         error = float(relative_error(hessian, weight, used))
         self.folder.note(f"{projection.key}: {stored.shape[1]} columns, kept as they are")
         report = {
             "rel_err": error,
             "bits": stored.total_bits,
-            "bpw": stored.total_bits / found.numel(),
+            "bpw": stored.total_bits / decoded.numel(),
             "start": KEPT,
             "before": {"rel_err": error},
         }
@@ -162,9 +162,9 @@ def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
 
 @tensor_cores()
 @torch.inference_mode()
-def refine_model(run: StageRun) -> None:
+def refine_model(run: StageRun[RefinementConfig]) -> None:
     """Write the replacements of the stored matrices into the stage folder."""
-    config = refinement(run.config)
+    config = run.config
     stored = StoredModel.open(config, run.device)
     model = stored.with_reference()
     run.folder.manifest.total = len(model.spec.sublayers) + stored.has_head
@@ -178,23 +178,22 @@ def refine_model(run: StageRun) -> None:
     run.tick(total, total, "refined")
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
-    options = refinement(config)
+def _options(config: RefinementConfig) -> dict[str, object]:
     memory = config.work_dir_root / DIGESTS_FILE
     return {
-        "model": SourceFingerprint.of(options.model, memory=memory).fingerprint,
+        "model": SourceFingerprint.of(config.model, memory=memory).fingerprint,
         "rope": config.rope.model_dump(),
         "rounding": config.rounding.model_dump(),
-        "held_out_rows": options.held_out_rows,
+        "held_out_rows": config.held_out_rows,
     }
 
 
-REFINE = Stage(
+REFINE: Stage[RefinementConfig] = Stage(
     name="refine",
     schema=4,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,
-    files=lambda config: refinement(config).model.glob("*"),
+    files=lambda config: config.model.glob("*"),
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import ConfigError, SourceModelError, TensorShapeError
-from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.source import WANTED
 from exl2flow.model import (
@@ -52,8 +51,8 @@ class StoredModel:
     @property
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections of the decoder in order, then the head if stored in EXL2 form."""
-        found = self.spec.projections
-        return (*found, self.spec.head) if self.has_head else found
+        decoder = self.spec.projections
+        return (*decoder, self.spec.head) if self.has_head else decoder
 
     @property
     def has_head(self) -> bool:
@@ -99,18 +98,12 @@ class StoredModel:
 
     def replaced(self, folder: Path) -> TensorFiles:
         """Return the model's tensors with the matrices from a folder's files."""
-        made = TensorFiles(folder)
+        replacements = TensorFiles(folder)
         names = [name for p in self.projections for name in tensor_names(p.key)]
-        return self.tensors.overlaid({name: (made, name) for name in names})
+        return self.tensors.overlaid({name: (replacements, name) for name in names})
 
     def _model(self, tensors: TensorFiles) -> SourceModel:
         return SourceModel(spec=self.spec, tensors=tensors, device=self.device)
-
-
-def refinement(config: ConversionConfig) -> RefinementConfig:
-    """Return the configuration as that of a refinement."""
-    assert isinstance(config, RefinementConfig)
-    return config
 
 
 def check_refinement(config: RefinementConfig) -> None:
@@ -160,11 +153,11 @@ def _check_quantized(stored: StoredModel) -> None:
 
 def _check_alike(stored: StoredModel, reference: ModelSpec) -> None:
     """Compare the shapes of the decoders' matrices, as both configs imply them."""
-    found, expected = (
+    shapes, expected = (
         {p.key: (p.in_features, p.out_features) for p in spec.projections}
         for spec in (stored.spec, reference)
     )
-    unlike = [key for key in {**found, **expected} if found.get(key) != expected.get(key)]
+    unlike = [key for key in {**shapes, **expected} if shapes.get(key) != expected.get(key)]
     if unlike:
         raise TensorShapeError(
             f"{_listed(unlike)} differ in shape between `{stored.folder}` and "

@@ -65,7 +65,7 @@ def refine_together(
 
     Args:
         rounded: the starting points; emptied, because a head's matrix is very large.
-        weights: of each, as for `refine`; emptied likewise.
+        weights: of each, as for `refine`; emptied, too.
         metric: its output blocks are those of all matrices in order.
         rounds: repetitions of both steps.
         sweeps: visits to every code per round.

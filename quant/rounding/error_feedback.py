@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 BATCH_ELEMENTS = 1 << 26  # weights side by side on a CPU
 GPU_BATCH_ELEMENTS = 1 << 29
 BATCH_SHARE = 0.25  # of a GPU's free memory, because there may be two batches
+BATCH_WEIGHT = 13  # bytes per weight rounded side by side: joined, reordered, codes, scale search
 BATCH_BYTES = 8  # per weight: its row's value, codes and a copy of them
 
 
@@ -150,21 +151,21 @@ def round_matrices(
     if k % ROW_MULTIPLE:
         raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
     for run in alike(jobs):
-        most = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
-        most = -(-len(run) // -(-len(run) // most))  # equal batches
+        count = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
+        count = -(-len(run) // -(-len(run) // count))  # equal batches
         while run:
             try:
-                found = _Batch(run[:most], factor, search, keep_fed_back).round()
+                matrices = _Batch(run[:count], factor, search, keep_fed_back).round()
             except torch.OutOfMemoryError:
-                if most == 1:
+                if count == 1:
                     raise
-                most = most // 2
-                log.warning("projections at a time=%d remedy=out of memory", most)
+                count = count // 2
+                log.warning("projections at a time=%d remedy=out of memory", count)
                 torch.cuda.empty_cache()
                 continue
-            while found:  # keep no reference: a head's takes as much memory as everything else
-                yield found.pop(0)
-            run = run[most:]
+            while matrices:  # keep no reference: a head's takes as much memory as everything else
+                yield matrices.pop(0)
+            run = run[count:]
 
 
 def batch_elements(device: torch.device) -> int:
@@ -217,24 +218,24 @@ class _Batch:
         """Round one panel after another, feeding each panel's errors to all rows below it."""
         for top, bottom in self.rows.windows():
             upper = self.factor.upper[top:bottom]
-            ahead = self.rows.read(
+            window = self.rows.read(
                 top, bottom + self.longest - PANEL_ROWS
             )  # groups may extend further
-            rows = ahead[: bottom - top]
+            rows = window[: bottom - top]
             for begin in range(0, len(rows), PANEL_ROWS):
                 look()
                 end = begin + PANEL_ROWS
                 panel = slice(top + begin, top + end)
-                self._begin_groups(top + begin, ahead[begin:])
-                self.codes[panel], found = self.ops.round_panel(
+                self._begin_groups(top + begin, window[begin:])
+                self.codes[panel], errors = self.ops.round_panel(
                     rows[begin:end],
                     upper[begin:end, panel],
                     self.scales,
                     self.half_range,
                     self.output,
                 )
-                rows[end:].addmm_(upper[begin:end, panel.stop : bottom].T, found, alpha=-1)
-                rows[begin:end] = found
+                rows[end:].addmm_(upper[begin:end, panel.stop : bottom].T, errors, alpha=-1)
+                rows[begin:end] = errors
             self.rows.write(top, rows)
             for below, part in self.rows.parts(bottom):
                 part.addmm_(upper[:, below].T, rows, alpha=-1)

@@ -60,12 +60,12 @@ def sublayer_backward(
             output = sublayer(hidden)
             outputs = [tap.put for tap in taps.values()]
             pull = (output * gradient[row : row + 1].to(device)).sum()
-            found = torch.autograd.grad(pull, [hidden, *outputs])
-        for (name, tap), by_output in zip(taps.items(), found[1:], strict=True):
+            gradients = torch.autograd.grad(pull, [hidden, *outputs])
+        for (name, tap), by_output in zip(taps.items(), gradients[1:], strict=True):
             if name in sums:
                 sums[name].add(tap.read[0].float(), by_output[0].float())
         # last, because the gradient of an output may share its memory
-        gradient[row] = found[0][0]
+        gradient[row] = gradients[0][0]
     _check_gradients(gradient, where=sublayer.spec.name)
 
 
@@ -132,8 +132,8 @@ def _add_all_labels(
     """Add the head's factors for tokens with probabilities (t, v); see `head_backward`."""
     scaled = p if slope is None else p * slope
     squared = p if slope is None else scaled * slope
-    own = 1.0 if slope is None else squared.sum(-1)
-    sums.add_input(normed, own - scaled.square().sum(-1))
+    trace = 1.0 if slope is None else squared.sum(-1)
+    sums.add_input(normed, trace - scaled.square().sum(-1))
     sums.add_diagonal(squared.sum(0))
     sums.add_products(scaled, sign=-1)
 

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from exl2flow.core.errors import CalibrationError
-from exl2flow.core.options.config import ConversionConfig, SensitivityOptions
+from exl2flow.core.options.config import RunOptions, SensitivityOptions
 from exl2flow.core.runtime.background import Background, HostTensors, helpers, to_host
 from exl2flow.core.runtime.memory import available_memory
 from exl2flow.core.store.files import read_tensors, write_tensors
@@ -37,6 +37,7 @@ from exl2flow.quant.sensitivity.fisher import (
     unpacked,
 )
 from exl2flow.quant.tokenize.stage import text_rows
+from exl2flow.quant.walk.needs import FLOAT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import DTYPE, SourceModel
 from exl2flow.quant.walk.walk import advance, remedied, save_when_due
 
@@ -123,27 +124,35 @@ def kept_states(count: int) -> int:
     return 2 * states_between(count)
 
 
-def disk_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
-    """Forecast the stage's peak disk use in bytes; the factors stay, the states are deleted."""
-    factors = sum(factor_bytes(s.projections, block=options.block) for s in spec.sublayers)
-    factors += factor_bytes((spec.head,), block=head_block(options.block))
-    files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
-    return factors + files * options.rows * row_tokens * spec.hidden_size * DTYPE.itemsize
+def factor_sizes(spec: ModelSpec, options: SensitivityOptions) -> list[int]:
+    """Return the bytes of the factors of each sublayer and of the head; empty without factors."""
+    if options.kind != "fisher":
+        return []
+    sizes = [factor_bytes(s.projections, block=options.block) for s in spec.sublayers]
+    return [*sizes, factor_bytes((spec.head,), block=head_block(options.block))]
 
 
-def memory_bytes(spec: ModelSpec, options: SensitivityOptions, row_tokens: int) -> int:
-    """Forecast the stage's memory in bytes: states, gradients, one sublayer and its sums."""
-    states = options.rows * row_tokens * spec.hidden_size
+def needs(config: RunOptions, sizes: ModelSizes) -> Need:
+    """Forecast the stage: states, gradients, one sublayer and its sums; only the factors stay."""
+    spec, options, row_tokens = sizes.spec, config.sensitivity, config.calibration.row_tokens
+    states = sizes.token * options.rows * row_tokens
+    factors = factor_sizes(spec, options)
     score = max(layer.num_heads for layer in spec.attentions) * row_tokens**2
     largest = max(
         sum(p.numel + p.in_features**2 + p.out_features * 2 * row_tokens for p in s.projections)
-        + factor_bytes(s.projections, block=options.block) // 2
-        for s in spec.sublayers
+        + stored // 2
+        for s, stored in zip(spec.sublayers, factors, strict=False)
     )
-    head = spec.hidden_size * spec.vocab_size
-    head += factor_bytes((spec.head,), block=head_block(options.block)) // 2
+    head = spec.hidden_size * spec.vocab_size + factors[-1] // 2
     head += 4 * min(LOGIT_ELEMENTS, row_tokens * spec.vocab_size)
-    return (3 * states + max(largest + 4 * score, head)) * DTYPE.itemsize
+    files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
+    work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT)
+    return Need(
+        memory_bytes=3 * states + FLOAT * max(largest + 4 * score, head),
+        kept_bytes=sum(factors),
+        passing_bytes=files * states,
+        **sizes.on_gpu(work, 3 * states),
+    )
 
 
 class InputStates:
@@ -153,7 +162,7 @@ class InputStates:
     reading them from disk.
     """
 
-    def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
+    def __init__(self, run: StageRun[RunOptions], model: SourceModel, ids: torch.Tensor) -> None:
         self.run = run
         self.model = model
         self.ids = ids
@@ -190,8 +199,8 @@ class InputStates:
 
     def _keep(self, index: int, states: torch.Tensor) -> None:
         if self.in_memory:
-            own = states if states.is_cuda else states.clone()
-            self.kept[index] = to_host({"states": own}, hold=True)
+            copy = states if states.is_cuda else states.clone()
+            self.kept[index] = to_host({"states": copy}, hold=True)
             return
         name = self._name(index)
         path = self.run.folder.path / name
@@ -217,7 +226,7 @@ Projections = tuple[ProjectionSpec, ...]
 class _WayBack:
     """The backward walk from the head to the first sublayer without factors."""
 
-    def __init__(self, run: StageRun, model: SourceModel, ids: torch.Tensor) -> None:
+    def __init__(self, run: StageRun[RunOptions], model: SourceModel, ids: torch.Tensor) -> None:
         self.run = run
         self.model = model
         self.options = run.config.sensitivity
@@ -307,7 +316,7 @@ class _WayBack:
 
 @tensor_cores()
 @torch.no_grad()
-def sensitivity(run: StageRun) -> None:
+def sensitivity(run: StageRun[RunOptions]) -> None:
     """Write the factors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device, gradients=True)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
@@ -316,11 +325,11 @@ def sensitivity(run: StageRun) -> None:
     run.tick(run.folder.manifest.total, run.folder.manifest.total)
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def _options(config: RunOptions) -> dict[str, object]:
     return {**config.sensitivity.model_dump(), "rope": config.rope.model_dump()}
 
 
-SENSITIVITY = Stage(
+SENSITIVITY: Stage[RunOptions] = Stage(
     name="sensitivity",
     schema=1,
     inputs=("tokenize",),

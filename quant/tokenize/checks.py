@@ -1,9 +1,10 @@
-"""Whether the calibration can be made: its files, the tokenizer, the number of rows."""
+"""Checks of the calibration before a run: its files, the tokenizer, the number of rows."""
 
 import logging
 
 from exl2flow.core.errors import NotEnoughRows, StoreError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.refine import ModelOptions
 from exl2flow.model import ModelSpec, Tokenizer
 from exl2flow.quant.tokenize.dialogues import check_template, load_template
 from exl2flow.quant.tokenize.mix import TEXT_KINDS, RowRequest, row_counts
@@ -12,9 +13,10 @@ from exl2flow.quant.tokenize.parquet import check_parquet
 log = logging.getLogger(__name__)
 
 
-def check_files(config: ConversionConfig) -> None:
+def check_files(config: ModelOptions) -> None:
     """Check that the files named by the user exist."""
-    named = (config.calibration.file, config.measurement, config.validate_options.text)
+    measurement = config.measurement if isinstance(config, ConversionConfig) else None
+    named = (config.calibration.file, measurement, config.validate_options.text)
     missing = [str(path) for path in named if path is not None and not path.is_file()]
     if missing:
         raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
@@ -22,7 +24,7 @@ def check_files(config: ConversionConfig) -> None:
         check_parquet(config.calibration.file)
 
 
-def check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
+def check_tokenizer(config: RunOptions, spec: ModelSpec) -> None:
     """Encode a sentence and, for `--calibration chat`, render the shortest conversation."""
     tokenizer = Tokenizer.load(spec.source_dir)
     if len(tokenizer.encode("The quick brown fox.")) == 0:
@@ -33,11 +35,13 @@ def check_tokenizer(config: ConversionConfig, spec: ModelSpec) -> None:
         check_template(load_template(spec.source_dir, tokenizer))
 
 
-def check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
+def check_rows(config: RunOptions, spec: ModelSpec) -> None:
     """Warn about rows too long for the model; refuse a single row of text where some judge."""
     calibration = config.calibration
-    users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
-    judging = [name for name, needed in users if needed]
+    judging = []
+    if isinstance(config, ConversionConfig):
+        users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
+        judging = [name for name, needed in users if needed]
     count = _rows_of_text(config, spec)
     if judging and count < 2:
         raise NotEnoughRows(
@@ -49,7 +53,7 @@ def check_rows(config: ConversionConfig, spec: ModelSpec) -> None:
         log.warning("rows of %d tokens exceed the model's %d", longest, spec.max_positions)
 
 
-def _rows_of_text(config: ConversionConfig, spec: ModelSpec) -> int:
+def _rows_of_text(config: RunOptions, spec: ModelSpec) -> int:
     """Return how many calibration rows are text; only the standard set has others."""
     asked = config.calibration
     if asked.text != "standard":

@@ -164,25 +164,25 @@ def written_dialogues() -> Iterator[Dialogue]:
 
 def asked_for(path: Path | None = None) -> dict[str, list[Dialogue]]:
     """Return kind → the standard set's texts as answers to requests, with rotating wordings."""
-    found: dict[str, list[Dialogue]] = {}
+    dialogues: dict[str, list[Dialogue]] = {}
     wordings = {kind: cycle(texts) for kind, texts in CONTINUE_REQUESTS.items()}
     wordings["encyclopedia"] = cycle(ARTICLE_REQUESTS)
     for kind, language, text in records(path or standard(), ["kind", "language", "text"]):
         wording = next(wordings[kind]) if kind in wordings else CONTINUE_IN[language] + "\n\n{head}"
         dialogue = _as_answer(kind, language, text, wording=wording)
         if dialogue is not None:
-            found.setdefault(kind, []).append(dialogue)
-    return found
+            dialogues.setdefault(kind, []).append(dialogue)
+    return dialogues
 
 
 def alternated(sources: Iterable[Sequence[Dialogue]]) -> list[Dialogue]:
     """Merge the sources so that each is evenly spread over the whole."""
-    placed = [
+    positioned = [
         ((index + 0.5) / len(source), order, dialogue)
         for order, source in enumerate(sources)
         for index, dialogue in enumerate(source)
     ]
-    return [dialogue for _, _, dialogue in sorted(placed, key=lambda item: item[:2])]
+    return [dialogue for _, _, dialogue in sorted(positioned, key=lambda item: item[:2])]
 
 
 def _as_answer(kind: str, language: str, text: str, *, wording: str) -> Dialogue | None:

@@ -9,13 +9,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
 from exl2flow.calibration_data import standard
-from exl2flow.core.errors import ConfigError, NotEnoughRows
+from exl2flow.core.errors import NotEnoughRows
 from exl2flow.core.runtime.interrupt import look
+from exl2flow.model import Tokenizer
 from exl2flow.quant.tokenize.cutting import Stream, cut, overlaps, row_offsets, shuffled
 from exl2flow.quant.tokenize.parquet import records
 
@@ -35,25 +36,12 @@ MIX: Mapping[str, tuple[int, int]] = {
     "noise": (5, 30),
 }
 TEXT_KINDS = ("web", "encyclopedia", "code", "stories", "multilingual", "technical")
-ROW_STEP = 32  # a row is a multiple of this many tokens
 NOISE_ID = -1
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that calibration needs."""
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequest:
-    """How many rows, their length and their mix.
+    """Number of calibration rows, their length and their mix.
 
     `mix` and `noise` affect the standard set only. Random ids are below `vocab_size`, or below the
     tokenizer's if it is None.
@@ -66,14 +54,6 @@ class RowRequest:
     noise: bool = False
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ConfigError(f"`rows` is {self.rows}; ask for at least 1")
-        if self.row_tokens < 1 or self.row_tokens % ROW_STEP:
-            raise ConfigError(
-                f"`row_tokens` is {self.row_tokens}; give a positive multiple of {ROW_STEP}"
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRows:
@@ -84,7 +64,9 @@ class CalibrationRows:
     notes: tuple[str, ...] = ()
 
 
-def calibration_rows(parquet: Path | None, encode: Encoder, request: RowRequest) -> CalibrationRows:
+def calibration_rows(
+    parquet: Path | None, tokenizer: Tokenizer, request: RowRequest
+) -> CalibrationRows:
     """Return rows of the standard set, or of the text columns of `parquet`.
 
     Raises:
@@ -92,13 +74,13 @@ def calibration_rows(parquet: Path | None, encode: Encoder, request: RowRequest)
         NotEnoughRows: the text is shorter than one row.
     """
     if parquet is None:
-        made = _standard_rows(standard(), encode, request)
+        rows = _standard_rows(standard(), tokenizer, request)
     else:
-        made = _own_rows(parquet, encode, request)
+        rows = _rows_of_file(parquet, tokenizer, request)
     level = logging.INFO if parquet is None else logging.WARNING
-    for note in made.notes:
+    for note in rows.notes:
         log.log(level, "%s", note)
-    return made
+    return rows
 
 
 def joined(first: CalibrationRows, second: CalibrationRows) -> CalibrationRows:
@@ -134,11 +116,11 @@ def short_notes(kind: str, total: int, offsets: Sequence[int], length: int) -> l
     return notes
 
 
-def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRows:
+def _standard_rows(path: Path, tokenizer: Tokenizer, request: RowRequest) -> CalibrationRows:
     texts: dict[str, list[str]] = {kind: [] for kind in TEXT_KINDS}
     for kind, text in records(path, ["kind", "text"]):
         texts[kind].append(text)
-    streams = {kind: _stream(kind, texts[kind], encode) for kind in TEXT_KINDS}
+    streams = {kind: _stream(kind, texts[kind], tokenizer) for kind in TEXT_KINDS}
     generator = torch.Generator().manual_seed(request.seed)
     length = request.row_tokens
     counts = {kind: count for kind, count in row_counts(request).items() if count}
@@ -148,7 +130,7 @@ def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> Calibrat
         if kind == "noise":
             blocks.append(torch.full((count, length), NOISE_ID))
         elif kind == "random":
-            below = request.vocab_size or encode.vocab_size
+            below = request.vocab_size or tokenizer.vocab_size
             blocks.append(torch.randint(below, (count, length), generator=generator))
         elif kind == "shuffled":
             stream = _long_enough("multilingual", streams, length)
@@ -156,23 +138,23 @@ def _standard_rows(path: Path, encode: Encoder, request: RowRequest) -> Calibrat
         else:
             stream = _long_enough(kind, streams, length)
             offsets = row_offsets(stream, count, length)
-            blocks.append(cut(stream, offsets, length, bos=encode.bos_token_id))
+            blocks.append(cut(stream, offsets, length, bos=tokenizer.bos_token_id))
             notes += short_notes(kind, len(streams[kind].ids), offsets, length)
     kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
     return CalibrationRows(ids=torch.cat(blocks), kinds=kinds, notes=tuple(notes))
 
 
-def _stream(kind: str, texts: Sequence[str], encode: Encoder) -> Stream:
+def _stream(kind: str, texts: Sequence[str], tokenizer: Tokenizer) -> Stream:
     """Tokenize one kind: articles and stories one by one with BOS and EOS, the rest in one go."""
     if kind not in ("encyclopedia", "stories"):
         between = "\n\n" if kind == "web" else "\n"
-        return Stream(encode.encode(between.join(f"{text}\n" for text in texts)))
+        return Stream(tokenizer.encode(between.join(f"{text}\n" for text in texts)))
     stream = Stream()
     for text in texts:
         look()
         body = text.partition("\n")[2].strip() if kind == "encyclopedia" else text
-        ids = encode.encode(body, add_bos=True, add_eos=True)
-        has_bos = ids[:1] == [encode.bos_token_id]
+        ids = tokenizer.encode(body, add_bos=True, add_eos=True)
+        has_bos = ids[:1] == [tokenizer.bos_token_id]
         stream.starts.append(len(stream.ids) + has_bos)
         stream.ids.extend(ids)
     return stream
@@ -180,10 +162,10 @@ def _stream(kind: str, texts: Sequence[str], encode: Encoder) -> Stream:
 
 def _long_enough(kind: str, streams: Mapping[str, Stream], length: int) -> Stream:
     """Return the kind's stream, extended by other kinds if it is shorter than a row."""
-    own = streams[kind]
-    if len(own.ids) >= length:
-        return own
-    ids = list(own.ids)
+    stream = streams[kind]
+    if len(stream.ids) >= length:
+        return stream
+    ids = list(stream.ids)
     after = TEXT_KINDS.index(kind) + 1
     for other in (*TEXT_KINDS[after:], *TEXT_KINDS[: after - 1]):
         if len(ids) < 2 * length:
@@ -193,16 +175,16 @@ def _long_enough(kind: str, streams: Mapping[str, Stream], length: int) -> Strea
             f"the standard calibration set has {len(ids)} tokens with this tokenizer, one row "
             f"needs {length}; lower `row_tokens` or give a longer Parquet file of your own"
         )
-    return Stream(ids, own.starts)
+    return Stream(ids, stream.starts)
 
 
-def _own_rows(path: Path, encode: Encoder, request: RowRequest) -> CalibrationRows:
+def _rows_of_file(path: Path, tokenizer: Tokenizer, request: RowRequest) -> CalibrationRows:
     """Concatenate the records' tokens without BOS and EOS and cut them into rows."""
     count, length = request.rows, request.row_tokens
     ids: list[int] = []
     for values in records(path, None):
         look()
-        ids += encode.encode(" ".join(values))
+        ids += tokenizer.encode(" ".join(values))
         if len(ids) >= count * length:
             break
     if len(ids) < length:

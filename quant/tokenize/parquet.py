@@ -31,9 +31,9 @@ def records(path: Path, columns: list[str] | None) -> Iterator[list[str]]:
             names = columns or _text_columns(path, file.schema_arrow)
             for batch in file.iter_batches(columns=names):
                 for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                    if kept := [value for value in values if value and not value.isspace()]:
+                    if texts := [value for value in values if value and not value.isspace()]:
                         empty = False
-                        yield kept
+                        yield texts
             if empty:
                 raise CalibrationError(
                     f"`{path}` holds no text in {_listed(file.schema_arrow)}; fill its records"

@@ -10,7 +10,7 @@ import torch
 
 from exl2flow import calibration_data
 from exl2flow.core.errors import NotEnoughRows
-from exl2flow.core.options.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.options.config import CalibrationOptions, RunOptions
 from exl2flow.core.store.files import (
     digest,
     digest_of,
@@ -23,6 +23,7 @@ from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, St
 from exl2flow.model import Tokenizer, check_ids, resolve, with_bos
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_template
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
+from exl2flow.quant.walk.needs import TOKEN, Need
 
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
@@ -37,7 +38,7 @@ def load_rows(folder: Path, mix: Mix) -> torch.Tensor:
     return read_tensors(folder / ROWS_FILE)[mix]
 
 
-def tokenize(run: StageRun) -> None:
+def tokenize(run: StageRun[RunOptions]) -> None:
     """Write the rows of both mixes into the stage folder."""
     options = run.config.calibration
     tokenizer = Tokenizer.load(run.config.source)
@@ -58,11 +59,11 @@ def tokenize(run: StageRun) -> None:
             noise=spec.family.noise_rows,
             seed=options.seed,
         )
-        made = _mixed(options, tokenizer, request, special=special)
-        check_ids(made.ids, spec, noise=True)
-        tensors[mix] = with_bos(made.ids, spec)
-        kinds[mix] = {"kinds": list(made.kinds), "notes": list(made.notes)}
-        for note in made.notes:
+        calibration = _mixed(options, tokenizer, request, special=special)
+        check_ids(calibration.ids, spec, noise=True)
+        tensors[mix] = with_bos(calibration.ids, spec)
+        kinds[mix] = {"kinds": list(calibration.kinds), "notes": list(calibration.notes)}
+        for note in calibration.notes:
             run.folder.note(f"{mix} rows: {note}")
     run.folder.commit(KINDS_FILE, write_json(run.folder.path / KINDS_FILE, kinds))
     sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
@@ -70,7 +71,7 @@ def tokenize(run: StageRun) -> None:
     run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")
 
 
-def _maker(run: StageRun, tokenizer: Tokenizer) -> Maker | None:
+def _maker(run: StageRun[RunOptions], tokenizer: Tokenizer) -> Maker | None:
     """Return the maker of rows for `chat` or `self`; None for other texts."""
     match run.config.calibration.text:
         case "chat":
@@ -144,11 +145,11 @@ def _mixed(
     count = options.special_rows(request.rows)
     if special is None:
         return calibration_rows(options.file, tokenizer, request)
-    made = special(replace(request, rows=count))
+    first = special(replace(request, rows=count))
     if count == request.rows:
-        return made
+        return first
     rest = replace(request, rows=request.rows - count)
-    return joined(made, calibration_rows(None, tokenizer, rest))
+    return joined(first, calibration_rows(None, tokenizer, rest))
 
 
 def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
@@ -162,7 +163,14 @@ def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
     )
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def needs(config: RunOptions) -> Need:
+    """Forecast the stage: the ids of all rows, in memory twice."""
+    rows = config.calibration
+    ids = TOKEN * (rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens)
+    return Need(memory_bytes=2 * ids, kept_bytes=ids)
+
+
+def _options(config: RunOptions) -> dict[str, object]:
     calibration = config.calibration
     options = calibration.model_dump(mode="json", exclude={"text", "share"})
     file = calibration.file or calibration_data.standard()
@@ -176,7 +184,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return options
 
 
-TOKENIZE = Stage(
+TOKENIZE: Stage[RunOptions] = Stage(
     name="tokenize",
     schema=2,
     inputs=("compose",),

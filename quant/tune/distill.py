@@ -204,13 +204,13 @@ class Distillation:
         for row, target in zip(self.held_out, self.held_out_states, strict=True):
             hidden = self.model.hidden(row[None])[0]
             total += self.model.divergence(hidden, self.reference.head, target)
-        found = float(total / len(self.held_out))
-        if not self.judgements and not math.isfinite(found):
+        divergence = float(total / len(self.held_out))
+        if not self.judgements and not math.isfinite(divergence):
             raise NonFiniteState(
                 "the divergence of the quantized model from its source is not finite on the "
                 "rows set aside; check the source, or try other calibration data"
             )
-        self.judgements.append(found)
+        self.judgements.append(divergence)
         if self._stale == 0:
             for best, value in zip(self.best, self.values, strict=True):
                 best.copy_(value)

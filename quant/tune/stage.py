@@ -7,6 +7,7 @@ resumes from its last saved state and gives the same bytes.
 
 import json
 import logging
+import math
 import time
 
 import torch
@@ -17,6 +18,8 @@ from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
+from exl2flow.quant.allocate.budget import decoder_numel
+from exl2flow.quant.allocate.layout import plain_tensors
 from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     read_report,
@@ -28,11 +31,14 @@ from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.tune.trainable import TunedLinear
 from exl2flow.quant.tune.tuned_model import TunedModel
+from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
+from exl2flow.quant.walk.walk import STATE_FILES
 
 log = logging.getLogger(__name__)
 
 PLAIN_FILE = "sublayers/plain.safetensors"  # norms and embedding, fp16, under the source's names
+SAVED = 4  # numbers per trained one in a saved state: value, two moments, best value
 TUNING_FILE = "tuning.json"  # the judgements
 
 
@@ -61,9 +67,28 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
     )
 
 
+def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
+    """Forecast the stage, which trains plain tensors, and codes too if they have a rate.
+
+    Scales are negligible.
+    """
+    options, spec = config.tune, sizes.spec
+    plain = sum(map(math.prod, plain_tensors(spec).values()))
+    trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)
+    if options.code_rate:
+        trained += decoder_numel(spec) + spec.head.numel
+    state, working = SAVED * FLOAT * trained, tune_memory(spec, options)
+    return Need(
+        memory_bytes=state + (0 if sizes.card else working),
+        kept_bytes=sizes.packed + HALF * plain,
+        passing_bytes=STATE_FILES * state,
+        gpu_memory_bytes=working if sizes.card else 0,
+    )
+
+
 @tensor_cores()
 @torch.enable_grad()  # an earlier stage may have left gradients off
-def tune(run: StageRun) -> None:
+def tune(run: StageRun[ConversionConfig]) -> None:
     """Write replacements for all files of `quantize`, and the tuned plain tensors.
 
     Raises:
@@ -85,7 +110,7 @@ def tune(run: StageRun) -> None:
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
 
 
-def distill(run: StageRun, work: Distillation) -> None:
+def distill(run: StageRun[ConversionConfig], work: Distillation) -> None:
     """Train up to the last step, saving the state from time to time."""
     saved = run.folder.load_states()
     if saved is not None:
@@ -107,7 +132,7 @@ def distill(run: StageRun, work: Distillation) -> None:
         run.stop_if_asked()
 
 
-def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
+def write_results(run: StageRun[ConversionConfig], model: TunedModel, work: Distillation) -> None:
     """Commit the files of all sublayers and the head, the plain tensors, and the judgements."""
     for sublayer in model.sublayers:
         linears = [(p, sublayer.linears[p.name]) for p in sublayer.spec.projections]
@@ -122,7 +147,7 @@ def write_results(run: StageRun, model: TunedModel, work: Distillation) -> None:
 
 
 def _write_linears(
-    run: StageRun, name: str, linears: list[tuple[ProjectionSpec, TunedLinear]]
+    run: StageRun[ConversionConfig], name: str, linears: list[tuple[ProjectionSpec, TunedLinear]]
 ) -> None:
     """Write a file like that of `quantize`, with its report."""
     report = read_report(run.inputs["quantize"] / name)
@@ -146,7 +171,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return {"tune": config.tune.model_dump(), "rope": config.rope.model_dump()}
 
 
-TUNE = Stage(
+TUNE: Stage[ConversionConfig] = Stage(
     name="tune",
     schema=1,
     inputs=("tokenize", "quantize"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import TuneOptions
@@ -126,12 +127,14 @@ class TunedLinear:
     def parameters(self) -> list[Parameter]:
         """The trained parameters."""
         options = self.options
-        made = [Parameter(value=self.factors, rate=options.scale_rate)]
+        parameters = [Parameter(value=self.factors, rate=options.scale_rate)]
         if self.start_bias is not None:
-            made.append(sized(self.start_bias, options.norm_rate))
+            parameters.append(sized(self.start_bias, options.norm_rate))
         if self.codes_moved is not None:
-            made.append(Parameter(value=self.codes_moved, rate=options.code_rate, is_code=True))
-        return made
+            parameters.append(
+                Parameter(value=self.codes_moved, rate=options.code_rate, is_code=True)
+            )
+        return parameters
 
     @property
     def max_scales(self) -> torch.Tensor:
@@ -176,19 +179,19 @@ class TunedLinear:
     @torch.no_grad()
     def export(self) -> QuantizedMatrix:
         """Return the current matrix in stored form, on the CPU."""
-        made = replace(self.matrix, max_scales=self.max_scales.cpu())
-        if self.start_bias is not None and made.bias is not None:
-            bias = made.bias.clone()
+        matrix = replace(self.matrix, max_scales=self.max_scales.cpu())
+        if self.start_bias is not None and matrix.bias is not None:
+            bias = matrix.bias.clone()
             bias[: self.out_features] = self.start_bias.half().cpu()
-            made = replace(made, bias=bias)
+            matrix = replace(matrix, bias=bias)
         if self.codes_moved is not None:
             ops = get_ops("cpu")
             order = torch.argsort(self.matrix.inverse_perm)
-            codes = ops.unpack(made.packed, made.groups)
+            codes = ops.unpack(matrix.packed, matrix.groups)
             now = (self.signed_codes() + self.half).to(torch.uint8).cpu()
             codes[:, : self.out_features] = now[order]
-            made = replace(made, packed=ops.pack(codes, made.groups))
-        return made
+            matrix = replace(matrix, packed=ops.pack(codes, matrix.groups))
+        return matrix
 
 
 class TunedNorm:
@@ -201,12 +204,12 @@ class TunedNorm:
         self.spec = spec
         self.norm = norm
         device = norm.weight.device
-        self.value = leaf(
-            fits_half(read_norm(tensors, spec, "weight"), f"{spec.key}.weight"), device
-        )
+        weight = fits_half(read_norm(tensors, spec, "weight"), f"{spec.key}.weight")
+        self.value = leaf(weight.float(), device)
         self.bias: torch.Tensor | None = None
         if spec.has_bias:
-            self.bias = fits_half(read_norm(tensors, spec, "bias"), f"{spec.key}.bias").to(device)
+            bias = fits_half(read_norm(tensors, spec, "bias"), f"{spec.key}.bias")
+            self.bias = bias.float().to(device)
         self.parameter = sized(self.value, options.norm_rate)
 
     def current(self) -> Norm:
@@ -220,21 +223,21 @@ class TunedNorm:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to store, by name."""
-        own = {f"{self.spec.key}.weight": self.value}
-        return own if self.bias is None else own | {f"{self.spec.key}.bias": self.bias}
+        tensors = {f"{self.spec.key}.weight": self.value}
+        return tensors if self.bias is None else tensors | {f"{self.spec.key}.bias": self.bias}
 
 
 def fits_half(weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a weight rounded to fp16, as fp32.
+    """Return a weight rounded to fp16.
 
     Raises:
         NonFiniteState: it is too large.
     """
-    rounded = weight.half().float()
+    rounded = weight.half()
     if not rounded.isfinite().all():
         raise NonFiniteState(
             f"`{name}` does not fit fp16, in which EXL2 stores it; this model cannot be "
-            "converted without clamping it"
+            "converted without clamping"
         )
     return rounded
 
@@ -257,10 +260,5 @@ def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         place: int64 (k,), row in the file of each in-feature.
         sizes: int64 (g,), rows of each group in the file.
     """
-    order = torch.argsort(place)  # in-feature of each row
-    members = torch.full((len(sizes), int(sizes.max())), len(place))
-    begin = 0
-    for index, rows in enumerate(sizes.tolist()):
-        members[index, :rows] = order[begin : begin + rows]
-        begin += rows
-    return members
+    groups = torch.split(torch.argsort(place), sizes.tolist())  # in-features in the file's order
+    return pad_sequence(list(groups), batch_first=True, padding_value=len(place))

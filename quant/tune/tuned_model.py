@@ -53,8 +53,8 @@ class TunedSublayer:
     @property
     def parameters(self) -> list[Parameter]:
         """The trained parameters, in a fixed order."""
-        made = [norm.parameter for norm in self.norms.values()]
-        return made + [p for linear in self.linears.values() for p in linear.parameters]
+        parameters = [norm.parameter for norm in self.norms.values()]
+        return parameters + [p for linear in self.linears.values() for p in linear.parameters]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
@@ -72,7 +72,8 @@ class TunedModel:
         embedding = build_embedding(source.spec, source.tensors, dtype=DTYPE, device=source.device)
         self.learned = embedding.learned
         rows = embedding.weight[: source.spec.vocab_size]
-        self.embedding = leaf(fits_half(rows, f"{self.spec.embedding_key}.weight"), source.device)
+        rows = fits_half(rows, f"{self.spec.embedding_key}.weight")
+        self.embedding = leaf(rows.float(), source.device)
         self.embedding_rate = options.embedding_rate
         self.embedding.requires_grad_(bool(options.embedding_rate))
         self.sublayers = [
@@ -87,11 +88,11 @@ class TunedModel:
     @property
     def parameters(self) -> list[Parameter]:
         """The trained parameters, in a fixed order."""
-        made = [p for sublayer in self.sublayers for p in sublayer.parameters]
-        made += [self.final_norm.parameter, *self.head.parameters]
+        parameters = [p for sublayer in self.sublayers for p in sublayer.parameters]
+        parameters += [self.final_norm.parameter, *self.head.parameters]
         if self.embedding_rate:
-            made.append(sized(self.embedding, self.embedding_rate))
-        return made
+            parameters.append(sized(self.embedding, self.embedding_rate))
+        return parameters
 
     def hidden(self, ids: torch.Tensor, *, checkpointed: bool = False) -> torch.Tensor:
         """Return the states before the final norm, (b, t, hidden), of token ids (b, t).
@@ -151,8 +152,8 @@ class TunedModel:
 
     def _divergence(self, normed: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
         logits = capped(self.head(normed).float(), self.spec.logit_softcap)
-        found = torch.log_softmax(logits, dim=-1)
-        return divergence_terms(expected, found).sum()
+        log_probs = torch.log_softmax(logits, dim=-1)
+        return divergence_terms(expected, log_probs).sum()
 
 
 def read_linear(

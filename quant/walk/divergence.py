@@ -7,6 +7,12 @@ from exl2flow.model import Head
 from exl2flow.model.layers.decoder import divergence_terms
 
 LOGIT_POSITIONS = 256  # whose logits are held at a time
+LOGITS = 6  # copies of them: both models', their logarithms, differences
+
+
+def logit_bytes(tokens: int, vocab_size: int) -> int:
+    """Return the memory in bytes that comparing two heads on rows of `tokens` tokens needs."""
+    return LOGITS * torch.float32.itemsize * min(tokens, LOGIT_POSITIONS) * vocab_size
 
 
 def mean_divergence(

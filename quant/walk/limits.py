@@ -1,4 +1,4 @@
-"""How `--max-memory` changes results on a GPU: it belongs to the options of the stages that walk.
+"""Effect of `--max-memory` on results on a GPU; part of the options of stages that walk.
 
 Sums are taken in another order when fewer rows pass a sublayer together, and when a matrix lies in
 main memory. Both follow from shapes and the limit, so a limit that changes neither has no effect
@@ -7,7 +7,7 @@ on fingerprints.
 
 from collections import Counter
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import usable
 from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.files.exl2 import padded_columns
@@ -16,11 +16,11 @@ from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import widest
 
 
-def effect_of_limit(config: ConversionConfig, row_tokens: int) -> dict[str, object]:
+def effect_of_limit(config: RunOptions, row_tokens: int) -> dict[str, object]:
     """Return what the limit of memory changes in a walk on a GPU; nothing without a limit.
 
     Args:
-        config: the conversion.
+        config: the run.
         row_tokens: tokens per row of the walk.
 
     Returns:

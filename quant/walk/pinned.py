@@ -65,7 +65,7 @@ class Tall:
 
     @property
     def window(self) -> int:
-        """How many rows are processed before all others are updated."""
+        """Number of rows that are processed before all others are updated."""
         return WINDOW_ROWS if self.is_resident else TALL_WINDOW_ROWS
 
     def windows(self) -> Iterator[tuple[int, int]]:

@@ -74,15 +74,15 @@ class SourceModel:
         )
         for norm in sublayer.norms:
             self._check_norm(norm)
-        found = {}
+        tensors = {}
         for projection in sublayer.projections:
             linear = built.linears[projection.name]
-            found[f"{projection.key}.weight"] = linear.weight
+            tensors[f"{projection.key}.weight"] = linear.weight
             if linear.bias is not None:
-                found[f"{projection.key}.bias"] = linear.bias
+                tensors[f"{projection.key}.bias"] = linear.bias
         # a single check for all, because each one waits for the device
-        if not torch.stack([_is_finite(tensor) for tensor in found.values()]).all():
-            for name, tensor in found.items():
+        if not torch.stack([_is_finite(tensor) for tensor in tensors.values()]).all():
+            for name, tensor in tensors.items():
                 self._check_finite(name, tensor)
         return built
 
@@ -201,15 +201,16 @@ def widest(projections: Sequence[ProjectionSpec]) -> int:
     return max(max(p.in_features, p.out_features) for p in projections)
 
 
-def placed_like(states: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return `found` on the device of `states`; a copy to pinned memory may still be running."""
-    return pinned(found) if states.is_pinned() else found.to(states.device)
+def placed_like(states: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return `output` on the device of `states`; a copy to pinned memory may still be running."""
+    return pinned(output) if states.is_pinned() else output.to(states.device)
 
 
-def relative_distance(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Return ‖found - expected‖ / ‖expected‖, (), on the device of `found`."""
-    there = expected.to(found.device, non_blocking=True)
-    ratio: torch.Tensor = torch.linalg.vector_norm(found - there) / torch.linalg.vector_norm(there)
+def relative_distance(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return ‖output - expected‖ / ‖expected‖, (), on the device of `output`."""
+    expected = expected.to(output.device, non_blocking=True)
+    distance = torch.linalg.vector_norm(output - expected)
+    ratio: torch.Tensor = distance / torch.linalg.vector_norm(expected)
     return ratio
 
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.background import Background, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.stage import StageRun
@@ -26,9 +27,11 @@ log = logging.getLogger(__name__)
 
 Store = Callable[[], str]
 
+STATE_FILES = 3  # saved states: two in turn, and the one replacing either
+
 
 class SublayerWork(ABC):
-    """What a walk does at each sublayer.
+    """Base of the work that a walk does at each sublayer.
 
     By default the states are the source's own, which need no results, and results are JSON.
     """
@@ -68,7 +71,12 @@ def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
 
 
 def walk(
-    run: StageRun, model: SourceModel, ids: torch.Tensor, work: SublayerWork, *, to_end: bool
+    run: StageRun[RunOptions],
+    model: SourceModel,
+    ids: torch.Tensor,
+    work: SublayerWork,
+    *,
+    to_end: bool,
 ) -> torch.Tensor | None:
     """Do the work of all sublayers that lack it.
 
@@ -101,7 +109,12 @@ def remedied(model: SourceModel, work: Callable[[SourceModel], T]) -> T:
 
 
 def _walk(
-    run: StageRun, model: SourceModel, ids: torch.Tensor, work: SublayerWork, *, to_end: bool
+    run: StageRun[RunOptions],
+    model: SourceModel,
+    ids: torch.Tensor,
+    work: SublayerWork,
+    *,
+    to_end: bool,
 ) -> torch.Tensor | None:
     order = model.spec.sublayers
     folder = run.folder
@@ -141,7 +154,7 @@ def _walk(
 
 
 def save_when_due(
-    run: StageRun,
+    run: StageRun[RunOptions],
     states: torch.Tensor,
     index: int,
     results: Background,

@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversions import small_config, snapshot
@@ -29,7 +30,7 @@ STAGES_THEN = [replace(stage, schema=7) if stage is MEASURE else stage for stage
     ("stages", "finished"), [(STAGES, FINISHED[:2]), (STAGES_THEN, FINISHED)], ids=["now", "then"]
 )
 def test_stages_of_a_stored_work_root_are_finished_and_the_others_follow(
-    stages: Sequence[Stage], finished: Sequence[str], tmp_path: Path
+    stages: Sequence[Stage[Any]], finished: Sequence[str], tmp_path: Path
 ) -> None:
     with tarfile.open(STORED) as archive:
         archive.extractall(tmp_path, filter="data")

@@ -73,7 +73,7 @@ def test_without_a_command_the_checks_are_made(
     assert calls == ["find_fit", "preflight"]
 
 
-def test_what_is_handed_on_holds_for_that_configuration_only(
+def test_checks_are_reused_for_the_same_configuration_only(
     source: Path, tmp_path: Path, calls: list[str]
 ) -> None:
     config = small_config(source, tmp_path / "out", bpw=4.0)

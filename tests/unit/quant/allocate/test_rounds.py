@@ -169,7 +169,7 @@ def test_the_budget_is_kept_whichever_is_taken(case: Case, done: Pipeline, spec:
         assert 0.9 * total_target(done.config, spec) < size <= total_target(done.config, spec)
 
 
-def test_what_is_written_of_the_bits_is_true(done: Pipeline, spec: ModelSpec) -> None:
+def test_reported_bits_are_those_of_the_stored_tensors(done: Pipeline, spec: ModelSpec) -> None:
     found = allocation_of(done)
     choice = read_choice(done.path("allocate"))
 
@@ -182,7 +182,9 @@ def test_what_is_written_of_the_bits_is_true(done: Pipeline, spec: ModelSpec) ->
         assert QuantParams.from_json(found["choice"][p.key][p.name]) == choice[p.key]
 
 
-def test_same_for_all_is_the_same_for_all(case: Case, done: Pipeline, spec: ModelSpec) -> None:
+def test_uniform_allocation_has_one_set_of_parameters(
+    case: Case, done: Pipeline, spec: ModelSpec
+) -> None:
     choice = read_choice(done.path("allocate"))
 
     distinct = {choice[p.key] for p in decoder_projections(spec)}
@@ -230,7 +232,7 @@ def allocation_with(spec: ModelSpec, measurement: Measurement, bpw: float = 4.0)
     return allocate_bits(spec, measurement.decoder, budget=budget, options=AllocateOptions())
 
 
-def test_each_sublayers_costs_are_scaled_to_what_it_does_in_company(spec: ModelSpec) -> None:
+def test_costs_are_scaled_to_the_effect_of_a_sublayer_among_quantized_ones(spec: ModelSpec) -> None:
     measurement = measured_in_nats(spec)
     allocation = allocation_with(spec, measurement)
     total = 1000.0
@@ -257,7 +259,7 @@ def test_each_sublayers_costs_are_scaled_to_what_it_does_in_company(spec: ModelS
     assert list(found.decoder) == list(measurement.decoder)
 
 
-def test_a_sublayer_that_is_held_to_cost_nothing_stays_so(spec: ModelSpec) -> None:
+def test_costs_of_zero_are_not_scaled(spec: ModelSpec) -> None:
     measurement = measured_in_nats(spec)
     free = spec.sublayers[1]
     decoder = dict(measurement.decoder)
@@ -280,7 +282,9 @@ def allotted(spec: ModelSpec, measurement: Measurement, bpw: float, *, head: int
 
 @pytest.mark.parametrize("bpw", [3.5, 4.2, 5.7])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_for_all_is_the_cheapest_that_fits(seed: int, bpw: float, spec: ModelSpec) -> None:
+def test_uniform_allocation_is_the_cheapest_that_fits(
+    seed: int, bpw: float, spec: ModelSpec
+) -> None:
     measurement = measured_in_nats(spec, seed=seed)
     first = allotted(spec, measurement, bpw, head=8)
     slots = decoder_projections(spec)

@@ -201,7 +201,7 @@ def test_options_of_rounding_are_heeded(
 
 
 @torch.inference_mode()
-def test_an_allocation_costs_the_same_in_any_company(
+def test_divergence_of_an_allocation_does_not_depend_on_others_tried_with_it(
     pipeline: Pipeline,
     rows: tuple[torch.Tensor, torch.Tensor],
     choices: dict[str, Choice],

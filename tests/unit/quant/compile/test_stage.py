@@ -296,7 +296,7 @@ def test_a_chosen_head_is_told(source: Path) -> None:
     assert (config.out / "model.safetensors").stat().st_size <= 95_000
 
 
-def test_tuned_tensors_take_the_place_of_the_quantized_ones(source: Path) -> None:
+def test_tuned_tensors_replace_the_quantized_ones(source: Path) -> None:
     tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
     config = prepared(source, tune=tune)
 

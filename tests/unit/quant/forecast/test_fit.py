@@ -11,7 +11,7 @@ from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import DEVICE_BYTES, cache_bytes
-from exl2flow.quant.forecast.fit import find_fit, fitted
+from exl2flow.quant.forecast.fit import find_fit
 from exl2flow.quant.forecast.preflight import preflight
 
 
@@ -40,8 +40,8 @@ def test_weights_and_everything_else_fill_the_memory(source: Path, tmp_path: Pat
     assert tight is not None
     assert tight.weights + tight.needs.total == memory
     assert tight.bpw < roomy.bpw
-    assert fitted(config, tight).target_bytes == tight.weights
-    preflight(fitted(config, tight))
+    assert tight.target["target_bytes"] == tight.weights
+    preflight(config.model_copy(update=tight.target))
 
 
 def test_error_names_the_memory_that_would_suffice(source: Path, tmp_path: Path) -> None:
@@ -70,4 +70,3 @@ def test_without_memory_nothing_changes(source: Path, tmp_path: Path) -> None:
     config = small_config(source, tmp_path)
 
     assert find_fit(config) is None
-    assert fitted(config, None) is config

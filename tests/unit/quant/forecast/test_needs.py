@@ -21,17 +21,13 @@ from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.forecast import preflight as preflight_module
-from exl2flow.quant.forecast.needs import (
-    STATE_FILES,
-    Card,
-    Forecast,
-    Need,
-    work_bytes,
-)
+from exl2flow.quant.forecast.needs import stage_needs, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.quantize.correction import paired_rows
 from exl2flow.quant.tune.stage import tune_memory
+from exl2flow.quant.walk.needs import Card, Need
+from exl2flow.quant.walk.walk import STATE_FILES
 from exl2flow.tasks.stages import STAGES
 
 ROWS, TOKENS, HIDDEN = 64, 64, 64
@@ -107,7 +103,7 @@ def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
         source=source, model=source, out=source.parent / "out", quality="best", device="cpu"
     )
 
-    assert list(Forecast(config, resolve(source), None).needs(0)) == [
+    assert list(stage_needs(config, resolve(source), None, packed=0)) == [
         "tokenize",
         "sensitivity",
         "refine",

@@ -9,8 +9,9 @@ from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import resolve
-from exl2flow.quant.forecast.needs import Card, Forecast, Need
+from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.walk.needs import Card, Need
 from exl2flow.quant.walk.working_memory import working_bytes
 
 CARD = Card(name="A card", memory=80 * 10**9)
@@ -26,7 +27,7 @@ def config_of(source: Path, **values: object) -> ConversionConfig:
 
 
 def needs_of(config: ConversionConfig, card: Card | None = CARD) -> dict[str, Need]:
-    return Forecast(config, resolve(config.source), card).needs(10**6)
+    return stage_needs(config, resolve(config.source), card, packed=10**6)
 
 
 @pytest.mark.parametrize(

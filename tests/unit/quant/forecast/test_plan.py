@@ -13,9 +13,10 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime import memory
 from exl2flow.model import resolve
 from exl2flow.quant.forecast import preflight as preflight_module
-from exl2flow.quant.forecast.needs import Card, Forecast
+from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.forecast.plan import calibration_in_words
 from exl2flow.quant.forecast.preflight import preflight
+from exl2flow.quant.walk.needs import Card
 
 SIZES = {"rows": 115, "row_tokens": 64, "measure_rows": 19, "measure_row_tokens": 96}
 
@@ -82,7 +83,7 @@ def test_a_template_that_works_is_no_problem(source: Path) -> None:
 
 def composing(config: ConversionConfig, card: Card | None = None) -> tuple[int, int]:
     """Return the main memory and the GPU memory of `compose`."""
-    need = Forecast(config, resolve(config.source), card).needs(0)["compose"]
+    need = stage_needs(config, resolve(config.source), card, packed=0)["compose"]
     return need.memory_bytes, need.gpu_memory_bytes
 
 

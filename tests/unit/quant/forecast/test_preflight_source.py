@@ -52,7 +52,7 @@ def test_more_layers_than_the_files_hold_are_refused_at_once(source: Path) -> No
     assert any("is 2000, the files hold 2 layers" in line for line in problems)
 
 
-def test_integers_in_place_of_weights_are_refused(source: Path) -> None:
+def test_integers_instead_of_weights_are_refused(source: Path) -> None:
     change_tensors(source, lambda t: t.update({UP_PROJ: t[UP_PROJ].to(torch.int32)}))
 
     problems = problems_of(config_of(source))

@@ -149,7 +149,7 @@ def test_accuracy_is_one_minus_the_mean_relative_error_on_reference_states(
     assert entry["accuracy"] == pytest.approx(1 - float(sum(errors)) / 3, abs=2e-4)
 
 
-def test_only_what_can_be_on_the_front_of_bits_and_error_is_run(converted: Any) -> None:
+def test_dominated_candidates_are_not_run(converted: Any) -> None:
     (part,) = converted.spec.sublayers[0].parts
     few, more, odd, most = (candidates_for(part)[place] for place in (0, 6, 12, 18))
     costs = {

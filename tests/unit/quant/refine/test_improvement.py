@@ -79,7 +79,7 @@ def test_parameters_are_found_for_every_layout_that_we_write(k: int) -> None:
         ((4, 32), (3, 32), (4, 32)),
     ],
 )
-def test_layouts_without_parameters_have_none(sizes: tuple[tuple[int, int], ...]) -> None:
+def test_groups_that_no_parameters_describe_have_none(sizes: tuple[tuple[int, int], ...]) -> None:
     starts = [sum(rows for _, rows in sizes[:i]) for i in range(len(sizes))]
     groups = tuple(
         Group(bits=bits, start=start, rows=rows)

@@ -100,7 +100,7 @@ def test_every_step_of_every_round_lowers_the_objective(
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_what_a_decoder_sees_is_better_too(
+def test_refining_lowers_the_error_of_the_decoded_matrix(
     params: QuantParams, weight: torch.Tensor, item: HessianFactor, output: torch.Tensor
 ) -> None:
     start = rounded(weight, params, item)

@@ -169,7 +169,7 @@ def test_regarding_the_outputs_lowers_the_error_in_their_metric(
 
 
 @pytest.mark.parametrize("params", PRESETS[::6], ids=str)
-def test_identity_in_place_of_an_output_factor_changes_nothing(params: QuantParams) -> None:
+def test_identity_instead_of_an_output_factor_changes_nothing(params: QuantParams) -> None:
     item = factor_of(correlated_inputs(160))
     weight = torch.randn(160, 96) * 0.1
     identity = torch.eye(32).repeat(3, 1, 1)
@@ -220,7 +220,7 @@ def test_rows_are_rounded_in_the_order_of_the_diagonal() -> None:
 
 @pytest.mark.parametrize("search", ["grid", "column"])
 @pytest.mark.parametrize("company", [1, 3, 9])
-def test_result_does_not_depend_on_the_company(
+def test_matrix_is_rounded_alike_alone_and_beside_others(
     company: int, search: ScaleSearch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     item = factor_of(correlated_inputs(96))
@@ -312,7 +312,7 @@ def test_zero_columns_stay_zero_and_leave_the_others_alone(search: ScaleSearch) 
         assert rows.unique().tolist() == [2 ** (group.bits - 1)]
 
 
-def test_identity_in_place_of_a_hessian_still_rounds_well() -> None:
+def test_identity_instead_of_a_hessian_still_rounds_well() -> None:
     hessian = torch.full((64, 64), torch.nan)
     item = factor(MixedHessian.plain(hessian), damping=0.12, name="test")
     weight = torch.randn(64, 32)

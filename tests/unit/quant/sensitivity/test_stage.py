@@ -21,12 +21,12 @@ from exl2flow.model import resolve
 from exl2flow.model.layers.rope import rope_table
 from exl2flow.quant.sensitivity.stage import (
     SENSITIVITY,
-    disk_bytes,
     factor_file,
     factor_files,
-    memory_bytes,
+    needs,
     spread_rows,
 )
+from exl2flow.quant.walk.needs import ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel
 
 LAYERS = 3
@@ -217,8 +217,9 @@ def test_disk_is_foreseen(tmp_path: Path) -> None:
 
     spec = resolve(config.source)
     size = sum(path.stat().st_size for path in pipeline.path("sensitivity").rglob("*.safetensors"))
-    assert size < most < disk_bytes(spec, config.sensitivity, 64) < 2 * most
-    assert memory_bytes(spec, config.sensitivity, 64) > 3 * 2 * 64 * 32 * 4
+    need = needs(config, ModelSizes(spec, None, packed=0, factors=0))
+    assert size < most < need.kept_bytes + need.passing_bytes < 2 * most
+    assert need.memory_bytes > 3 * 2 * 64 * 32 * 4
 
 
 def test_tables_of_positions_made_in_inference_mode_do_no_harm(

@@ -255,7 +255,9 @@ def test_trained_codes_are_packed_as_they_were_judged(
     assert not matrix[:, 301:].any()
 
 
-def test_what_does_not_improve_leaves_the_model_as_it_was(untuned: Callable[..., Pipeline]) -> None:
+def test_tuning_that_does_not_help_leaves_the_model_as_it_was(
+    untuned: Callable[..., Pipeline],
+) -> None:
     pipeline = untuned(norm_rate=100.0, patience=1)
 
     pipeline.run("tune", progress=silent)

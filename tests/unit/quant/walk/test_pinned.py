@@ -54,7 +54,7 @@ def same_share(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found == expected).float().mean())
 
 
-def test_what_is_too_large_follows_from_its_size_and_the_limit() -> None:
+def test_tall_matrices_follow_from_size_and_limit() -> None:
     assert not is_tall(10**9, BYTES * 10**9)
     assert is_tall(10**9 + 1, BYTES * 10**9)
 
@@ -100,7 +100,7 @@ def test_a_tall_matrix_is_read_and_written_by_windows(is_forced: None) -> None:
     assert list(matrix.windows()) == [(0, TALL_WINDOW_ROWS), (TALL_WINDOW_ROWS, K)]
 
 
-def test_a_resident_matrix_is_changed_in_its_place() -> None:
+def test_a_resident_matrix_is_changed_in_place() -> None:
     matrix = Tall.empty(K, N, torch.device("cpu"))
     assert matrix.is_resident
     for span, part in matrix.parts():

@@ -279,9 +279,7 @@ def test_a_stage_begun_on_another_device_is_refused_and_kept(
     assert results(pipeline, stage) == results(undisturbed, stage)
 
 
-def test_the_result_of_other_options_is_not_taken_for_the_own(
-    undisturbed: Pipeline, tmp_path: Path
-) -> None:
+def test_result_of_other_options_is_not_reused(undisturbed: Pipeline, tmp_path: Path) -> None:
     config = undisturbed.config.model_copy(update={"head_bits": 4, "work_root": tmp_path})
     other = Pipeline(config, UP_TO_QUANTIZE, device="cpu")
 

@@ -1,0 +1,113 @@
+"""`Need`: memory and disk that a stage takes at most, from shapes and options alone.
+
+Each stage's module has a function that forecasts it. Constants count what exists at the worst
+moment of the code beside them. The sums were compared with the peaks of models that are mostly
+hidden states, mostly wide matrices or mostly head.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from exl2flow.core.runtime.memory import free_memory, limit_memory
+from exl2flow.model import ModelSpec
+from exl2flow.model.files.exl2 import padded_columns
+from exl2flow.model.layers.stream import CALIBRATION_ROWS
+from exl2flow.quant.walk.divergence import logit_bytes
+from exl2flow.quant.walk.working_memory import working_bytes
+
+HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
+SUBLAYER_WEIGHT = 34  # bytes per weight: read, padded, rounded, refined, decoded, packed
+HESSIANS = 10  # matrices (k, k) from a Hessian to its factor
+PASSING = 8  # copies of the activations of rows that pass together, in the widest sublayer
+LIBRARIES = 1 << 28  # workspaces of a GPU's libraries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU; memory: bytes available to tensors."""
+
+    name: str
+    memory: int
+
+    @classmethod
+    def of(cls, device: torch.device, limit: int | None) -> Self:
+        """Describe a device, limited to `limit` bytes."""
+        limit_memory(device, limit)
+        return cls(name=torch.cuda.get_device_name(device), memory=free_memory(device))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Upper bounds for one stage, in bytes.
+
+    memory_bytes: main memory beyond the process itself; kept_bytes: disk that stays occupied;
+    passing_bytes: disk that is freed when the stage ends; output_bytes: disk of `--out`;
+    pinned_bytes: hidden states that wait in main memory because the GPU has no room for them.
+    """
+
+    memory_bytes: int = 0
+    kept_bytes: int = 0
+    passing_bytes: int = 0
+    output_bytes: int = 0
+    gpu_memory_bytes: int = 0
+    pinned_bytes: int = 0
+
+
+class ModelSizes:
+    """Sizes of a model's parts, and the memory that stages need for them on a machine.
+
+    Main memory is forecast as if there were no GPU, except for stages that hold the whole model
+    where they compute.
+
+    packed: bytes of all quantized matrices; factors: of the largest Fisher factors on disk, 0
+    without them.
+    """
+
+    def __init__(self, spec: ModelSpec, card: Card | None, *, packed: int, factors: int) -> None:
+        self.spec, self.card, self.packed, self.factors = spec, card, packed, factors
+        self.token = FLOAT * spec.hidden_size  # bytes of its state
+        parts = [
+            [(p.in_features, padded_columns(p.out_features)) for p in projections]
+            for projections in (*(s.projections for s in spec.sublayers), (spec.head,))
+        ]
+        *sublayers, self.head = (sum(k * n for k, n in part) for part in parts)
+        self.sublayer = max(sublayers)
+        self.largest = max(k * n for part in parts for k, n in part)
+        self.greatest = max(parts, key=lambda part: sum(k * (k + n) for k, n in part))
+
+    def walk_memory(self, weights: int, tokens: int) -> int:
+        """Return the bytes of a walk beside states: a sublayer or the head, and what both share.
+
+        Shared are the activations of a row, Hessians and Fisher factors (half of each is on disk).
+
+        Args:
+            weights: bytes for the matrices of a sublayer.
+            tokens: tokens per row.
+        """
+        widest = max(p.in_features for p in self.spec.projections)
+        shared = FLOAT * (8 * tokens * widest + HESSIANS * widest**2) + 2 * self.factors
+        head = SUBLAYER_WEIGHT * self.head + logit_bytes(tokens, self.spec.vocab_size)
+        return shared + max(weights, head)
+
+    def gpu_work(self, tokens: int, *, weight: int, square: int) -> int:
+        """Return a GPU's work on the greatest part in bytes, activations of the rows included.
+
+        Args:
+            tokens: tokens per row.
+            weight: bytes per weight.
+            square: bytes per element of a Hessian.
+        """
+        widest = max(max(size) for size in self.greatest)
+        passing = PASSING * FLOAT * CALIBRATION_ROWS * tokens * widest
+        return passing + sum(k * (weight * n + square * k) for k, n in self.greatest)
+
+    def on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
+        """Return a GPU's entries of a `Need`: libraries, work, and the states if they fit."""
+        if self.card is None:
+            return {}
+        limit = self.card.memory
+        pinned = states if states + working_bytes(self.spec, limit) > limit else 0
+        memory = min(LIBRARIES + work + states - pinned, limit)
+        return {"gpu_memory_bytes": memory, "pinned_bytes": pinned}
