@@ -1,6 +1,5 @@
 """`exl2flow bench`: how fast a model loads, reads and decodes on this machine."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import BenchOptions
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.loading import split_of
-from exl2flow.flows.cli.options import with_options
+from exl2flow.flows.cli.options import ModelFolder, with_options
 from exl2flow.flows.cli.tables import plan_table, table_of
 
 if TYPE_CHECKING:
@@ -26,15 +25,12 @@ EXAMPLES = (
 
 @with_options(panel="Options", hides=False)
 def bench_command(
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.", show_default=False),
-    ],
+    model: ModelFolder,
     *,
     options: BenchOptions,
     as_json: Annotated[
         bool,
-        typer.Option("--json", metavar="", help="Print one JSON object instead of a table."),
+        typer.Option("--json", help="Print one JSON object instead of a table."),
     ] = False,
 ) -> None:
     """Time a model in less than a minute: loading, prompts, decoding; on a GPU also its memory.

@@ -56,15 +56,12 @@ def chat(
         bool,
         typer.Option(
             "--json",
-            metavar="",
             help="Answer one message, from standard input, with one JSON object.",
         ),
     ] = False,
     formats: Annotated[
         bool,
-        typer.Option(
-            "--formats", metavar="", help="List the prompt formats, each with an example, and exit."
-        ),
+        typer.Option("--formats", help="List the prompt formats, each with an example, and exit."),
     ] = False,
     files: ChatFiles,
     values: Values,

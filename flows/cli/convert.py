@@ -1,7 +1,7 @@
 """`exl2flow convert`: from a Hugging Face folder to a validated EXL2 model."""
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, Restart, with_options
+from exl2flow.flows.cli.options import FlowSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
@@ -17,25 +17,11 @@ EXAMPLES = (
 
 
 @with_options()
-def convert(
-    *,
-    config: ConversionConfig,
-    restart: Restart = False,
-    no_prefect: NoPrefect = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+def convert(*, config: ConversionConfig, switches: FlowSwitches) -> None:
     """Convert a Hugging Face model into an EXL2 model.
 
     Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; some options add
     compose before tokenize, tune after quantize. Each resumes where it stopped and is kept in the
     work root.
     """
-    run_command(
-        "convert",
-        config,
-        restart=restart,
-        no_prefect=no_prefect,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    run_command("convert", config, switches)

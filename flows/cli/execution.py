@@ -23,7 +23,7 @@ from exl2flow.core.store.files import read_json, replacing
 from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show, tell
-from exl2flow.flows.cli.options import flags
+from exl2flow.flows.cli.options import RunSwitches, flags
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.results import print_report, print_sweep
 from exl2flow.flows.cli.sources import fetched_with_progress
@@ -46,10 +46,7 @@ def execute(
     name: str,
     config: RunOptions,
     flow: Callable[[RunOptions], Any] | None,
-    *,
-    restart: bool,
-    dry_run: bool,
-    as_json: bool,
+    switches: RunSwitches,
 ) -> None:
     """Check a run of `RUNS`, carry it out and print it.
 
@@ -57,9 +54,7 @@ def execute(
         name: of the run.
         config: its options.
         flow: runs it on a server; None: this process does, without Prefect.
-        restart: whether to delete its checkpoints first, and to take the newest commit of a source.
-        dry_run: whether to stop after the plan.
-        as_json: whether to print one JSON object in place of tables.
+        switches: `restart` also takes the newest commit of a source.
 
     Raises:
         Exl2FlowError: what went wrong, after the report if there is a result.
@@ -69,25 +64,25 @@ def execute(
     if isinstance(config, SweepConfig):
         check_runner(config)
     check_release(config)
-    fetched = partial(fetched_with_progress, plain=as_json, renew=restart)
-    prepared = prepare(with_folder(config, fetched), () if restart else stages)
-    if not as_json:
+    fetched = partial(fetched_with_progress, plain=switches.as_json, renew=switches.restart)
+    prepared = prepare(with_folder(config, fetched), () if switches.restart else stages)
+    if not switches.as_json:
         show(plan_table(_plan_rows(prepared)))
-    if dry_run:
-        if as_json:
+    if switches.dry_run:
+        if switches.as_json:
             emit_json(prepared.to_json())
         return
     config, made, failure = prepared.config, None, None
-    if restart:
+    if switches.restart:
         _forget(config, stages)
-    with shown(plain=as_json), reuse_checks(prepared):
+    with shown(plain=switches.as_json), reuse_checks(prepared):
         try:
             made = flow(config) if flow else carry_out(RUNS[name], config, HERE)
         except (ValidationFailed, SweepFailed, *NOT_PUBLISHED) as error:
             failure = error  # the result is shown first, if there is one
     report = _report(config, stages, made)
     seconds = time.monotonic() - begun
-    if report is not None and as_json:
+    if report is not None and switches.as_json:
         emit_json({**prepared.to_json(), "seconds": round(seconds, 1), **report})
     elif report is not None:
         _print(config, report)

@@ -19,7 +19,7 @@ from exl2flow.core.requests.images import refuse_images
 from exl2flow.core.requests.request import Request
 from exl2flow.flows.cli.console import emit_json, json_line, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_adapters, read_text
-from exl2flow.flows.cli.options import with_options
+from exl2flow.flows.cli.options import ModelFolder, with_options
 
 if TYPE_CHECKING:  # these import torch
     from exl2flow.inference import Event, Generator
@@ -40,10 +40,7 @@ OF_A_LINE = ("max_new_tokens", "min_new_tokens", "seed", "stops", "banned_string
 
 @with_options()
 def generate(
-    model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.", show_default=False),
-    ],
+    model: ModelFolder,
     *,
     prompt: Annotated[
         str | None,
@@ -53,7 +50,6 @@ def generate(
         bool,
         typer.Option(
             "--json",
-            metavar="",
             help="Print one JSON object at the end, with the exact text; otherwise control "
             "characters are replaced.",
         ),

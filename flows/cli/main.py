@@ -90,9 +90,7 @@ def options(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", metavar="", help="Show detailed logs, and tracebacks of unexpected errors."
-        ),
+        typer.Option("--debug", help="Show detailed logs, and tracebacks of unexpected errors."),
     ] = False,
 ) -> None:
     """Options that come before the command."""

@@ -167,7 +167,7 @@ def status(
     *,
     home: HomeOption = HOME,
     as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print one JSON object instead of a table.")
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
     """Show the processes and what is missing; exit code 0 if all is well, else 1."""
