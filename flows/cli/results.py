@@ -14,6 +14,7 @@ from exl2flow.core.options.sweep import REPORT_PAGE
 from exl2flow.core.store.files import replacing
 from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 from exl2flow.flows.cli.tables import plan_table, table_of
+from exl2flow.inference.bench import Speed, Timing
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import (
     Priced,
@@ -113,6 +114,50 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     _print_warnings(content["warnings"])
     tell(f"models  {out}")
     tell(f"report  {out / REPORT_PAGE}")
+
+
+def show_speed(found: Speed) -> None:
+    """Print how fast a model loads, reads and decodes."""
+    show(plan_table(_speed_summary(found)))
+    show(table_of([_timing_row(timing, found) for timing in found.timings]))
+    for text in found.omitted:
+        say(f"left out: {text}", style="yellow")
+
+
+def _speed_summary(found: Speed) -> list[tuple[str, str]]:
+    copies = "" if found.copy_rate is None else f", copies at {found.copy_rate:,.0f} GB/s"
+    rate = found.file_bytes / found.load_seconds
+    lines = [
+        ("model", found.model),
+        ("device", found.device + copies),
+        ("versions", ", ".join(f"{name} {number}" for name, number in found.versions.items())),
+        (
+            "load",
+            f"{found.load_seconds:.2f} s, {words.size(found.file_bytes)}, {words.size(rate)}/s",
+        ),
+    ]
+    if found.memory is not None:
+        weights, cache, peak = (
+            words.size(count)
+            for count in (found.memory.weights, found.memory.cache, found.memory.peak)
+        )
+        lines.append(("memory", f"weights {weights}, cache at most {cache}, peak {peak}"))
+    return [*lines, ("cache", found.cache)]
+
+
+def _timing_row(timing: Timing, found: Speed) -> dict[str, str]:
+    """Return a row of the table; only a GPU has a last column."""
+    row = {
+        "work": timing.work,
+        "rows": str(timing.rows),
+        "context": f"{timing.context:,}",
+        "ms": f"{1e3 * timing.seconds:,.3f}",
+        "tokens/s": f"{timing.tokens_per_second:,.1f}",
+    }
+    if found.copy_rate is not None:
+        share = timing.share_of_copy(found.copy_rate)
+        row["share of a copy"] = "" if share is None else words.percent(share, 0)
+    return row
 
 
 def show_contents(contents: ModelContents, *, matrices: bool) -> None:

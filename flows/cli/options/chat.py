@@ -7,6 +7,7 @@ An option is what the command line says, else the profile, else the model's
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import NO_JSON, ConfigError, CorruptCheckpoint, ReadFailed
-from exl2flow.core.options.chat import ChatOptions
+from exl2flow.core.options.chat import PROFILES, ChatOptions
 from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, build
@@ -43,6 +44,7 @@ SAMPLER = tuple(setting.field for setting in settings_of(SamplingSettings))
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
 OF_MODEL = {"typical_p": "typical"}
+REMEMBERED = "chat.json"  # names of profiles by the folders of models
 LIKE = 0.65  # similarity from which a name may have been meant: `/tokn`, but not `/nonsense`
 
 
@@ -139,17 +141,26 @@ def nearest(name: str, names: Collection[str]) -> str:
     return f"; {'near' if near else 'there'} are {found}" if found else ""
 
 
-def remembered(path: Path, model: Path) -> str | None:
-    """Return the name of the profile that a model was last used with, if it was to be kept."""
-    profile = _all_remembered(path).get(str(model.resolve()))
-    return profile if isinstance(profile, str) else None
+def home(variable: str, default: str) -> Path:
+    """Return our folder of a kind, by the XDG rules."""
+    return Path(os.environ.get(variable) or Path.home() / default) / "exl2flow"
 
 
-def remember(path: Path, model: Path, profile: str) -> None:
-    """Keep the name of a profile for a model."""
-    from exl2flow.core.store.files import write_json  # which imports torch
+def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[str, Any], str]:
+    """Return the options of a profile, or of the one remembered for the model, and its name.
 
-    write_json(path, {**_all_remembered(path), str(model.resolve()): profile})
+    Raises:
+        ConfigError: there is no such profile, or it has no such option; or a file is damaged.
+        CorruptCheckpoint, ReadFailed: the names that are remembered cannot be read.
+    """
+    folder, key = home("XDG_CONFIG_HOME", ".config"), str(model.resolve())
+    used = _all_remembered(folder / REMEMBERED).get(key) if name is None else name
+    values = read_profile(folder / PROFILES, used) if isinstance(used, str) else {}
+    if remember and name is not None:
+        from exl2flow.core.store.files import write_json  # imports torch
+
+        write_json(folder / REMEMBERED, {**_all_remembered(folder / REMEMBERED), key: name})
+    return values, f"profile `{used}` in `{folder / PROFILES}`"
 
 
 def _all_remembered(path: Path) -> dict[str, Any]:

@@ -16,15 +16,19 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from rich.columns import Columns
+from rich.text import Text
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.loading import filters_of, read_adapters
+from exl2flow.flows.cli.loading import filters_of
 from exl2flow.flows.cli.options.chat import CHAT, nearest
 from exl2flow.flows.cli.options.chat import SAMPLER as SAMPLED
 from exl2flow.flows.cli.terminal.conversation_file import unused
 from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
-from exl2flow.flows.cli.terminal.screen import columns, counted, summary
+from exl2flow.flows.cli.terminal.screen import DIM, counted, summary
+from exl2flow.inference import Adapter
+from exl2flow.inference.chat import all_formats, choose_format
 
 OFF = "off"
 WORDS = {"True": "on", "False": OFF, "None": OFF}
@@ -167,22 +171,14 @@ def system(chat: Chat, argument: str) -> Result:
     return chat.session.system or "no system prompt"
 
 
-def _formats() -> list[str]:
-    from exl2flow.inference.chat import all_formats
-
-    return [*all_formats()]
-
-
-@command("[NAME|FILE]", _formats)
+@command("[NAME|FILE]", lambda: [*all_formats()])
 def format(chat: Chat, argument: str) -> Result:
     """Show or change the prompt format.
 
     It is a name, a file with a Jinja template, or `default`: the model's own.
     """
-    from exl2flow.inference.chat import choose_format
-
     if not argument:
-        return f"{chat.session.format.name}; there are {', '.join(_formats())}"
+        return f"{chat.session.format.name}; there are {', '.join(all_formats())}"
     name = None if argument == "default" else argument
     tokenizer = chat.session.generator.model.tokenizer
     chat.session.format, why = choose_format(chat.model, tokenizer, name)
@@ -212,7 +208,9 @@ def set_(chat: Chat, argument: str) -> Result:
     name, _, text = argument.replace("=", " ").partition(" ")
     name, text = name.replace("-", "_"), text.strip()
     if not name:
-        return columns([_setting(chat, each) for each in SETTINGS], chat.screen.console.width)
+        rows = [Text(_setting(chat, each)) for each in SETTINGS]
+        chat.screen.console.print(Columns(rows, padding=(0, 2), column_first=True), style=DIM)
+        return None
     owner, _, attribute = _named(name, SETTINGS, "setting").rpartition(".")
     if text and name in SAMPLER:
         changed = {name: _parsed(name, text)}
@@ -255,7 +253,8 @@ def lora(chat: Chat, argument: str) -> Result:
             folders = [] if argument == OFF else [_path(word) for word in shlex.split(argument)]
         except ValueError as error:
             raise ConfigError(f"cannot read `{argument}`: {error}") from None
-        chat.session.adapters = read_adapters(chat.session.generator.model, folders)
+        model = chat.session.generator.model
+        chat.session.adapters = [Adapter.load(folder, model) for folder in folders]
     return counted(len(chat.session.adapters), "adapter")
 
 

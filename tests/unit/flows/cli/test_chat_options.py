@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ReadFailed
-from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, remembered
+from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, profile_of
 
 DOCS = Path(__file__).parents[4] / "docs"
 
@@ -58,8 +58,9 @@ def test_every_option_stands_in_the_reference() -> None:
 def test_remembered_profiles_that_cannot_be_read_are_not_to_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text("{}")
+    (tmp_path / "exl2flow").mkdir()
+    (tmp_path / "exl2flow" / "chat.json").write_text("{}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -67,4 +68,4 @@ def test_remembered_profiles_that_cannot_be_read_are_not_to_be_deleted(
     monkeypatch.setattr(Path, "read_bytes", fail)
 
     with pytest.raises(ReadFailed, match="Input/output error; check the disk"):
-        remembered(path, tmp_path)
+        profile_of(tmp_path, None, remember=False)

@@ -10,7 +10,7 @@ from screens import Screen as Terminal
 from screens import Script
 
 from exl2flow.flows.cli.terminal.commands import COMMANDS, SETTINGS
-from exl2flow.flows.cli.terminal.conversation_file import ConversationFile
+from exl2flow.flows.cli.terminal.conversation_file import reserved
 from exl2flow.flows.cli.terminal.loop import Chat
 
 Say = Callable[[str], str]
@@ -244,20 +244,20 @@ def test_a_saved_conversation_is_loaded(chat: Chat, say: Say, tmp_path: Path) ->
 def test_save_refuses_the_file_of_another_running_chat(
     chat: Chat, say: Say, tmp_path: Path
 ) -> None:
-    other = ConversationFile.take(tmp_path / "other.json")
-    other.file.write_text("theirs")
-    say("Hello")
+    with reserved(tmp_path / "other.json") as other:
+        other.write_text("theirs")
+        say("Hello")
 
-    assert "error: another chat has" in say(f"/save {other.file}")
-    assert other.file.read_text() == "theirs"
+        assert "error: another chat has" in say(f"/save {other}")
+        assert other.read_text() == "theirs"
 
 
 def test_save_writes_the_file_of_this_chat(chat: Chat, say: Say) -> None:
     assert chat.file is not None
-    chat.place = ConversationFile.take(chat.file)
-    say("Hello")
+    with reserved(chat.file):
+        say("Hello")
 
-    assert say(f"/save {chat.file}").startswith("saved to")
+        assert say(f"/save {chat.file}").startswith("saved to")
 
 
 def test_quit_ends_the_chat(chat: Chat) -> None:
