@@ -13,7 +13,6 @@ from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 
 
 @flow(
-    name="measure",
     flow_run_name="{config.source.name}",
     on_failure=[cancelled_if_interrupted],
     persist_result=False,

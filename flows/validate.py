@@ -25,7 +25,7 @@ class Comparison(ComparedModels):
         return ", ".join(model.resolve().name for model in self.models)
 
 
-@flow(name="validate", flow_run_name="{config.run_name}", persist_result=False)
+@flow(flow_run_name="{config.run_name}", persist_result=False)
 def validate(config: Comparison) -> list[Score]:
     """Score all models, generate a sample from each, publish both as artifacts, and judge.
 

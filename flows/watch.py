@@ -42,7 +42,7 @@ class WatchConfig(Options):
         return ", ".join([*self.repositories, *self.authors])
 
 
-@flow(name="watch", flow_run_name="{config.run_name}", persist_result=False)
+@flow(flow_run_name="{config.run_name}", persist_result=False)
 def watch(config: WatchConfig) -> list[Revision]:
     """Announce the revisions that are new since the last run by an event each, and return them.
 

@@ -3,10 +3,9 @@
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import BenchOptions
 from exl2flow.flows.cli.console import emit_json, say
-from exl2flow.flows.cli.options import ModelFolder, with_options
+from exl2flow.flows.cli.options import AsJson, ModelFolder, with_options
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow bench ./Llama-3.2-1B-4.0bpw",
     "exl2flow bench ./model --context 8192 --cache q4 --rows 1,2,8,32",
     "exl2flow bench ./model --json > speed.json",

@@ -13,7 +13,6 @@ from exl2flow.flows.cli.options import Values, with_options
 from exl2flow.flows.cli.options.chat import CHAT, build_chat, profile_of
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow chat ./Llama-3.2-1B-4.0bpw",
     "exl2flow chat ./model --system 'You are a pirate.' --temperature 0.7 --stats",
     "exl2flow chat ./model --resume",

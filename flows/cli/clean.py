@@ -7,10 +7,10 @@ import typer
 
 from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show
+from exl2flow.flows.cli.options import AsJson
 from exl2flow.flows.cli.tables import table_of
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow clean   (shows what could go from ./.exl2flow)",
     "exl2flow clean /models/.exl2flow --yes",
     "exl2flow clean /models/.exl2flow --partial   (also conversions that were never finished)",
@@ -47,9 +47,7 @@ def clean_command(
             "fetched models that were never converted.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show or remove checkpoints that no finished conversion needs.
 

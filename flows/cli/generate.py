@@ -10,7 +10,6 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options import ModelFolder, with_options
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow generate ./Llama-3.2-1B-4.0bpw --prompt 'Once upon a time'",
     "exl2flow generate ./model --prompt 'The capital of France is' --greedy --max-new-tokens 8",
     "exl2flow generate ./model --prompt 'Dear Sir' --seed 1 --temperature 1 --min-p 0.1 --json",

@@ -8,7 +8,6 @@ import typer
 from exl2flow.flows.cli.console import emit_json
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow inspect ./Llama-3.2-1B-4.0bpw",
     "exl2flow inspect ./from-elsewhere-exl2 --matrices",
     "exl2flow inspect ./Llama-3.2-1B-4.0bpw --json | jq .bpw",

@@ -118,9 +118,12 @@ for _name, _command, _examples in (
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(_name, cls=HelpCommand, help=_reflowed(_command), epilog="\n\n".join(_examples))(
-        _command
-    )
+    app.command(
+        _name,
+        cls=HelpCommand,
+        help=_reflowed(_command),
+        epilog="\n\n".join(("Examples:", *_examples)),
+    )(_command)
 for _info in server.app.registered_commands:
     _info.cls = HelpCommand
 app.add_typer(server.app, name="server", cls=HelpGroup)

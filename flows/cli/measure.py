@@ -7,7 +7,6 @@ from exl2flow.flows.cli.running import run_command
 
 FILE_NAME = "measurement.json"
 EXAMPLES = (
-    "Examples:",
     "exl2flow measure ./Llama-3.2-1B --out ./measurement.json",
     "exl2flow convert ./Llama-3.2-1B --out ./3bpw --bpw 3 --measurement ./measurement.json",
 )

@@ -11,7 +11,6 @@ from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.tables import print_draft, print_published
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow publish ./3bpw ./4bpw ./5bpw --repo org/Llama-3.2-1B-exl2",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --dry-run > card.md   (without a network)",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --base-model org/mine --license apache-2.0",

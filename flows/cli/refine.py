@@ -5,7 +5,6 @@ from exl2flow.flows.cli.options import FlowSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow refine ./Llama-3.2-1B-4.0bpw --reference ./Llama-3.2-1B --out ./refined",
     "exl2flow refine ./old --reference ./Llama-3.2-1B --out ./refined --quality best",
     "exl2flow refine ./old --reference ./Llama-3.2-1B --out ./refined --dry-run   (only checks)",

@@ -9,7 +9,6 @@ from exl2flow.core.options.sweep import REPORT_PAGE
 from exl2flow.flows.cli.console import tell
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow report ./Llama-3.2-1B-exl2",
     "exl2flow report ./.exl2flow/llama-3.2-1b-1f0c6e2d9a4b --out report.html",
 )

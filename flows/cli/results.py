@@ -90,17 +90,11 @@ def comparison_table(scores: Sequence[Mapping[str, Any]], models: Sequence[Compa
     return table_of(rows, scored_on(scores[0]))
 
 
-def certainty_table(models: Sequence[Compared]) -> Table | None:
-    """Return the intervals of models and of their differences; None if none is known."""
-    rows = certainty_rows(models)
-    return table_of(rows, "95 % intervals") if rows else None
-
-
 def show_comparison(scores: Sequence[Score], models: Sequence[Compared]) -> None:
     """Print the figures of scored models and how sure they are."""
     show(comparison_table([asdict(score) for score in scores], models))
-    if (table := certainty_table(models)) is not None:
-        show(table)
+    if rows := certainty_rows(models):
+        show(table_of(rows, "95 % intervals"))
 
 
 def print_sweep(out: Path, content: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.failures import FAILURE
+from exl2flow.flows.cli.options import AsJson
 from exl2flow.flows.cli.tables import plan_table
 from exl2flow.flows.server.services import (
     DATABASE_VARIABLE,
@@ -166,9 +167,7 @@ def down(*, home: HomeOption = HOME) -> None:
 def status(
     *,
     home: HomeOption = HOME,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the processes and what is missing; exit code 0 if all is well, else 1."""
     from exl2flow.flows.server.lasting import problems, without_password

@@ -6,7 +6,6 @@ from exl2flow.flows.cli.options import FlowSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow sweep ./Llama-3.2-1B --out ./Llama-3.2-1B-exl2 --bpw 2.5,3,4,5,6",
     "exl2flow sweep ./Llama-3.2-1B --out ./exl2 --bpw 3,4,5,6 --runner processes   (a GPU each)",
     "exl2flow sweep org/name --out ./exl2 --bpw 3,4,5,6 --publish me/name-exl2",

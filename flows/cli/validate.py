@@ -11,7 +11,6 @@ from exl2flow.core.options.config import ValidateOptions
 from exl2flow.flows.cli.options import with_options
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow validate ./3bpw ./4bpw --reference ./Llama-3.2-1B",
     "exl2flow validate ./4bpw --reference ./Llama-3.2-1B --text novel.txt --rows 32 --json",
     "exl2flow validate ./?bpw --reference ./Llama-3.2-1B --plot kl.svg",

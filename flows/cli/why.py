@@ -12,7 +12,6 @@ from exl2flow.flows.cli.options import AsJson, flags
 from exl2flow.flows.cli.tables import plan_table, table_of
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow why ./Llama-3.2-1B-4.0bpw",
     "exl2flow why ./Llama-3.2-1B-4.0bpw quantize",
     "exl2flow why ./.exl2flow/llama-3.2-1b-1f0c6e2d9a4b/measure/3fa9c14be07d5528",

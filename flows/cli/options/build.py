@@ -66,8 +66,12 @@ def with_options(
             kind = parameter.annotation
             if isinstance(kind, type) and issubclass(kind, BaseModel | SamplingSettings):
                 settings_by_name[name] = settings_of(parameter.annotation)
-            shown = [_shown(s, panel, hides) for s in settings_by_name.get(name, ())]
-            parameters += [s.parameter() for s in shown] or [parameter]
+            if name not in settings_by_name:
+                parameters.append(parameter)
+            for setting in settings_by_name.get(name, ()):
+                place = setting.panel and (panel or setting.panel)
+                shown = replace(setting, panel=place, is_rare=setting.is_rare and hides)
+                parameters.append(shown.parameter())
         if hides and any(s.is_rare for found in settings_by_name.values() for s in found):
             parameters.append(HELP_ALL)
 
@@ -85,15 +89,6 @@ def with_options(
         return wrapper
 
     return decorate
-
-
-def _shown(setting: Setting, panel: str | None, hides: bool) -> Setting:
-    """Return a setting as a command shows it."""
-    return replace(
-        setting,
-        panel=(panel or setting.panel) if setting.panel else None,
-        is_rare=setting.is_rare and hides,
-    )
 
 
 def flags(model: type = ConversionConfig) -> dict[str, str]:

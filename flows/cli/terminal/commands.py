@@ -50,7 +50,7 @@ class ChatCommand:
         return inspect.getdoc(self.run) or ""
 
 
-COMMANDS: dict[str, ChatCommand] = {}
+COMMANDS: dict[str, ChatCommand] = {}  # by name, with its slash
 
 
 def command(
@@ -59,7 +59,7 @@ def command(
     """Put a function into the table, under its own name."""
 
     def add(run: Run) -> Run:
-        COMMANDS[run.__name__.strip("_")] = ChatCommand(run, arguments, words)
+        COMMANDS[f"/{run.__name__.strip('_')}"] = ChatCommand(run, arguments, words)
         return run
 
     return add
@@ -73,14 +73,10 @@ def obey(chat: Chat, text: str) -> Result:
         Exl2FlowError: what it refuses.
     """
     name, _, argument = text.strip().partition(" ")
-    if f"/{name}" not in _by_slash() and (setting := name.replace("-", "_")) in SETTINGS:
+    if f"/{name}" not in COMMANDS and (setting := name.replace("-", "_")) in SETTINGS:
         value = "on" if isinstance(attrgetter(SETTINGS[setting])(chat), bool) else "VALUE"
         raise ConfigError(f"`/{name}` is no command but a setting: `/set {setting} {value}`")
-    return _named(f"/{name}", _by_slash(), "command").run(chat, argument.strip())
-
-
-def _by_slash() -> dict[str, ChatCommand]:
-    return {f"/{name}": one for name, one in COMMANDS.items()}
+    return _named(f"/{name}", COMMANDS, "command").run(chat, argument.strip())
 
 
 def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
@@ -94,15 +90,15 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
     return table[name]
 
 
-@command("[NAME]", lambda: [*COMMANDS])
+@command("[NAME]", lambda: [name[1:] for name in COMMANDS])
 def help(chat: Chat, argument: str) -> Result:
     """Show all commands, or what one of them does."""
     if argument:
         name = f"/{argument.removeprefix('/')}"
-        one = _named(name, _by_slash(), "command")
+        one = _named(name, COMMANDS, "command")
         chat.screen.say(f"{name} {one.arguments}\n{one.help}")
         return None
-    for name, one in _by_slash().items():
+    for name, one in COMMANDS.items():
         chat.screen.say(f"{f'{name} {one.arguments}':<21}{one.help.partition(chr(10))[0]}")
     return 'Alt-Enter or """ … """: several lines; Ctrl-C: stop; Ctrl-D: leave'
 
@@ -323,7 +319,9 @@ def load(chat: Chat, argument: str) -> Result:
     """Go on with a saved conversation in place of this one, whose file is put aside."""
     now = chat.session  # adapters and filters are no part of a file
     options: dict[str, Any] = {"adapters": now.adapters, "filters": now.filters}
-    chat.adopt(type(now).load(_path(argument), now.generator, **options))
+    chat.session = type(now).load(_path(argument), now.generator, **options)
+    chat.is_kept = False
+    chat.recall()
     return None
 
 

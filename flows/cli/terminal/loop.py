@@ -136,11 +136,6 @@ class Chat:
         self.session.save(self.file)
         self.is_kept = True
 
-    def adopt(self, session: Session) -> None:
-        """Go on with another conversation."""
-        self.session, self.is_kept = session, False
-        self.recall()
-
     def recall(self) -> None:
         """Show where the conversation stands."""
         session = self.session

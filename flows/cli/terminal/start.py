@@ -36,7 +36,7 @@ def talk(model: Path, config: ChatConfig, given: Values, files: ChatFiles) -> No
     file = files.conversation or _file_of(model)
     with _begun(model, config, given, file, resume=files.resume) as chat:
         session, screen = chat.session, chat.screen
-        words = {name: one.words for name, one in COMMANDS.items()}
+        words = {name[1:]: one.words for name, one in COMMANDS.items()}
         history = home(*STATE) / "chat-history"
         chat.typed = Typed(config.chat.user_name, words, history, say=screen.say)
         screen.say(f"{model}; {chat.why}; /help", "dim")

@@ -20,15 +20,15 @@ def test_every_command_has_help(say: Say) -> None:
     shown = say("/help")
 
     for name, command in COMMANDS.items():
-        assert f"/{name}" in shown
+        assert name in shown
         assert command.help.endswith(".")
         assert command.help.partition("\n")[0] in say(f"/help {name}")
 
 
-def test_all_commands_of_the_issue_are_there() -> None:
+def test_no_command_is_missing() -> None:
     wanted = "retry back edit undo more system format set lora ban json stats tokens save load"
 
-    assert {*wanted.split(), "help", "clear", "quit"} == {*COMMANDS}
+    assert {*wanted.split(), "help", "clear", "quit"} == {name[1:] for name in COMMANDS}
 
 
 def test_messages_are_answered_and_the_conversation_is_kept(chat: Chat, say: Say) -> None:

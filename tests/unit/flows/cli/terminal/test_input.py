@@ -13,7 +13,7 @@ from exl2flow.flows.cli.terminal.commands import COMMANDS
 from exl2flow.flows.cli.terminal.input import Leave, Typed, _Words
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
-WORDS = {name: command.words for name, command in COMMANDS.items()}
+WORDS = {name[1:]: command.words for name, command in COMMANDS.items()}
 
 
 def paste(text: str) -> str:
