@@ -21,5 +21,5 @@ def convert(config: ConversionConfig) -> Conversion:
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
-    made: Conversion = run_in_flow("convert", config, config.target)
-    return made
+    conversion: Conversion = run_in_flow("convert", config, config.target)
+    return conversion

@@ -30,5 +30,5 @@ def measure(config: MeasureConfig | ConversionConfig) -> Path:
     """
     if isinstance(config, ConversionConfig) and config.measurement is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
-    made: Conversion = run_in_flow("measure", config)
-    return made.stages["measure"] / MEASUREMENT_FILE
+    measurement: Conversion = run_in_flow("measure", config)
+    return measurement.stages["measure"] / MEASUREMENT_FILE

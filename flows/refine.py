@@ -20,5 +20,5 @@ def refine(config: RefinementConfig) -> Conversion:
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the refined model is above a limit.
     """
-    made: Conversion = run_in_flow("refine", config, config.target)
-    return made
+    refinement: Conversion = run_in_flow("refine", config, config.target)
+    return refinement

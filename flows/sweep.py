@@ -23,5 +23,5 @@ def sweep(config: SweepConfig) -> Sweep:
         SweepFailed: some bitrates failed; the others are kept, and nothing is published.
     """
     targets = [conversion.target for conversion in config.conversions().values()]
-    made: Sweep = run_in_flow("sweep", config, config.runner, *targets)
-    return made
+    result: Sweep = run_in_flow("sweep", config, config.runner, *targets)
+    return result

@@ -56,13 +56,13 @@ def watch(config: WatchConfig) -> list[Revision]:
     with logged():
         file = config.work_root / "revisions.json"
         seen: dict[str, str] = read_json(file) if file.exists() else {}
-        found = newest_revisions(config.repositories, config.authors)
-        new = [r for r in found if _is_new(r, seen, include_existing=config.include_existing)]
+        revisions = newest_revisions(config.repositories, config.authors)
+        new = [r for r in revisions if _is_new(r, seen, include_existing=config.include_existing)]
         if new:
             announce(new)
         file.parent.mkdir(parents=True, exist_ok=True)
         looked_at = {_all_of(author): WATCHED for author in config.authors}
-        write_json(file, {**seen, **looked_at, **{r.repo_id: r.revision for r in found}})
+        write_json(file, {**seen, **looked_at, **{r.repo_id: r.revision for r in revisions}})
         return new
 
 

@@ -33,22 +33,21 @@ def bench_command(
     from exl2flow.kernels import PAGE_TOKENS
 
     choose_allocator()
-    most = max(counts)
-    found = bench(
+    largest = max(counts)
+    tokens = largest * (options.context // PAGE_TOKENS + 1) * PAGE_TOKENS
+    speed = bench(
         model,
         device=options.device,
-        placement=split_of(
-            options, tokens=most * (options.context // PAGE_TOKENS + 1) * PAGE_TOKENS, slots=most
-        ),
+        placement=split_of(options, tokens=tokens, slots=largest),
         cache=options.cache,
         context=options.context,
         rows=counts,
         report=lambda text: None if as_json else say(text, style="dim"),
     )
     if as_json:
-        emit_json(found.to_json())
+        emit_json(speed.to_json())
     else:
-        show_speed(found)
+        show_speed(speed)
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -59,14 +59,14 @@ def clean_command(
 
     work = clean if yes else unneeded
     folders = roots or [Path(".exl2flow")]
-    found = [i for f in folders for i in work(f, keep_latest=keep_latest, partial=partial)]
-    total = sum(item.size for item in found)
+    removable = [i for f in folders for i in work(f, keep_latest=keep_latest, partial=partial)]
+    total = sum(item.size for item in removable)
     if as_json:
-        items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in found]
+        items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in removable]
         emit_json({"items": items, "bytes": total, "removed": yes})
         return
-    if found:
-        rows = [{"what": str(i.path), "why": i.why, "size": size(i.size)} for i in found]
+    if removable:
+        rows = [{"what": str(i.path), "why": i.why, "size": size(i.size)} for i in removable]
         show(table_of(rows))
     verb = "removed" if yes else "can go"
-    say(f"{size(total)} {verb}{'' if yes or not found else '; `--yes` removes it'}")
+    say(f"{size(total)} {verb}{'' if yes or not removable else '; `--yes` removes it'}")

@@ -59,7 +59,7 @@ def execute(
     Raises:
         Exl2FlowError: what went wrong, after the report if there is a result.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     stages = RUNS[name].stages
     if isinstance(config, SweepConfig):
         check_runner(config)
@@ -72,16 +72,16 @@ def execute(
         if switches.as_json:
             emit_json(prepared.to_json())
         return
-    config, made, failure = prepared.config, None, None
+    config, result, failure = prepared.config, None, None
     if switches.restart:
         _forget(config, stages)
     with shown(plain=switches.as_json), reuse_checks(prepared):
         try:
-            made = flow(config) if flow else carry_out(RUNS[name], config, HERE)
+            result = flow(config) if flow else carry_out(RUNS[name], config, HERE)
         except (ValidationFailed, SweepFailed, *NOT_PUBLISHED) as error:
             failure = error  # the result is shown first, if there is one
-    report = _report(config, stages, made)
-    seconds = time.monotonic() - begun
+    report = _report(config, stages, result)
+    seconds = time.monotonic() - started
     if report is not None and switches.as_json:
         emit_json({**prepared.to_json(), "seconds": round(seconds, 1), **report})
     elif report is not None:
@@ -121,11 +121,11 @@ def _sweep_rows(config: SweepConfig, plans: Mapping[str, Plan]) -> list[tuple[st
     sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
     several = {"target": ", ".join(plans), "output": f"{config.out}: {', '.join(sizes)}"}
     stages = {name: dict(stage_rows(plan.stages, flags())) for name, plan in plans.items()}
-    for what in dict.fromkeys(what for found in stages.values() for what in found):
-        told = [f"{name}: {found[what]}" for name, found in stages.items() if what in found]
+    for what in dict.fromkeys(what for known in stages.values() for what in known):
+        told = [f"{name}: {known[what]}" for name, known in stages.items() if what in known]
         several[what] = "; ".join(told)
-    most = max(plans.values(), key=lambda plan: plan.memory_bytes)
-    return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
+    largest = max(plans.values(), key=lambda plan: plan.memory_bytes)
+    return list({**rows, **several, "memory": dict(largest.rows())["memory"]}.items())
 
 
 def _forget(config: RunOptions, stages: Sequence[Stage]) -> None:
@@ -141,7 +141,7 @@ def _forget(config: RunOptions, stages: Sequence[Stage]) -> None:
                 shutil.rmtree(pipeline.path(name), ignore_errors=True)
 
 
-def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str, Any] | None:
+def _report(config: RunOptions, stages: Sequence[Stage], result: Any) -> dict[str, Any] | None:
     """Return what a run says of its result, as JSON; None if it has none.
 
     `made` is what it returned; None if it failed, for example because the model is above a limit.
@@ -151,7 +151,7 @@ def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str,
         is_made = (out / SWEEP_FILE).exists()
         return {"out": str(out), **read_json(out / SWEEP_FILE)} if is_made else None
     if isinstance(config, MeasureConfig):
-        folder = made.stages["measure"]
+        folder = result.stages["measure"]
         with (folder / MEASUREMENT_FILE).open("rb") as file, replacing(out) as copy:
             shutil.copyfileobj(file, copy)
         return {"measurement": str(out), "folder": str(folder)}
@@ -162,7 +162,7 @@ def _report(config: RunOptions, stages: Sequence[Stage], made: Any) -> dict[str,
     report = {**read_json(folder / REPORT_FILE), "report_folder": str(folder)}
     if isinstance(config, RefinementConfig):
         return {**report, "refinement": read_json(pipeline.path("judge") / JUDGEMENT_FILE)}
-    published = made and made.published
+    published = result and result.published
     return {**report, "published": published and published.to_json()}
 
 

@@ -63,16 +63,16 @@ def filters_of(
     Raises:
         ConfigError: one of them is broken, or a file cannot be read.
     """
-    found = list[Filter]()
+    filters = list[Filter]()
     if json_schema is not None:
         is_text = json_schema.lstrip().startswith("{")
         schema = json_schema if is_text else read_text(Path(json_schema))
-        found.append(GrammarFilter(json_schema=schema))
+        filters.append(GrammarFilter(json_schema=schema))
     if regex is not None:
-        found.append(GrammarFilter(regex=regex))
+        filters.append(GrammarFilter(regex=regex))
     if grammar is not None:
-        found.append(GrammarFilter(lark=read_text(grammar)))
-    return found
+        filters.append(GrammarFilter(lark=read_text(grammar)))
+    return filters
 
 
 def read_text(path: Path) -> str:

@@ -118,12 +118,8 @@ for _name, _command, _examples in (
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(
-        _name,
-        cls=HelpCommand,
-        help=_reflowed(_command),
-        epilog="\n\n".join(("Examples:", *_examples)),
-    )(_command)
+    _epilog = "\n\n".join(("Examples:", *_examples))
+    app.command(_name, cls=HelpCommand, help=_reflowed(_command), epilog=_epilog)(_command)
 for _info in server.app.registered_commands:
     _info.cls = HelpCommand
 app.add_typer(server.app, name="server", cls=HelpGroup)
@@ -141,8 +137,8 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 def forbid_cores() -> None:
     """Let a crash leave no core, which would hold the tokens of the environment."""
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limit))
 
 
 # How long torch's threads spin while they wait for each other. With the default, stages take twice

@@ -46,8 +46,8 @@ def publish(
     from exl2flow.tasks.publish import publish as run
 
     if dry_run:
-        found = draft(config).to_json()
-        emit_json(found) if as_json else print_draft(found)
+        card = draft(config).to_json()
+        emit_json(card) if as_json else print_draft(card)
         return
     with shown(plain=as_json) as progress:
         published = run(config, hub_of(config.token_block), progress=progress).to_json()

@@ -110,36 +110,36 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     tell(f"report  {out / REPORT_PAGE}")
 
 
-def show_speed(found: Speed) -> None:
+def show_speed(speed: Speed) -> None:
     """Print how fast a model loads, reads and decodes."""
-    show(plan_table(_speed_summary(found)))
-    show(table_of([_timing_row(timing, found) for timing in found.timings]))
-    for text in found.omitted:
+    show(plan_table(_speed_summary(speed)))
+    show(table_of([_timing_row(timing, speed) for timing in speed.timings]))
+    for text in speed.omitted:
         say(f"left out: {text}", style="yellow")
 
 
-def _speed_summary(found: Speed) -> list[tuple[str, str]]:
-    copies = "" if found.copy_rate is None else f", copies at {found.copy_rate:,.0f} GB/s"
-    rate = found.file_bytes / found.load_seconds
+def _speed_summary(speed: Speed) -> list[tuple[str, str]]:
+    copies = "" if speed.copy_rate is None else f", copies at {speed.copy_rate:,.0f} GB/s"
+    rate = speed.file_bytes / speed.load_seconds
     lines = [
-        ("model", found.model),
-        ("device", found.device + copies),
-        ("versions", ", ".join(f"{name} {number}" for name, number in found.versions.items())),
+        ("model", speed.model),
+        ("device", speed.device + copies),
+        ("versions", ", ".join(f"{name} {number}" for name, number in speed.versions.items())),
         (
             "load",
-            f"{found.load_seconds:.2f} s, {words.size(found.file_bytes)}, {words.size(rate)}/s",
+            f"{speed.load_seconds:.2f} s, {words.size(speed.file_bytes)}, {words.size(rate)}/s",
         ),
     ]
-    if found.memory is not None:
+    if speed.memory is not None:
         weights, cache, peak = (
             words.size(count)
-            for count in (found.memory.weights, found.memory.cache, found.memory.peak)
+            for count in (speed.memory.weights, speed.memory.cache, speed.memory.peak)
         )
         lines.append(("memory", f"weights {weights}, cache at most {cache}, peak {peak}"))
-    return [*lines, ("cache", found.cache)]
+    return [*lines, ("cache", speed.cache)]
 
 
-def _timing_row(timing: Timing, found: Speed) -> dict[str, str]:
+def _timing_row(timing: Timing, speed: Speed) -> dict[str, str]:
     """Return a row of the table; only a GPU has a last column."""
     row = {
         "work": timing.work,
@@ -148,8 +148,8 @@ def _timing_row(timing: Timing, found: Speed) -> dict[str, str]:
         "ms": f"{1e3 * timing.seconds:,.3f}",
         "tokens/s": f"{timing.tokens_per_second:,.1f}",
     }
-    if found.copy_rate is not None:
-        share = timing.share_of_copy(found.copy_rate)
+    if speed.copy_rate is not None:
+        share = timing.share_of_copy(speed.copy_rate)
         row["share of a copy"] = "" if share is None else words.percent(share, 0)
     return row
 

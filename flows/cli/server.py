@@ -91,8 +91,8 @@ def up(
     try:
         settings = ServerSettings.model_validate({**before, **given})
     except ValidationError as error:
-        found = error.errors(include_input=False)[0]  # the input may hold a password
-        raise ConfigError(f"`{found['loc'][0]}`: {found['msg']}") from None
+        problem = error.errors(include_input=False)[0]  # the input may hold a password
+        raise ConfigError(f"`{problem['loc'][0]}`: {problem['msg']}") from None
     lasting.up(place, settings, say=_whisper)
     say(
         f"the server is up: {settings.url}\n"
@@ -115,14 +115,14 @@ def _gpus(text: str | None) -> tuple[str, ...]:
         import torch
 
         visible = ",".join(map(str, range(torch.cuda.device_count())))
-    there, chosen = (
+    present, chosen = (
         tuple(part.strip() for part in listed.split(",") if part.strip() not in ("", "none"))
         for listed in (visible, visible if text is None else text)
     )
-    lacking = [g for g in chosen if g not in there and not g.startswith(("GPU-", "MIG-"))]
-    if lacking and there:
+    lacking = [g for g in chosen if g not in present and not g.startswith(("GPU-", "MIG-"))]
+    if lacking and present:
         raise ConfigError(
-            f"`--gpus`: there is no GPU `{lacking[0]}`; take some of {', '.join(there)}, or none"
+            f"`--gpus`: there is no GPU `{lacking[0]}`; take some of {', '.join(present)}, or none"
         )
     if lacking:
         say(f"no GPU found: the workers of {', '.join(lacking)} will use the CPU", style="yellow")
@@ -174,12 +174,12 @@ def status(
 
     place = Home(home)
     settings = place.settings()
-    processes, found = place.listed(), problems(place, settings)
+    processes, faults = place.listed(), problems(place, settings)
     if as_json:
         emit_json(
             {
-                "healthy": not found,
-                "problems": found,
+                "healthy": not faults,
+                "problems": faults,
                 "url": settings.url,
                 "api_url": settings.api_url,
                 "database": settings.database and without_password(settings.database),
@@ -192,9 +192,9 @@ def status(
         places = {"address": settings.url, "relative paths": settings.folder, "logs": place.logs}
         rows = [(name, str(where)) for name, where in places.items()]
         show(plan_table([*rows, *((name, f"process {pid}") for name, pid in processes)]))
-        for problem in found:
+        for problem in faults:
             say(f"problem: {problem}", style="red")
-        if found:
+        if faults:
             say(f"`{place.command('up')}` creates and starts what is missing")
-    if found:
+    if faults:
         raise typer.Exit(FAILURE)

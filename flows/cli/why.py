@@ -58,11 +58,11 @@ def why(
     if (wanted := stage or named) is not None and wanted not in pipeline.stages:
         choices = ", ".join(f"`{name}`" for name in pipeline.stages)
         raise ConfigError(f"there is no stage `{wanted}`; choose one of {choices}")
-    found = [each for each in outlook(pipeline) if wanted in (None, each.stage)]
+    outlooks = [each for each in outlook(pipeline) if wanted in (None, each.stage)]
     if as_json:
-        emit_json({"run": record.config, "stages": [asdict(each) for each in found]})
+        emit_json({"run": record.config, "stages": [asdict(each) for each in outlooks]})
         return
     names = flags()
     title = [("source", str(pipeline.config.source)), ("output", str(pipeline.config.out))]
-    show(plan_table([*title, *stage_rows(found, names)]))
-    show(table_of([each.row(names) for each in found]))
+    show(plan_table([*title, *stage_rows(outlooks, names)]))
+    show(table_of([each.row(names) for each in outlooks]))

@@ -72,14 +72,14 @@ def with_options(
                 place = setting.panel and (panel or setting.panel)
                 shown = replace(setting, panel=place, is_rare=setting.is_rare and hides)
                 parameters.append(shown.parameter())
-        if hides and any(s.is_rare for found in settings_by_name.values() for s in found):
+        if hides and any(s.is_rare for taken in settings_by_name.values() for s in taken):
             parameters.append(HELP_ALL)
 
         @wraps(command)
         def wrapper(**given: Any) -> None:
             given.pop("help_all", None)
-            for name, found in settings_by_name.items():
-                values = {s.field: given.pop(s.name) for s in found}
+            for name, taken in settings_by_name.items():
+                values = {s.field: given.pop(s.name) for s in taken}
                 values = {field: v for field, v in values.items() if v is not None}
                 model = signature.parameters[name].annotation
                 given[name] = values if name == "values" else build(model, values)

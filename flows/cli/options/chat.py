@@ -74,16 +74,16 @@ def build_chat(values: Values, model: Path) -> ChatConfig:
     Raises:
         ConfigError: naming the option that is out of range.
     """
-    own, drawn, shared = (
+    of_chat, of_sampler, of_generation = (
         {field: value for field, value in values.items() if field in fields}
         for fields in (ChatOptions.model_fields, SAMPLER, SHARED)
     )
-    chat = build(ChatOptions, own)
-    settings = build(SamplingSettings, {**DEFAULTS, **of_model(model), **drawn})
+    chat = build(ChatOptions, of_chat)
+    settings = build(SamplingSettings, {**DEFAULTS, **of_model(model), **of_sampler})
     return ChatConfig(
         chat=chat,
         sampling=SamplingSettings.greedy() if chat.greedy else settings,
-        generation=build(GenerationOptions, shared),
+        generation=build(GenerationOptions, of_generation),
     )
 
 
@@ -98,7 +98,7 @@ def of_model(model: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    found = {}
+    settings = {}
     for key, value in config.items():
         name = OF_MODEL.get(key, key)
         if name not in SAMPLER or value is None or isinstance(value, bool):
@@ -107,8 +107,8 @@ def of_model(model: Path) -> dict[str, Any]:
             SamplingSettings(**{name: value})
         except ConfigError:
             continue
-        found[name] = value
-    return {**found, "temperature": 0.0} if config.get("do_sample") is False else found
+        settings[name] = value
+    return {**settings, "temperature": 0.0} if config.get("do_sample") is False else settings
 
 
 def read_profile(path: Path, name: str) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def read_profile(path: Path, name: str) -> dict[str, Any]:
 def nearest(name: str, names: Collection[str]) -> str:
     """Return which of the names may have been meant, else all, as the end of a message."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=LIKE)
-    found = ", ".join(f"`{each}`" for each in near or sorted(names))
-    return f"; {'near' if near else 'there'} are {found}" if found else ""
+    listed = ", ".join(f"`{each}`" for each in near or sorted(names))
+    return f"; {'near' if near else 'there'} are {listed}" if listed else ""
 
 
 def home(variable: str, default: str) -> Path:
@@ -174,7 +174,7 @@ def _all_remembered(path: Path) -> dict[str, Any]:
         ReadFailed: it cannot be read.
     """
     try:
-        kept = json.loads(path.read_bytes()) if path.is_file() else {}
+        profiles = json.loads(path.read_bytes()) if path.is_file() else {}
     except OSError as error:
         raise ReadFailed(
             f"cannot read `{path}`: {words.cause(error)}; check the disk, the network share and "
@@ -184,6 +184,6 @@ def _all_remembered(path: Path) -> dict[str, Any]:
         raise CorruptCheckpoint(
             f"cannot read `{path}`: {words.cause(error)}; delete it and repeat"
         ) from error
-    if not isinstance(kept, dict):
+    if not isinstance(profiles, dict):
         raise ConfigError(f"`{path}` holds no JSON object; delete it, and use `--remember` again")
-    return kept
+    return profiles

@@ -63,11 +63,11 @@ class Chat:
         is_command = text.startswith("/") and "\n" not in text
         try:
             try:
-                found = self._obeyed(text[1:]) if is_command else self.reply(text)
-                if isinstance(found, str):
-                    self.screen.say(found, DIM)
-                elif found is not None:
-                    self.answer(found)
+                result = self._obeyed(text[1:]) if is_command else self.reply(text)
+                if isinstance(result, str):
+                    self.screen.say(result, DIM)
+                elif result is not None:
+                    self.answer(result)
             finally:
                 self.keep()
         except Exl2FlowError as error:

@@ -55,13 +55,13 @@ class SafeMarkdown(Markdown):
 def _spans(content: str) -> list[Token]:
     """Return the spans of a paragraph or the like; a hostile long one could take minutes."""
     if len(content) <= LONGEST_PARSED:
-        found = _SPANS.parseInline(content)[0].children or []
+        spans = _SPANS.parseInline(content)[0].children or []
     else:
-        found = [Token("text", "", 0, content=content)]
-    for span in found:
+        spans = [Token("text", "", 0, content=content)]
+    for span in spans:
         if span.type == "softbreak":
             span.type = "hardbreak"
-    return found
+    return spans
 
 
 def closed_lines(text: str) -> list[int]:
@@ -157,8 +157,8 @@ class MarkdownStream:
         if same == len(self._rows) == len(rows):
             return
         same = min(same, max(0, len(rows) - 1))  # so that the cursor ends behind the last row
-        kept = self._back_to(same) if same < len(self._rows) else "\n" * bool(self._rows)
-        self._write(NO_WRAP + kept + "\n".join(rows[same:]) + WRAP)
+        start = self._back_to(same) if same < len(self._rows) else "\n" * bool(self._rows)
+        self._write(NO_WRAP + start + "\n".join(rows[same:]) + WRAP)
         self._rows, self._width = rows, self._console.width
 
     def _back_to(self, row: int) -> str:

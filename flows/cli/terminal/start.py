@@ -135,8 +135,8 @@ def _begun(
             session = Session.load(before, generator(), as_before, **options)
             why = why if chat.format else f"format `{session.format.name}`, as before"
             changed: dict[str, Any] = {k: v for k, v in given.items() if k in SAMPLER}
-            kept = replace(session.settings, **changed)
-            session.settings = config.sampling if chat.greedy else kept
+            settings = replace(session.settings, **changed)
+            session.settings = config.sampling if chat.greedy else settings
         screen = Screen(OUT)
         screen.thinking, screen.stats = chat.thinking, chat.stats
         screen.plain = chat.plain or OUT.is_dumb_terminal
