@@ -13,11 +13,11 @@ from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 
 RepoId = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
 Author = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-WATCHED = "watched"  # in place of a commit
+WATCHED = "watched"  # stored as the commit of an author
 
 
 class WatchConfig(Options):
-    """What to watch on the Hugging Face Hub."""
+    """Repositories and authors on the Hugging Face Hub to watch."""
 
     repositories: tuple[RepoId, ...] = Field((), description="repositories, as org/name")
     authors: tuple[Author, ...] = Field(
@@ -38,7 +38,7 @@ class WatchConfig(Options):
 
     @property
     def run_name(self) -> str:
-        """What is watched, for people."""
+        """Repositories and authors, for people."""
         return ", ".join([*self.repositories, *self.authors])
 
 

@@ -26,7 +26,7 @@ def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> Sp
 
 
 def load(model: Path, options: GenerationOptions, *, slots: int) -> LoadedModel:
-    """Load a model as the options say; a split leaves room for the logits of so many texts."""
+    """Load a model as the options say; a split leaves room for the logits of `slots` texts."""
     choose_allocator()
     return load_model(
         model,

@@ -41,7 +41,7 @@ from exl2flow.flows.cli.failures import (
     KEYBOARD,
     explain_defect,
     explained,
-    kept,
+    saved_work,
 )
 from exl2flow.flows.cli.help import HelpCommand, HelpGroup
 
@@ -131,7 +131,7 @@ _terminations: list[int] = []  # signals that ended the program
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise an exception, so that temporary servers and files are cleaned up."""
     _terminations.append(signum)
-    os.write(2, f"\nterminated{kept(sys.argv[1:])}\n".encode())
+    os.write(2, f"\nterminated{saved_work(sys.argv[1:])}\n".encode())
     raise SystemExit(128 + signum)
 
 

@@ -1,4 +1,4 @@
-"""How a command begins a run: a server of Prefect starts while torch is imported."""
+"""Begins the run of a command; Prefect's server starts while torch is imported."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -17,7 +17,7 @@ ModelFolder = Annotated[
 
 
 class RunSwitches(Options):
-    """Switches of a run that is no flow."""
+    """Switches of a command that runs stages in this process."""
 
     restart: Annotated[bool, Option(panel="Running")] = Field(
         False,
@@ -33,7 +33,7 @@ class RunSwitches(Options):
 
 
 class FlowSwitches(RunSwitches):
-    """Switches of a run that is a flow unless the user says otherwise."""
+    """Switches of a command that runs a Prefect flow, unless `--no-prefect` is given."""
 
     no_prefect: Annotated[bool, Option(panel="Running")] = Field(
         False,

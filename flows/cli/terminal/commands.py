@@ -46,7 +46,7 @@ class ChatCommand:
 
     @property
     def help(self) -> str:
-        """What it does; the first line says it in short."""
+        """The function's docstring, whose first line is a summary."""
         return inspect.getdoc(self.run) or ""
 
 

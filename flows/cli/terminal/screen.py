@@ -1,4 +1,4 @@
-"""What a chat prints: answers as they come, thoughts, notes, errors and statistics."""
+"""Prints a chat: answers as they come, thoughts, notes, errors and statistics."""
 
 import signal
 import sys
@@ -134,7 +134,7 @@ def _interruptible(stop: Flag) -> Iterator[Flag]:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keep what is typed while the program works, `^C` too, from appearing in the middle of it."""
+    """Turn echo off for the block, so that typed text and `^C` do not mix with its output."""
     if not sys.stdin.isatty():
         yield
         return

@@ -87,7 +87,7 @@ def test_a_gpu_has_more_columns() -> None:
         (("--rows", "0"), "numbers from 1 on"),
     ],
 )
-def test_what_cannot_be_timed_is_one_message(
+def test_bench_options_out_of_range_print_one_message(
     folder: Path, options: tuple[str, ...], words: str
 ) -> None:
     done = run(folder, *options)

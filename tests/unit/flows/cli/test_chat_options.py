@@ -36,19 +36,19 @@ def test_a_model_that_does_not_sample_is_greedy_unless_a_temperature_is_given(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"temperature": "hot"}'])
-def test_a_damaged_recommendation_is_none(tmp_path: Path, text: str) -> None:
+def test_a_damaged_generation_config_recommends_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
 
     assert of_model(tmp_path) == {}
 
 
-def test_no_option_stands_twice() -> None:
+def test_no_option_is_defined_twice() -> None:
     flags = [setting.flag for setting in CHAT]
 
     assert len(flags) == len(set(flags))
 
 
-def test_every_option_stands_in_the_reference() -> None:
+def test_every_option_is_in_the_reference() -> None:
     page = (DOCS / "reference" / "cli.md").read_text()
 
     plain = page.replace("`", " ")

@@ -120,7 +120,7 @@ def test_names_are_escaped() -> None:
     )
 
 
-def test_a_report_that_quotes_a_file_commands_no_terminal(
+def test_a_report_replaces_control_characters_of_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hostile = "[b]\x1b]0;owned\x07\x9b2J"

@@ -310,7 +310,7 @@ def test_quit_ends_the_chat(chat: Chat) -> None:
         ("broken \udcff text", "broken UTF-8"),
     ],
 )
-def test_what_is_refused_is_one_line_and_changes_nothing(
+def test_a_refused_command_prints_one_line_and_changes_nothing(
     chat: Chat, say: Say, line: str, words: str
 ) -> None:
     state = (chat.session.settings, chat.session.format, chat.session.max_answer_tokens)

@@ -92,7 +92,7 @@ def test_a_history_that_cannot_be_written_is_forgotten(keys: PipeInput) -> None:
     assert typed(keys, Path("/proc/none/history")).read() == "Hello"
 
 
-def test_a_text_to_edit_is_there_already(keys: PipeInput) -> None:
+def test_an_edit_begins_with_the_earlier_text(keys: PipeInput) -> None:
     keys.send_text(f" more{ENTER}")
 
     assert typed(keys).read(default="some") == "some more"
