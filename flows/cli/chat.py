@@ -24,15 +24,13 @@ EXAMPLES = (
 @with_options(*CHAT)
 def chat(
     model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.", show_default=False),
+        Path | None, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.")
     ] = None,
     *,
     as_json: Annotated[
         bool,
         typer.Option(
-            "--json",
-            help="Answer one message, from standard input, with one JSON object.",
+            "--json", help="Answer one message, from standard input, with one JSON object."
         ),
     ] = False,
     formats: Annotated[

@@ -33,7 +33,6 @@ def clean_command(
     keep_latest: Annotated[
         int,
         typer.Option(
-            "--keep-latest",
             metavar="N",
             min=1,
             help="Finished conversions to keep for each output folder, newest first.",

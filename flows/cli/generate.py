@@ -23,10 +23,7 @@ EXAMPLES = (
 def generate(
     model: ModelFolder,
     *,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", metavar="TEXT", help="Text to continue.", show_default=False),
-    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to continue.")] = None,
     as_json: Annotated[
         bool,
         typer.Option(

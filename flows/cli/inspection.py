@@ -17,10 +17,7 @@ EXAMPLES = (
 
 def inspect_command(
     model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR", help="Folder of an EXL2 model, whatever wrote it.", show_default=False
-        ),
+        Path, typer.Argument(metavar="DIR", help="Folder of an EXL2 model, whatever wrote it.")
     ],
     *,
     matrices: Annotated[
@@ -31,11 +28,10 @@ def inspect_command(
     ] = False,
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE", help="Also write the matrices as CSV, a row each."),
+        typer.Option(metavar="FILE", help="Also write the matrices as CSV, a row each."),
     ] = None,
     parquet: Annotated[
-        Path | None,
-        typer.Option("--parquet", metavar="FILE", help="Also write the matrices as Parquet."),
+        Path | None, typer.Option(metavar="FILE", help="Also write the matrices as Parquet.")
     ] = None,
 ) -> None:
     """Show bits per weight, bit widths, groups, sizes and errors of an EXL2 model.

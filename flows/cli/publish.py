@@ -26,13 +26,11 @@ def publish(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Check all that needs no network, print the card on stdout, and stop.",
+            "--dry-run", help="Check all that needs no network, print the card on stdout, and stop."
         ),
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object: address, commits, files sent."),
+        bool, typer.Option("--json", help="Print one JSON object: address, commits, files sent.")
     ] = False,
 ) -> None:
     """Publish converted models: a repository, a branch per bitrate, a card on every branch.

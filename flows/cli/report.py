@@ -21,15 +21,12 @@ def report(
             metavar="DIR",
             help="Folder of a sweep, folder that holds converted models, or work directory of a "
             "model.",
-            show_default=False,
         ),
     ],
     *,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="The page.", show_default="`report.html` in DIR"
-        ),
+        typer.Option(metavar="FILE", help="The page.", show_default="`report.html` in DIR"),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page that compares converted models.

@@ -52,16 +52,14 @@ def up(
     *,
     home: HomeOption = HOME,
     host: Annotated[
-        str | None,
-        typer.Option("--host", help="Interface to listen on.", show_default="127.0.0.1"),
+        str | None, typer.Option(help="Interface to listen on.", show_default="127.0.0.1")
     ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", help="Port of API and UI.", show_default="4200")
+        int | None, typer.Option(help="Port of API and UI.", show_default="4200")
     ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
-            "--gpus",
             metavar="LIST",
             help="One worker for each of these, as 0,1; none: one worker without a GPU.",
             show_default="all",

@@ -25,15 +25,11 @@ def validate(
     plot: Annotated[
         Path | None,
         typer.Option(
-            "--plot",
-            metavar="FILE.svg",
-            help="Plot KL divergence against bits per weight and against bytes.",
-            show_default=False,
+            metavar="FILE.svg", help="Plot KL divergence against bits per weight and against bytes."
         ),
     ] = None,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object per model, one per line."),
+        bool, typer.Option("--json", help="Print one JSON object per model, one per line.")
     ] = False,
 ) -> None:
     """Score models on text: perplexity, and divergence from their source.

@@ -26,7 +26,6 @@ def why(
             metavar="RUN",
             help="Output folder of a conversion, bitrate or refinement, finished or not; or the "
             "folder of a stage in the work root.",
-            show_default=False,
         ),
     ],
     stage: Annotated[
@@ -37,7 +36,6 @@ def why(
     work_root: Annotated[
         Path | None,
         typer.Option(
-            "--work-root",
             metavar="DIR",
             help="Folder of checkpoints.",
             show_default="`.exl2flow` beside RUN, else one folder above",

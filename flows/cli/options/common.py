@@ -11,9 +11,7 @@ from exl2flow.core.options.base import Option, Options
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")
 ]
-ModelFolder = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.", show_default=False)
-]
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.")]
 
 
 class RunSwitches(Options):

@@ -25,7 +25,13 @@ from exl2flow.inference.chat import Piece, Session, all_formats, choose_format
 from exl2flow.model import ChatTemplate, Message, resolve
 
 STATE = ("XDG_STATE_HOME", ".local/state")
-OF_SESSION = {"max_answer": "max_answer_tokens", "ban": "bans"}
+# options of other names → arguments of a session
+OF_SESSION = {
+    "max_answer": "max_answer_tokens",
+    "ban": "bans",
+    "user_name": "names",
+    "bot_name": "names",
+}
 # variables of templates, for examples
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 NAMES = {"user_name": "User", "bot_name": "Assistant"}
@@ -160,21 +166,21 @@ def _options(config: ChatConfig, given: Values, *, is_new: bool) -> dict[str, An
     """Return the arguments of a session; a file's conversation changes only what is given."""
     chat = config.chat
     options: dict[str, Any] = {
-        "max_answer": chat.max_answer,
-        "ban": config.generation.ban,
+        "max_answer_tokens": chat.max_answer,
+        "bans": config.generation.ban,
         "reserve": chat.reserve,
         "seed": chat.seed,
         "amnesia": chat.amnesia,
         "keep_thinking": chat.keep_thinking,
         "system": "" if chat.no_system else chat.system,
+        "names": (chat.user_name, chat.bot_name),
     }
-    if not is_new:
-        wanted = {*given, "system"} if chat.no_system else {*given}
-        options = {name: value for name, value in options.items() if name in wanted}
-    options = {OF_SESSION.get(name, name): value for name, value in options.items()}
-    if is_new or given.keys() & {"user_name", "bot_name"}:
-        options["names"] = (chat.user_name, chat.bot_name)
-    return options
+    if is_new:
+        return options
+    wanted = {OF_SESSION.get(name, name) for name in given}
+    if chat.no_system:
+        wanted.add("system")
+    return {name: value for name, value in options.items() if name in wanted}
 
 
 def _received(pieces: Iterator[Piece], *, shows: bool) -> tuple[str, str, list[str]]:
