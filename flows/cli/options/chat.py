@@ -147,7 +147,7 @@ def home(variable: str, default: str) -> Path:
 
 
 def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[str, Any], str]:
-    """Return the options of a profile, or of the one remembered for the model, and its name.
+    """Return the options of a profile, or of the one remembered for the model, and its origin.
 
     Raises:
         ConfigError: there is no such profile, or it has no such option; or a file is damaged.
