@@ -46,10 +46,9 @@ def _generator(
     model: Path, options: GenerationOptions, requests: list[Request]
 ) -> tuple[Generator, list[Request]]:
     """Load the model, which says where texts end; a cache for one prompt is as small as it can."""
-    filters = filters_of(
-        json_schema=options.json_schema, regex=options.regex, grammar=options.grammar
-    )
-    loaded = load(model, options, slots=options.slots if options.prompts else 1)
+    filters = filters_of(options)
+    slots = options.slots if options.prompts else 1
+    loaded = load(model, options, slots=slots, tokens=options.tokens)
     draft = load_draft(options, loaded)
     adapters = [Adapter.load(folder, loaded) for folder in options.lora]
     ends = () if options.ignore_eos else loaded.tokenizer.eos_token_ids

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.generation import GenerationOptions, PlacementOptions
+from exl2flow.core.options.generation import ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
 from exl2flow.flows.runs.conversion import choose_allocator
 from exl2flow.inference import Draft, LoadedModel, NgramDraft, load_model
@@ -25,13 +25,15 @@ def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> Sp
     )
 
 
-def load(model: Path, options: GenerationOptions, *, slots: int) -> LoadedModel:
+def load(
+    model: Path, options: ModelOptions, *, slots: int, tokens: int | None = None
+) -> LoadedModel:
     """Load a model as the options say; a split leaves room for the logits of `slots` texts."""
     choose_allocator()
     return load_model(
         model,
         device=options.device,
-        placement=split_of(options, tokens=options.tokens, slots=slots),
+        placement=split_of(options, tokens=tokens, slots=slots),
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
         rope_alpha=options.rope_alpha,
@@ -39,7 +41,7 @@ def load(model: Path, options: GenerationOptions, *, slots: int) -> LoadedModel:
     )
 
 
-def load_draft(options: GenerationOptions, model: LoadedModel) -> Drafter | None:
+def load_draft(options: ModelOptions, model: LoadedModel) -> Drafter | None:
     """Return what proposes draft tokens, on the device of the model's head.
 
     Raises:
@@ -55,23 +57,21 @@ def load_draft(options: GenerationOptions, model: LoadedModel) -> Drafter | None
     return Draft(model=draft, tokens=options.draft_tokens)
 
 
-def filters_of(
-    *, json_schema: str | None = None, regex: str | None = None, grammar: Path | None = None
-) -> list[Filter]:
+def filters_of(options: ModelOptions) -> list[Filter]:
     """Return what all answers must match: a schema or its file, an expression, a grammar's file.
 
     Raises:
         ConfigError: one of them is broken, or a file cannot be read.
     """
     filters = list[Filter]()
-    if json_schema is not None:
-        is_text = json_schema.lstrip().startswith("{")
-        schema = json_schema if is_text else read_text(Path(json_schema))
-        filters.append(GrammarFilter(json_schema=schema))
-    if regex is not None:
-        filters.append(GrammarFilter(regex=regex))
-    if grammar is not None:
-        filters.append(GrammarFilter(lark=read_text(grammar)))
+    if (schema := options.json_schema) is not None:
+        is_text = schema.lstrip().startswith("{")
+        text = schema if is_text else read_text(Path(schema))
+        filters.append(GrammarFilter(json_schema=text))
+    if options.regex is not None:
+        filters.append(GrammarFilter(regex=options.regex))
+    if options.grammar is not None:
+        filters.append(GrammarFilter(lark=read_text(options.grammar)))
     return filters
 
 

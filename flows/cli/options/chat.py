@@ -16,30 +16,13 @@ from typing import Any
 from exl2flow.core import words
 from exl2flow.core.errors import NO_JSON, ConfigError, CorruptCheckpoint, ReadFailed
 from exl2flow.core.options.chat import PROFILES, ChatOptions
-from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.options.generation import ModelOptions
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, build
 from exl2flow.flows.cli.options.setting import PANELS, Setting, settings_of
 
-# of `exl2flow generate`
-SHARED = (
-    "ban",
-    "json_schema",
-    "regex",
-    "grammar",
-    "device",
-    "gpu_split",
-    "devices",
-    "cache",
-    "max_tokens",
-    "rope_scale",
-    "rope_alpha",
-    "rope_yarn",
-    "lora",
-    "draft",
-    "ngram",
-    "draft_tokens",
-)
+# of `exl2flow generate`; a chat reserves tokens, not memory
+SHARED = ModelOptions.model_fields.keys() - ChatOptions.model_fields.keys()
 SAMPLER = tuple(setting.field for setting in settings_of(SamplingSettings))
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
@@ -53,7 +36,7 @@ def _settings() -> Iterator[Setting]:
     for setting in settings_of(SamplingSettings):
         default = str(DEFAULTS.get(setting.field, setting.default or ""))
         yield dataclasses.replace(setting, default=default or None)
-    yield from (setting for setting in settings_of(GenerationOptions) if setting.field in SHARED)
+    yield from (setting for setting in settings_of(ModelOptions) if setting.field in SHARED)
 
 
 CHAT = tuple(sorted(_settings(), key=lambda setting: PANELS.index(setting.panel)))
@@ -65,7 +48,7 @@ class ChatConfig:
 
     chat: ChatOptions
     sampling: SamplingSettings
-    generation: GenerationOptions
+    generation: ModelOptions
 
 
 def build_chat(values: Values, model: Path) -> ChatConfig:
@@ -83,7 +66,7 @@ def build_chat(values: Values, model: Path) -> ChatConfig:
     return ChatConfig(
         chat=chat,
         sampling=SamplingSettings.greedy() if chat.greedy else settings,
-        generation=build(GenerationOptions, of_generation),
+        generation=build(ModelOptions, of_generation),
     )
 
 

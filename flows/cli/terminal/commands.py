@@ -20,6 +20,7 @@ from rich.columns import Columns
 from rich.text import Text
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.generation import ModelOptions
 from exl2flow.flows.cli.loading import filters_of
 from exl2flow.flows.cli.options.chat import CHAT, nearest
 from exl2flow.flows.cli.options.chat import SAMPLER as SAMPLED
@@ -280,7 +281,7 @@ def json(chat: Chat, argument: str) -> Result:
     `/json off` ends that.
     """
     schema = None if argument == OFF else str(_path(argument))
-    chat.session.filters = filters_of(json_schema=schema)
+    chat.session.filters = filters_of(ModelOptions(json_schema=schema))
     return "answers match the schema" if schema else "answers are free"
 
 

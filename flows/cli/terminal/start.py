@@ -118,7 +118,7 @@ def _begun(
 ) -> Iterator[Chat]:
     """Load the model, and begin a conversation or go on with that of the file."""
     chat, shared = config.chat, config.generation
-    filters = filters_of(json_schema=shared.json_schema, regex=shared.regex, grammar=shared.grammar)
+    filters = filters_of(shared)
     loaded = load(model, shared, slots=1)
     format, why = choose_format(model, loaded.tokenizer, chat.format)
     draft = load_draft(shared, loaded)
