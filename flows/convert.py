@@ -8,10 +8,7 @@ from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
 
 
 @flow(
-    name="convert",
-    flow_run_name="{config.run_name}",
-    on_failure=[cancelled_if_interrupted],
-    persist_result=False,
+    flow_run_name="{config.run_name}", on_failure=[cancelled_if_interrupted], persist_result=False
 )
 def convert(config: ConversionConfig) -> Conversion:
     """Run all enabled stages in order, then publish; finished stages are cached.
@@ -24,5 +21,5 @@ def convert(config: ConversionConfig) -> Conversion:
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
-    made: Conversion = run_in_flow("convert", config, config.target)
-    return made
+    conversion: Conversion = run_in_flow("convert", config, config.target)
+    return conversion

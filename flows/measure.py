@@ -13,7 +13,6 @@ from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 
 
 @flow(
-    name="measure",
     flow_run_name="{config.source.name}",
     on_failure=[cancelled_if_interrupted],
     persist_result=False,
@@ -31,5 +30,5 @@ def measure(config: MeasureConfig | ConversionConfig) -> Path:
     """
     if isinstance(config, ConversionConfig) and config.measurement is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
-    made: Conversion = run_in_flow("measure", config)
-    return made.stages["measure"] / MEASUREMENT_FILE
+    measurement: Conversion = run_in_flow("measure", config)
+    return measurement.stages["measure"] / MEASUREMENT_FILE

@@ -9,12 +9,7 @@ from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publish import Published
 
 
-@flow(
-    name="publish",
-    flow_run_name="{config.repo}",
-    on_failure=[cancelled_if_interrupted],
-    persist_result=False,
-)
+@flow(flow_run_name="{config.repo}", on_failure=[cancelled_if_interrupted], persist_result=False)
 def publish(config: PublishConfig) -> Published:
     """Check, upload, download again, try and release; a repeated run continues where it stopped.
 

@@ -8,10 +8,7 @@ from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
 
 
 @flow(
-    name="refine",
-    flow_run_name="{config.run_name}",
-    on_failure=[cancelled_if_interrupted],
-    persist_result=False,
+    flow_run_name="{config.run_name}", on_failure=[cancelled_if_interrupted], persist_result=False
 )
 def refine(config: RefinementConfig) -> Conversion:
     """Refine a model, judge it on held-out rows, compile and validate; finished stages are cached.
@@ -23,5 +20,5 @@ def refine(config: RefinementConfig) -> Conversion:
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the refined model is above a limit.
     """
-    made: Conversion = run_in_flow("refine", config, config.target)
-    return made
+    refinement: Conversion = run_in_flow("refine", config, config.target)
+    return refinement

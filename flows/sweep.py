@@ -8,10 +8,7 @@ from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
 
 
 @flow(
-    name="sweep",
-    flow_run_name="{config.run_name}",
-    on_failure=[cancelled_if_interrupted],
-    persist_result=False,
+    flow_run_name="{config.run_name}", on_failure=[cancelled_if_interrupted], persist_result=False
 )
 def sweep(config: SweepConfig) -> Sweep:
     """Measure once, make every bitrate, compare and publish them; finished stages are cached.
@@ -26,5 +23,5 @@ def sweep(config: SweepConfig) -> Sweep:
         SweepFailed: some bitrates failed; the others are kept, and nothing is published.
     """
     targets = [conversion.target for conversion in config.conversions().values()]
-    made: Sweep = run_in_flow("sweep", config, config.runner, *targets)
-    return made
+    result: Sweep = run_in_flow("sweep", config, config.runner, *targets)
+    return result

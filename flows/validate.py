@@ -1,14 +1,11 @@
 """The flow `validate`: compare finished models with their source."""
 
-from collections.abc import Sequence
-
 from prefect import flow
 
-from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.options.comparison import ComparedModels
 from exl2flow.core.options.config import ValidateOptions, default_work_root
 from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.validate.stage import verdict
+from exl2flow.inference.validate.stage import judge
 from exl2flow.kernels import resolve_device
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
@@ -28,7 +25,7 @@ class Comparison(ComparedModels):
         return ", ".join(model.resolve().name for model in self.models)
 
 
-@flow(name="validate", flow_run_name="{config.run_name}", persist_result=False)
+@flow(flow_run_name="{config.run_name}", persist_result=False)
 def validate(config: Comparison) -> list[Score]:
     """Score all models, generate a sample from each, publish both as artifacts, and judge.
 
@@ -49,15 +46,5 @@ def validate(config: Comparison) -> list[Score]:
         artifacts = Artifacts((reference or config.models[0]).resolve().name)
         page = comparison_page(scores, samples)
         artifacts.markdown("validation", page, f"Figures, plot and samples of `{config.run_name}`")
-        _judge(scores, options)
+        judge(scores, options)
         return scores
-
-
-def _judge(scores: Sequence[Score], options: ValidateOptions) -> None:
-    failures = [
-        f"`{score.model}`: {failure}"
-        for score in scores
-        for failure in verdict(score, None, options)[1]
-    ]
-    if failures:
-        raise ValidationFailed("\n".join(failures))

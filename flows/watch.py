@@ -13,11 +13,11 @@ from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 
 RepoId = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
 Author = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-WATCHED = "watched"  # in place of a commit
+WATCHED = "watched"  # stored as the commit of an author
 
 
 class WatchConfig(Options):
-    """What to watch on the Hugging Face Hub."""
+    """Repositories and authors on the Hugging Face Hub to watch."""
 
     repositories: tuple[RepoId, ...] = Field((), description="repositories, as org/name")
     authors: tuple[Author, ...] = Field(
@@ -38,11 +38,11 @@ class WatchConfig(Options):
 
     @property
     def run_name(self) -> str:
-        """What is watched, for people."""
+        """Repositories and authors, for people."""
         return ", ".join([*self.repositories, *self.authors])
 
 
-@flow(name="watch", flow_run_name="{config.run_name}", persist_result=False)
+@flow(flow_run_name="{config.run_name}", persist_result=False)
 def watch(config: WatchConfig) -> list[Revision]:
     """Announce the revisions that are new since the last run by an event each, and return them.
 
@@ -56,13 +56,13 @@ def watch(config: WatchConfig) -> list[Revision]:
     with logged():
         file = config.work_root / "revisions.json"
         seen: dict[str, str] = read_json(file) if file.exists() else {}
-        found = newest_revisions(config.repositories, config.authors)
-        new = [r for r in found if _is_new(r, seen, include_existing=config.include_existing)]
+        revisions = newest_revisions(config.repositories, config.authors)
+        new = [r for r in revisions if _is_new(r, seen, include_existing=config.include_existing)]
         if new:
             announce(new)
         file.parent.mkdir(parents=True, exist_ok=True)
         looked_at = {_all_of(author): WATCHED for author in config.authors}
-        write_json(file, {**seen, **looked_at, **{r.repo_id: r.revision for r in found}})
+        write_json(file, {**seen, **looked_at, **{r.repo_id: r.revision for r in revisions}})
         return new
 
 

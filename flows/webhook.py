@@ -72,12 +72,12 @@ class Impatient(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # of TCP
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self._deadline = self.loop.call_later(RECEIVE_SECONDS, self._end_unless_received)
         if len(self.connections) > MOST_CONNECTIONS:
             ours = (other for other in self.connections if isinstance(other, Impatient))
             waiting = [other for other in ours if not other.has_received()]
-            oldest = min(waiting, key=lambda other: other.begun)  # this one waits, too
+            oldest = min(waiting, key=lambda other: other.started)  # this one waits, too
             self.connections.discard(oldest)
             oldest.transport.abort()
 
@@ -163,8 +163,8 @@ def receiver(secret: str) -> FastAPI:
         try:
             message = _HubMessage.model_validate_json(await _body(request))
         except ValidationError as error:
-            found = error.errors(include_input=False, include_url=False)[:MOST_FIELDS]
-            fields = ", ".join(".".join(map(str, e["loc"])) or "JSON" for e in found)
+            problems = error.errors(include_input=False, include_url=False)[:MOST_FIELDS]
+            fields = ", ".join(".".join(map(str, e["loc"])) or "JSON" for e in problems)
             raise HTTPException(BAD_REQUEST, f"not a message of the Hub: {fields}") from error
         revision = message.revision()
         if revision is None:

@@ -21,9 +21,7 @@ from exl2flow.inference.report.tables import (
     scored_on,
 )
 from exl2flow.inference.scoring.evaluate import Score, evaluate
-from exl2flow.inference.scoring.text import text_rows
-from exl2flow.inference.validate.stage import generate_sample
-from exl2flow.model import Tokenizer, resolve
+from exl2flow.inference.validate.stage import generate_sample, held_out_rows
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, markdown_plot
 
 
@@ -33,12 +31,7 @@ def score_models(
 ) -> list[Score]:
     """Score all models on the same rows; they share the reference's forward pass."""
     base = reference or models[0]
-    ids = text_rows(
-        options.text,
-        Tokenizer.load(base),
-        rows=options.rows,
-        row_tokens=min(options.row_tokens, resolve(base).max_positions),
-    )
+    ids = held_out_rows([base, *models], options)
     artifacts = Artifacts(base.resolve().name)
     with closing(ProgressArtifact(artifacts, "score")) as progress:
         return evaluate(

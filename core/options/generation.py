@@ -60,7 +60,48 @@ class DrawOptions(Options):
     )
 
 
-class GenerationOptions(PlacementOptions, DrawOptions):
+class ModelOptions(PlacementOptions):
+    """How `generate` and `chat` load a model, and what its texts must and must not hold."""
+
+    ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
+        [], description="text that must not appear, in upper or lower case"
+    )
+    json_schema: Annotated[str | None, Option("FILE|JSON", "Constraints")] = Field(
+        None, description="JSON schema of the answer: a file, or the schema itself"
+    )
+    regex: Annotated[str | None, Option("REGEX", "Constraints")] = Field(
+        None, description="regular expression that the whole answer matches"
+    )
+    grammar: Annotated[Path | None, Option("FILE", "Constraints")] = Field(
+        None, description="file with a grammar of the answer, in Lark"
+    )
+    lora: Annotated[list[Path], Option("FOLDER", MODEL)] = Field(
+        [], description="folder of an adapter that changes the model"
+    )
+    max_tokens: Annotated[int | None, Option("N", MODEL)] = Field(
+        None, ge=1, description="longest text, prompt included; empty: the model's context"
+    )
+    rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
+        None, gt=0, description="divides positions"
+    )
+    rope_alpha: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
+        None, gt=0, description="NTK factor, for texts longer than the model's context"
+    )
+    rope_yarn: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
+        None, ge=1, description="YaRN factor, in place of the model's own way to stretch"
+    )
+    draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
+        None, description="folder of a draft model with the same vocabulary"
+    )
+    ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
+        False, description="draft tokens by n-grams of the text so far"
+    )
+    draft_tokens: Annotated[int, Option("N", DRAFTS, rare=True)] = Field(
+        4, ge=1, le=7, description="most draft tokens per step"
+    )
+
+
+class GenerationOptions(ModelOptions, DrawOptions):
     """What `exl2flow generate` takes besides the settings of the sampler."""
 
     prompts: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
@@ -95,20 +136,8 @@ class GenerationOptions(PlacementOptions, DrawOptions):
     ignore_eos: Annotated[bool, Option(panel="Stopping")] = Field(
         False, description="go on after the model's end-of-text tokens"
     )
-    ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
-        [], description="text that must not appear, in upper or lower case"
-    )
     end_loops: Annotated[bool, Option(panel="Stopping", rare=True)] = Field(
         False, description="end a text that repeats itself without end"
-    )
-    json_schema: Annotated[str | None, Option("FILE|JSON", "Constraints")] = Field(
-        None, description="JSON schema of the answer: a file, or the schema itself"
-    )
-    regex: Annotated[str | None, Option("REGEX", "Constraints")] = Field(
-        None, description="regular expression that the whole answer matches"
-    )
-    grammar: Annotated[Path | None, Option("FILE", "Constraints")] = Field(
-        None, description="file with a grammar of the answer, in Lark"
     )
     prefer_end: Annotated[bool, Option(panel="Constraints", rare=True)] = Field(
         False, description="end the answer as soon as these allow it"
@@ -121,28 +150,4 @@ class GenerationOptions(PlacementOptions, DrawOptions):
     )
     slots: Annotated[int, Option("N", MODEL)] = Field(
         16, ge=1, description="texts that are generated at once"
-    )
-    lora: Annotated[list[Path], Option("FOLDER", MODEL)] = Field(
-        [], description="folder of an adapter that changes the model"
-    )
-    max_tokens: Annotated[int | None, Option("N", MODEL)] = Field(
-        None, ge=1, description="longest text, prompt included; empty: the model's context"
-    )
-    rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, gt=0, description="divides positions"
-    )
-    rope_alpha: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, gt=0, description="NTK factor, for texts longer than the model's context"
-    )
-    rope_yarn: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, ge=1, description="YaRN factor, in place of the model's own way to stretch"
-    )
-    draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
-        None, description="folder of a draft model with the same vocabulary"
-    )
-    ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
-        False, description="draft tokens by n-grams of the text so far"
-    )
-    draft_tokens: Annotated[int, Option("N", DRAFTS, rare=True)] = Field(
-        4, ge=1, le=7, description="most draft tokens per step"
     )

@@ -7,10 +7,10 @@ import typer
 
 from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show
+from exl2flow.flows.cli.options import AsJson
 from exl2flow.flows.cli.tables import table_of
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow clean   (shows what could go from ./.exl2flow)",
     "exl2flow clean /models/.exl2flow --yes",
     "exl2flow clean /models/.exl2flow --partial   (also conversions that were never finished)",
@@ -33,7 +33,6 @@ def clean_command(
     keep_latest: Annotated[
         int,
         typer.Option(
-            "--keep-latest",
             metavar="N",
             min=1,
             help="Finished conversions to keep for each output folder, newest first.",
@@ -47,9 +46,7 @@ def clean_command(
             "fetched models that were never converted.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show or remove checkpoints that no finished conversion needs.
 
@@ -61,14 +58,14 @@ def clean_command(
 
     work = clean if yes else unneeded
     folders = roots or [Path(".exl2flow")]
-    found = [i for f in folders for i in work(f, keep_latest=keep_latest, partial=partial)]
-    total = sum(item.size for item in found)
+    removable = [i for f in folders for i in work(f, keep_latest=keep_latest, partial=partial)]
+    total = sum(item.size for item in removable)
     if as_json:
-        items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in found]
+        items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in removable]
         emit_json({"items": items, "bytes": total, "removed": yes})
         return
-    if found:
-        rows = [{"what": str(i.path), "why": i.why, "size": size(i.size)} for i in found]
+    if removable:
+        rows = [{"what": str(i.path), "why": i.why, "size": size(i.size)} for i in removable]
         show(table_of(rows))
     verb = "removed" if yes else "can go"
-    say(f"{size(total)} {verb}{'' if yes or not found else '; `--yes` removes it'}")
+    say(f"{size(total)} {verb}{'' if yes or not removable else '; `--yes` removes it'}")

@@ -1,11 +1,10 @@
 """`exl2flow convert`: from a Hugging Face folder to a validated EXL2 model."""
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, Restart, with_options
+from exl2flow.flows.cli.options import FlowSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow convert ./Llama-3.2-1B --out ./Llama-3.2-1B-4.0bpw --bpw 4.0",
     "exl2flow convert org/name --out ./out --bpw 4   (fetches the model from the Hub)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --bpw 2.5 --dry-run   (only checks)",
@@ -17,25 +16,11 @@ EXAMPLES = (
 
 
 @with_options()
-def convert(
-    *,
-    config: ConversionConfig,
-    restart: Restart = False,
-    no_prefect: NoPrefect = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+def convert(*, config: ConversionConfig, switches: FlowSwitches) -> None:
     """Convert a Hugging Face model into an EXL2 model.
 
     Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; some options add
     compose before tokenize, tune after quantize. Each resumes where it stopped and is kept in the
     work root.
     """
-    run_command(
-        "convert",
-        config,
-        restart=restart,
-        no_prefect=no_prefect,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    run_command("convert", config, switches)

@@ -24,7 +24,7 @@ from exl2flow.core.store.files import read_json, replacing
 from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.flows.cli.console import emit_json, say, show, tell
-from exl2flow.flows.cli.options import flags
+from exl2flow.flows.cli.options import RunSwitches, flags
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.results import print_report, print_sweep
 from exl2flow.flows.cli.sources import fetched_with_progress
@@ -47,10 +47,7 @@ def execute(
     name: str,
     config: RunOptions,
     flow: Callable[[RunOptions], Any] | None,
-    *,
-    restart: bool,
-    dry_run: bool,
-    as_json: bool,
+    switches: RunSwitches,
 ) -> None:
     """Check a run of `RUNS`, carry it out and print it.
 
@@ -58,37 +55,35 @@ def execute(
         name: of the run.
         config: its options.
         flow: runs it on a server; None: this process does, without Prefect.
-        restart: whether to delete its checkpoints first, and to take the newest commit of a source.
-        dry_run: whether to stop after the plan.
-        as_json: whether to print one JSON object in place of tables.
+        switches: `restart` also takes the newest commit of a source.
 
     Raises:
         Exl2FlowError: what went wrong, after the report if there is a result.
     """
-    begun = time.monotonic()
+    started = time.monotonic()
     stages = RUNS[name].stages
     if isinstance(config, SweepConfig):
         check_runner(config)
     check_release(config)
-    fetched = partial(fetched_with_progress, plain=as_json, renew=restart)
-    prepared = prepare(with_folder(config, fetched), () if restart else stages)
-    if not as_json:
+    fetched = partial(fetched_with_progress, plain=switches.as_json, renew=switches.restart)
+    prepared = prepare(with_folder(config, fetched), () if switches.restart else stages)
+    if not switches.as_json:
         show(plan_table(_plan_rows(prepared)))
-    if dry_run:
-        if as_json:
+    if switches.dry_run:
+        if switches.as_json:
             emit_json(prepared.to_json())
         return
-    config, made, failure = prepared.config, None, None
-    if restart:
+    config, result, failure = prepared.config, None, None
+    if switches.restart:
         _forget(config, stages)
-    with shown(plain=as_json), reuse_checks(prepared):
+    with shown(plain=switches.as_json), reuse_checks(prepared):
         try:
-            made = flow(config) if flow else carry_out(RUNS[name], config, HERE)
+            result = flow(config) if flow else carry_out(RUNS[name], config, HERE)
         except (ValidationFailed, SweepFailed, *NOT_PUBLISHED) as error:
             failure = error  # the result is shown first, if there is one
-    report = _report(config, stages, made)
-    seconds = time.monotonic() - begun
-    if report is not None and as_json:
+    report = _report(config, stages, result)
+    seconds = time.monotonic() - started
+    if report is not None and switches.as_json:
         emit_json({**prepared.to_json(), "seconds": round(seconds, 1), **report})
     elif report is not None:
         _print(config, report)
@@ -127,11 +122,11 @@ def _sweep_rows(config: SweepConfig, plans: Mapping[str, Plan]) -> list[tuple[st
     sizes = [f"{name} about {size(plan.output_bytes)}" for name, plan in plans.items()]
     several = {"target": ", ".join(plans), "output": f"{config.out}: {', '.join(sizes)}"}
     stages = {name: dict(stage_rows(plan.stages, flags())) for name, plan in plans.items()}
-    for what in dict.fromkeys(what for found in stages.values() for what in found):
-        told = [f"{name}: {found[what]}" for name, found in stages.items() if what in found]
+    for what in dict.fromkeys(what for known in stages.values() for what in known):
+        told = [f"{name}: {known[what]}" for name, known in stages.items() if what in known]
         several[what] = "; ".join(told)
-    most = max(plans.values(), key=lambda plan: plan.memory_bytes)
-    return list({**rows, **several, "memory": dict(most.rows())["memory"]}.items())
+    largest = max(plans.values(), key=lambda plan: plan.memory_bytes)
+    return list({**rows, **several, "memory": dict(largest.rows())["memory"]}.items())
 
 
 def _forget(config: RunOptions, stages: Sequence[Stage[Any]]) -> None:
@@ -147,17 +142,17 @@ def _forget(config: RunOptions, stages: Sequence[Stage[Any]]) -> None:
                 shutil.rmtree(pipeline.path(name), ignore_errors=True)
 
 
-def _report(config: RunOptions, stages: Sequence[Stage[Any]], made: Any) -> dict[str, Any] | None:
+def _report(config: RunOptions, stages: Sequence[Stage[Any]], result: Any) -> dict[str, Any] | None:
     """Return what a run says of its result, as JSON; None if it has none.
 
-    `made` is what it returned; None if it failed, for example because the model is above a limit.
+    `result` is what it returned; None if it failed, for example because the model is above a limit.
     """
     out = config.out.resolve()
     if isinstance(config, SweepConfig):
         is_made = (out / SWEEP_FILE).exists()
         return {"out": str(out), **read_json(out / SWEEP_FILE)} if is_made else None
     if isinstance(config, MeasureConfig):
-        folder = made.stages["measure"]
+        folder = result.stages["measure"]
         with (folder / MEASUREMENT_FILE).open("rb") as file, replacing(out) as copy:
             shutil.copyfileobj(file, copy)
         return {"measurement": str(out), "folder": str(folder)}
@@ -168,7 +163,7 @@ def _report(config: RunOptions, stages: Sequence[Stage[Any]], made: Any) -> dict
     report = {**read_json(folder / REPORT_FILE), "report_folder": str(folder)}
     if isinstance(config, RefinementConfig):
         return {**report, "refinement": read_json(pipeline.path("judge") / JUDGEMENT_FILE)}
-    published = made and made.published
+    published = result and result.published
     return {**report, "published": published and asdict(published)}
 
 

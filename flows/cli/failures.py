@@ -1,4 +1,4 @@
-"""How a command ends: an error becomes a message and an exit code, never a traceback."""
+"""Turns errors of a command into a message and an exit code, never a traceback."""
 
 import shlex
 import tempfile
@@ -44,25 +44,21 @@ CPU_MEMORY = "can't allocate memory"  # torch's message where the CPU has no mor
 RESUMABLE = ("convert", "sweep", "measure", "refine", "publish")  # commands that save their work
 
 
-def saves_work(arguments: Sequence[str]) -> bool:
+def _saves_work(arguments: Sequence[str]) -> bool:
     """Return whether the command of these arguments goes on where it stopped if it is repeated."""
     return next((word for word in arguments if not word.startswith("-")), "") in RESUMABLE
 
 
-def kept(arguments: Sequence[str]) -> str:
+def saved_work(arguments: Sequence[str]) -> str:
     """Return how the message of a failed command ends: what became of its work."""
     told = "; finished work is saved: repeat the command to resume"
-    return told if saves_work(arguments) else ""
+    return told if _saves_work(arguments) else ""
 
 
-def resume_command(arguments: Sequence[str]) -> str:
-    """Return the command line that resumes the run of these arguments."""
-    return shlex.join(["exl2flow", *(word for word in arguments if word != ONLY_ONCE)])
-
-
-def _resume(arguments: Sequence[str]) -> str:
-    """Return how the message of an interrupted command ends."""
-    return f"\nresume with:\n  {resume_command(arguments)}" if saves_work(arguments) else ""
+def how_to_resume(arguments: Sequence[str]) -> str:
+    """Return how the message of an interrupted command ends: how to resume it."""
+    words = ("exl2flow", *(word for word in arguments if word != ONLY_ONCE))
+    return f"\nresume with:\n  {shlex.join(words)}" if _saves_work(arguments) else ""
 
 
 @contextmanager
@@ -75,19 +71,19 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        say(f"{stop}{_resume(arguments)}")
+        say(f"{stop}{how_to_resume(arguments)}")
         raise typer.Exit(128 + stop.signum) from None
     except Exl2FlowError as error:
-        tail = kept(arguments) if isinstance(error, WriteFailed) else ""
+        tail = saved_work(arguments) if isinstance(error, WriteFailed) else ""
         say(_message(error) + tail, style="red")
         raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
     except FAILURES as error:
         if (message := of_the_machine(error)) is None:
             raise
-        say(f"error: {message}{kept(arguments)}", style="red")
+        say(f"error: {message}{saved_work(arguments)}", style="red")
         raise typer.Exit(FAILURE) from None
     except KeyboardInterrupt:
-        say(f"interrupted{_resume(arguments)}")
+        say(f"interrupted{how_to_resume(arguments)}")
         raise typer.Exit(KEYBOARD) from None
 
 
@@ -133,6 +129,6 @@ def explain_defect(error: Exception, arguments: Sequence[str]) -> None:
     say(
         f"error: unexpected {type(error).__name__}: {first}\n"
         f"the traceback is in `{Path(file.name)}`; please report it; `exl2flow --debug …` shows "
-        f"the traceback{kept(arguments)}",
+        f"the traceback{saved_work(arguments)}",
         style="red",
     )

@@ -35,13 +35,9 @@ def _readable(parameter: Any) -> Any:
         parameter.help = f"{parameter.help} [dim]{escape(f'[default: {shown}]')}[/dim]"
         parameter.show_default = False
     if isinstance(parameter, TyperArgument):
-        parameter.display_type_rich = _nothing  # type: ignore[method-assign]  # of one
+        parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # of one
     elif parameter.is_flag:
         parameter.metavar = ""
     elif parameter.metavar is None:
         parameter.metavar = parameter.name.upper()
     return parameter
-
-
-def _nothing(ctx: Any) -> None:
-    return None

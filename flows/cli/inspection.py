@@ -8,7 +8,6 @@ import typer
 from exl2flow.flows.cli.console import emit_json
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow inspect ./Llama-3.2-1B-4.0bpw",
     "exl2flow inspect ./from-elsewhere-exl2 --matrices",
     "exl2flow inspect ./Llama-3.2-1B-4.0bpw --json | jq .bpw",
@@ -18,10 +17,7 @@ EXAMPLES = (
 
 def inspect_command(
     model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIR", help="Folder of an EXL2 model, whatever wrote it.", show_default=False
-        ),
+        Path, typer.Argument(metavar="DIR", help="Folder of an EXL2 model, whatever wrote it.")
     ],
     *,
     matrices: Annotated[
@@ -32,11 +28,10 @@ def inspect_command(
     ] = False,
     csv: Annotated[
         Path | None,
-        typer.Option("--csv", metavar="FILE", help="Also write the matrices as CSV, a row each."),
+        typer.Option(metavar="FILE", help="Also write the matrices as CSV, a row each."),
     ] = None,
     parquet: Annotated[
-        Path | None,
-        typer.Option("--parquet", metavar="FILE", help="Also write the matrices as Parquet."),
+        Path | None, typer.Option(metavar="FILE", help="Also write the matrices as Parquet.")
     ] = None,
 ) -> None:
     """Show bits per weight, bit widths, groups, sizes and errors of an EXL2 model.

@@ -1,24 +1,20 @@
-"""Load model, adapters, draft model and filters for `generate` and `chat`."""
+"""Load model, draft model and filters for commands that generate; its imports take seconds."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.generation import GenerationOptions, PlacementOptions
+from exl2flow.core.options.generation import ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
+from exl2flow.flows.runs.conversion import choose_allocator
+from exl2flow.inference import Draft, LoadedModel, NgramDraft, load_model
+from exl2flow.inference.drafts import Drafter
+from exl2flow.inference.filters import GrammarFilter
+from exl2flow.inference.loading.layer_split import Split
 
-if TYPE_CHECKING:  # these import torch
-    from exl2flow.inference import Adapter, LoadedModel
-    from exl2flow.inference.drafts import Drafter
-    from exl2flow.inference.loading.layer_split import Split
 
-
-def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> "Split | None":
+def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> Split | None:
     """Return how a model is split among GPUs, with room for a cache and the logits of texts."""
-    from exl2flow.inference.loading.layer_split import Split
-
     return Split.parse(
         options.gpu_split,
         reserve=options.reserve,
@@ -29,16 +25,15 @@ def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> "S
     )
 
 
-def load(model: Path, options: GenerationOptions, *, slots: int) -> "LoadedModel":
-    """Load a model as the options say; a split leaves room for the logits of so many texts."""
-    from exl2flow.flows.runs.conversion import choose_allocator
-    from exl2flow.inference import load_model
-
+def load(
+    model: Path, options: ModelOptions, *, slots: int, tokens: int | None = None
+) -> LoadedModel:
+    """Load a model as the options say; a split leaves room for the logits of `slots` texts."""
     choose_allocator()
     return load_model(
         model,
         device=options.device,
-        placement=split_of(options, tokens=options.tokens, slots=slots),
+        placement=split_of(options, tokens=tokens, slots=slots),
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
         rope_alpha=options.rope_alpha,
@@ -46,14 +41,7 @@ def load(model: Path, options: GenerationOptions, *, slots: int) -> "LoadedModel
     )
 
 
-def read_adapters(model: "LoadedModel", folders: Iterable[Path]) -> "list[Adapter]":
-    """Load adapters of a model."""
-    from exl2flow.inference import Adapter
-
-    return [Adapter.load(folder, model) for folder in folders]
-
-
-def load_draft(options: GenerationOptions, model: "LoadedModel") -> "Drafter | None":
+def load_draft(options: ModelOptions, model: LoadedModel) -> Drafter | None:
     """Return what proposes draft tokens, on the device of the model's head.
 
     Raises:
@@ -63,36 +51,28 @@ def load_draft(options: GenerationOptions, model: "LoadedModel") -> "Drafter | N
         raise ConfigError("`--draft` and `--ngram` are two drafts; give one")
     if options.draft is None and not options.ngram:
         return None
-    from exl2flow.inference import Draft, NgramDraft, load_model
-
     if options.draft is None:
         return NgramDraft(tokens=options.draft_tokens)
     draft = load_model(options.draft, device=str(model.decoder.placement.head))
     return Draft(model=draft, tokens=options.draft_tokens)
 
 
-def filters_of(
-    *, json_schema: str | None = None, regex: str | None = None, grammar: Path | None = None
-) -> list[Filter]:
+def filters_of(options: ModelOptions) -> list[Filter]:
     """Return what all answers must match: a schema or its file, an expression, a grammar's file.
 
     Raises:
         ConfigError: one of them is broken, or a file cannot be read.
     """
-    found = list[Filter]()
-    if json_schema is None and regex is None and grammar is None:
-        return found
-    from exl2flow.inference.filters import GrammarFilter
-
-    if json_schema is not None:
-        is_text = json_schema.lstrip().startswith("{")
-        schema = json_schema if is_text else read_text(Path(json_schema))
-        found.append(GrammarFilter(json_schema=schema))
-    if regex is not None:
-        found.append(GrammarFilter(regex=regex))
-    if grammar is not None:
-        found.append(GrammarFilter(lark=read_text(grammar)))
-    return found
+    filters = list[Filter]()
+    if (schema := options.json_schema) is not None:
+        is_text = schema.lstrip().startswith("{")
+        text = schema if is_text else read_text(Path(schema))
+        filters.append(GrammarFilter(json_schema=text))
+    if options.regex is not None:
+        filters.append(GrammarFilter(regex=options.regex))
+    if options.grammar is not None:
+        filters.append(GrammarFilter(lark=read_text(options.grammar)))
+    return filters
 
 
 def read_text(path: Path) -> str:

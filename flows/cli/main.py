@@ -41,7 +41,7 @@ from exl2flow.flows.cli.failures import (
     KEYBOARD,
     explain_defect,
     explained,
-    kept,
+    saved_work,
 )
 from exl2flow.flows.cli.help import HelpCommand, HelpGroup
 
@@ -90,9 +90,7 @@ def options(
     ] = False,
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", metavar="", help="Show detailed logs, and tracebacks of unexpected errors."
-        ),
+        typer.Option("--debug", help="Show detailed logs, and tracebacks of unexpected errors."),
     ] = False,
 ) -> None:
     """Options that come before the command."""
@@ -120,9 +118,8 @@ for _name, _command, _examples in (
     ("clean", clean.clean_command, clean.EXAMPLES),
     ("webhook", webhook.webhook, webhook.EXAMPLES),
 ):
-    app.command(_name, cls=HelpCommand, help=_reflowed(_command), epilog="\n\n".join(_examples))(
-        _command
-    )
+    _epilog = "\n\n".join(("Examples:", *_examples))
+    app.command(_name, cls=HelpCommand, help=_reflowed(_command), epilog=_epilog)(_command)
 for _info in server.app.registered_commands:
     _info.cls = HelpCommand
 app.add_typer(server.app, name="server", cls=HelpGroup)
@@ -134,14 +131,14 @@ _terminations: list[int] = []  # signals that ended the program
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise an exception, so that temporary servers and files are cleaned up."""
     _terminations.append(signum)
-    os.write(2, f"\nterminated{kept(sys.argv[1:])}\n".encode())
+    os.write(2, f"\nterminated{saved_work(sys.argv[1:])}\n".encode())
     raise SystemExit(128 + signum)
 
 
 def forbid_cores() -> None:
     """Let a crash leave no core, which would hold the tokens of the environment."""
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, limit))
 
 
 # How long torch's threads spin while they wait for each other. With the default, stages take twice

@@ -2,25 +2,18 @@
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.measure import MeasureConfig
-from exl2flow.flows.cli.options import AsJson, DryRun, Restart, with_options
+from exl2flow.flows.cli.options import RunSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 FILE_NAME = "measurement.json"
 EXAMPLES = (
-    "Examples:",
     "exl2flow measure ./Llama-3.2-1B --out ./measurement.json",
     "exl2flow convert ./Llama-3.2-1B --out ./3bpw --bpw 3 --measurement ./measurement.json",
 )
 
 
 @with_options()
-def measure(
-    *,
-    config: MeasureConfig,
-    restart: Restart = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+def measure(*, config: MeasureConfig, switches: RunSwitches) -> None:
     """Measure the size and the error of every bit-width candidate.
 
     The measurement depends on the model and the calibration, not on the bitrate. exllamav2 reads
@@ -30,6 +23,4 @@ def measure(
     if target.suffix != ".json":
         raise ConfigError(f"`--out {target}` is neither a folder nor a name that ends in `.json`")
     config = config.model_copy(update={"out": target})
-    run_command(
-        "measure", config, restart=restart, no_prefect=True, dry_run=dry_run, as_json=as_json
-    )
+    run_command("measure", config, switches)

@@ -37,19 +37,15 @@ class PlainLines:
         now = time.monotonic()
         pace = self._paces.setdefault(tick.stage, Pace.start(tick, now))
         pace.update(tick, now)
-        if not self._is_due(tick, now):
-            return
+        before = self._printed.get(tick.stage)
+        if before is not None:
+            is_end = before.done < tick.total <= tick.done
+            if not is_end and (tick == before or now - self._time < PAUSE_SECONDS):
+                return
         self._printed[tick.stage], self._time = tick, now
         words = [tick.stage, f"{tick.done}/{tick.total}", tick.detail]
         words += [f"{what}={time}" for what, time in pace.times(now).items()]
         say(" ".join(filter(None, words)))
-
-    def _is_due(self, tick: Tick, now: float) -> bool:
-        before = self._printed.get(tick.stage)
-        if before is None:
-            return True
-        is_end = before.done < tick.total <= tick.done
-        return is_end or (tick != before and now - self._time >= PAUSE_SECONDS)
 
 
 class _Times(ProgressColumn):

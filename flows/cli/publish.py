@@ -12,7 +12,6 @@ from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.tables import print_draft, print_published
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow publish ./3bpw ./4bpw ./5bpw --repo org/Llama-3.2-1B-exl2",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --dry-run > card.md   (without a network)",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --base-model org/mine --license apache-2.0",
@@ -28,13 +27,11 @@ def publish(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run",
-            help="Check all that needs no network, print the card on stdout, and stop.",
+            "--dry-run", help="Check all that needs no network, print the card on stdout, and stop."
         ),
     ] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print one JSON object: address, commits, files sent."),
+        bool, typer.Option("--json", help="Print one JSON object: address, commits, files sent.")
     ] = False,
 ) -> None:
     """Publish converted models: a repository, a branch per bitrate, a card on every branch.
@@ -48,8 +45,8 @@ def publish(
     from exl2flow.tasks.publish import publish as run
 
     if dry_run:
-        found = asdict(draft(config))
-        emit_json(found) if as_json else print_draft(found)
+        card = asdict(draft(config))
+        emit_json(card) if as_json else print_draft(card)
         return
     with shown(plain=as_json) as progress:
         published = run(config, hub_of(config.token_block), progress=progress)

@@ -1,11 +1,10 @@
 """`exl2flow refine`: better codes and scales for an EXL2 model, at the same size."""
 
 from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, Restart, with_options
+from exl2flow.flows.cli.options import FlowSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow refine ./Llama-3.2-1B-4.0bpw --reference ./Llama-3.2-1B --out ./refined",
     "exl2flow refine ./old --reference ./Llama-3.2-1B --out ./refined --quality best",
     "exl2flow refine ./old --reference ./Llama-3.2-1B --out ./refined --dry-run   (only checks)",
@@ -14,24 +13,10 @@ EXAMPLES = (
 
 
 @with_options()
-def refine(
-    *,
-    config: RefinementConfig,
-    restart: Restart = False,
-    no_prefect: NoPrefect = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+def refine(*, config: RefinementConfig, switches: FlowSwitches) -> None:
     """Refit the codes and scales of an EXL2 model to its source.
 
     Bit widths, groups and permutations stay, so the size is the same to the byte. Held-out rows of
     text judge the result: if they do not get closer to the source, the old matrices stay.
     """
-    run_command(
-        "refine",
-        config,
-        restart=restart,
-        no_prefect=no_prefect,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    run_command("refine", config, switches)

@@ -9,7 +9,6 @@ from exl2flow.core.options.sweep import REPORT_PAGE
 from exl2flow.flows.cli.console import tell
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow report ./Llama-3.2-1B-exl2",
     "exl2flow report ./.exl2flow/llama-3.2-1b-1f0c6e2d9a4b --out report.html",
 )
@@ -22,15 +21,12 @@ def report(
             metavar="DIR",
             help="Folder of a sweep, folder that holds converted models, or work directory of a "
             "model.",
-            show_default=False,
         ),
     ],
     *,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out", metavar="FILE", help="The page.", show_default="`report.html` in DIR"
-        ),
+        typer.Option(metavar="FILE", help="The page.", show_default="`report.html` in DIR"),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page that compares converted models.

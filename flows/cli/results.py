@@ -13,6 +13,7 @@ from exl2flow.core.options.sweep import REPORT_PAGE
 from exl2flow.core.store.files import replacing
 from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 from exl2flow.flows.cli.tables import plan_table, table_of
+from exl2flow.inference.bench import Speed, Timing
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import (
     MatrixCost,
@@ -89,17 +90,11 @@ def comparison_table(models: Sequence[Compared]) -> Table:
     )
 
 
-def certainty_table(models: Sequence[Compared]) -> Table | None:
-    """Return the intervals of models and of their differences; None if none is known."""
-    rows = certainty_rows(models)
-    return table_of(rows, "95 % intervals") if rows else None
-
-
 def show_comparison(models: Sequence[Compared]) -> None:
     """Print the figures of scored models and how sure they are."""
     show(comparison_table(models))
-    if (table := certainty_table(models)) is not None:
-        show(table)
+    if rows := certainty_rows(models):
+        show(table_of(rows, "95 % intervals"))
 
 
 def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
@@ -113,6 +108,50 @@ def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
     _print_warnings(content["warnings"])
     tell(f"models  {out}")
     tell(f"report  {out / REPORT_PAGE}")
+
+
+def show_speed(speed: Speed) -> None:
+    """Print how fast a model loads, reads and decodes."""
+    show(plan_table(_speed_summary(speed)))
+    show(table_of([_timing_row(timing, speed) for timing in speed.timings]))
+    for text in speed.omitted:
+        say(f"left out: {text}", style="yellow")
+
+
+def _speed_summary(speed: Speed) -> list[tuple[str, str]]:
+    copies = "" if speed.copy_rate is None else f", copies at {speed.copy_rate:,.0f} GB/s"
+    rate = speed.file_bytes / speed.load_seconds
+    lines = [
+        ("model", speed.model),
+        ("device", speed.device + copies),
+        ("versions", ", ".join(f"{name} {number}" for name, number in speed.versions.items())),
+        (
+            "load",
+            f"{speed.load_seconds:.2f} s, {words.size(speed.file_bytes)}, {words.size(rate)}/s",
+        ),
+    ]
+    if speed.memory is not None:
+        weights, cache, peak = (
+            words.size(count)
+            for count in (speed.memory.weights, speed.memory.cache, speed.memory.peak)
+        )
+        lines.append(("memory", f"weights {weights}, cache at most {cache}, peak {peak}"))
+    return [*lines, ("cache", speed.cache)]
+
+
+def _timing_row(timing: Timing, speed: Speed) -> dict[str, str]:
+    """Return a row of the table; only a GPU has a last column."""
+    row = {
+        "work": timing.work,
+        "rows": str(timing.rows),
+        "context": f"{timing.context:,}",
+        "ms": f"{1e3 * timing.seconds:,.3f}",
+        "tokens/s": f"{timing.tokens_per_second:,.1f}",
+    }
+    if speed.copy_rate is not None:
+        share = timing.share_of_copy(speed.copy_rate)
+        row["share of a copy"] = "" if share is None else words.percent(share, 0)
+    return row
 
 
 def show_contents(contents: ModelContents, *, matrices: bool) -> None:

@@ -1,4 +1,4 @@
-"""How a command begins a run: a server of Prefect starts while torch is imported."""
+"""Begins the run of a command; Prefect's server starts while torch is imported."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -9,22 +9,15 @@ from exl2flow import flows
 from exl2flow.core.errors import ServerFailed
 from exl2flow.core.options.config import RunOptions
 from exl2flow.flows.cli.console import say
+from exl2flow.flows.cli.options import RunSwitches
 
 
-def run_command(
-    name: str,
-    config: RunOptions,
-    *,
-    restart: bool = False,
-    no_prefect: bool = False,
-    dry_run: bool = False,
-    as_json: bool = False,
-) -> None:
+def run_command(name: str, config: RunOptions, switches: RunSwitches) -> None:
     """Check a run, carry it out and print it; see `execute`."""
-    with nullcontext() if no_prefect or dry_run else _on_server(name) as flow:
+    with nullcontext() if switches.no_prefect or switches.dry_run else _on_server(name) as flow:
         from exl2flow.flows.cli.execution import execute  # imports torch
 
-        execute(name, config, flow, restart=restart, dry_run=dry_run, as_json=as_json)
+        execute(name, config, flow, switches)
 
 
 @contextmanager

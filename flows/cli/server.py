@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli.console import emit_json, say, show
 from exl2flow.flows.cli.failures import FAILURE
+from exl2flow.flows.cli.options import AsJson
 from exl2flow.flows.cli.tables import plan_table
 from exl2flow.flows.server.services import (
     DATABASE_VARIABLE,
@@ -51,16 +52,14 @@ def up(
     *,
     home: HomeOption = HOME,
     host: Annotated[
-        str | None,
-        typer.Option("--host", help="Interface to listen on.", show_default="127.0.0.1"),
+        str | None, typer.Option(help="Interface to listen on.", show_default="127.0.0.1")
     ] = None,
     port: Annotated[
-        int | None, typer.Option("--port", help="Port of API and UI.", show_default="4200")
+        int | None, typer.Option(help="Port of API and UI.", show_default="4200")
     ] = None,
     gpus: Annotated[
         str | None,
         typer.Option(
-            "--gpus",
             metavar="LIST",
             help="One worker for each of these, as 0,1; none: one worker without a GPU.",
             show_default="all",
@@ -90,8 +89,8 @@ def up(
     try:
         settings = ServerSettings.model_validate({**before, **given})
     except ValidationError as error:
-        found = error.errors(include_input=False)[0]  # the input may hold a password
-        raise ConfigError(f"`{found['loc'][0]}`: {found['msg']}") from None
+        problem = error.errors(include_input=False)[0]  # the input may hold a password
+        raise ConfigError(f"`{problem['loc'][0]}`: {problem['msg']}") from None
     lasting.up(place, settings, say=_whisper)
     say(
         f"the server is up: {settings.url}\n"
@@ -114,14 +113,14 @@ def _gpus(text: str | None) -> tuple[str, ...]:
         import torch
 
         visible = ",".join(map(str, range(torch.cuda.device_count())))
-    there, chosen = (
+    present, chosen = (
         tuple(part.strip() for part in listed.split(",") if part.strip() not in ("", "none"))
         for listed in (visible, visible if text is None else text)
     )
-    lacking = [g for g in chosen if g not in there and not g.startswith(("GPU-", "MIG-"))]
-    if lacking and there:
+    lacking = [g for g in chosen if g not in present and not g.startswith(("GPU-", "MIG-"))]
+    if lacking and present:
         raise ConfigError(
-            f"`--gpus`: there is no GPU `{lacking[0]}`; take some of {', '.join(there)}, or none"
+            f"`--gpus`: there is no GPU `{lacking[0]}`; take some of {', '.join(present)}, or none"
         )
     if lacking:
         say(f"no GPU found: the workers of {', '.join(lacking)} will use the CPU", style="yellow")
@@ -166,21 +165,19 @@ def down(*, home: HomeOption = HOME) -> None:
 def status(
     *,
     home: HomeOption = HOME,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the processes and what is missing; exit code 0 if all is well, else 1."""
     from exl2flow.flows.server.lasting import problems, without_password
 
     place = Home(home)
     settings = place.settings()
-    processes, found = place.listed(), problems(place, settings)
+    processes, faults = place.listed(), problems(place, settings)
     if as_json:
         emit_json(
             {
-                "healthy": not found,
-                "problems": found,
+                "healthy": not faults,
+                "problems": faults,
                 "url": settings.url,
                 "api_url": settings.api_url,
                 "database": settings.database and without_password(settings.database),
@@ -193,9 +190,9 @@ def status(
         places = {"address": settings.url, "relative paths": settings.folder, "logs": place.logs}
         rows = [(name, str(where)) for name, where in places.items()]
         show(plan_table([*rows, *((name, f"process {pid}") for name, pid in processes)]))
-        for problem in found:
+        for problem in faults:
             say(f"problem: {problem}", style="red")
-        if found:
+        if faults:
             say(f"`{place.command('up')}` creates and starts what is missing")
-    if found:
+    if faults:
         raise typer.Exit(FAILURE)

@@ -1,9 +1,12 @@
-"""Sources on the command line: a folder, or a Hub model that is fetched first."""
+"""Sources on the command line: folders, or Hub models, fetched first; imports take seconds."""
 
 from pathlib import Path
 
+from exl2flow.core.store.source import HubModel
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.progress import shown
+from exl2flow.flows.runs.release import hub_of
+from exl2flow.tasks.hub import fetch, local_or_fetched
 
 
 def fetched_with_progress(
@@ -18,9 +21,6 @@ def fetched_with_progress(
         HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
     """
-    from exl2flow.core.store.source import HubModel  # these import torch
-    from exl2flow.flows.runs.release import hub_of
-    from exl2flow.tasks.hub import fetch, local_or_fetched
 
     def fetching(wanted: HubModel) -> Path:
         with shown(plain=plain):

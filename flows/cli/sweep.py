@@ -2,11 +2,10 @@
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.flows.cli.options import AsJson, DryRun, NoPrefect, Restart, with_options
+from exl2flow.flows.cli.options import FlowSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow sweep ./Llama-3.2-1B --out ./Llama-3.2-1B-exl2 --bpw 2.5,3,4,5,6",
     "exl2flow sweep ./Llama-3.2-1B --out ./exl2 --bpw 3,4,5,6 --runner processes   (a GPU each)",
     "exl2flow sweep org/name --out ./exl2 --bpw 3,4,5,6 --publish me/name-exl2",
@@ -15,27 +14,13 @@ EXAMPLES = (
 
 
 @with_options()
-def sweep(
-    *,
-    config: SweepConfig,
-    restart: Restart = False,
-    no_prefect: NoPrefect = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
+def sweep(*, config: SweepConfig, switches: FlowSwitches) -> None:
     """Convert a model at several bitrates from one measurement, and compare the results.
 
     Calibration tokens, sensitivity and measurement are shared by all bitrates.
     """
-    if no_prefect and (config.runner != "threads" or (config.workers or 1) > 1):
+    if switches.no_prefect and (config.runner != "threads" or (config.workers or 1) > 1):
         raise ConfigError(
             "`--no-prefect` makes one bitrate after the other; leave out `--runner` and `--workers`"
         )
-    run_command(
-        "sweep",
-        config,
-        restart=restart,
-        no_prefect=no_prefect,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    run_command("sweep", config, switches)

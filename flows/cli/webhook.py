@@ -11,7 +11,6 @@ from exl2flow.flows.cli.console import say
 
 SECRET_VARIABLE = "EXL2FLOW_WEBHOOK_SECRET"
 EXAMPLES = (
-    "Example:",
     f"{SECRET_VARIABLE}=… PREFECT_API_URL=http://127.0.0.1:4200/api exl2flow webhook --port 4300",
 )
 

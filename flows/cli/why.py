@@ -12,7 +12,6 @@ from exl2flow.flows.cli.options import AsJson, flags
 from exl2flow.flows.cli.tables import plan_table, table_of
 
 EXAMPLES = (
-    "Examples:",
     "exl2flow why ./Llama-3.2-1B-4.0bpw",
     "exl2flow why ./Llama-3.2-1B-4.0bpw quantize",
     "exl2flow why ./.exl2flow/llama-3.2-1b-1f0c6e2d9a4b/measure/3fa9c14be07d5528",
@@ -27,7 +26,6 @@ def why(
             metavar="RUN",
             help="Output folder of a conversion, bitrate or refinement, finished or not; or the "
             "folder of a stage in the work root.",
-            show_default=False,
         ),
     ],
     stage: Annotated[
@@ -38,7 +36,6 @@ def why(
     work_root: Annotated[
         Path | None,
         typer.Option(
-            "--work-root",
             metavar="DIR",
             help="Folder of checkpoints.",
             show_default="`.exl2flow` beside RUN, else one folder above",
@@ -59,11 +56,11 @@ def why(
     if (wanted := stage or named) is not None and wanted not in pipeline.stages:
         choices = ", ".join(f"`{name}`" for name in pipeline.stages)
         raise ConfigError(f"there is no stage `{wanted}`; choose one of {choices}")
-    found = [each for each in outlook(pipeline) if wanted in (None, each.stage)]
+    outlooks = [each for each in outlook(pipeline) if wanted in (None, each.stage)]
     if as_json:
-        emit_json({"run": record.config, "stages": [asdict(each) for each in found]})
+        emit_json({"run": record.config, "stages": [asdict(each) for each in outlooks]})
         return
     names = flags()
     title = [("source", str(pipeline.config.source)), ("output", str(pipeline.config.out))]
-    show(plan_table([*title, *stage_rows(found, names)]))
-    show(table_of([each.row(names) for each in found]))
+    show(plan_table([*title, *stage_rows(outlooks, names)]))
+    show(table_of([each.row(names) for each in outlooks]))

@@ -94,13 +94,13 @@ def problems(home: Home, settings: ServerSettings) -> list[str]:
     """Describe what is not running and what is missing."""
     running = home.processes()
     expected = (SUPERVISOR, SERVER, *settings.workers)
-    found = [f"{name} does not run" for name in expected if name not in running]
+    lines = [f"{name} does not run" for name in expected if name not in running]
     if not answers(settings.api_url):
-        return [*found, f"no server answers at {settings.url}"]
+        return [*lines, f"no server answers at {settings.url}"]
     with SyncPrefectClient(settings.api_url, auth_string=settings.auth) as client:
-        there = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
+        existing = {d.name for d in _ours(client)} | {a.name for a in client.read_automations()}
     wanted = [*deployment_names(), *(rule.name for rule in automations())]
-    return found + [f"missing: `{name}`" for name in wanted if name not in there]
+    return lines + [f"missing: `{name}`" for name in wanted if name not in existing]
 
 
 def without_password(database: str) -> str:
@@ -116,12 +116,12 @@ def deployment_names() -> list[str]:
 
 def automations() -> list[AutomationCore]:
     """Return the rules that keep runs going; the description ends with a digest of the rule."""
-    found = []
+    rules = []
     for rule in yaml.safe_load(RULES.read_text(encoding="utf-8")):
         digest = hashlib.sha256(json.dumps(rule, sort_keys=True).encode()).hexdigest()[:8]
         rule["description"] += f" (rule {digest})"
-        found.append(AutomationCore.model_validate(rule))
-    return found
+        rules.append(AutomationCore.model_validate(rule))
+    return rules
 
 
 def apply(folder: Path) -> None:
@@ -171,8 +171,8 @@ def _restore(
     """Restore the parameters and schedules that were set in the UI, and set the version."""
     for now in _ours(client):
         then = before.get(now.id, now)
-        kept = DeploymentUpdate(parameters=then.parameters, version=current)
-        client.update_deployment(now.id, kept)
+        update = DeploymentUpdate(parameters=then.parameters, version=current)
+        client.update_deployment(now.id, update)
         schedules = {schedule.slug: schedule for schedule in then.schedules}
         for schedule in now.schedules:
             if schedule.slug and (was := schedules.get(schedule.slug)) is not None:
@@ -194,9 +194,9 @@ def _create_pool(client: SyncPrefectClient) -> None:
 
 def _renew_automations(client: SyncPrefectClient) -> None:
     """Create missing rules; replace those of another version, but leave off what is off."""
-    there = {automation.name: automation for automation in client.read_automations()}
+    existing = {automation.name: automation for automation in client.read_automations()}
     for rule in automations():
-        before = there.get(rule.name)
+        before = existing.get(rule.name)
         if before is None:
             client.create_automation(rule)
         elif before.description != rule.description:
@@ -215,8 +215,8 @@ def _restore_triggers(client: SyncPrefectClient, before: Sequence[Automation]) -
     for now in client.read_automations():
         then = known.get(now.name)
         if then is not None and then.id != now.id:  # deploying creates triggers anew
-            kept = now.model_copy(update={"enabled": then.enabled, "actions": then.actions})
-            client.update_automation(now.id, core(kept))
+            restored = now.model_copy(update={"enabled": then.enabled, "actions": then.actions})
+            client.update_automation(now.id, core(restored))
 
 
 def core(automation: Automation) -> AutomationCore:

@@ -41,7 +41,7 @@ async def due(moment: DateTime) -> list[ReceivedEvent]:
         run.state_timestamp < moment - SETTLED,
         lately,
     )
-    found = []
+    reminders = []
     async with db.session_context() as session:
         for row in await session.scalars(query):
             event = await flow_run_state_change_event(
@@ -54,8 +54,8 @@ async def due(moment: DateTime) -> list[ReceivedEvent]:
                 validated_state=row.state.as_state(),
             )
             name = EVENTS[row.state_type]
-            found.append(event.model_copy(update={"event": name}).receive())
-    return found
+            reminders.append(event.model_copy(update={"event": name}).receive())
+    return reminders
 
 
 async def remind(perpetual: Perpetual = REPEATED) -> None:

@@ -129,20 +129,20 @@ class Home:
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return service name → process; runs are named after their process."""
-        found = {}
+        by_name = {}
         for process in psutil.process_iter(["environ", "cmdline"]):
             environment = process.info["environ"] or {}  # a zombie has none
             if environment.get(HOME_VARIABLE) == str(self.path):
                 is_service = any(MODULES in word for word in process.info["cmdline"] or ())
                 name = environment.get(NAME_VARIABLE) if is_service else None
-                found[name or f"process {process.pid}"] = process
-        return found
+                by_name[name or f"process {process.pid}"] = process
+        return by_name
 
     def listed(self) -> list[tuple[str, int]]:
         """Return what each process is and its id, in a fixed order, without processes of runs."""
-        found = self.processes()
-        runs = {process.pid for name, process in found.items() if name.startswith("process")}
-        services = {name: process.pid for name, process in found.items() if process.pid not in runs}
+        by_name = self.processes()
+        runs = {process.pid for name, process in by_name.items() if name.startswith("process")}
+        services = {name: p.pid for name, p in by_name.items() if p.pid not in runs}
         order = {SUPERVISOR: 0, SERVER: 1}
         rows = sorted(services.items(), key=lambda row: (order.get(row[0], 2), row))
         for pid in sorted(runs):
@@ -175,16 +175,16 @@ class Home:
         Raises:
             ServerFailed: a process cannot be ended.
         """
-        found = self.processes()
+        by_name = self.processes()
         for prefix in (SUPERVISOR, "worker", "process", ""):
             self._end(prefix)
-        return [name for name in found if not name.startswith("process")]
+        return [name for name in by_name if not name.startswith("process")]
 
     def _end(self, prefix: str) -> None:
         """End all processes whose names start with a prefix: by SIGTERM, then by SIGKILL."""
 
         def left() -> list[psutil.Process]:
-            return [found for name, found in self.processes().items() if name.startswith(prefix)]
+            return [p for name, p in self.processes().items() if name.startswith(prefix)]
 
         for end in (psutil.Process.terminate, psutil.Process.kill):
             for process in left():
@@ -238,11 +238,11 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 @contextmanager
 def telling(say: Callable[[str], None], what: str) -> Iterator[None]:
     """Say every few seconds what the block waits for."""
-    begun, ended = time.monotonic(), threading.Event()
+    started, ended = time.monotonic(), threading.Event()
 
     def tell() -> None:
         while not ended.wait(TELL_SECONDS):
-            say(f"waiting for {what} ({time.monotonic() - begun:.0f} s so far)")
+            say(f"waiting for {what} ({time.monotonic() - started:.0f} s so far)")
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()
@@ -268,7 +268,7 @@ def command(home: Home, settings: ServerSettings, service: str) -> list[str]:
 
 def environment(home: Home, settings: ServerSettings, service: str) -> dict[str, str]:
     """Return the environment of a service; it keeps that of the user's shell."""
-    own = {
+    variables = {
         HOME_VARIABLE: str(home.path),
         NAME_VARIABLE: service,
         "PREFECT_HOME": str(home.path / "prefect"),
@@ -278,14 +278,14 @@ def environment(home: Home, settings: ServerSettings, service: str) -> dict[str,
         "DO_NOT_TRACK": "1",
     }
     if (gpu := settings.workers.get(service)) is not None:
-        own["CUDA_VISIBLE_DEVICES"] = gpu
+        variables["CUDA_VISIBLE_DEVICES"] = gpu
     if service != SERVER:
-        return {**os.environ, **own}
-    own |= {**SERVER_ENVIRONMENT, "PREFECT_SERVER_API_AUTH_STRING": settings.auth}
+        return {**os.environ, **variables}
+    variables |= {**SERVER_ENVIRONMENT, "PREFECT_SERVER_API_AUTH_STRING": settings.auth}
     if settings.database is not None:
-        own[DATABASE_VARIABLE] = settings.database
+        variables[DATABASE_VARIABLE] = settings.database
     origins = f"{settings.url},http://localhost:{settings.port}"
-    return {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins, **os.environ, **own}
+    return {"PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origins, **os.environ, **variables}
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -78,6 +78,22 @@ def verdict(
     return warnings, failures
 
 
+def judge(scores: Sequence[Score], options: ValidateOptions) -> None:
+    """Log warnings of models above the warning limit.
+
+    Raises:
+        ValidationFailed: listing the models above the failure limit.
+    """
+    failed = []
+    for score in scores:
+        warnings, failures = verdict(score, None, options)
+        for text in warnings:
+            log.warning("`%s`: %s", score.model, text)
+        failed += [f"`{score.model}`: {text}" for text in failures]
+    if failed:
+        raise ValidationFailed("\n".join(failed))
+
+
 def guessing(score: Score, vocab_size: int) -> list[str]:
     """Return a warning if the source gives every token equal probability, as zero weights do."""
     source = score.reference_perplexity
@@ -105,6 +121,20 @@ def check_verdict(folder: Path) -> list[str]:
     return warnings
 
 
+def held_out_rows(models: Sequence[Path], options: ValidateOptions) -> torch.Tensor:
+    """Return rows of the text, int64 (rows, t), that are short enough for all of these models.
+
+    The first model's tokenizer encodes the text. For errors see `text_rows`.
+    """
+    longest = min(resolve(model).max_positions for model in models)
+    return text_rows(
+        options.text,
+        Tokenizer.load(models[0]),
+        rows=options.rows,
+        row_tokens=min(options.row_tokens, longest),
+    )
+
+
 def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tensor:
     """Return the calibration rows with text: no random tokens, no noise."""
     keep = [i for i, kind in enumerate(kinds) if kind not in ("random", "noise")]
@@ -124,12 +154,7 @@ def validate(run: StageRun[ModelOptions]) -> None:
     """Write the report in its three forms to the stage folder, and the score to the output."""
     config, options = run.config, run.config.validate_options
     out = config.out.resolve()
-    held_out = text_rows(
-        options.text,
-        Tokenizer.load(config.source),
-        rows=options.rows,
-        row_tokens=min(options.row_tokens, resolve(config.source).max_positions),
-    )
+    held_out = held_out_rows([config.source], options)
     calibration = _calibration_rows(run.inputs["tokenize"])
     if options.sample_tokens:
         get_ops(run.device).prepare()

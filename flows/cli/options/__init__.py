@@ -1,14 +1,14 @@
 """Options of commands, made from the fields that they set."""
 
 from exl2flow.flows.cli.options.build import Values, build, flags, validated, with_options
-from exl2flow.flows.cli.options.common import AsJson, DryRun, NoPrefect, Restart
+from exl2flow.flows.cli.options.common import AsJson, FlowSwitches, ModelFolder, RunSwitches
 from exl2flow.flows.cli.options.setting import Setting, settings_of
 
 __all__ = [
     "AsJson",
-    "DryRun",
-    "NoPrefect",
-    "Restart",
+    "FlowSwitches",
+    "ModelFolder",
+    "RunSwitches",
     "Setting",
     "Values",
     "build",

@@ -4,20 +4,45 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+import typer
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.flows.cli.options.rare import help_all
 from exl2flow.flows.cli.options.setting import Setting, flags_of, settings_of, with_flags
 
 Made = TypeVar("Made")
 Model = TypeVar("Model", bound=BaseModel)
 Values = Mapping[str, object]  # dotted field → value, of the options that are given
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    if not wanted:
+        return
+    for parameter in context.command.params:
+        parameter.hidden = False  # type: ignore[attr-defined]  # arguments and options have it
+    typer.echo(context.get_help(), nl=False, color=context.color)
+    raise typer.Exit
+
+
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all",
+            callback=_show_all,
+            is_eager=True,
+            help="Show every option, the rare ones too, and exit.",
+        ),
+    ],
+    default=False,
+)
 
 
 def with_options(
@@ -35,47 +60,35 @@ def with_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command)
-        models = {
-            name: parameter.annotation
-            for name, parameter in signature.parameters.items()
-            if isinstance(kind := parameter.annotation, type)
-            and issubclass(kind, BaseModel | SamplingSettings)
-        }
-        taken = {name: settings_of(model) for name, model in models.items()}
-        if settings:
-            taken["values"] = settings
+        settings_by_name = {"values": settings} if settings else {}
         parameters = list[inspect.Parameter]()
         for name, parameter in signature.parameters.items():
-            own = [parameter] if name not in taken else []
-            parameters += [
-                *own,
-                *(_shown(s, panel, hides).parameter() for s in taken.get(name, ())),
-            ]
-        if hides and any(s.is_rare for found in taken.values() for s in found):
-            parameters.append(help_all())
+            kind = parameter.annotation
+            if isinstance(kind, type) and issubclass(kind, BaseModel | SamplingSettings):
+                settings_by_name[name] = settings_of(parameter.annotation)
+            if name not in settings_by_name:
+                parameters.append(parameter)
+            for setting in settings_by_name.get(name, ()):
+                place = setting.panel and (panel or setting.panel)
+                shown = replace(setting, panel=place, is_rare=setting.is_rare and hides)
+                parameters.append(shown.parameter())
+        if hides and any(s.is_rare for taken in settings_by_name.values() for s in taken):
+            parameters.append(HELP_ALL)
 
         @wraps(command)
         def wrapper(**given: Any) -> None:
             given.pop("help_all", None)
-            for name, found in taken.items():
-                values = {s.field: given.pop(s.name) for s in found}
+            for name, taken in settings_by_name.items():
+                values = {s.field: given.pop(s.name) for s in taken}
                 values = {field: v for field, v in values.items() if v is not None}
-                given[name] = build(models[name], values) if name in models else values
+                model = signature.parameters[name].annotation
+                given[name] = values if name == "values" else build(model, values)
             command(**given)
 
         wrapper.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # read by typer
         return wrapper
 
     return decorate
-
-
-def _shown(setting: Setting, panel: str | None, hides: bool) -> Setting:
-    """Return a setting as a command shows it."""
-    return replace(
-        setting,
-        panel=(panel or setting.panel) if setting.panel else None,
-        is_rare=setting.is_rare and hides,
-    )
 
 
 def flags(model: type = ConversionConfig) -> dict[str, str]:

@@ -7,6 +7,7 @@ An option is what the command line says, else the profile, else the model's
 import dataclasses
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -14,35 +15,19 @@ from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import NO_JSON, ConfigError, CorruptCheckpoint, ReadFailed
-from exl2flow.core.options.chat import ChatOptions
-from exl2flow.core.options.generation import GenerationOptions
+from exl2flow.core.options.chat import PROFILES, ChatOptions
+from exl2flow.core.options.generation import ModelOptions
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, build
 from exl2flow.flows.cli.options.setting import PANELS, Setting, settings_of
 
-# of `exl2flow generate`
-SHARED = (
-    "ban",
-    "json_schema",
-    "regex",
-    "grammar",
-    "device",
-    "gpu_split",
-    "devices",
-    "cache",
-    "max_tokens",
-    "rope_scale",
-    "rope_alpha",
-    "rope_yarn",
-    "lora",
-    "draft",
-    "ngram",
-    "draft_tokens",
-)
+# of `exl2flow generate`; a chat reserves tokens, not memory
+SHARED = ModelOptions.model_fields.keys() - ChatOptions.model_fields.keys()
 SAMPLER = tuple(setting.field for setting in settings_of(SamplingSettings))
 DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
 OF_MODEL = {"typical_p": "typical"}
+REMEMBERED = "chat.json"  # names of profiles by the folders of models
 LIKE = 0.65  # similarity from which a name may have been meant: `/tokn`, but not `/nonsense`
 
 
@@ -51,7 +36,7 @@ def _settings() -> Iterator[Setting]:
     for setting in settings_of(SamplingSettings):
         default = str(DEFAULTS.get(setting.field, setting.default or ""))
         yield dataclasses.replace(setting, default=default or None)
-    yield from (setting for setting in settings_of(GenerationOptions) if setting.field in SHARED)
+    yield from (setting for setting in settings_of(ModelOptions) if setting.field in SHARED)
 
 
 CHAT = tuple(sorted(_settings(), key=lambda setting: PANELS.index(setting.panel)))
@@ -63,7 +48,7 @@ class ChatConfig:
 
     chat: ChatOptions
     sampling: SamplingSettings
-    generation: GenerationOptions
+    generation: ModelOptions
 
 
 def build_chat(values: Values, model: Path) -> ChatConfig:
@@ -72,16 +57,16 @@ def build_chat(values: Values, model: Path) -> ChatConfig:
     Raises:
         ConfigError: naming the option that is out of range.
     """
-    own, drawn, shared = (
+    of_chat, of_sampler, of_generation = (
         {field: value for field, value in values.items() if field in fields}
         for fields in (ChatOptions.model_fields, SAMPLER, SHARED)
     )
-    chat = build(ChatOptions, own)
-    settings = build(SamplingSettings, {**DEFAULTS, **of_model(model), **drawn})
+    chat = build(ChatOptions, of_chat)
+    settings = build(SamplingSettings, {**DEFAULTS, **of_model(model), **of_sampler})
     return ChatConfig(
         chat=chat,
         sampling=SamplingSettings.greedy() if chat.greedy else settings,
-        generation=build(GenerationOptions, shared),
+        generation=build(ModelOptions, of_generation),
     )
 
 
@@ -96,7 +81,7 @@ def of_model(model: Path) -> dict[str, Any]:
         return {}
     if not isinstance(config, dict):
         return {}
-    found = {}
+    settings = {}
     for key, value in config.items():
         name = OF_MODEL.get(key, key)
         if name not in SAMPLER or value is None or isinstance(value, bool):
@@ -105,8 +90,8 @@ def of_model(model: Path) -> dict[str, Any]:
             SamplingSettings(**{name: value})
         except ConfigError:
             continue
-        found[name] = value
-    return {**found, "temperature": 0.0} if config.get("do_sample") is False else found
+        settings[name] = value
+    return {**settings, "temperature": 0.0} if config.get("do_sample") is False else settings
 
 
 def read_profile(path: Path, name: str) -> dict[str, Any]:
@@ -135,21 +120,30 @@ def read_profile(path: Path, name: str) -> dict[str, Any]:
 def nearest(name: str, names: Collection[str]) -> str:
     """Return which of the names may have been meant, else all, as the end of a message."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=LIKE)
-    found = ", ".join(f"`{each}`" for each in near or sorted(names))
-    return f"; {'near' if near else 'there'} are {found}" if found else ""
+    listed = ", ".join(f"`{each}`" for each in near or sorted(names))
+    return f"; {'near' if near else 'there'} are {listed}" if listed else ""
 
 
-def remembered(path: Path, model: Path) -> str | None:
-    """Return the name of the profile that a model was last used with, if it was to be kept."""
-    profile = _all_remembered(path).get(str(model.resolve()))
-    return profile if isinstance(profile, str) else None
+def home(variable: str, default: str) -> Path:
+    """Return our folder of a kind, by the XDG rules."""
+    return Path(os.environ.get(variable) or Path.home() / default) / "exl2flow"
 
 
-def remember(path: Path, model: Path, profile: str) -> None:
-    """Keep the name of a profile for a model."""
-    from exl2flow.core.store.files import write_json  # which imports torch
+def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[str, Any], str]:
+    """Return the options of a profile, or of the one remembered for the model, and its origin.
 
-    write_json(path, {**_all_remembered(path), str(model.resolve()): profile})
+    Raises:
+        ConfigError: there is no such profile, or it has no such option; or a file is damaged.
+        CorruptCheckpoint, ReadFailed: the names that are remembered cannot be read.
+    """
+    folder, key = home("XDG_CONFIG_HOME", ".config"), str(model.resolve())
+    used = _all_remembered(folder / REMEMBERED).get(key) if name is None else name
+    values = read_profile(folder / PROFILES, used) if isinstance(used, str) else {}
+    if remember and name is not None:
+        from exl2flow.core.store.files import write_json  # imports torch
+
+        write_json(folder / REMEMBERED, {**_all_remembered(folder / REMEMBERED), key: name})
+    return values, f"profile `{used}` in `{folder / PROFILES}`"
 
 
 def _all_remembered(path: Path) -> dict[str, Any]:
@@ -163,7 +157,7 @@ def _all_remembered(path: Path) -> dict[str, Any]:
         ReadFailed: it cannot be read.
     """
     try:
-        kept = json.loads(path.read_bytes()) if path.is_file() else {}
+        profiles = json.loads(path.read_bytes()) if path.is_file() else {}
     except OSError as error:
         raise ReadFailed(
             f"cannot read `{path}`: {words.cause(error)}; check the disk, the network share and "
@@ -173,6 +167,6 @@ def _all_remembered(path: Path) -> dict[str, Any]:
         raise CorruptCheckpoint(
             f"cannot read `{path}`: {words.cause(error)}; delete it and repeat"
         ) from error
-    if not isinstance(kept, dict):
+    if not isinstance(profiles, dict):
         raise ConfigError(f"`{path}` holds no JSON object; delete it, and use `--remember` again")
-    return kept
+    return profiles

@@ -1,45 +1,40 @@
-"""Switches that several commands share."""
+"""Options that several commands share."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import Field
 
-RUNNING = "Running"  # the panel of options for where and how a command runs
+from exl2flow.core.options.base import Option, Options
 
-Restart = Annotated[
-    bool,
-    typer.Option(
-        "--restart",
-        metavar="",
-        help="Delete the checkpoints of this run, shared ones as well, and start over.",
-        rich_help_panel=RUNNING,
-    ),
-]
-NoPrefect = Annotated[
-    bool,
-    typer.Option(
-        "--no-prefect",
-        metavar="",
-        help="Run the stages directly, not as a Prefect flow. By default the flow runs on the "
-        "server of PREFECT_API_URL, or on a temporary one.",
-        rich_help_panel=RUNNING,
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        metavar="",
-        help="Check everything, print the plan or all problems, and stop.",
-        rich_help_panel=RUNNING,
-    ),
-]
 AsJson = Annotated[
-    bool,
-    typer.Option(
-        "--json",
-        metavar="",
-        help="Print one JSON object on stdout instead of tables.",
-        rich_help_panel=RUNNING,
-    ),
+    bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")
 ]
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.")]
+
+
+class RunSwitches(Options):
+    """Switches of a command that runs stages in this process."""
+
+    restart: Annotated[bool, Option(panel="Running")] = Field(
+        False,
+        description="delete the checkpoints of this run, shared ones as well, and start over",
+    )
+    no_prefect: bool = True
+    dry_run: Annotated[bool, Option(panel="Running")] = Field(
+        False, description="check everything, print the plan or all problems, and stop"
+    )
+    as_json: Annotated[bool, Option(panel="Running", flag="json")] = Field(
+        False, description="print one JSON object on stdout instead of tables"
+    )
+
+
+class FlowSwitches(RunSwitches):
+    """Switches of a command that runs a Prefect flow, unless `--no-prefect` is given."""
+
+    no_prefect: Annotated[bool, Option(panel="Running")] = Field(
+        False,
+        description="run the stages directly, not as a Prefect flow. By default the flow runs on "
+        "the server of PREFECT_API_URL, or on a temporary one",
+    )

@@ -91,12 +91,12 @@ class Setting:
         }
         is_on = self.info.default is True  # then it needs a name to switch it off
         flag = f"{self.flag}/--no-{self.flag[2:]}" if is_on else self.flag
-        made = typer.Argument(**shown) if self.option.is_argument else typer.Option(flag, **shown)
+        marker = typer.Argument(**shown) if self.option.is_argument else typer.Option(flag, **shown)
         is_needed = self.info.is_required() and "." not in self.field
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[kind if is_needed else Optional[kind], made],  # noqa: UP045
+            annotation=Annotated[kind if is_needed else Optional[kind], marker],  # noqa: UP045
             default=inspect.Parameter.empty if is_needed else None,
         )
 
@@ -117,24 +117,29 @@ class Setting:
 @cache
 def settings_of(model: type) -> tuple[Setting, ...]:
     """Return the settings of a model and of its groups, in the order of help."""
-    found = [*_settings(model)]
-    flags = flags_of(found)
-    for index, each in enumerate(found):
-        default = each.default and with_flags(each.default, flags)
-        found[index] = dataclasses.replace(each, help=with_flags(each.help, flags), default=default)
-    return tuple(sorted(found, key=lambda setting: PANELS.index(setting.panel)))
+    settings = [*_settings(model)]
+    flags = flags_of(settings)
+    settings = [
+        dataclasses.replace(
+            setting,
+            help=with_flags(setting.help, flags),
+            default=setting.default and with_flags(setting.default, flags),
+        )
+        for setting in settings
+    ]
+    return tuple(sorted(settings, key=lambda setting: PANELS.index(setting.panel)))
 
 
 def flags_of(settings: Iterable[Setting]) -> dict[str, str]:
     """Return field → option, for messages; a group's is the one that it needs."""
-    found = dict[str, str]()
+    flags = dict[str, str]()
     for setting in settings:
         group = setting.field.rpartition(".")[0]
         if group and setting.info.is_required():
-            found[group] = setting.flag
+            flags[group] = setting.flag
         if not setting.option.is_argument:
-            found[setting.field] = setting.flag
-    return found
+            flags[setting.field] = setting.flag
+    return flags
 
 
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
@@ -150,20 +155,20 @@ def _fields(model: Any) -> dict[str, FieldInfo]:
         names = in_form_order(model.model_fields) if issubclass(model, RunOptions) else None
         return {name: model.model_fields[name] for name in names or model.model_fields}
     hints = get_type_hints(model)
-    found = dict[str, FieldInfo]()
+    infos = dict[str, FieldInfo]()
     for field in dataclasses.fields(model):
         if field.metadata:
             kind: Any = Annotated[hints[field.name], field.metadata["option"]]
             default = Field(field.default, description=field.metadata["description"])
-            found[field.name] = FieldInfo.from_annotated_attribute(kind, default)
-    return found
+            infos[field.name] = FieldInfo.from_annotated_attribute(kind, default)
+    return infos
 
 
 def _of_group(model: type, group: str, default: str) -> Iterator[Setting]:
     """Yield the settings of a group; if it needs one of them, the others go with that one."""
-    found = [*_settings(model, group)]
-    needed = next((setting for setting in found if setting.info.is_required()), None)
-    for setting in found:
+    settings = [*_settings(model, group)]
+    needed = next((setting for setting in settings if setting.info.is_required()), None)
+    for setting in settings:
         if needed is None:
             yield setting
         elif setting is needed:

@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from rich.columns import Columns
+from rich.text import Text
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.loading import filters_of, read_adapters
+from exl2flow.core.options.generation import ModelOptions
+from exl2flow.flows.cli.loading import filters_of
 from exl2flow.flows.cli.options.chat import CHAT, nearest
 from exl2flow.flows.cli.options.chat import SAMPLER as SAMPLED
 from exl2flow.flows.cli.terminal.conversation_file import unused
 from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
-from exl2flow.flows.cli.terminal.screen import columns, counted, summary
+from exl2flow.flows.cli.terminal.screen import DIM, counted, summary
+from exl2flow.inference import Adapter
+from exl2flow.inference.chat import all_formats, choose_format
 
 OFF = "off"
 WORDS = {"True": "on", "False": OFF, "None": OFF}
@@ -42,11 +47,11 @@ class ChatCommand:
 
     @property
     def help(self) -> str:
-        """What it does; the first line says it in short."""
+        """The function's docstring, whose first line is a summary."""
         return inspect.getdoc(self.run) or ""
 
 
-COMMANDS: dict[str, ChatCommand] = {}
+COMMANDS: dict[str, ChatCommand] = {}  # by name, with its slash
 
 
 def command(
@@ -55,7 +60,7 @@ def command(
     """Put a function into the table, under its own name."""
 
     def add(run: Run) -> Run:
-        COMMANDS[run.__name__.strip("_")] = ChatCommand(run, arguments, words)
+        COMMANDS[f"/{run.__name__.strip('_')}"] = ChatCommand(run, arguments, words)
         return run
 
     return add
@@ -69,14 +74,10 @@ def obey(chat: Chat, text: str) -> Result:
         Exl2FlowError: what it refuses.
     """
     name, _, argument = text.strip().partition(" ")
-    if f"/{name}" not in _by_slash() and (setting := name.replace("-", "_")) in SETTINGS:
+    if f"/{name}" not in COMMANDS and (setting := name.replace("-", "_")) in SETTINGS:
         value = "on" if isinstance(attrgetter(SETTINGS[setting])(chat), bool) else "VALUE"
         raise ConfigError(f"`/{name}` is no command but a setting: `/set {setting} {value}`")
-    return _named(f"/{name}", _by_slash(), "command").run(chat, argument.strip())
-
-
-def _by_slash() -> dict[str, ChatCommand]:
-    return {f"/{name}": one for name, one in COMMANDS.items()}
+    return _named(f"/{name}", COMMANDS, "command").run(chat, argument.strip())
 
 
 def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
@@ -90,15 +91,15 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
     return table[name]
 
 
-@command("[NAME]", lambda: [*COMMANDS])
+@command("[NAME]", lambda: [name[1:] for name in COMMANDS])
 def help(chat: Chat, argument: str) -> Result:
     """Show all commands, or what one of them does."""
     if argument:
         name = f"/{argument.removeprefix('/')}"
-        one = _named(name, _by_slash(), "command")
+        one = _named(name, COMMANDS, "command")
         chat.screen.say(f"{name} {one.arguments}\n{one.help}")
         return None
-    for name, one in _by_slash().items():
+    for name, one in COMMANDS.items():
         chat.screen.say(f"{f'{name} {one.arguments}':<21}{one.help.partition(chr(10))[0]}")
     return 'Alt-Enter or """ … """: several lines; Ctrl-C: stop; Ctrl-D: leave'
 
@@ -167,22 +168,14 @@ def system(chat: Chat, argument: str) -> Result:
     return chat.session.system or "no system prompt"
 
 
-def _formats() -> list[str]:
-    from exl2flow.inference.chat import all_formats
-
-    return [*all_formats()]
-
-
-@command("[NAME|FILE]", _formats)
+@command("[NAME|FILE]", lambda: [*all_formats()])
 def format(chat: Chat, argument: str) -> Result:
     """Show or change the prompt format.
 
     It is a name, a file with a Jinja template, or `default`: the model's own.
     """
-    from exl2flow.inference.chat import choose_format
-
     if not argument:
-        return f"{chat.session.format.name}; there are {', '.join(_formats())}"
+        return f"{chat.session.format.name}; there are {', '.join(all_formats())}"
     name = None if argument == "default" else argument
     tokenizer = chat.session.generator.model.tokenizer
     chat.session.format, why = choose_format(chat.model, tokenizer, name)
@@ -212,7 +205,9 @@ def set_(chat: Chat, argument: str) -> Result:
     name, _, text = argument.replace("=", " ").partition(" ")
     name, text = name.replace("-", "_"), text.strip()
     if not name:
-        return columns([_setting(chat, each) for each in SETTINGS], chat.screen.console.width)
+        rows = [Text(_setting(chat, each)) for each in SETTINGS]
+        chat.screen.console.print(Columns(rows, padding=(0, 2), column_first=True), style=DIM)
+        return None
     owner, _, attribute = _named(name, SETTINGS, "setting").rpartition(".")
     if text and name in SAMPLER:
         changed = {name: _parsed(name, text)}
@@ -255,7 +250,8 @@ def lora(chat: Chat, argument: str) -> Result:
             folders = [] if argument == OFF else [_path(word) for word in shlex.split(argument)]
         except ValueError as error:
             raise ConfigError(f"cannot read `{argument}`: {error}") from None
-        chat.session.adapters = read_adapters(chat.session.generator.model, folders)
+        model = chat.session.generator.model
+        chat.session.adapters = [Adapter.load(folder, model) for folder in folders]
     return counted(len(chat.session.adapters), "adapter")
 
 
@@ -285,7 +281,7 @@ def json(chat: Chat, argument: str) -> Result:
     `/json off` ends that.
     """
     schema = None if argument == OFF else str(_path(argument))
-    chat.session.filters = filters_of(json_schema=schema)
+    chat.session.filters = filters_of(ModelOptions(json_schema=schema))
     return "answers match the schema" if schema else "answers are free"
 
 
@@ -324,7 +320,9 @@ def load(chat: Chat, argument: str) -> Result:
     """Go on with a saved conversation in place of this one, whose file is put aside."""
     now = chat.session  # adapters and filters are no part of a file
     options: dict[str, Any] = {"adapters": now.adapters, "filters": now.filters}
-    chat.adopt(type(now).load(_path(argument), now.generator, **options))
+    chat.session = type(now).load(_path(argument), now.generator, **options)
+    chat.is_kept = False
+    chat.recall()
     return None
 
 

@@ -6,53 +6,38 @@ that this one has not seen, and would overwrite.
 
 import fcntl
 import os
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.conversation import Conversation
 from exl2flow.core.store.files import lock
 
 
-@dataclass(frozen=True)
-class ConversationFile:
-    """A file that no other chat has while this object lives.
-
-    wanted: the file that the user asked for; another chat has it if `file` is a different one.
-    """
-
-    wanted: Path
-    file: Path
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether this is the file that the user asked for."""
-        return self.file == self.wanted
-
-    @classmethod
-    def take(cls, file: Path) -> "ConversationFile":
-        """Lock a file, or the first one with a number that is free; links are followed."""
-        wanted = Path(os.path.realpath(file))
-        found, locked = _locked(wanted)
-        place = cls(wanted, found)
-        if locked is not None:
-            weakref.finalize(place, locked.close)
-        return place
-
-
-def _locked(wanted: Path, number: int = 1) -> tuple[Path, BinaryIO | None]:
-    """Return a file that no other chat has, and its lock if one can be made."""
-    file = wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}")
+def _locked(file: Path) -> AbstractContextManager[object] | None:
+    """Return the lock of a file, None if another chat has it."""
     try:
-        return file, lock(file, fcntl.LOCK_NB)
+        return lock(file, fcntl.LOCK_NB)
     except BlockingIOError:
-        return _locked(wanted, number + 1)
-    except OSError:  # a folder that cannot be written, which is said with the first turn
-        return file, None
+        return None
+    except OSError:  # a folder that cannot be written, which writing the file reports
+        return nullcontext()
+
+
+@contextmanager
+def reserved(file: Path) -> Iterator[Path]:
+    """Keep other chats from a file, or from the first one with a number that is free; yield it.
+
+    Links are followed.
+    """
+    wanted = Path(os.path.realpath(file))
+    free, number = wanted, 1
+    while (lock_file := _locked(free)) is None:
+        number += 1
+        free = wanted.with_stem(f"{wanted.stem}-{number}")
+    with lock_file:
+        yield free
 
 
 @contextmanager
@@ -63,14 +48,11 @@ def unused(file: Path) -> Iterator[None]:
         ConfigError: another chat has it.
     """
     real = Path(os.path.realpath(file))
-    try:
-        has_lock = Path(f"{real}.lock").exists()  # others get none, which would stay there
-        held = lock(real, fcntl.LOCK_NB) if has_lock else nullcontext()
-    except BlockingIOError:
-        raise ConfigError(f"another chat has `{file}`; choose another file") from None
-    except OSError:  # a folder that cannot be written, which writing the file reports
-        held = nullcontext()
-    with held:
+    has_lock = os.path.exists(f"{real}.lock")  # others get none, which would stay there
+    lock_file = _locked(real) if has_lock else nullcontext()
+    if lock_file is None:
+        raise ConfigError(f"another chat has `{file}`; choose another file")
+    with lock_file:
         yield
 
 

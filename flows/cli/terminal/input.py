@@ -1,4 +1,4 @@
-"""What the user types: history, several lines, completion."""
+"""Reads the user's input: history, several lines, completion."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -52,7 +52,7 @@ class Typed:
             words: what completes commands.
             history: file of what was typed before; None: it is forgotten.
             say: prints a hint.
-            source, out: in place of the terminal.
+            source, out: replace the terminal, in tests.
         """
         self._name, self._say, self._pressed = name, say, False
         self._session: PromptSession[str] = PromptSession(
@@ -142,8 +142,8 @@ class _Words(Completer):
         return self._behind_slash.get_completions(Document(text), event) if slash == "/" else ()
 
 
-class _Kept(FileHistory):
-    """What was typed before, in a file; broken UTF-8 could not be written."""
+class _HistoryFile(FileHistory):
+    """History in a file, with broken UTF-8 replaced, which could not be written."""
 
     def store_string(self, string: str) -> None:
         """See prompt_toolkit."""
@@ -159,4 +159,4 @@ def _history(path: Path | None) -> History:
         path.open("ab").close()
     except OSError:  # a home that cannot be written
         return InMemoryHistory()
-    return _Kept(str(path))
+    return _HistoryFile(str(path))

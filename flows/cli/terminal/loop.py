@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, WriteFailed
 from exl2flow.core.requests.conversation import Turn
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
-from exl2flow.flows.cli.terminal.conversation_file import ConversationFile, put_aside
+from exl2flow.flows.cli.terminal.conversation_file import put_aside
 from exl2flow.flows.cli.terminal.input import Leave, Typed
 from exl2flow.flows.cli.terminal.screen import (
     DIM,
@@ -22,13 +21,11 @@ from exl2flow.flows.cli.terminal.screen import (
     summary,
     without_echo,
 )
-
-if TYPE_CHECKING:  # these import torch
-    from exl2flow.inference import Generator
-    from exl2flow.inference.chat import Piece, Session
+from exl2flow.inference import Generator
+from exl2flow.inference.chat import Piece, Session
 
 NAMED = "raw"  # the format of a log, whose answers begin with a name
-Result = Iterator["Piece"] | str | None  # of a command: an answer, a line, or nothing to show
+Result = Iterator[Piece] | str | None  # of a command: an answer, a line, or nothing to show
 
 
 @dataclass(kw_only=True)
@@ -36,18 +33,17 @@ class Chat:
     """A conversation in the terminal.
 
     model: the model's folder; file: where the conversation is written, before and after each
-    answer; place: keeps other chats from the file while this one lives; restart: makes a new
-    generator after one has failed; obey: runs a command; typed: None where no terminal is; why: a
-    sentence about the format; is_kept: whether the file holds this conversation.
+    answer; restart: makes a new generator after one has failed; obey: runs a command; typed: None
+    where no terminal is; why: a sentence about the format; is_kept: whether the file holds this
+    conversation.
     """
 
-    session: "Session"
+    session: Session
     screen: Screen
     model: Path
     file: Path | None
-    restart: "Callable[[], Generator]"
+    restart: Callable[[], Generator]
     obey: "Callable[[Chat, str], Result]"
-    place: ConversationFile | None = None
     typed: Typed | None = None
     why: str = ""
     is_kept: bool = False
@@ -67,11 +63,11 @@ class Chat:
         is_command = text.startswith("/") and "\n" not in text
         try:
             try:
-                found = self._obeyed(text[1:]) if is_command else self.reply(text)
-                if isinstance(found, str):
-                    self.screen.say(found, DIM)
-                elif found is not None:
-                    self.answer(found)
+                result = self._obeyed(text[1:]) if is_command else self.reply(text)
+                if isinstance(result, str):
+                    self.screen.say(result, DIM)
+                elif result is not None:
+                    self.answer(result)
             finally:
                 self.keep()
         except Exl2FlowError as error:
@@ -97,7 +93,7 @@ class Chat:
         except ValueError as error:
             raise ConfigError(f"`/{line:.40}`: {error}") from error
 
-    def reply(self, text: str, number: int | None = None) -> "Iterator[Piece]":
+    def reply(self, text: str, number: int | None = None) -> Iterator[Piece]:
         """Return the answer to a message.
 
         The message is written to the file before the answer begins, unless it replaces answers: a
@@ -121,7 +117,7 @@ class Chat:
             session.turns = turns
         return pieces
 
-    def answer(self, pieces: "Iterator[Piece]") -> None:
+    def answer(self, pieces: Iterator[Piece]) -> None:
         """Show an answer, and what the user may want to know about it."""
         self.screen.name = self.session.names[1] if self.session.format.name == NAMED else ""
         self.screen.show(pieces)
@@ -139,11 +135,6 @@ class Chat:
             put_aside(self.file)
         self.session.save(self.file)
         self.is_kept = True
-
-    def adopt(self, session: "Session") -> None:
-        """Go on with another conversation."""
-        self.session, self.is_kept = session, False
-        self.recall()
 
     def recall(self) -> None:
         """Show where the conversation stands."""

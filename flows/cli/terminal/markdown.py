@@ -55,13 +55,13 @@ class SafeMarkdown(Markdown):
 def _spans(content: str) -> list[Token]:
     """Return the spans of a paragraph or the like; a hostile long one could take minutes."""
     if len(content) <= LONGEST_PARSED:
-        found = _SPANS.parseInline(content)[0].children or []
+        spans = _SPANS.parseInline(content)[0].children or []
     else:
-        found = [Token("text", "", 0, content=content)]
-    for span in found:
+        spans = [Token("text", "", 0, content=content)]
+    for span in spans:
         if span.type == "softbreak":
             span.type = "hardbreak"
-    return found
+    return spans
 
 
 def closed_lines(text: str) -> list[int]:
@@ -76,7 +76,7 @@ def closed_lines(text: str) -> list[int]:
 
 
 def _is_closed(last: Token, lines: list[str]) -> bool:
-    """Whether no further line can belong to the last block."""
+    """Return whether no further line can belong to the last block."""
     if last.type == "fence" and last.map is not None:
         start, end = last.map
         closing = rf" {{0,3}}{last.markup[0]}{{{len(last.markup)},}}\s*"
@@ -123,7 +123,7 @@ class MarkdownStream:
         self._open = "".join(lines[start:])
 
     def _print(self, text: str) -> None:
-        """Print a block for good, in place of what shows it."""
+        """Erase the rows that show a block, and print it for good."""
         rows = self._rendered(text)
         erased = self._back_to(0) if self._rows else ""
         self._rows = []
@@ -147,7 +147,7 @@ class MarkdownStream:
         return rows.split("\n") if rows else []
 
     def _draw(self, rows: list[str]) -> None:
-        """Show these rows in place of those shown, from the first that differs."""
+        """Replace the rows shown by these, from the first that differs."""
         if self._width != self._console.width:
             same = 0
         else:
@@ -157,8 +157,8 @@ class MarkdownStream:
         if same == len(self._rows) == len(rows):
             return
         same = min(same, max(0, len(rows) - 1))  # so that the cursor ends behind the last row
-        kept = self._back_to(same) if same < len(self._rows) else "\n" * bool(self._rows)
-        self._write(NO_WRAP + kept + "\n".join(rows[same:]) + WRAP)
+        start = self._back_to(same) if same < len(self._rows) else "\n" * bool(self._rows)
+        self._write(NO_WRAP + start + "\n".join(rows[same:]) + WRAP)
         self._rows, self._width = rows, self._console.width
 
     def _back_to(self, row: int) -> str:

@@ -1,26 +1,22 @@
-"""What a chat prints: answers as they come, thoughts, notes, errors and statistics."""
+"""Prints a chat: answers as they come, thoughts, notes, errors and statistics."""
 
 import signal
 import sys
 import termios
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Event as Flag
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.terminal.markdown import MarkdownStream
-
-if TYPE_CHECKING:  # these import torch
-    from exl2flow.inference.chat import ChatStatistics, Piece
+from exl2flow.inference.chat import ChatStatistics, Piece
 
 MARK_PASTES = "\x1b[?2004h"  # those during an answer, too; the prompt ends it
 DIM, NAME, NOTE, ERROR = "dim", "bold blue", "yellow", "red"
-GAP = "  "  # between columns
 
 
 class Screen:
@@ -51,7 +47,7 @@ class Screen:
             markdown.feed(text)
             markdown.finish()
 
-    def show(self, pieces: "Iterable[Piece]") -> None:
+    def show(self, pieces: Iterable[Piece]) -> None:
         """Show an answer; its pieces end at the first Ctrl-C, a second one raises."""
         # it is heard between two pieces, and by those that can, while the next one is awaited
         with _interruptible(getattr(pieces, "abort_event", None) or Flag()) as stop:
@@ -70,7 +66,7 @@ class Screen:
         if stop.is_set():
             self.say("stopped", NOTE)
 
-    def _piece(self, piece: "Piece") -> None:
+    def _piece(self, piece: Piece) -> None:
         if piece.kind != self._kind:
             self._change(piece.kind)
         if piece.kind == "note":
@@ -105,16 +101,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def columns(entries: Sequence[str], width: int) -> str:
-    """Return entries in as many columns as fit, to be read from top to bottom."""
-    cell = max(map(len, entries))
-    across = max(1, (width + len(GAP)) // (cell + len(GAP)))
-    down = -(-len(entries) // across)
-    rows = [entries[i::down] for i in range(down)]
-    return "\n".join(GAP.join(f"{each:<{cell}}" for each in row).rstrip() for row in rows)
-
-
-def summary(counts: "ChatStatistics") -> str:
+def summary(counts: ChatStatistics) -> str:
     """Return the statistics of an answer as a line."""
     parts = [
         f"context {counts.context_tokens} tokens, {counts.cached_tokens} cached",
@@ -147,7 +134,7 @@ def _interruptible(stop: Flag) -> Iterator[Flag]:
 
 @contextmanager
 def without_echo() -> Iterator[None]:
-    """Keep what is typed while the program works, `^C` too, from appearing in the middle of it."""
+    """Turn echo off for the block, so that typed text and `^C` do not mix with its output."""
     if not sys.stdin.isatty():
         yield
         return

@@ -7,8 +7,8 @@ import pytest
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
-from exl2flow.flows.cli.bench import _row, _summary
 from exl2flow.flows.cli.main import app
+from exl2flow.flows.cli.results import _speed_summary, _timing_row
 from exl2flow.inference.bench import Memory, Speed, Timing
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
@@ -65,7 +65,7 @@ def test_a_gpu_has_more_columns() -> None:
         copy_rate=4500.0,
     )
 
-    assert _row(steps, speed) == {
+    assert _timing_row(steps, speed) == {
         "work": "decode",
         "rows": "4",
         "context": "512",
@@ -73,8 +73,8 @@ def test_a_gpu_has_more_columns() -> None:
         "tokens/s": "2,000.0",
         "share of a copy": "40 %",
     }
-    assert _row(prompt, speed)["share of a copy"] == ""
-    lines = dict(_summary(speed))
+    assert _timing_row(prompt, speed)["share of a copy"] == ""
+    lines = dict(_speed_summary(speed))
     assert lines["device"] == "H200, 141 GiB, copies at 4,500 GB/s"
     assert lines["load"] == "1.20 s, 3.60 GB, 3.00 GB/s"
     assert lines["memory"] == "weights 3.90 GB, cache at most 1.00 GB, peak 6.00 GB"
@@ -87,7 +87,7 @@ def test_a_gpu_has_more_columns() -> None:
         (("--rows", "0"), "numbers from 1 on"),
     ],
 )
-def test_what_cannot_be_timed_is_one_message(
+def test_bench_options_out_of_range_print_one_message(
     folder: Path, options: tuple[str, ...], words: str
 ) -> None:
     done = run(folder, *options)

@@ -282,7 +282,7 @@ def test_resuming_nothing_begins_anew_and_says_so(folder: Path) -> None:
         (("--reserve", 0), "x", "`--reserve`", 2),
     ],
 )
-def test_what_is_refused_is_one_message(
+def test_refused_options_print_one_message(
     folder: Path, options: tuple[object, ...], text: str, words: str, code: int | None
 ) -> None:
     done = run(folder, *options, text=text)
@@ -327,7 +327,7 @@ def test_a_wrong_profile_is_named(home: Path, text: str, words: str) -> None:
         read_profile(profiles(home, text), "pirate")
 
 
-def test_the_profile_of_the_tutorial_is_one(home: Path, tmp_path: Path) -> None:
+def test_the_profile_of_the_tutorial_can_be_read(home: Path, tmp_path: Path) -> None:
     page = (DOCS / "tutorials" / "chat.md").read_text()
     path = profiles(home, page.partition("```toml\n")[2].partition("```")[0])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ReadFailed
-from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, remembered
+from exl2flow.flows.cli.options.chat import CHAT, build_chat, of_model, profile_of
 
 DOCS = Path(__file__).parents[4] / "docs"
 
@@ -36,19 +36,19 @@ def test_a_model_that_does_not_sample_is_greedy_unless_a_temperature_is_given(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"temperature": "hot"}'])
-def test_a_damaged_recommendation_is_none(tmp_path: Path, text: str) -> None:
+def test_a_damaged_generation_config_recommends_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
 
     assert of_model(tmp_path) == {}
 
 
-def test_no_option_stands_twice() -> None:
+def test_no_option_is_defined_twice() -> None:
     flags = [setting.flag for setting in CHAT]
 
     assert len(flags) == len(set(flags))
 
 
-def test_every_option_stands_in_the_reference() -> None:
+def test_every_option_is_in_the_reference() -> None:
     page = (DOCS / "reference" / "cli.md").read_text()
 
     plain = page.replace("`", " ")
@@ -58,8 +58,9 @@ def test_every_option_stands_in_the_reference() -> None:
 def test_remembered_profiles_that_cannot_be_read_are_not_to_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text("{}")
+    (tmp_path / "exl2flow").mkdir()
+    (tmp_path / "exl2flow" / "chat.json").write_text("{}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -67,4 +68,4 @@ def test_remembered_profiles_that_cannot_be_read_are_not_to_be_deleted(
     monkeypatch.setattr(Path, "read_bytes", fail)
 
     with pytest.raises(ReadFailed, match="Input/output error; check the disk"):
-        remembered(path, tmp_path)
+        profile_of(tmp_path, None, remember=False)

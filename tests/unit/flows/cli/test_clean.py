@@ -64,7 +64,7 @@ def test_table_shows_what_why_and_how_much_and_removes_nothing(config: Conversio
     assert snapshot(config.work_dir_root) == before
 
 
-def test_table_of_a_folder_with_control_characters_commands_no_terminal(
+def test_table_replaces_control_characters_of_folders(
     config: ConversionConfig, tmp_path: Path
 ) -> None:
     place = tmp_path / "[b]\x1b[2J\x9b2J"

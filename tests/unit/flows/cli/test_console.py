@@ -109,7 +109,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b2J"
 SHOWN = "\ufffd]0;owned\ufffd\ufffd[2J\ufffd2J"
 
 
-def test_messages_and_warnings_that_quote_a_file_command_no_terminal(
+def test_messages_and_warnings_replace_control_characters_of_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hostile, shown = HOSTILE, SHOWN
@@ -172,7 +172,7 @@ def test_json_escapes_all_controls_and_stays_exact(capsys: pytest.CaptureFixture
     assert json.loads(line) == {text: text}
 
 
-def test_results_and_tables_that_quote_a_file_command_no_terminal(
+def test_results_and_tables_replace_control_characters_of_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tell(f"model [b]{HOSTILE}")

@@ -11,7 +11,7 @@ import torch
 import typer
 
 from exl2flow.core import errors
-from exl2flow.flows.cli.failures import explain_defect, explained, resume_command
+from exl2flow.flows.cli.failures import explain_defect, explained, how_to_resume
 
 RESUMES = "; finished work is saved: repeat the command to resume"
 ARGUMENTS = ["convert", "my model", "--out", "o", "--restart"]
@@ -82,7 +82,7 @@ def test_an_interrupt_outside_of_stages_exits_130(capsys: pytest.CaptureFixture[
 
 
 def test_the_resume_command_keeps_what_was_done() -> None:
-    assert "--restart" not in resume_command(ARGUMENTS)
+    assert "--restart" not in how_to_resume(ARGUMENTS)
 
 
 def test_a_defect_leaves_its_traceback_in_a_file(

@@ -115,7 +115,7 @@ def test_a_pair_in_a_file_is_a_prompt_and_a_negative_one(folder: Path, tmp_path:
         (("--prompt", ""), "no tokens"),
     ],
 )
-def test_what_cannot_be_done_is_one_message(
+def test_impossible_requests_print_one_message(
     folder: Path, options: tuple[object, ...], words: str
 ) -> None:
     done = run(folder, *options, "--no-bos")
@@ -221,7 +221,7 @@ def test_a_prompt_that_fails_stops_no_other(folder: Path, tmp_path: Path) -> Non
     assert "3 prompts, 3 tokens, 2 failed" in done.stderr
 
 
-def test_answers_command_no_terminal_and_stay_exact(folder: Path, tmp_path: Path) -> None:
+def test_answers_escape_control_characters_and_stay_exact(folder: Path, tmp_path: Path) -> None:
     hostile = "\x1b[2J\x7f\x9b2J"
     source = written(tmp_path / "p.jsonl", {"prompt": hostile, "tag": hostile})
 
@@ -292,7 +292,7 @@ def test_adapters_change_the_model_for_all_prompts(folder: Path, tmp_path: Path)
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "bench"])
-def test_splits_that_cannot_be_are_refused(
+def test_impossible_splits_are_refused(
     command: str, folder: Path, options: tuple[str, ...], message: str
 ) -> None:
     prompt = ("--prompt", "a") if command == "generate" else ()

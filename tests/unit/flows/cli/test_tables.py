@@ -8,15 +8,15 @@ from rich.console import Console, RenderableType
 from exl2flow.core import words
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.results import (
-    certainty_table,
     comparison_table,
     cost_table,
     print_report,
     score_table,
 )
+from exl2flow.flows.cli.tables import table_of
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.costs import MatrixCost
-from exl2flow.inference.report.tables import scored_on
+from exl2flow.inference.report.tables import certainty_rows, scored_on
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.scoring.intervals import RowSums, intervals
 
@@ -123,7 +123,7 @@ def test_names_are_escaped() -> None:
     assert any("[bold]x" in line for line in lines(comparison_table([model]), 120))
 
 
-def test_a_report_that_quotes_a_file_commands_no_terminal(
+def test_a_report_replaces_control_characters_of_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     hostile = "[b]\x1b]0;owned\x07\x9b2J"
@@ -163,10 +163,9 @@ def known(label: str, size: int, shift: float) -> Compared:
 
 
 def test_intervals_of_models_and_of_their_difference_fit_on_80_columns() -> None:
-    table = certainty_table([known("2.75bpw", 1, 0.5), known("3.25bpw", 2, 0.0)])
+    rows = certainty_rows([known("2.75bpw", 1, 0.5), known("3.25bpw", 2, 0.0)])
 
-    assert table is not None
-    shown = lines(table)
+    shown = lines(table_of(rows))
     (first,) = [line for line in shown if line.startswith("2.75bpw ")]
     assert first.endswith("90.00 % to 90.00 %")
     assert any("-0.00500 to -0.00500" in line for line in shown)
@@ -176,7 +175,7 @@ def test_intervals_of_models_and_of_their_difference_fit_on_80_columns() -> None
 def test_models_without_intervals_have_no_table_of_them() -> None:
     model = Compared(label="x", series=None, bpw=3.0, bytes=1, kl=0.1, predicted_kl=None)
 
-    assert certainty_table([model]) is None
+    assert certainty_rows([model]) == []
 
 
 @pytest.mark.parametrize(

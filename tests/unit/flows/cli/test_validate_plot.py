@@ -28,7 +28,7 @@ def source(tmp_path: Path) -> Path:
         (["--plot", "nowhere/kl.svg", "--reference", "x"], "existing folder"),
     ],
 )
-def test_a_plot_that_cannot_be_is_refused_at_once(arguments: list[str], words: str) -> None:
+def test_a_plot_that_cannot_be_drawn_is_refused_at_once(arguments: list[str], words: str) -> None:
     result = run("model", *arguments)
 
     assert result.exit_code != 0
@@ -55,9 +55,7 @@ def test_progress_counts_the_sublayers_of_all_models_from_the_first_line_on(sour
     assert {of for _, of in counts} == {total}
 
 
-def test_json_has_what_a_model_differs_by_from_the_next_smaller_one(
-    source: Path, tmp_path: Path
-) -> None:
+def test_json_has_the_difference_to_the_next_smaller_model(source: Path, tmp_path: Path) -> None:
     larger = make_tiny("llama", tmp_path / "larger", num_hidden_layers=2)
     options = ("--rows", 8, "--row-tokens", 32, "--fail-ratio", 1000, "--json")
 

@@ -10,7 +10,7 @@ from screens import Screen as Terminal
 from screens import Script
 
 from exl2flow.flows.cli.terminal.commands import COMMANDS, SETTINGS
-from exl2flow.flows.cli.terminal.conversation_file import ConversationFile
+from exl2flow.flows.cli.terminal.conversation_file import reserved
 from exl2flow.flows.cli.terminal.loop import Chat
 
 Say = Callable[[str], str]
@@ -20,15 +20,15 @@ def test_every_command_has_help(say: Say) -> None:
     shown = say("/help")
 
     for name, command in COMMANDS.items():
-        assert f"/{name}" in shown
+        assert name in shown
         assert command.help.endswith(".")
         assert command.help.partition("\n")[0] in say(f"/help {name}")
 
 
-def test_all_commands_of_the_issue_are_there() -> None:
+def test_no_command_is_missing() -> None:
     wanted = "retry back edit undo more system format set lora ban json stats tokens save load"
 
-    assert {*wanted.split(), "help", "clear", "quit"} == {*COMMANDS}
+    assert {*wanted.split(), "help", "clear", "quit"} == {name[1:] for name in COMMANDS}
 
 
 def test_messages_are_answered_and_the_conversation_is_kept(chat: Chat, say: Say) -> None:
@@ -244,20 +244,20 @@ def test_a_saved_conversation_is_loaded(chat: Chat, say: Say, tmp_path: Path) ->
 def test_save_refuses_the_file_of_another_running_chat(
     chat: Chat, say: Say, tmp_path: Path
 ) -> None:
-    other = ConversationFile.take(tmp_path / "other.json")
-    other.file.write_text("theirs")
-    say("Hello")
+    with reserved(tmp_path / "other.json") as other:
+        other.write_text("theirs")
+        say("Hello")
 
-    assert "error: another chat has" in say(f"/save {other.file}")
-    assert other.file.read_text() == "theirs"
+        assert "error: another chat has" in say(f"/save {other}")
+        assert other.read_text() == "theirs"
 
 
 def test_save_writes_the_file_of_this_chat(chat: Chat, say: Say) -> None:
     assert chat.file is not None
-    chat.place = ConversationFile.take(chat.file)
-    say("Hello")
+    with reserved(chat.file):
+        say("Hello")
 
-    assert say(f"/save {chat.file}").startswith("saved to")
+        assert say(f"/save {chat.file}").startswith("saved to")
 
 
 def test_quit_ends_the_chat(chat: Chat) -> None:
@@ -310,7 +310,7 @@ def test_quit_ends_the_chat(chat: Chat) -> None:
         ("broken \udcff text", "broken UTF-8"),
     ],
 )
-def test_what_is_refused_is_one_line_and_changes_nothing(
+def test_a_refused_command_prints_one_line_and_changes_nothing(
     chat: Chat, say: Say, line: str, words: str
 ) -> None:
     state = (chat.session.settings, chat.session.format, chat.session.max_answer_tokens)

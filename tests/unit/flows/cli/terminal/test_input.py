@@ -13,7 +13,7 @@ from exl2flow.flows.cli.terminal.commands import COMMANDS
 from exl2flow.flows.cli.terminal.input import Leave, Typed, _Words
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
-WORDS = {name: command.words for name, command in COMMANDS.items()}
+WORDS = {name[1:]: command.words for name, command in COMMANDS.items()}
 
 
 def paste(text: str) -> str:
@@ -92,7 +92,7 @@ def test_a_history_that_cannot_be_written_is_forgotten(keys: PipeInput) -> None:
     assert typed(keys, Path("/proc/none/history")).read() == "Hello"
 
 
-def test_a_text_to_edit_is_there_already(keys: PipeInput) -> None:
+def test_an_edit_begins_with_the_earlier_text(keys: PipeInput) -> None:
     keys.send_text(f" more{ENTER}")
 
     assert typed(keys).read(default="some") == "some more"

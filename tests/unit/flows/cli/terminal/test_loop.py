@@ -10,7 +10,7 @@ from screens import Screen as Terminal
 from screens import Script
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.flows.cli.terminal.conversation_file import ConversationFile
+from exl2flow.flows.cli.terminal.conversation_file import reserved
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.inference import Generator
 from exl2flow.inference.chat import Piece, Session
@@ -211,7 +211,8 @@ def test_a_link_to_a_conversation_stays(chat: Chat, tmp_path: Path) -> None:
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "real.json")
 
-    beside(chat, file=ConversationFile.take(link).file).take("Hello")
+    with reserved(link) as file:
+        beside(chat, file=file).take("Hello")
 
     assert link.is_symlink()
     assert users(tmp_path / "real.json") == ["Hello"]

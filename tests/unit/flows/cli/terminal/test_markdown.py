@@ -195,7 +195,7 @@ def test_a_terminal_that_wraps_rows_anew_keeps_no_more_than_the_rows_it_adds(
 
 
 @pytest.mark.parametrize("text", ["漢字" * 40, "👩‍💻" * 40, "❤️🇩🇪" * 30, "e\u0301" * 90])
-def test_wide_characters_and_emoji_leave_no_rests(text: str) -> None:
+def test_wide_characters_and_emoji_are_erased_completely(text: str) -> None:
     by_letter, whole = Screen(31), Screen(31)
 
     stream(by_letter, "before\n\n", *text, "\n\nafter")
@@ -228,7 +228,7 @@ def test_wide_characters_and_emoji_leave_no_rests(text: str) -> None:
         "```" + "z" * 5000 + "\nx",
     ],
 )
-def test_hostile_text_changes_no_more_than_its_own(text: str) -> None:
+def test_hostile_text_changes_only_its_own_rows(text: str) -> None:
     screen = Screen(40, 20)
     screen.feed("above\n")
 

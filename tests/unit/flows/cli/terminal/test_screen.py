@@ -127,7 +127,7 @@ def test_only_the_log_format_names_the_model(chat: Chat, say: Say) -> None:
     assert "Assistant:" not in say("Hello")
 
 
-def test_escape_sequences_of_thoughts_names_and_files_command_nothing(
+def test_escape_sequences_of_thoughts_names_and_files_do_not_reach_the_terminal(
     chat: Chat, say: Say, terminal: Terminal
 ) -> None:
     chat.answer(iter([Piece("a\x1b[2Jb", "thinking"), Piece("\x1b]0;x\x07", "note")]))
