@@ -51,6 +51,25 @@ MINISTRAL = replace(
     model_type="ministral",
     window_rule=WindowRule.LAYER_TYPES,
 )
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16_384,
+    "llama_4_scaling_beta": 0.1,
+}
+MINISTRAL3 = replace(
+    MISTRAL,
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    default_window=None,
+    default_head_dim=128,
+    default_norm_eps=1e-5,
+    query_beta_key="llama_4_scaling_beta",
+    defaults=(("rope_parameters", MINISTRAL3_ROPE),),
+)
 PHI3 = replace(
     MISTRAL,
     architecture="Phi3ForCausalLM",
@@ -156,7 +175,7 @@ COHERE = replace(
     keys=(("rms_norm_eps", "layer_norm_eps"),),
     default_norm_eps=1e-5,
     head_norms=("use_qk_norm", HeadNorms.HEADS),
-    known=("use_qk_norm",),
+    known=("use_qk_norm", "logit_scale"),
     multipliers=Multipliers.COHERE,
     default_theta=500_000.0,
     interleaved=True,
@@ -168,7 +187,7 @@ COHERE2 = replace(
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
     head_norms=HeadNorms.NONE,
-    known=(),
+    known=("logit_scale",),
     window_rule=WindowRule.LAYER_TYPES,
     default_window=4096,
     default_window_pattern=4,
@@ -180,6 +199,7 @@ GRANITE = replace(
     architecture="GraniteForCausalLM",
     model_type="granite",
     multipliers=Multipliers.GRANITE,
+    known=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     score_scale_key="attention_multiplier",
     defaults=(("attention_multiplier", 1.0),),
 )
@@ -295,26 +315,6 @@ STARCODER2 = replace(
     default_norm_eps=1e-5,
     defaults=(TIED, ("use_bias", True)),
 )
-MINISTRAL3_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 16_384,
-    "llama_4_scaling_beta": 0.1,
-}
-MINISTRAL3 = replace(
-    MISTRAL,
-    architecture="Ministral3ForCausalLM",
-    model_type="ministral3",
-    default_window=None,
-    default_head_dim=128,
-    default_norm_eps=1e-5,
-    query_beta_key="llama_4_scaling_beta",
-    defaults=(("rope_parameters", MINISTRAL3_ROPE),),
-)
-
 ORION = replace(
     LLAMA,
     architecture="OrionForCausalLM",
@@ -351,6 +351,7 @@ MINICPM = replace(
     model_type="minicpm",
     mlp_bias=False,
     multipliers=Multipliers.MINICPM,
+    known=("scale_emb", "scale_depth"),
     defaults=(TIED,),
 )
 INDEX = replace(
@@ -472,49 +473,8 @@ QWEN3_VL = replace(
     carried=("model.visual.",),
 )
 
-ROWS = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MINISTRAL,
-    MINISTRAL3,
-    PHI3,
-    SEED_OSS,
-    YI,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM,
-    GLM4,
-    COHERE,
-    COHERE2,
-    GRANITE,
-    GRANITE_HYBRID,
-    OLMO2,
-    OLMO3,
-    EXAONE4,
-    SMOLLM3,
-    ERNIE,
-    HUNYUAN,
-    ARCEE,
-    NEMOTRON,
-    STARCODER2,
-    ORION,
-    INTERNLM2,
-    MINICPM,
-    INDEX,
-    GPT2,
-    BIGCODE,
-    LLAVA_LLAMA,
-    LLAVA_MISTRAL,
-    MISTRAL3_MISTRAL,
-    MISTRAL3_MINISTRAL3,
-    GEMMA3_VL,
-    QWEN2_VL,
-    QWEN2_5_VL,
-    QWEN3_VL,
-)
 FAMILIES: dict[tuple[str, str | None], Family] = {
-    (row.architecture, row.text_type): row for row in ROWS
+    (row.architecture, row.text_type): row
+    for row in [*globals().values()]
+    if isinstance(row, Family)
 }

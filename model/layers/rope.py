@@ -31,16 +31,13 @@ class RopeTable:
     interleaved: bool = False
 
     def at(self, positions: torch.Tensor) -> "RopeTable":
-        """Return the rows of positions, int (b,) or (b, t), as (b, 1, t or 1, d/2)."""
-        return self.along(positions.long().view(len(positions), 1, -1))
-
-    def along(self, positions: torch.Tensor) -> "RopeTable":
-        """Return the rows of positions, int (t,), of one sequence or several one after another."""
+        """Return the rows of positions: int (t,) as (t, d/2), (b, t) as (b, 1, t, d/2)."""
+        rows = positions.long() if positions.dim() == 1 else positions.long()[:, None]
         scale = self.query_scale
         return RopeTable(
-            cos=self.cos[positions],
-            sin=self.sin[positions],
-            query_scale=None if scale is None else scale[positions],
+            cos=self.cos[rows],
+            sin=self.sin[rows],
+            query_scale=None if scale is None else scale[rows],
             interleaved=self.interleaved,
         )
 
@@ -84,17 +81,9 @@ class RopeTables:
         return self.tables[self.of_layer[index]]
 
     def at(self, positions: torch.Tensor) -> "RopeTables":
-        """Return the rows of positions in each table; see `RopeTable.at`."""
+        """Return the rows of positions, int64 (t,) or (b, t), in each table."""
         return RopeTables(
             tables=tuple(table.at(positions) for table in self.tables),
-            of_layer=self.of_layer,
-            positions=positions.long().view(len(positions), -1),
-        )
-
-    def along(self, positions: torch.Tensor) -> "RopeTables":
-        """Return the rows of positions in each table; see `RopeTable.along`."""
-        return RopeTables(
-            tables=tuple(table.along(positions) for table in self.tables),
             of_layer=self.of_layer,
             positions=positions,
         )
