@@ -13,11 +13,10 @@ from exl2flow.model.config.family import Family, HeadNorms, Multipliers, NopeRul
 
 TIED = ("tie_word_embeddings", True)
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias="mlp_bias")
+LLAMA = Family(architecture="LlamaForCausalLM", mlp_bias="mlp_bias")
 MISTRAL = replace(
     LLAMA,
     architecture="MistralForCausalLM",
-    model_type="mistral",
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
@@ -27,7 +26,6 @@ MISTRAL = replace(
 QWEN2 = replace(
     LLAMA,
     architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
     qkv_bias=True,
     o_bias=False,
     mlp_bias=False,
@@ -38,7 +36,6 @@ QWEN2 = replace(
 QWEN3 = replace(
     QWEN2,
     architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     head_norms=HeadNorms.HEAD,
@@ -48,7 +45,6 @@ QWEN3 = replace(
 MINISTRAL = replace(
     MISTRAL,
     architecture="MinistralForCausalLM",
-    model_type="ministral",
     window_rule=WindowRule.LAYER_TYPES,
 )
 MINISTRAL3_ROPE = {
@@ -63,7 +59,6 @@ MINISTRAL3_ROPE = {
 MINISTRAL3 = replace(
     MISTRAL,
     architecture="Ministral3ForCausalLM",
-    model_type="ministral3",
     default_window=None,
     default_head_dim=128,
     default_norm_eps=1e-5,
@@ -73,7 +68,6 @@ MINISTRAL3 = replace(
 PHI3 = replace(
     MISTRAL,
     architecture="Phi3ForCausalLM",
-    model_type="phi3",
     default_window=None,
     default_partial=1.0,
     default_norm_eps=1e-5,
@@ -85,18 +79,16 @@ PHI3 = replace(
 SEED_OSS = replace(
     LLAMA,
     architecture="SeedOssForCausalLM",
-    model_type="seed_oss",
     o_bias="attention_out_bias",
     default_head_dim=128,
     defaults=(("attention_bias", True),),
 )
-YI = replace(LLAMA, architecture="YiForCausalLM", model_type="Yi", norms=("ln1", "ln2"))
+YI = replace(LLAMA, architecture="YiForCausalLM", norms=("ln1", "ln2"))
 
 GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 GEMMA = replace(
     LLAMA,
     architecture="GemmaForCausalLM",
-    model_type="gemma",
     mlp_bias=False,
     norm_offset=1.0,
     multipliers=Multipliers.GEMMA,
@@ -108,7 +100,6 @@ GEMMA = replace(
 GEMMA2 = replace(
     GEMMA,
     architecture="Gemma2ForCausalLM",
-    model_type="gemma2",
     keys=(("hidden_act", "hidden_activation"),),
     norms=("input_layernorm", "pre_feedforward_layernorm"),
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -131,7 +122,6 @@ GEMMA2 = replace(
 GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
     head_norms=HeadNorms.HEAD,
     default_window_pattern=6,
     softcap_key=None,
@@ -149,7 +139,6 @@ GEMMA3 = replace(
 GLM = replace(
     LLAMA,
     architecture="GlmForCausalLM",
-    model_type="glm",
     o_bias=False,
     mlp_bias=False,
     default_head_dim=128,
@@ -162,13 +151,11 @@ GLM = replace(
 GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",
-    model_type="glm4",
     post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
 COHERE = replace(
     LLAMA,
     architecture="CohereForCausalLM",
-    model_type="cohere",
     mlp_bias=False,
     is_parallel=True,
     is_centered=True,
@@ -185,7 +172,6 @@ COHERE = replace(
 COHERE2 = replace(
     COHERE,
     architecture="Cohere2ForCausalLM",
-    model_type="cohere2",
     head_norms=HeadNorms.NONE,
     known=("logit_scale",),
     window_rule=WindowRule.LAYER_TYPES,
@@ -197,7 +183,6 @@ COHERE2 = replace(
 GRANITE = replace(
     LLAMA,
     architecture="GraniteForCausalLM",
-    model_type="granite",
     multipliers=Multipliers.GRANITE,
     known=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     score_scale_key="attention_multiplier",
@@ -206,7 +191,6 @@ GRANITE = replace(
 GRANITE_HYBRID = replace(
     GRANITE,
     architecture="GraniteMoeHybridForCausalLM",
-    model_type="granitemoehybrid",
     mlp_bias=False,
     keys=(("intermediate_size", "shared_intermediate_size"),),
     nope_rule=NopeRule.POSITION_TYPE,
@@ -216,7 +200,6 @@ GRANITE_HYBRID = replace(
 OLMO2 = replace(
     LLAMA,
     architecture="Olmo2ForCausalLM",
-    model_type="olmo2",
     mlp_bias=False,
     norms=None,
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -226,7 +209,6 @@ OLMO2 = replace(
 OLMO3 = replace(
     OLMO2,
     architecture="Olmo3ForCausalLM",
-    model_type="olmo3",
     window_rule=WindowRule.LAYER_TYPES,
     default_window=4096,
     default_window_pattern=4,
@@ -237,7 +219,6 @@ OLMO3 = replace(
 EXAONE4 = replace(
     OLMO3,
     architecture="Exaone4ForCausalLM",
-    model_type="exaone4",
     qkv_bias=False,
     o_bias=False,
     head_norms=HeadNorms.HEAD,
@@ -248,7 +229,6 @@ EXAONE4 = replace(
 SMOLLM3 = replace(
     LLAMA,
     architecture="SmolLM3ForCausalLM",
-    model_type="smollm3",
     window_rule=WindowRule.NOPE_LAYERS,
     default_theta=2_000_000.0,
     nope_rule=NopeRule.LISTED,
@@ -257,7 +237,6 @@ SMOLLM3 = replace(
 ERNIE = replace(
     LLAMA,
     architecture="Ernie4_5ForCausalLM",
-    model_type="ernie4_5",
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",
@@ -270,7 +249,6 @@ ERNIE = replace(
 HUNYUAN = replace(
     LLAMA,
     architecture="HunYuanDenseV1ForCausalLM",
-    model_type="hunyuan_v1_dense",
     mlp_bias=False,
     head_norms=HeadNorms.HEAD,
     qk_norms=("query_layernorm", "key_layernorm"),
@@ -282,7 +260,6 @@ HUNYUAN = replace(
 ARCEE = replace(
     LLAMA,
     architecture="ArceeForCausalLM",
-    model_type="arcee",
     is_gated=False,
     default_activation="relu2",
     default_norm_eps=1e-5,
@@ -290,7 +267,6 @@ ARCEE = replace(
 NEMOTRON = replace(
     ARCEE,
     architecture="NemotronForCausalLM",
-    model_type="nemotron",
     keys=(("rms_norm_eps", "norm_eps"),),
     default_partial=0.5,
     is_centered=True,
@@ -301,7 +277,6 @@ C_FC = (("up", "mlp.c_fc"), ("down", "mlp.c_proj"))
 STARCODER2 = replace(
     MISTRAL,
     architecture="Starcoder2ForCausalLM",
-    model_type="starcoder2",
     keys=(("rms_norm_eps", "norm_epsilon"),),
     qkv_bias="use_bias",
     o_bias="use_bias",
@@ -318,7 +293,6 @@ STARCODER2 = replace(
 ORION = replace(
     LLAMA,
     architecture="OrionForCausalLM",
-    model_type="orion",
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
@@ -329,7 +303,6 @@ ORION = replace(
 INTERNLM2 = replace(
     LLAMA,
     architecture="InternLM2ForCausalLM",
-    model_type="internlm2",
     qkv_bias="bias",
     o_bias="bias",
     mlp_bias=False,
@@ -348,7 +321,6 @@ INTERNLM2 = replace(
 MINICPM = replace(
     LLAMA,
     architecture="MiniCPMForCausalLM",
-    model_type="minicpm",
     mlp_bias=False,
     multipliers=Multipliers.MINICPM,
     known=("scale_emb", "scale_depth"),
@@ -357,7 +329,6 @@ MINICPM = replace(
 INDEX = replace(
     LLAMA,
     architecture="IndexForCausalLM",
-    model_type="index",
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
@@ -368,7 +339,6 @@ GPT2_NAMES = (("h", "layers"), ("wte", "embed_tokens"), ("wpe", "wpe"), ("ln_f",
 GPT2 = replace(
     STARCODER2,
     architecture="GPT2LMHeadModel",
-    model_type="gpt2",
     keys=(
         ("hidden_size", "n_embd"),
         ("num_hidden_layers", "n_layer"),
@@ -394,19 +364,18 @@ GPT2 = replace(
 BIGCODE = replace(
     GPT2,
     architecture="GPTBigCodeForCausalLM",
-    model_type="gpt_bigcode",
     single_head_key="multi_query",
     packed_heads=True,
     is_transposed=False,
 )
 
 
-def wrapped(row: Family, architecture: str) -> Family:
+def wrapped(row: Family, text_type: str, architecture: str) -> Family:
     """Return a text model's row inside a wrapper with the names of Llava."""
     return replace(
         row,
         architecture=architecture,
-        text_type=row.model_type,
+        text_type=text_type,
         prefix="language_model.model.",
         head="language_model.lm_head",
         renames=(
@@ -420,7 +389,7 @@ def wrapped(row: Family, architecture: str) -> Family:
 
 
 LLAVA_LLAMA = replace(
-    wrapped(LLAMA, "LlavaForConditionalGeneration"),
+    wrapped(LLAMA, "llama", "LlavaForConditionalGeneration"),
     defaults=(
         ("hidden_size", 4096),
         ("intermediate_size", 11_008),
@@ -431,12 +400,12 @@ LLAVA_LLAMA = replace(
     ),
 )
 LLAVA_MISTRAL = replace(
-    wrapped(MISTRAL, "LlavaForConditionalGeneration"),
+    wrapped(MISTRAL, "mistral", "LlavaForConditionalGeneration"),
     defaults=(("num_attention_heads", 32), ("num_key_value_heads", 8)),
 )
 MISTRAL3_MISTRAL = replace(LLAVA_MISTRAL, architecture="Mistral3ForConditionalGeneration")
-MISTRAL3_MINISTRAL3 = wrapped(MINISTRAL3, "Mistral3ForConditionalGeneration")
-GEMMA3_VL = wrapped(GEMMA3, "Gemma3ForConditionalGeneration")
+MISTRAL3_MINISTRAL3 = wrapped(MINISTRAL3, "ministral3", "Mistral3ForConditionalGeneration")
+GEMMA3_VL = wrapped(GEMMA3, "gemma3_text", "Gemma3ForConditionalGeneration")
 SIGLIP = "vision_tower.vision_model."  # in published files; transformers 5 leaves the second out
 GEMMA3_VL = replace(
     GEMMA3_VL,

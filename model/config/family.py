@@ -53,7 +53,6 @@ class Family:
     """
 
     architecture: str
-    model_type: str
     # `model_type` of the `text_config` that holds the text model's keys; None: they are at the top
     text_type: str | None = None
     is_flat_too: bool = False  # older configs of this wrapper have no `text_config`

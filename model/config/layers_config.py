@@ -134,7 +134,7 @@ def _patterned(config: Fields, family: Family, num_layers: int) -> tuple[str, ..
         return (FULL,) * num_layers
     if isinstance(given, str):
         if not given or set(given) - set(LETTERS):
-            raise config.refusal(PATTERN, f"a number, or {quoted(LETTERS)} repeated")
+            raise config.refusal(PATTERN, given, f"a number, or {quoted(LETTERS)} repeated")
         letters = (given * num_layers)[: num_layers - 1] + "G"  # the last layer is a full one
         return tuple(LETTERS[letter] for letter in letters)
     every = config.integer(PATTERN, family.default_window_pattern)

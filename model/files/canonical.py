@@ -74,7 +74,8 @@ def _parts(
             f"`{old}` in `{entry.path}` has shape {entry.stored_shape}, the config implies "
             f"{sum(rows.values())} {side}; get the model's files again, complete"
         )
-    groups = min(rows.values()) // _head_dim(spec) if spec.family.packed_heads else 1
+    head_dim = spec.attentions[0].head_dim
+    groups = min(rows.values()) // head_dim if spec.family.packed_heads else 1
     counts = [count // groups for count in rows.values()]
     for part, first, count in zip(rows, accumulate(counts, initial=0), counts, strict=False):
         located = entry.rows(first, count) if groups == 1 else entry.grouped(groups, first, count)
@@ -115,7 +116,3 @@ def fused_rows(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, i
         start = f"{spec.layers_key}{layer}."
         for name, parts in spec.family.fused:
             yield f"{start}{name}{part}", {f"{start}{p}{part}": rows[start + p] for p in parts}
-
-
-def _head_dim(spec: ModelSpec) -> int:
-    return spec.attentions[0].head_dim

@@ -8,7 +8,7 @@ from exl2flow.core.store.files import Layout
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
 from exl2flow.model.files.exl2 import tensor_names
 from exl2flow.model.files.gptq import gptq_names
-from exl2flow.model.files.weights import TensorFiles, check_floating
+from exl2flow.model.files.weights import TensorFiles
 
 
 def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
@@ -25,15 +25,6 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
             f"`num_hidden_layers` in `{spec.source_dir / 'config.json'}` is {spec.num_layers}, the "
             f"files hold {count} layers; fetch what is missing, or correct the config"
         )
-
-
-def check_dtypes(spec: ModelSpec, tensors: TensorFiles) -> None:
-    """Check that a dense model's weights can be read as floating-point numbers.
-
-    Raises:
-        SourceModelError: a dtype is unknown or an integer.
-    """
-    check_floating(tensors, [name for name in expected_tensors(spec) if name in tensors])
 
 
 def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from exl2flow.model.files.canonical import CanonicalTensors
 from exl2flow.model.files.exl2 import MAX_ROWS, is_quantized
 from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.files.group_table import ROW_MULTIPLE
-from exl2flow.model.files.headers import check_dtypes, check_layers, unclaimed
+from exl2flow.model.files.headers import check_layers, unclaimed
 from exl2flow.model.files.weights import TensorFiles
 
 SourceForm = Literal["floats", "fp8", "gptq"]
@@ -62,10 +62,11 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
     _check_form(spec, tensors, in_gptq, lossy=lossy)
     lines = tensors.undecodable()
     lines += [line for p in in_gptq if (line := _gptq_problem(p, tensors, spec.zero_offset))]
+    expected = expected_tensors(spec)
     if not lines:
-        check_dtypes(spec, tensors)
+        tensors.check_floating(name for name in expected if name in tensors)
     decoded = {f"{p.key}.weight" for p in in_gptq}
-    for name, shape in expected_tensors(spec).items():
+    for name, shape in expected.items():
         if name in decoded:
             continue
         if name not in tensors:

@@ -5,8 +5,7 @@ model computes the same positions here and there.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -143,7 +142,20 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:
         num_positions: one more than the highest position of the call; LongRoPE switches on it,
             dynamic NTK grows with it.
     """
-    return _RULES[rope.kind](rope, num_positions)
+    plain = 1.0 / rope.theta ** _exponents(rope)  # theta^(-2i/d)
+    match rope.kind:
+        case RopeKind.DEFAULT:
+            return plain
+        case RopeKind.LINEAR:
+            return plain / rope.factor
+        case RopeKind.DYNAMIC:
+            return _dynamic(rope, num_positions)
+        case RopeKind.LLAMA3:
+            return _llama3(rope, plain)
+        case RopeKind.YARN:
+            return _yarn(rope, plain)
+        case RopeKind.LONGROPE:
+            return _longrope(rope, num_positions)
 
 
 def attention_factor(rope: RopeSpec) -> float:
@@ -173,16 +185,6 @@ def _exponents(rope: RopeSpec) -> torch.Tensor:
     return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / max(rope.rotary_dim, 1)
 
 
-def _default(rope: RopeSpec, num_positions: int) -> torch.Tensor:
-    """theta^(-2i/d)."""
-    return 1.0 / rope.theta ** _exponents(rope)
-
-
-def _linear(rope: RopeSpec, num_positions: int) -> torch.Tensor:
-    """theta^(-2i/d) / factor."""
-    return _default(rope, num_positions) / rope.factor
-
-
 def _dynamic(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """(theta · growth^(d / (d - 2)))^(-2i/d), growth = factor · n / original - (factor - 1).
 
@@ -190,30 +192,28 @@ def _dynamic(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """
     n = max(num_positions, rope.original_max_positions)
     growth = rope.factor * n / rope.original_max_positions - (rope.factor - 1)
-    theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
-    return _default(replace(rope, theta=theta), num_positions)
+    theta: float = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return 1.0 / theta ** _exponents(rope)
 
 
-def _llama3(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """Divide long wavelengths by `factor`, keep short ones, blend those between.
 
     With r = original positions / wavelength: kept if r > high, divided if r < low, else the blend
     with share (r - low) / (high - low) of the kept one.
     """
-    plain = _default(rope, num_positions)
     turns = rope.original_max_positions * plain / (2 * math.pi)
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return (1 - kept) * plain / rope.factor + kept * plain
 
 
-def _yarn(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+def _yarn(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """Blend by pair index i: kept below `low`, divided by `factor` above `high`, linear between.
 
     The bounds are the indices whose pair turns `beta_fast` and `beta_slow` times within the
     original positions.
     """
-    plain = _default(rope, num_positions)
     low, high = (_yarn_index(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -235,13 +235,3 @@ def _longrope(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     is_long = num_positions > rope.original_max_positions
     factors = rope.long_factors if is_long else rope.short_factors
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
-
-
-_RULES: dict[RopeKind, Callable[[RopeSpec, int], torch.Tensor]] = {
-    RopeKind.DEFAULT: _default,
-    RopeKind.LINEAR: _linear,
-    RopeKind.DYNAMIC: _dynamic,
-    RopeKind.LLAMA3: _llama3,
-    RopeKind.YARN: _yarn,
-    RopeKind.LONGROPE: _longrope,
-}

@@ -6,7 +6,7 @@ library on probe texts, so that a difference is an error and not bad calibration
 
 import re
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -252,10 +252,11 @@ def _bpe(model: SentencePieceModel) -> models.Model:
         for cut in range(1, len(piece.text))
         if piece.text[:cut] in known and piece.text[cut:] in known
     ]
+    unknown = (piece.text for piece in model.pieces if piece.type is PieceType.UNKNOWN)
     return models.BPE(
         vocab=vocab,
         merges=merges,
-        unk_token=_unknown(model),
+        unk_token=next(unknown, None),
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
     )
@@ -272,11 +273,6 @@ def _unigram(model: SentencePieceModel) -> models.Model:
     types = [piece.type for piece in model.pieces]
     unknown_id = types.index(PieceType.UNKNOWN) if PieceType.UNKNOWN in types else None
     return models.Unigram(scored, unk_id=unknown_id, byte_fallback=model.byte_fallback)
-
-
-def _unknown(model: SentencePieceModel) -> str | None:
-    unknown = (piece.text for piece in model.pieces if piece.type is PieceType.UNKNOWN)
-    return next(unknown, None)
 
 
 def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
@@ -379,12 +375,8 @@ def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Ite
             fields = Fields.load(path)
             yield from fields.token_ids(f"{role}_token_id")
             yield from fields.inner("text_config").token_ids(f"{role}_token_id")  # of a wrapper
-            yield from _named_id(fields, backend, f"{role}_token")
-
-
-def _named_id(fields: Fields, backend: tokenizers.Tokenizer, key: str) -> Iterable[int]:
-    """Return the id of a token given by its text, plain or inside an object."""
-    value = fields.values.get(key)
-    text = value.get("content") if isinstance(value, dict) else value
-    token_id = backend.token_to_id(text) if isinstance(text, str) else None
-    return () if token_id is None else (token_id,)
+            value = fields.values.get(f"{role}_token")  # the token's text, plain or in an object
+            text = value.get("content") if isinstance(value, dict) else value
+            token_id = backend.token_to_id(text) if isinstance(text, str) else None
+            if token_id is not None:
+                yield token_id

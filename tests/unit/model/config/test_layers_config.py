@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model import AttentionSpec, resolve
+from exl2flow.model import resolve
+from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.layers.rope import attention_factor, inverse_frequencies
 
 LAYERS = 9

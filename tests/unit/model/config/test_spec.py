@@ -7,7 +7,8 @@ from tiny import make_tiny, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model import RopeKind, expected_tensors, resolve
+from exl2flow.model import expected_tensors, resolve
+from exl2flow.model.config.rope_spec import RopeKind
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

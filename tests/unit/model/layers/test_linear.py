@@ -12,14 +12,12 @@ from exl2flow.kernels import Group
 from exl2flow.model import (
     DenseLinear,
     Linear,
-    PackedLinear,
     ProjectionSpec,
     QuantizedLinear,
     QuantizedMatrix,
     TensorFiles,
-    load_linear,
 )
-from exl2flow.model.layers.linear import RowOrders
+from exl2flow.model.layers.linear import PackedLinear, RowOrders, load_linear
 
 K, N = 64, 40  # N is stored padded to 64 columns
 

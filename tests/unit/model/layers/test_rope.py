@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 
-from exl2flow.model import RopeKind, RopeSpec
+from exl2flow.model.config.rope_spec import RopeKind, RopeSpec
 from exl2flow.model.layers.rope import attention_factor, inverse_frequencies, rope_table, step_table
 
 CPU = torch.device("cpu")
