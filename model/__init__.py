@@ -1,4 +1,4 @@
-"""What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
+"""Models: families, resolved specs, weights, layers, tokenizers, EXL2 tensors."""
 
 from exl2flow.model.config.resolution import resolve
 from exl2flow.model.config.spec import ModelSpec, expected_tensors

@@ -300,7 +300,7 @@ def _sort_form(schema: dict[str, Any]) -> None:
 
 
 class RunOptions(Options):
-    """What every run over a source model has: the model, its calibration, where it runs."""
+    """Options of every run over a source model: the model, its calibration, where it runs."""
 
     model_config = ConfigDict(json_schema_extra=_sort_form)
 
@@ -368,7 +368,7 @@ class RunOptions(Options):
 
 
 class SharedOptions(RunOptions):
-    """What a conversion and a sweep of several have in common: all but the bits."""
+    """Options that conversions and sweeps share: all but the bits."""
 
     lossy_source: LossySource = False
     head_bits: Annotated[int | None, Option("BITS", "Result", rare=True)] = Field(

@@ -129,7 +129,7 @@ class PagePool:
         return exchanged
 
     def cut(self, held: SequencePages, tokens: int) -> Copy | None:
-        """Rewind to the first `tokens`, and give back the pages after them, also reserved ones.
+        """Rewind to the first `tokens`, and free the pages after them, including reserved ones.
 
         If others use the last page, its first rows move to another one. If none is free, `filled`
         becomes the page's first position, and the tokens after it have to be computed again.

@@ -62,11 +62,11 @@ class HiddenStates:
                 raise ContextOverflow(
                     f"{len(ids)} tokens exceed the model's {self._context} positions; give fewer"
                 )
-        begun = {self.table.begin(salt_of(used)): tuple(ids) for ids in texts}
+        sequences = {self.table.begin(salt_of(used)): tuple(ids) for ids in texts}
         try:
-            return self._read(begun, last, used)
+            return self._read(sequences, last, used)
         finally:
-            for held in begun:
+            for held in sequences:
                 self.table.release(held)
 
     @property

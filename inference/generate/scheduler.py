@@ -1,4 +1,4 @@
-"""Decides which jobs run, in which slots, and takes pages for them; preempts jobs without pages.
+"""Scheduler: admits jobs to slots, reserves their pages, and preempts jobs if none is left.
 
 Pages are taken when they are written. When none is left, the youngest job goes back to the front of
 the queue with its tokens; its pages stay cached, so it soon continues where it was.

@@ -11,6 +11,8 @@ from dataclasses import replace
 
 from exl2flow.model.config.family import Family, HeadNorms, Multipliers, NopeRule, WindowRule
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 TIED = ("tie_word_embeddings", True)
 
 LLAMA = Family(architecture="LlamaForCausalLM", mlp_bias="mlp_bias")
@@ -71,10 +73,7 @@ PHI3 = replace(
     default_window=None,
     default_partial=1.0,
     default_norm_eps=1e-5,
-    fused=(
-        ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-    ),
+    fused=(("self_attn.qkv_proj", QKV), GATE_UP),
 )
 SEED_OSS = replace(
     LLAMA,
@@ -85,7 +84,6 @@ SEED_OSS = replace(
 )
 YI = replace(LLAMA, architecture="YiForCausalLM", norms=("ln1", "ln2"))
 
-GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 GEMMA = replace(
     LLAMA,
     architecture="GemmaForCausalLM",
@@ -314,7 +312,7 @@ INTERNLM2 = replace(
     ),
     renames=(("model.tok_embeddings.", "model.embed_tokens."), ("output.", "lm_head.")),
     layer_renames=(("attention.wo.", "self_attn.o_proj."),),
-    fused=(("attention.wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
+    fused=(("attention.wqkv", QKV),),
     packed_heads=True,
     defaults=(("bias", True),),
 )
@@ -357,7 +355,7 @@ GPT2 = replace(
         (f"{top}{old}.", f"model.{new}.") for top in ("transformer.", "") for old, new in GPT2_NAMES
     ),
     layer_renames=(("attn.c_proj.", "self_attn.o_proj."),),
-    fused=(("attn.c_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
+    fused=(("attn.c_attn", QKV),),
     is_transposed=True,
     left_out=(".attn.bias", ".attn.masked_bias"),
 )

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class HeadNorms(StrEnum):
-    """What the norms of queries and keys normalize."""
+    """Kinds of norms of queries and keys."""
 
     NONE = "none"
     HEAD = "head"  # each head, all with the same weights
@@ -14,7 +14,7 @@ class HeadNorms(StrEnum):
 
 
 class Multipliers(StrEnum):
-    """Which keys scale embedding, outputs of sublayers, and logits."""
+    """Config keys that scale embedding, outputs of sublayers, and logits."""
 
     NONE = "none"
     GEMMA = "gemma"  # embedding · √hidden

@@ -107,6 +107,10 @@ class Fields:
             raise self.refusal(key, value, f"a number above {above:g}, at most {LARGEST:g}")
         return float(value)
 
+    def optional(self, key: str | None) -> float | None:
+        """Return a number that need not be there; None: there is none."""
+        return self.number(key) if key is not None and self.has(key) else None
+
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self._get(key, default)

@@ -64,16 +64,22 @@ def _common(config: Fields, family: Family, max_positions: int) -> AttentionSpec
             f"divide {config.named('num_attention_heads')}, {num_heads}"
         )
     head_dim = _head_dim(config, family, num_heads)
+    scale, head_norms = head_dim**-0.5, family.head_norms
+    if family.score_scale_key is not None:
+        scale = config.number(family.score_scale_key) ** family.score_scale_power
+    if isinstance(head_norms, tuple):
+        key, norms = head_norms
+        head_norms = norms if config.flag(key, False) else HeadNorms.NONE
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rule=_rule(config, family, head_dim),
+        rule=AttentionRule(scale=scale, softcap=config.optional(family.softcap_key)),
         rope=RopeSpec.none(max_positions),
         norm_after_rope=family.norm_after_rope,
         qkv_bias=bias_of(config, family.qkv_bias),
         o_bias=bias_of(config, family.o_bias),
-        head_norms=_head_norms(config, family),
+        head_norms=head_norms,
     )
 
 
@@ -88,22 +94,6 @@ def _head_dim(config: Fields, family: Family, num_heads: int) -> int:
             f"divide {config.named('hidden_size')}, {hidden_size}, or `head_dim` must be there"
         )
     return hidden_size // num_heads
-
-
-def _head_norms(config: Fields, family: Family) -> HeadNorms:
-    if isinstance(family.head_norms, HeadNorms):
-        return family.head_norms
-    key, norms = family.head_norms
-    return norms if config.flag(key, False) else HeadNorms.NONE
-
-
-def _rule(config: Fields, family: Family, head_dim: int) -> AttentionRule:
-    scale, softcap = head_dim**-0.5, None
-    if family.score_scale_key is not None:
-        scale = config.number(family.score_scale_key) ** family.score_scale_power
-    if family.softcap_key is not None and config.has(family.softcap_key):
-        softcap = config.number(family.softcap_key)
-    return AttentionRule(scale=scale, softcap=softcap)
 
 
 def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:

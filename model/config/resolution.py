@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model.config.activations import ACTIVATIONS
 from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
@@ -43,6 +42,15 @@ UNSUPPORTED = (  # keys with which the graph would differ, where a family does n
 
 
 EXPECTED = ("scale_attn_weights",)  # keys that must be true where they are present
+HIDDEN_ACTS = {  # `hidden_act` → name of the kernels
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") -> ModelSpec:
@@ -89,7 +97,7 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         embedding_multiplier=embedding * scale,
         residual_multiplier=residual * (1.0 if family.post_norms else scale),
         logit_multiplier=logits,
-        logit_softcap=_softcap(config, family),
+        logit_softcap=config.optional(family.logit_softcap_key),
         has_unit_head=_has_unit_head(config, family),
         max_positions=min(reaches, default=max_positions),
         bos_token_id=bos_ids[0] if bos_ids else None,
@@ -159,25 +167,24 @@ def _check_keys(config: Fields, family: Family) -> None:
     """Refuse values that change the graph in ways that it does not know."""
     for key in (*UNSUPPORTED, *EXPECTED):
         value = config.values.get(key)
-        if key not in family.known and not _is_neutral(key, value):
+        is_neutral = value is not True and value in NEUTRAL
+        if key in EXPECTED:
+            is_neutral = value in (None, True)
+        if key not in family.known and not is_neutral:
             raise UnsupportedArchitecture(
                 f"{config.named(key)} in `{config.path}` is {value!r}, which is not supported: the "
                 "model would compute something else"
             )
 
 
-def _is_neutral(key: str, value: object) -> bool:
-    return value in (None, True) if key in EXPECTED else value is not True and value in NEUTRAL
-
-
 def _activation(config: Fields, family: Family) -> str:
     name = config.text("hidden_act", family.default_activation)
-    if name not in ACTIVATIONS:
+    if name not in HIDDEN_ACTS:
         raise UnsupportedArchitecture(
             f"{config.named('hidden_act')} `{name}` in `{config.path}` is not supported; supported "
-            f"are {quoted(ACTIVATIONS)}"
+            f"are {quoted(HIDDEN_ACTS)}"
         )
-    return name
+    return HIDDEN_ACTS[name]
 
 
 def _multipliers(config: Fields, rule: Multipliers) -> tuple[float, float, float]:
@@ -198,11 +205,6 @@ def _multipliers(config: Fields, rule: Multipliers) -> tuple[float, float, float
             depth = config.number("scale_depth", 1.0) / math.sqrt(layers)
             base = config.number("dim_model_base", 1.0)
             return config.number("scale_emb", 1.0), depth, base / hidden
-
-
-def _softcap(config: Fields, family: Family) -> float | None:
-    key = family.logit_softcap_key
-    return config.number(key) if key is not None and config.has(key) else None
 
 
 def _has_unit_head(config: Fields, family: Family) -> bool:

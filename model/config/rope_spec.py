@@ -1,4 +1,4 @@
-"""What a config says about rotary position embedding, in one form for all kinds.
+"""Read the rotary position embedding of `config.json`, in one form for all kinds.
 
 Understands `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters`
 (transformers 5).
@@ -34,7 +34,7 @@ _ALIASES = {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Parameters of all kinds; those that a kind does not use keep neutral values.
+    """Parameters of all kinds of rope; a kind leaves those of others neutral.
 
     `factor` is the stretch of the context, `original_max_positions` the length before it
     (for dynamic NTK `max_position_embeddings`, as in transformers),

@@ -53,7 +53,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Shape of the MLP; if `gated`, its activation is multiplied with a second product."""
+    """Shape of the MLP; if `gated`, its activation is multiplied with a second product.
+
+    activation: one of `kernels.ACTIVATIONS`.
+    """
 
     intermediate_size: int
     activation: str
@@ -109,7 +112,7 @@ class ModelSpec:
 
     @property
     def layers_key(self) -> str:
-        """What precedes a layer's index in names."""
+        """The beginning of layers' names, before the index."""
         return f"{self.family.prefix}layers."
 
     @property
@@ -174,21 +177,17 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {
         f"{spec.embedding_key}.weight": (spec.vocab_size, spec.hidden_size),
-        **_norm_shapes(spec.final_norm),
+        **dict.fromkeys(spec.final_norm.names, spec.final_norm.shape),
     }
     learned = spec.family.learned_positions
     if learned is not None:
         shapes[f"{learned}.weight"] = (spec.max_positions, spec.hidden_size)
     for sublayer in spec.sublayers:
         for norm in sublayer.norms:
-            shapes |= _norm_shapes(norm)
+            shapes |= dict.fromkeys(norm.names, norm.shape)
         for projection in sublayer.projections:
             shapes |= _linear_shapes(projection)
     return shapes if spec.tied_head else shapes | _linear_shapes(spec.head)
-
-
-def _norm_shapes(norm: NormSpec) -> dict[str, tuple[int, ...]]:
-    return {name: norm.shape for name in norm.names}
 
 
 def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What a sublayer is made of: norms and projections, each with its role."""
+"""Sublayers as data: norms and projections, each with its role."""
 
 from dataclasses import dataclass
 from typing import Literal

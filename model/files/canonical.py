@@ -34,7 +34,10 @@ class CanonicalTensors(TensorFiles):
         stored, self._entries = self._entries, {}
         self._origins: dict[str, str] = {}
         fused = dict(pair for part in PARTS for pair in fused_rows(spec, part))
-        turned = set(_transposed(spec, fused)) if spec.family.is_transposed else set()
+        turned = set[str]()  # weights of layers that are stored as (in, out), fused ones whole
+        if spec.family.is_transposed:
+            turned = {name for name in fused if name.endswith(PARTS[0])}
+            turned |= {f"{projection.key}{PARTS[0]}" for projection in spec.projections}
         for old, entry in stored.items():
             name = _renamed(spec, old)
             if name in turned and name != old:
@@ -56,8 +59,8 @@ class CanonicalTensors(TensorFiles):
     def _read(
         self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> torch.Tensor:
-        found = super()._read(name, device, pinned=pinned)
-        return functional.normalize(found, dim=-1) if name == self._unit_rows else found
+        tensor = super()._read(name, device, pinned=pinned)
+        return functional.normalize(tensor, dim=-1) if name == self._unit_rows else tensor
 
 
 def _parts(
@@ -99,12 +102,6 @@ def _replaced(name: str, renames: tuple[tuple[str, str], ...]) -> str:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name
-
-
-def _transposed(spec: ModelSpec, fused: Mapping[str, object]) -> Iterator[str]:
-    """Yield the weights of layers that are stored as (in, out), fused ones whole."""
-    yield from (name for name in fused if name.endswith(PARTS[0]))
-    yield from (f"{projection.key}{PARTS[0]}" for projection in spec.projections)
 
 
 def fused_rows(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, int]]]:

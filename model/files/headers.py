@@ -18,8 +18,8 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
         MissingTensor: the config implies more.
     """
     layer = re.compile(re.escape(spec.layers_key) + r"(\d{1,9})\.")
-    found = {int(match[1]) for name in tensors.names if (match := layer.match(name))}
-    count = 1 + max(found, default=-1)
+    layers = {int(match[1]) for name in tensors.names if (match := layer.match(name))}
+    count = 1 + max(layers, default=-1)
     if spec.num_layers > count:
         raise MissingTensor(
             f"`num_hidden_layers` in `{spec.source_dir / 'config.json'}` is {spec.num_layers}, the "

@@ -148,8 +148,8 @@ def _gptq_problem(projection: ProjectionSpec, tensors: TensorFiles, zero_offset:
     key = projection.key
     names = [name for name in (*gptq_names(key), f"{key}.bias") if name in tensors]
     try:
-        found = {name: _outline(name, tensors) for name in names}
-        matrix = GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
+        outlines = {name: _outline(name, tensors) for name in names}
+        matrix = GptqMatrix.from_tensors(key, outlines, zero_offset=zero_offset)
     except SourceModelError as error:
         return str(error)
     expected = (projection.in_features, projection.out_features)
@@ -172,8 +172,8 @@ def _outline(name: str, tensors: TensorFiles) -> torch.Tensor:
     return tensors.read(name)
 
 
-def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
+def _fits(stored: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
     """Embedding and head may have more rows than the vocabulary."""
-    if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
-        return found[0] >= expected[0] and found[1] == expected[1]
-    return tuple(found) == expected
+    if len(stored) == len(expected) == 2 and expected[0] == spec.vocab_size:
+        return stored[0] >= expected[0] and stored[1] == expected[1]
+    return tuple(stored) == expected

@@ -54,8 +54,8 @@ class TensorFiles:
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
-        found = sorted(folder.glob("*.safetensors"))
-        self.files = tuple(path for path in found if is_weights(path.name)) or tuple(found)
+        paths = sorted(folder.glob("*.safetensors"))
+        self.files = tuple(path for path in paths if is_weights(path.name)) or tuple(paths)
         if not self.files:
             raise SourceModelError(
                 advice(folder)
@@ -91,12 +91,12 @@ class TensorFiles:
         self, instead: Mapping[str, tuple["TensorFiles", str]], *, without: Iterable[str] = ()
     ) -> "TensorFiles":
         """Return these tensors, some removed and others replaced: name → (files, name there)."""
-        made = copy(self)
-        made._ahead = {}
+        overlay = copy(self)
+        overlay._ahead = {}
         removed = set(without)
-        made._entries = {n: entry for n, entry in self._entries.items() if n not in removed}
-        made._entries |= {n: files._entry(other) for n, (files, other) in instead.items()}
-        return made
+        overlay._entries = {n: entry for n, entry in self._entries.items() if n not in removed}
+        overlay._entries |= {n: files._entry(other) for n, (files, other) in instead.items()}
+        return overlay
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -153,8 +153,8 @@ class TensorFiles:
             SourceModelError: the file cannot be read or is shorter than its header says.
             NonFiniteState: an fp8 weight does not fit fp16.
         """
-        ahead = self._ahead.pop(name, None)
-        return self._read(name, device) if ahead is None else send_async(ahead.result(), device)
+        fetched = self._ahead.pop(name, None)
+        return self._read(name, device) if fetched is None else send_async(fetched.result(), device)
 
     def read_floating(self, name: str) -> torch.Tensor:
         """Return a tensor as `read` does, if its elements are floating-point numbers.
@@ -263,14 +263,14 @@ def _decoded(name: str, entry: TensorEntry, *, pinned: bool) -> torch.Tensor:
     """Read an fp8 weight and its scales; return the values, fp16 on the CPU."""
     grid, scales = _grid(name, entry), _scales(entry)
     codes = _raw(name, entry, torch.float8_e4m3fn)
-    found = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
-    if not fp8.decode(codes, scales, grid, found, first=entry.first):
+    values = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
+    if not fp8.decode(codes, scales, grid, values, first=entry.first):
         raise NonFiniteState(
             f"`{name}` in `{entry.path}`, decoded from fp8, holds NaN or what does not fit fp16 in "
-            f"{int((~found.isfinite()).sum()):,} of {found.numel():,} elements; download the model "
-            "again, or use an unquantized one"
+            f"{int((~values.isfinite()).sum()):,} of {values.numel():,} elements; download the "
+            "model again, or use an unquantized one"
         )
-    return found
+    return values
 
 
 def _raw(

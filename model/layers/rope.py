@@ -1,7 +1,6 @@
 """Rotary position embedding: frequencies of all kinds, tables, and the rotation itself.
 
-Pairs are (i, i + d/2), the NEOX order. The frequency rules are those of transformers, so that a
-model computes the same positions here and there.
+Pairs are (i, i + d/2), the NEOX order. The frequency rules are those of transformers.
 """
 
 import math
@@ -203,9 +202,9 @@ def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     with share (r - low) / (high - low) of the kept one.
     """
     turns = rope.original_max_positions * plain / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * plain / rope.factor + kept * plain
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * plain / rope.factor + share * plain
 
 
 def _yarn(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
@@ -225,7 +224,7 @@ def _yarn(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_index(rope: RopeSpec, turns: float) -> float:
-    """Return the pair index that turns so many times within the original positions."""
+    """Return the pair index that completes `turns` turns within the original positions."""
     wavelength = rope.original_max_positions / (turns * 2 * math.pi)
     return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

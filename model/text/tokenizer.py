@@ -196,7 +196,7 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _failures_are_named(source: Path) -> Iterator[None]:
-    """Give an error of the Rust library, or a panic, which is no `Exception`, a name of ours.
+    """Turn errors and panics of the Rust library into `SourceModelError`.
 
     Raises:
         SourceModelError: the library failed.
@@ -319,9 +319,11 @@ def _check_conversion(
     except RuntimeError as error:
         raise SourceModelError(f"cannot use `{source}`: {error}; fetch it again") from error
     named = (piece.text for piece in model.pieces if piece.type is PieceType.USER_DEFINED)
-    own = [f"before{text}behind {text} it" for _, text in zip(range(8), named, strict=False)]
+    with_pieces = [
+        f"before{text}behind {text} it" for _, text in zip(range(8), named, strict=False)
+    ]
     backend.encode_special_tokens = True
-    for probe in chain(PROBES, own):
+    for probe in chain(PROBES, with_pieces):
         ids = backend.encode(probe, add_special_tokens=False).ids
         expected = reference.encode(probe)
         if ids != expected:
@@ -348,8 +350,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
     if path.exists():
         listed = Fields.load(path).inner("added_tokens_decoder")
         for key in listed.values:
+            if not key.isdecimal():
+                raise SourceModelError(f"`{listed.prefix}{key}` in `{path}` is not a token id")
             entry = listed.inner(key)
-            tokens[_id(listed, key)] = AddedToken(
+            tokens[int(key)] = AddedToken(
                 entry.text("content"), special=entry.flag("special", False), normalized=False
             )
     for token_id, token in sorted(tokens.items()):
@@ -359,12 +363,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
                 f"added token `{token.content}` of `{model_dir}` has id {token_id}, which does "
                 f"not follow the vocabulary; add a `tokenizer.json`"
             )
-
-
-def _id(fields: Fields, key: str) -> int:
-    if not key.isdecimal():
-        raise SourceModelError(f"`{fields.prefix}{key}` in `{fields.path}` is not a token id")
-    return int(key)
 
 
 def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Iterator[int]:
