@@ -94,10 +94,6 @@ class SublayerSpec:
         """All projections, in order."""
         return tuple(p for part in self.parts for p in part.projections)
 
-    def norm(self, role: NormRole) -> NormSpec | None:
-        """Return the norm of a role, if there is one."""
-        return next((norm for norm in self.norms if norm.role == role), None)
-
     def projection(self, role: Role) -> ProjectionSpec:
         """Return the projection of a role."""
         return next(p for p in self.projections if p.role == role)
