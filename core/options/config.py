@@ -8,24 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonValue
 
-from exl2flow.core.options.base import (
-    CacheName,
-    DeviceOption,
-    Option,
-    TokenBlock,
-    user_path,
-)
-from exl2flow.core.options.base import Device as Device
+from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
 from exl2flow.core.options.publication import PublishOptions

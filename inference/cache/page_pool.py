@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from exl2flow.inference.cache.prefix_tree import ID_BYTES, Page, PrefixTree, SequencePages, packed
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
 
-__all__ = ["Copy", "PagePool", "SequencePages"]
-
 LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
 WORTH_WAITING = 32  # tokens in common; to read fewer costs less than to wait for a pass
 

@@ -8,7 +8,8 @@ import torch
 from exl2flow.core.errors import CacheFull, ContextOverflow
 from exl2flow.core.requests.request import AdapterLike
 from exl2flow.inference.adapters import Used, adapters_of, salt_of
-from exl2flow.inference.cache.page_pool import PagePool, SequencePages
+from exl2flow.inference.cache.page_pool import PagePool
+from exl2flow.inference.cache.prefix_tree import SequencePages
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.loading.load import LoadedModel

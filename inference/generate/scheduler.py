@@ -201,7 +201,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
-        return not self.running and all(job.is_done for job in self._waiting.copy())
+        return not self.all()
 
     def all(self) -> list[Job]:
         """Return all jobs that have not ended; other threads may add more meanwhile."""

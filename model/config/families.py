@@ -1,8 +1,8 @@
 """The table of families: how each architecture differs from Llama, as data.
 
-A row is written as a difference from a parent row and looked up by the `architectures` string of
-`config.json`, and for a wrapper by the `model_type` of its `text_config` too. Defaults are those
-that transformers applies when a config omits the key.
+Each `Family` in this module is a row: a difference from its parent row, looked up by the
+`architectures` string of `config.json`, and for a wrapper by the `model_type` of its `text_config`
+too. Defaults are those that transformers applies when a config omits the key.
 
 Names of tensors are those in EXL2 files, which exllamav2 chose; a row says how stored ones differ.
 """
@@ -368,7 +368,9 @@ BIGCODE = replace(
 )
 
 
-def wrapped(row: Family, text_type: str, architecture: str) -> Family:
+def wrapped(
+    row: Family, text_type: str, architecture: str, renames: tuple[tuple[str, str], ...] = ()
+) -> Family:
     """Return a text model's row inside a wrapper with the names of Llava."""
     return replace(
         row,
@@ -377,6 +379,7 @@ def wrapped(row: Family, text_type: str, architecture: str) -> Family:
         prefix="language_model.model.",
         head="language_model.lm_head",
         renames=(
+            *renames,
             ("model.language_model.", "language_model.model."),
             ("model.vision_tower.", "vision_tower."),
             ("model.multi_modal_projector.", "multi_modal_projector."),
@@ -403,16 +406,16 @@ LLAVA_MISTRAL = replace(
 )
 MISTRAL3_MISTRAL = replace(LLAVA_MISTRAL, architecture="Mistral3ForConditionalGeneration")
 MISTRAL3_MINISTRAL3 = wrapped(MINISTRAL3, "ministral3", "Mistral3ForConditionalGeneration")
-GEMMA3_VL = wrapped(GEMMA3, "gemma3_text", "Gemma3ForConditionalGeneration")
 SIGLIP = "vision_tower.vision_model."  # in published files; transformers 5 leaves the second out
-GEMMA3_VL = replace(
-    GEMMA3_VL,
+GEMMA3_VL = wrapped(
+    GEMMA3,
+    "gemma3_text",
+    "Gemma3ForConditionalGeneration",
     renames=(
         (SIGLIP, SIGLIP),
         (f"model.{SIGLIP}", SIGLIP),
         ("vision_tower.", SIGLIP),
         ("model.vision_tower.", SIGLIP),
-        *GEMMA3_VL.renames,
     ),
 )
 QWEN2_VL = replace(

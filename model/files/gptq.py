@@ -11,14 +11,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import (
-    PANEL_ROWS,
-    Group,
-    PackedMatrix,
-    get_ops,
-    pack_zeros,
-    whole_tiles,
-)
+from exl2flow.kernels import PANEL_ROWS, Group, PackedMatrix, get_ops, pack_zeros, whole_tiles
 from exl2flow.model.files.exl2 import column_parts
 
 BITS = 4

@@ -1,7 +1,6 @@
 """Checks that need only the safetensors headers."""
 
 import re
-from collections.abc import Iterator
 
 from exl2flow.core.errors import MissingTensor
 from exl2flow.core.store.files import Layout
@@ -32,7 +31,11 @@ def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
 
     Those that the family carries or leaves out are not among them.
     """
-    known = {*expected_tensors(spec), *_quantized(spec, tensors)}
+    known = {*expected_tensors(spec), f"{spec.head.key}.weight"}  # perhaps a tied head's, too
+    for projection in (*spec.projections, spec.head):
+        known.update(tensor_names(projection.key), gptq_names(projection.key))
+        if f"{projection.key}.weight" not in tensors:
+            known.add(f"{projection.key}.bias")  # zeros, where the config implies none
     apart = spec.family
     return tuple(
         name
@@ -47,12 +50,3 @@ def carried(spec: ModelSpec, tensors: TensorFiles) -> Layout:
     """Return name → (dtype, shape) of what an EXL2 file keeps as it is stored: towers."""
     names = [name for name in tensors.names if name.startswith(spec.family.carried)]
     return {name: (tensors.dtype(name), tensors.shape(name)) for name in names}
-
-
-def _quantized(spec: ModelSpec, tensors: TensorFiles) -> Iterator[str]:
-    """Yield the names that a model's linears have in quantized forms, and a tied head's weight."""
-    yield f"{spec.head.key}.weight"
-    for projection in (*spec.projections, spec.head):
-        yield from (*tensor_names(projection.key), *gptq_names(projection.key))
-        if f"{projection.key}.weight" not in tensors:
-            yield f"{projection.key}.bias"  # zeros, where the config implies none

@@ -179,12 +179,16 @@ def load_linear(
         )
     weight = read_to(tensors, f"{key}.weight", device, dtype)
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
-    bias = _read_bias(tensors, projection) if projection.has_bias else None
-    return DenseLinear(
-        weight,
-        None if bias is None else moved(bias, device, dtype),
-        out_features=projection.out_features,
-    )
+    bias = None
+    if projection.has_bias:
+        bias = tensors.read_floating(f"{key}.bias")
+        if bias.shape != (projection.out_features,):
+            raise TensorShapeError(
+                f"`{key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
+                f"{(projection.out_features,)}; check that both belong to one model"
+            )
+        bias = moved(bias, device, dtype)
+    return DenseLinear(weight, bias, out_features=projection.out_features)
 
 
 def read_to(
@@ -235,16 +239,6 @@ def _read_matrix(
         )
     stored = read(gptq_names(key), gptq_host_names(key))
     return GptqMatrix.from_tensors(key, stored, zero_offset=zero_offset)
-
-
-def _read_bias(tensors: TensorFiles, projection: ProjectionSpec) -> torch.Tensor:
-    bias = tensors.read_floating(f"{projection.key}.bias")
-    if bias.shape != (projection.out_features,):
-        raise TensorShapeError(
-            f"`{projection.key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
-            f"{(projection.out_features,)}; check that both belong to one model"
-        )
-    return bias
 
 
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:

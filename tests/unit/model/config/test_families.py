@@ -91,7 +91,7 @@ def test_cached_steps_agree(both: tuple[Any, Decoder]) -> None:
         ("qwen2.5-vl", "model.", "lm_head"),
     ],
 )
-def test_names_are_those_by_which_exllamav2_loads_a_model(
+def test_names_are_the_ones_that_exllamav2_loads(
     name: str, start: str, head: str, tmp_path: Path
 ) -> None:
     spec = resolve(make_checkpoint(name, tmp_path))
@@ -276,7 +276,7 @@ def test_layer_types_of_another_length_are_refused(tmp_path: Path) -> None:
         ("Cohere2MoeForCausalLM", "a mixture of experts"),
     ],
 )
-def test_an_architecture_that_is_known_is_refused_with_what_it_needs(
+def test_error_for_a_known_architecture_says_what_it_needs(
     architecture: str, words: str, tmp_path: Path
 ) -> None:
     make_tiny("llama", tmp_path)

@@ -104,7 +104,7 @@ def test_yarn_blends_from_kept_to_divided() -> None:
     assert (ratio.diff() <= 1e-6).all()
 
 
-def test_longrope_switches_behind_the_original_positions() -> None:
+def test_longrope_switches_after_the_original_positions() -> None:
     spec = rope(kind=RopeKind.LONGROPE, short_factors=(1.0,) * 8, long_factors=(2.0,) * 8)
 
     short, long = inverse_frequencies(spec, 64), inverse_frequencies(spec, 65)
@@ -112,7 +112,7 @@ def test_longrope_switches_behind_the_original_positions() -> None:
     torch.testing.assert_close(short, 2 * long)
 
 
-def test_dynamic_ntk_grows_the_base_behind_the_original_positions() -> None:
+def test_dynamic_ntk_grows_the_base_after_the_original_positions() -> None:
     spec = rope(kind=RopeKind.DYNAMIC, factor=2.0)
     plain = inverse_frequencies(rope(), 1)
 
