@@ -39,7 +39,7 @@ def single_steps(model: LoadedModel, ids: torch.Tensor, name: str) -> tuple[torc
     angles, logits = RopeTables.of(model.spec, ids.shape[1], device), []
     for token in ids.split(1, dim=1):
         view = StepView(cache, tables, lengths)
-        logits.append(model.decoder.forward(token, view, angles.at(lengths)))
+        logits.append(model.decoder.forward(token, view, angles.at(view.positions)))
         lengths += 1
     nbytes = cache.nbytes * pages // (pages + 1)  # without the spare one
     return torch.log_softmax(torch.cat(logits, dim=1).float(), dim=-1), nbytes

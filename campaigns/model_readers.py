@@ -30,7 +30,7 @@ from exl2flow.model import (
 )
 from exl2flow.model.files.gptq import GptqMatrix
 from exl2flow.model.files.source_tensors import check_claimed, check_tensors, has_all_layers
-from exl2flow.model.layers.linear import PackedLinear, RowOrders
+from exl2flow.model.layers.linear import PackedLinear
 from exl2flow.model.layers.rope import attention_factor, inverse_frequencies
 from exl2flow.quant.measure.measurement import read_measurement
 from exl2flow.quant.tokenize.parquet import records
@@ -224,7 +224,7 @@ class Exl2(Reader):
         files = TensorFiles(self.folder)
         matrix = self.matrix({name: files.read(name) for name in files.names})
         decoded = QuantizedLinear(matrix, out_features=N - 1, dtype=torch.float32, device="cpu")
-        packed = PackedLinear(matrix, out_features=N - 1, orders=RowOrders("cpu"))
+        packed = PackedLinear(matrix, out_features=N - 1, orders={})
         for linear in (decoded, packed):
             assert linear(torch.ones(1, matrix.shape[0])).dim() == 2
 

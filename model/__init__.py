@@ -1,10 +1,7 @@
-"""What a model is: families, resolved specs, weights, layers, tokenizer, EXL2 tensors."""
+"""Models: families, resolved specs, weights, layers, tokenizers, EXL2 tensors."""
 
-from exl2flow.model.config.families import FAMILIES
-from exl2flow.model.config.family import Family
 from exl2flow.model.config.resolution import resolve
-from exl2flow.model.config.rope_spec import RopeKind, RopeSpec
-from exl2flow.model.config.spec import AttentionSpec, MlpSpec, ModelSpec, expected_tensors
+from exl2flow.model.config.spec import ModelSpec, expected_tensors
 from exl2flow.model.config.sublayer_spec import (
     NormSpec,
     ProjectionSpec,
@@ -14,15 +11,9 @@ from exl2flow.model.config.sublayer_spec import (
 )
 from exl2flow.model.files.canonical import CanonicalTensors, fused_rows
 from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams
-from exl2flow.model.files.headers import carried, check_dtypes, check_layers, unclaimed
+from exl2flow.model.files.headers import carried, check_layers
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import (
-    AttentionSublayer,
-    KvCache,
-    LayerCache,
-    Projected,
-    attend,
-)
+from exl2flow.model.layers.attention import KvCache, LayerCache, attend
 from exl2flow.model.layers.decoder import (
     Decoder,
     Embedding,
@@ -32,15 +23,7 @@ from exl2flow.model.layers.decoder import (
     check_ids,
     with_bos,
 )
-from exl2flow.model.layers.linear import (
-    DenseLinear,
-    Linear,
-    PackedLinear,
-    QuantizedLinear,
-    load_linear,
-    narrowed,
-)
-from exl2flow.model.layers.mlp import MlpSublayer
+from exl2flow.model.layers.linear import DenseLinear, Linear, QuantizedLinear, narrowed
 from exl2flow.model.layers.placement import Placement
 from exl2flow.model.layers.rope import RopeTable, RopeTables
 from exl2flow.model.layers.sublayer import Sublayer
@@ -51,35 +34,25 @@ from exl2flow.model.text.text_stream import TextStream
 from exl2flow.model.text.tokenizer import Tokenizer
 
 __all__ = [
-    "FAMILIES",
-    "AttentionSpec",
-    "AttentionSublayer",
     "CanonicalTensors",
     "ChatTemplate",
     "Composition",
     "Decoder",
     "DenseLinear",
     "Embedding",
-    "Family",
     "Head",
     "KvCache",
     "LayerCache",
     "Linear",
     "Message",
-    "MlpSpec",
-    "MlpSublayer",
     "ModelSpec",
     "NormSpec",
-    "PackedLinear",
     "Placement",
-    "Projected",
     "ProjectionSpec",
     "QuantParams",
     "QuantizedLinear",
     "QuantizedMatrix",
     "Role",
-    "RopeKind",
-    "RopeSpec",
     "RopeTable",
     "RopeTables",
     "Sublayer",
@@ -93,14 +66,11 @@ __all__ = [
     "build_head",
     "build_sublayer",
     "carried",
-    "check_dtypes",
     "check_ids",
     "check_layers",
     "expected_tensors",
     "fused_rows",
-    "load_linear",
     "narrowed",
     "resolve",
-    "unclaimed",
     "with_bos",
 ]

@@ -33,7 +33,7 @@ class ChatFiles(Options):
 
 
 class ChatOptions(DrawOptions):
-    """What `exl2flow chat` takes besides settings of the sampler, the model and its cache."""
+    """Options of `exl2flow chat` besides those of the sampler, the model and its cache."""
 
     format: Annotated[str | None, Option("NAME|FILE", "Conversation")] = Field(
         None,
@@ -50,7 +50,7 @@ class ChatOptions(DrawOptions):
         "User", min_length=1, description="your name; format `raw` uses it"
     )
     bot_name: Annotated[str, Option("NAME", "Conversation")] = Field(
-        "Assistant", min_length=1, description="the model's name, likewise"
+        "Assistant", min_length=1, description="the model's name; format `raw` uses it"
     )
     max_answer: Annotated[int, Option("N", "Conversation")] = Field(
         1000, ge=1, description="tokens of an answer at most; `/more` goes on"

@@ -8,24 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    ByteSize,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonValue
 
-from exl2flow.core.options.base import (
-    CacheName,
-    DeviceOption,
-    Option,
-    TokenBlock,
-    user_path,
-)
-from exl2flow.core.options.base import Device as Device
+from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
 from exl2flow.core.options.publication import PublishOptions
@@ -300,7 +286,7 @@ def _sort_form(schema: dict[str, Any]) -> None:
 
 
 class RunOptions(Options):
-    """What every run over a source model has: the model, its calibration, where it runs."""
+    """Options of every run over a source model: the model, its calibration, where it runs."""
 
     model_config = ConfigDict(json_schema_extra=_sort_form)
 
@@ -368,7 +354,7 @@ class RunOptions(Options):
 
 
 class SharedOptions(RunOptions):
-    """What a conversion and a sweep of several have in common: all but the bits."""
+    """Options that conversions and sweeps share: all but the bits."""
 
     lossy_source: LossySource = False
     head_bits: Annotated[int | None, Option("BITS", "Result", rare=True)] = Field(

@@ -12,7 +12,7 @@ DRAFTS: Final = "Speculative decoding (same text)"
 
 
 class PlacementOptions(Options):
-    """Where a model that generates lies, and in which format it caches keys and values."""
+    """The devices of a model that generates text, and the format of its cache."""
 
     device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
     gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
@@ -36,7 +36,7 @@ class PlacementOptions(Options):
 
 
 class BenchOptions(PlacementOptions):
-    """What `exl2flow bench` times."""
+    """Options of `exl2flow bench`."""
 
     context: Annotated[int, Option("N", MODEL)] = Field(
         512, ge=1, description="tokens before the decoded ones"
@@ -47,7 +47,7 @@ class BenchOptions(PlacementOptions):
 
 
 class DrawOptions(Options):
-    """What decides how tokens are drawn besides the settings of the sampler."""
+    """Seed and greedy sampling, which `SamplingSettings` does not hold."""
 
     seed: Annotated[int | None, Option("N", "Sampling")] = Field(
         None,
@@ -88,7 +88,7 @@ class ModelOptions(PlacementOptions):
         None, gt=0, description="NTK factor, for texts longer than the model's context"
     )
     rope_yarn: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, ge=1, description="YaRN factor, in place of the model's own way to stretch"
+        None, ge=1, description="YaRN factor, instead of the model's own way to stretch"
     )
     draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
         None, description="folder of a draft model with the same vocabulary"
@@ -102,7 +102,7 @@ class ModelOptions(PlacementOptions):
 
 
 class GenerationOptions(ModelOptions, DrawOptions):
-    """What `exl2flow generate` takes besides the settings of the sampler."""
+    """Options of `exl2flow generate` besides those of the sampler."""
 
     prompts: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
         None, description="file of prompts to continue at once, a JSON object per line"

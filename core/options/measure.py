@@ -20,6 +20,6 @@ class MeasureConfig(RunOptions):
     def conversion(self) -> ConversionConfig:
         """Return a conversion whose first stages are this measurement; its target is arbitrary."""
         shared = {name: getattr(self, name) for name in RunOptions.model_fields}
-        own = {"out": self.out.with_name(f".{self.out.stem}.unused"), "bpw": MOST_BPW}
-        own["lossy_source"] = self.lossy_source
-        return ConversionConfig.model_validate({**shared, **own, "work_root": self.work_dir_root})
+        fixed = {"out": self.out.with_name(f".{self.out.stem}.unused"), "bpw": MOST_BPW}
+        fixed["lossy_source"] = self.lossy_source
+        return ConversionConfig.model_validate({**shared, **fixed, "work_root": self.work_dir_root})

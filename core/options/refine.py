@@ -33,12 +33,12 @@ class RefinementConfig(RunOptions):
 
     @property
     def run_name(self) -> str:
-        """What is refined, for people."""
+        """Reference and model, for display."""
         return f"{model_name(self.source)}@{self.target}"
 
     @property
     def target(self) -> str:
-        """What is refined, without a folder."""
+        """The model's name, without its folder."""
         return f"refined:{self.model.resolve().name}"
 
 

@@ -82,11 +82,7 @@ class SamplingSettings:
         high=1,
     )
     typical: float = _value(
-        0.0,
-        "keep tokens near the mean surprise that sum to P; 0 or 1: off",
-        "P",
-        low=0,
-        high=1,
+        0.0, "keep tokens near the mean surprise that sum to P; 0 or 1: off", "P", low=0, high=1
     )
     skew: float = _value(0.0, "favour less likely tokens if positive, likelier if negative", "S")
     repetition_penalty: float = _value(

@@ -67,14 +67,14 @@ class SweepConfig(SharedOptions):
         It neither publishes nor cleans: the sweep does, when all bitrates are made.
         """
         shared = {name: getattr(self, name) for name in SharedOptions.model_fields}
-        own = {
+        fixed = {
             "bpw": bpw,
             "out": self.out.resolve() / bitrate_name(bpw),
             "work_root": self.work_dir_root,
             "publish": None,
             "clean_after": False,
         }
-        return ConversionConfig.model_validate({**shared, **own})
+        return ConversionConfig.model_validate({**shared, **fixed})
 
     def conversions(self) -> dict[str, ConversionConfig]:
         """Return name → conversion, in rising order."""

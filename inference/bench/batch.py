@@ -66,9 +66,7 @@ class DecodeBatch:
     def launch(self) -> None:
         """Compute the logits of the next tokens without CUDA graphs."""
         view = StepView(self.cache, self.device_slots.tables, self.device_slots.lengths)
-        self.model.decoder.forward(
-            self.device_slots.ids, view, self._angles.at(self.device_slots.lengths)
-        )
+        self.model.decoder.forward(self.device_slots.ids, view, self._angles.at(view.positions))
 
     def step(self) -> None:
         """Decode a token for each sequence as a generator does, then undo the advance."""

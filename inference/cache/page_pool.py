@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from exl2flow.inference.cache.prefix_tree import ID_BYTES, Page, PrefixTree, SequencePages, packed
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
 
-__all__ = ["Copy", "PagePool", "SequencePages"]
-
 LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
 WORTH_WAITING = 32  # tokens in common; to read fewer costs less than to wait for a pass
 
@@ -129,7 +127,7 @@ class PagePool:
         return exchanged
 
     def cut(self, held: SequencePages, tokens: int) -> Copy | None:
-        """Rewind to the first `tokens`, and give back the pages after them, also reserved ones.
+        """Rewind to the first `tokens`, and free the pages after them, including reserved ones.
 
         If others use the last page, its first rows move to another one. If none is free, `filled`
         becomes the page's first position, and the tokens after it have to be computed again.

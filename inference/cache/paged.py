@@ -13,13 +13,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
 from exl2flow.core.runtime.memory import available_memory, free_memory
-from exl2flow.kernels import (
-    CACHE_FORMATS,
-    PAGE_TOKENS,
-    CacheFormat,
-    LayerStore,
-    on_device,
-)
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore, on_device
 from exl2flow.model import ModelSpec, Placement
 from exl2flow.model.memory.footprint import store_bytes
 

@@ -141,7 +141,8 @@ def write_rows(
             token = chance.openings[:, position // span]
         ids[:, position] = token
         view = StepView(cache, tables, lengths)
-        logits = decoder.forward(token[:, None], view, angles.at(lengths))[:, 0, :below]  # (b, v)
+        logits = decoder.forward(token[:, None], view, angles.at(view.positions))
+        logits = logits[:, 0, :below]  # (b, v)
         lengths += 1
         finite &= logits.isfinite().all()
         token = chance.following(token, logits, position)

@@ -3,7 +3,7 @@
 from exl2flow.inference.drafts.acceptance_rate import AcceptanceRate
 from exl2flow.inference.drafts.model import Draft
 from exl2flow.inference.drafts.ngram import NgramDraft
-from exl2flow.inference.drafts.proposer import Drafter, DraftRequest, Proposer, SharedSlots
+from exl2flow.inference.drafts.proposer import Drafter, DraftRequest, SharedSlots
 
 __all__ = [
     "AcceptanceRate",
@@ -11,6 +11,5 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "NgramDraft",
-    "Proposer",
     "SharedSlots",
 ]

@@ -69,7 +69,7 @@ class ModelProposer:
 
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         view = PromptView(self.cache, segments)
-        self.decoder.fill(tokens, view, self._angles.along(view.positions))
+        self.decoder.fill(tokens, view, self._angles.at(view.positions))
 
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)

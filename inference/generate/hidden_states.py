@@ -8,7 +8,8 @@ import torch
 from exl2flow.core.errors import CacheFull, ContextOverflow
 from exl2flow.core.requests.request import AdapterLike
 from exl2flow.inference.adapters import Used, adapters_of, salt_of
-from exl2flow.inference.cache.page_pool import PagePool, SequencePages
+from exl2flow.inference.cache.page_pool import PagePool
+from exl2flow.inference.cache.prefix_tree import SequencePages
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.loading.load import LoadedModel
@@ -62,11 +63,11 @@ class HiddenStates:
                 raise ContextOverflow(
                     f"{len(ids)} tokens exceed the model's {self._context} positions; give fewer"
                 )
-        begun = {self.table.begin(salt_of(used)): tuple(ids) for ids in texts}
+        sequences = {self.table.begin(salt_of(used)): tuple(ids) for ids in texts}
         try:
-            return self._read(begun, last, used)
+            return self._read(sequences, last, used)
         finally:
-            for held in begun:
+            for held in sequences:
                 self.table.release(held)
 
     @property

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.adapters import Used, salt_of
-from exl2flow.inference.cache.page_pool import SequencePages
+from exl2flow.inference.cache.prefix_tree import SequencePages
 from exl2flow.inference.drafts import AcceptanceRate
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics, Token

@@ -88,8 +88,8 @@ class Output:
 
     def cut(self, drafted: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Return the rest of every banned passage whose beginning was generated again."""
-        begun = [(ids, (*self.ids[at:], *drafted)) for at, ids in self._cut]
-        return [ids[len(begin) :] for ids, begin in begun if ids[: len(begin)] == begin != ids]
+        repeated = [(ids, (*self.ids[at:], *drafted)) for at, ids in self._cut]
+        return [ids[len(begin) :] for ids, begin in repeated if ids[: len(begin)] == begin != ids]
 
     def blocked(self, offset: int = 0, drafted: Sequence[int] = ()) -> frozenset[int]:
         """Return the ids to mask `offset` positions from now, after these draft tokens if known."""
@@ -104,7 +104,12 @@ class Output:
     def push(self, token: Token) -> Event | None:
         """Take the next token, after hooks have seen it; it and others before it may be cut."""
         if self._cut and (token.id,) in self.cut():
-            return self.finish("error", error=_exhausted(self._request))
+            bans = ", ".join(map(repr, self._request.banned_strings))
+            error = InferenceError(
+                f"no token is left that does not complete a banned string ({bans}), or a hook "
+                "insists on one that does; ban less"
+            )
+            return self.finish("error", error=error)
         is_prompt = token.id == self._healed and self.healing is not None
         if token.id in self._stop_ids and not is_prompt:
             return self.finish("stop_token", trigger=token.id, stop=token)
@@ -233,14 +238,6 @@ class Output:
             error=error,
             **columns(self._request, tokens),
         )
-
-
-def _exhausted(request: Request) -> InferenceError:
-    bans = ", ".join(map(repr, request.banned_strings))
-    return InferenceError(
-        f"no token is left that does not complete a banned string ({bans}), or a hook insists on "
-        "one that does; ban less"
-    )
 
 
 def joined(tokens: Sequence[Pending]) -> str:

@@ -83,7 +83,7 @@ class Runner:
         """Return the cache and the rotations for a pass over prompts."""
         views = [PromptView(slots.cache, segments) for slots in self._spans]
         pairs = zip(self._spans, views, strict=True)
-        angles = [slots.angles.along(view.positions) for slots, view in pairs]
+        angles = [slots.angles.at(view.positions) for slots, view in pairs]
         if len(views) == 1:
             return views[0], angles[0]
         table = RopeTables(

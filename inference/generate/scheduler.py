@@ -1,4 +1,4 @@
-"""Decides which jobs run, in which slots, and takes pages for them; preempts jobs without pages.
+"""Scheduler: admits jobs to slots, reserves their pages, and preempts jobs if none is left.
 
 Pages are taken when they are written. When none is left, the youngest job goes back to the front of
 the queue with its tokens; its pages stay cached, so it soon continues where it was.
@@ -201,7 +201,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
-        return not self.running and all(job.is_done for job in self._waiting.copy())
+        return not self.all()
 
     def all(self) -> list[Job]:
         """Return all jobs that have not ended; other threads may add more meanwhile."""

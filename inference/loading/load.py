@@ -122,7 +122,7 @@ def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"`max_tokens` is {max_tokens}; it must be 1 or more")
     limit = max_tokens or spec.max_positions
-    if spec.has_learned_positions and limit > spec.max_positions:
+    if spec.family.learned_positions and limit > spec.max_positions:
         raise ConfigError(
             f"`max_tokens` is {limit}; `{spec.source_dir}` has learned positions, "
             f"{spec.max_positions} of them: give no more"

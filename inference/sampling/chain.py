@@ -36,7 +36,7 @@ def choose(
     mu: float | None = None,
     top: int = 0,
 ) -> tuple[SampledTokens, float]:
-    """Choose a token for each of several texts, as a generator does; return Mirostat's bound, too.
+    """Sample a token for each of several texts, as a generator does; also return Mirostat's bound.
 
     Args:
         logits: fp32 (n, width); two rows for guidance, of which the first gets the token.

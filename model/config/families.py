@@ -1,8 +1,8 @@
 """The table of families: how each architecture differs from Llama, as data.
 
-A row is written as a difference from a parent row and looked up by the `architectures` string of
-`config.json`, and for a wrapper by the `model_type` of its `text_config` too. Defaults are those
-that transformers applies when a config omits the key.
+Each `Family` in this module is a row: a difference from its parent row, looked up by the
+`architectures` string of `config.json`, and for a wrapper by the `model_type` of its `text_config`
+too. Defaults are those that transformers applies when a config omits the key.
 
 Names of tensors are those in EXL2 files, which exllamav2 chose; a row says how stored ones differ.
 """
@@ -11,13 +11,14 @@ from dataclasses import replace
 
 from exl2flow.model.config.family import Family, HeadNorms, Multipliers, NopeRule, WindowRule
 
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 TIED = ("tie_word_embeddings", True)
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", mlp_bias="mlp_bias")
+LLAMA = Family(architecture="LlamaForCausalLM", mlp_bias="mlp_bias")
 MISTRAL = replace(
     LLAMA,
     architecture="MistralForCausalLM",
-    model_type="mistral",
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
@@ -27,7 +28,6 @@ MISTRAL = replace(
 QWEN2 = replace(
     LLAMA,
     architecture="Qwen2ForCausalLM",
-    model_type="qwen2",
     qkv_bias=True,
     o_bias=False,
     mlp_bias=False,
@@ -38,7 +38,6 @@ QWEN2 = replace(
 QWEN3 = replace(
     QWEN2,
     architecture="Qwen3ForCausalLM",
-    model_type="qwen3",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     head_norms=HeadNorms.HEAD,
@@ -48,36 +47,46 @@ QWEN3 = replace(
 MINISTRAL = replace(
     MISTRAL,
     architecture="MinistralForCausalLM",
-    model_type="ministral",
     window_rule=WindowRule.LAYER_TYPES,
+)
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16_384,
+    "llama_4_scaling_beta": 0.1,
+}
+MINISTRAL3 = replace(
+    MISTRAL,
+    architecture="Ministral3ForCausalLM",
+    default_window=None,
+    default_head_dim=128,
+    default_norm_eps=1e-5,
+    query_beta_key="llama_4_scaling_beta",
+    defaults=(("rope_parameters", MINISTRAL3_ROPE),),
 )
 PHI3 = replace(
     MISTRAL,
     architecture="Phi3ForCausalLM",
-    model_type="phi3",
     default_window=None,
     default_partial=1.0,
     default_norm_eps=1e-5,
-    fused=(
-        ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-    ),
+    fused=(("self_attn.qkv_proj", QKV), GATE_UP),
 )
 SEED_OSS = replace(
     LLAMA,
     architecture="SeedOssForCausalLM",
-    model_type="seed_oss",
     o_bias="attention_out_bias",
     default_head_dim=128,
     defaults=(("attention_bias", True),),
 )
-YI = replace(LLAMA, architecture="YiForCausalLM", model_type="Yi", norms=("ln1", "ln2"))
+YI = replace(LLAMA, architecture="YiForCausalLM", norms=("ln1", "ln2"))
 
-GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 GEMMA = replace(
     LLAMA,
     architecture="GemmaForCausalLM",
-    model_type="gemma",
     mlp_bias=False,
     norm_offset=1.0,
     multipliers=Multipliers.GEMMA,
@@ -89,7 +98,6 @@ GEMMA = replace(
 GEMMA2 = replace(
     GEMMA,
     architecture="Gemma2ForCausalLM",
-    model_type="gemma2",
     keys=(("hidden_act", "hidden_activation"),),
     norms=("input_layernorm", "pre_feedforward_layernorm"),
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -112,7 +120,6 @@ GEMMA2 = replace(
 GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
-    model_type="gemma3_text",
     head_norms=HeadNorms.HEAD,
     default_window_pattern=6,
     softcap_key=None,
@@ -130,7 +137,6 @@ GEMMA3 = replace(
 GLM = replace(
     LLAMA,
     architecture="GlmForCausalLM",
-    model_type="glm",
     o_bias=False,
     mlp_bias=False,
     default_head_dim=128,
@@ -143,20 +149,18 @@ GLM = replace(
 GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",
-    model_type="glm4",
     post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
 COHERE = replace(
     LLAMA,
     architecture="CohereForCausalLM",
-    model_type="cohere",
     mlp_bias=False,
     is_parallel=True,
     is_centered=True,
     keys=(("rms_norm_eps", "layer_norm_eps"),),
     default_norm_eps=1e-5,
     head_norms=("use_qk_norm", HeadNorms.HEADS),
-    known=("use_qk_norm",),
+    known=("use_qk_norm", "logit_scale"),
     multipliers=Multipliers.COHERE,
     default_theta=500_000.0,
     interleaved=True,
@@ -166,9 +170,8 @@ COHERE = replace(
 COHERE2 = replace(
     COHERE,
     architecture="Cohere2ForCausalLM",
-    model_type="cohere2",
     head_norms=HeadNorms.NONE,
-    known=(),
+    known=("logit_scale",),
     window_rule=WindowRule.LAYER_TYPES,
     default_window=4096,
     default_window_pattern=4,
@@ -178,15 +181,14 @@ COHERE2 = replace(
 GRANITE = replace(
     LLAMA,
     architecture="GraniteForCausalLM",
-    model_type="granite",
     multipliers=Multipliers.GRANITE,
+    known=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     score_scale_key="attention_multiplier",
     defaults=(("attention_multiplier", 1.0),),
 )
 GRANITE_HYBRID = replace(
     GRANITE,
     architecture="GraniteMoeHybridForCausalLM",
-    model_type="granitemoehybrid",
     mlp_bias=False,
     keys=(("intermediate_size", "shared_intermediate_size"),),
     nope_rule=NopeRule.POSITION_TYPE,
@@ -196,7 +198,6 @@ GRANITE_HYBRID = replace(
 OLMO2 = replace(
     LLAMA,
     architecture="Olmo2ForCausalLM",
-    model_type="olmo2",
     mlp_bias=False,
     norms=None,
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -206,7 +207,6 @@ OLMO2 = replace(
 OLMO3 = replace(
     OLMO2,
     architecture="Olmo3ForCausalLM",
-    model_type="olmo3",
     window_rule=WindowRule.LAYER_TYPES,
     default_window=4096,
     default_window_pattern=4,
@@ -217,7 +217,6 @@ OLMO3 = replace(
 EXAONE4 = replace(
     OLMO3,
     architecture="Exaone4ForCausalLM",
-    model_type="exaone4",
     qkv_bias=False,
     o_bias=False,
     head_norms=HeadNorms.HEAD,
@@ -228,7 +227,6 @@ EXAONE4 = replace(
 SMOLLM3 = replace(
     LLAMA,
     architecture="SmolLM3ForCausalLM",
-    model_type="smollm3",
     window_rule=WindowRule.NOPE_LAYERS,
     default_theta=2_000_000.0,
     nope_rule=NopeRule.LISTED,
@@ -237,7 +235,6 @@ SMOLLM3 = replace(
 ERNIE = replace(
     LLAMA,
     architecture="Ernie4_5ForCausalLM",
-    model_type="ernie4_5",
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",
@@ -250,7 +247,6 @@ ERNIE = replace(
 HUNYUAN = replace(
     LLAMA,
     architecture="HunYuanDenseV1ForCausalLM",
-    model_type="hunyuan_v1_dense",
     mlp_bias=False,
     head_norms=HeadNorms.HEAD,
     qk_norms=("query_layernorm", "key_layernorm"),
@@ -262,7 +258,6 @@ HUNYUAN = replace(
 ARCEE = replace(
     LLAMA,
     architecture="ArceeForCausalLM",
-    model_type="arcee",
     is_gated=False,
     default_activation="relu2",
     default_norm_eps=1e-5,
@@ -270,7 +265,6 @@ ARCEE = replace(
 NEMOTRON = replace(
     ARCEE,
     architecture="NemotronForCausalLM",
-    model_type="nemotron",
     keys=(("rms_norm_eps", "norm_eps"),),
     default_partial=0.5,
     is_centered=True,
@@ -281,7 +275,6 @@ C_FC = (("up", "mlp.c_fc"), ("down", "mlp.c_proj"))
 STARCODER2 = replace(
     MISTRAL,
     architecture="Starcoder2ForCausalLM",
-    model_type="starcoder2",
     keys=(("rms_norm_eps", "norm_epsilon"),),
     qkv_bias="use_bias",
     o_bias="use_bias",
@@ -295,30 +288,9 @@ STARCODER2 = replace(
     default_norm_eps=1e-5,
     defaults=(TIED, ("use_bias", True)),
 )
-MINISTRAL3_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1_000_000.0,
-    "factor": 16.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 16_384,
-    "llama_4_scaling_beta": 0.1,
-}
-MINISTRAL3 = replace(
-    MISTRAL,
-    architecture="Ministral3ForCausalLM",
-    model_type="ministral3",
-    default_window=None,
-    default_head_dim=128,
-    default_norm_eps=1e-5,
-    query_beta_key="llama_4_scaling_beta",
-    defaults=(("rope_parameters", MINISTRAL3_ROPE),),
-)
-
 ORION = replace(
     LLAMA,
     architecture="OrionForCausalLM",
-    model_type="orion",
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
@@ -329,7 +301,6 @@ ORION = replace(
 INTERNLM2 = replace(
     LLAMA,
     architecture="InternLM2ForCausalLM",
-    model_type="internlm2",
     qkv_bias="bias",
     o_bias="bias",
     mlp_bias=False,
@@ -341,22 +312,21 @@ INTERNLM2 = replace(
     ),
     renames=(("model.tok_embeddings.", "model.embed_tokens."), ("output.", "lm_head.")),
     layer_renames=(("attention.wo.", "self_attn.o_proj."),),
-    fused=(("attention.wqkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
+    fused=(("attention.wqkv", QKV),),
     packed_heads=True,
     defaults=(("bias", True),),
 )
 MINICPM = replace(
     LLAMA,
     architecture="MiniCPMForCausalLM",
-    model_type="minicpm",
     mlp_bias=False,
     multipliers=Multipliers.MINICPM,
+    known=("scale_emb", "scale_depth"),
     defaults=(TIED,),
 )
 INDEX = replace(
     LLAMA,
     architecture="IndexForCausalLM",
-    model_type="index",
     qkv_bias=False,
     o_bias=False,
     mlp_bias=False,
@@ -367,7 +337,6 @@ GPT2_NAMES = (("h", "layers"), ("wte", "embed_tokens"), ("wpe", "wpe"), ("ln_f",
 GPT2 = replace(
     STARCODER2,
     architecture="GPT2LMHeadModel",
-    model_type="gpt2",
     keys=(
         ("hidden_size", "n_embd"),
         ("num_hidden_layers", "n_layer"),
@@ -386,29 +355,31 @@ GPT2 = replace(
         (f"{top}{old}.", f"model.{new}.") for top in ("transformer.", "") for old, new in GPT2_NAMES
     ),
     layer_renames=(("attn.c_proj.", "self_attn.o_proj."),),
-    fused=(("attn.c_attn", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),),
+    fused=(("attn.c_attn", QKV),),
     is_transposed=True,
     left_out=(".attn.bias", ".attn.masked_bias"),
 )
 BIGCODE = replace(
     GPT2,
     architecture="GPTBigCodeForCausalLM",
-    model_type="gpt_bigcode",
     single_head_key="multi_query",
     packed_heads=True,
     is_transposed=False,
 )
 
 
-def wrapped(row: Family, architecture: str) -> Family:
+def wrapped(
+    row: Family, text_type: str, architecture: str, renames: tuple[tuple[str, str], ...] = ()
+) -> Family:
     """Return a text model's row inside a wrapper with the names of Llava."""
     return replace(
         row,
         architecture=architecture,
-        text_type=row.model_type,
+        text_type=text_type,
         prefix="language_model.model.",
         head="language_model.lm_head",
         renames=(
+            *renames,
             ("model.language_model.", "language_model.model."),
             ("model.vision_tower.", "vision_tower."),
             ("model.multi_modal_projector.", "multi_modal_projector."),
@@ -419,7 +390,7 @@ def wrapped(row: Family, architecture: str) -> Family:
 
 
 LLAVA_LLAMA = replace(
-    wrapped(LLAMA, "LlavaForConditionalGeneration"),
+    wrapped(LLAMA, "llama", "LlavaForConditionalGeneration"),
     defaults=(
         ("hidden_size", 4096),
         ("intermediate_size", 11_008),
@@ -430,21 +401,21 @@ LLAVA_LLAMA = replace(
     ),
 )
 LLAVA_MISTRAL = replace(
-    wrapped(MISTRAL, "LlavaForConditionalGeneration"),
+    wrapped(MISTRAL, "mistral", "LlavaForConditionalGeneration"),
     defaults=(("num_attention_heads", 32), ("num_key_value_heads", 8)),
 )
 MISTRAL3_MISTRAL = replace(LLAVA_MISTRAL, architecture="Mistral3ForConditionalGeneration")
-MISTRAL3_MINISTRAL3 = wrapped(MINISTRAL3, "Mistral3ForConditionalGeneration")
-GEMMA3_VL = wrapped(GEMMA3, "Gemma3ForConditionalGeneration")
+MISTRAL3_MINISTRAL3 = wrapped(MINISTRAL3, "ministral3", "Mistral3ForConditionalGeneration")
 SIGLIP = "vision_tower.vision_model."  # in published files; transformers 5 leaves the second out
-GEMMA3_VL = replace(
-    GEMMA3_VL,
+GEMMA3_VL = wrapped(
+    GEMMA3,
+    "gemma3_text",
+    "Gemma3ForConditionalGeneration",
     renames=(
         (SIGLIP, SIGLIP),
         (f"model.{SIGLIP}", SIGLIP),
         ("vision_tower.", SIGLIP),
         ("model.vision_tower.", SIGLIP),
-        *GEMMA3_VL.renames,
     ),
 )
 QWEN2_VL = replace(
@@ -472,49 +443,8 @@ QWEN3_VL = replace(
     carried=("model.visual.",),
 )
 
-ROWS = (
-    LLAMA,
-    MISTRAL,
-    QWEN2,
-    QWEN3,
-    MINISTRAL,
-    MINISTRAL3,
-    PHI3,
-    SEED_OSS,
-    YI,
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GLM,
-    GLM4,
-    COHERE,
-    COHERE2,
-    GRANITE,
-    GRANITE_HYBRID,
-    OLMO2,
-    OLMO3,
-    EXAONE4,
-    SMOLLM3,
-    ERNIE,
-    HUNYUAN,
-    ARCEE,
-    NEMOTRON,
-    STARCODER2,
-    ORION,
-    INTERNLM2,
-    MINICPM,
-    INDEX,
-    GPT2,
-    BIGCODE,
-    LLAVA_LLAMA,
-    LLAVA_MISTRAL,
-    MISTRAL3_MISTRAL,
-    MISTRAL3_MINISTRAL3,
-    GEMMA3_VL,
-    QWEN2_VL,
-    QWEN2_5_VL,
-    QWEN3_VL,
-)
 FAMILIES: dict[tuple[str, str | None], Family] = {
-    (row.architecture, row.text_type): row for row in ROWS
+    (row.architecture, row.text_type): row
+    for row in [*globals().values()]
+    if isinstance(row, Family)
 }

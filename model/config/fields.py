@@ -95,37 +95,41 @@ class Fields:
             value = int(value)
         is_bool = isinstance(value, bool)
         if is_bool or not isinstance(value, int) or not least <= value <= most:
-            raise self._refusal(key, value, f"an integer from {least} to {most}")
+            raise self.refusal(key, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None, *, above: float = 0.0) -> float:
         """Return a number greater than `above`, up to `LARGEST`."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._refusal(key, value, "a number")
+            raise self.refusal(key, value, "a number")
         if not above < value <= LARGEST:  # nor NaN
-            raise self._refusal(key, value, f"a number above {above:g}, at most {LARGEST:g}")
+            raise self.refusal(key, value, f"a number above {above:g}, at most {LARGEST:g}")
         return float(value)
+
+    def optional(self, key: str | None) -> float | None:
+        """Return a number that need not be there; None: there is none."""
+        return self.number(key) if key is not None and self.has(key) else None
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self._refusal(key, value, "true or false")
+            raise self.refusal(key, value, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
         """Return a string."""
         value = self._get(key, default)
         if not isinstance(value, str):
-            raise self._refusal(key, value, "a string")
+            raise self.refusal(key, value, "a string")
         return value
 
     def texts(self, key: str, count: int) -> tuple[str, ...]:
         """Return `count` strings."""
         value = self._list(key, count)
         if not all(isinstance(item, str) for item in value):
-            raise self._refusal(key, value, "a list of strings")
+            raise self.refusal(key, value, "a list of strings")
         return tuple(str(item) for item in value)
 
     def numbers(self, key: str, count: int) -> tuple[float, ...]:
@@ -144,19 +148,15 @@ class Fields:
         items = value if isinstance(value, list) else [] if value is None else [value]
         ids = [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
         if len(ids) != len(items) or any(item >= MOST for item in ids):
-            raise self._refusal(key, value, "a token id or a list of token ids")
+            raise self.refusal(key, value, "a token id or a list of token ids")
         return tuple(item for item in ids if item >= 0)
 
     def inner(self, key: str) -> "Fields":
         """Return the object under `key`; empty when absent."""
         value = self._get(key, {})
         if not isinstance(value, dict):
-            raise self._refusal(key, value, "an object")
+            raise self.refusal(key, value, "an object")
         return Fields(path=self.path, values=value, prefix=f"{self.prefix}{key}.")
-
-    def refusal(self, key: str, wanted: str) -> SourceModelError:
-        """Return the error that says what the value of a key must be."""
-        return self._refusal(key, self.values.get(key), wanted)
 
     def named(self, key: str) -> str:
         """Return a key as the file calls it, in backticks."""
@@ -170,7 +170,7 @@ class Fields:
     def _list(self, key: str, count: int) -> Sequence[object]:
         value = self._get(key, None)
         if not isinstance(value, list) or len(value) != count:
-            raise self._refusal(key, value, f"a list of {count} items")
+            raise self.refusal(key, value, f"a list of {count} items")
         return value
 
     def _get(self, key: str, default: object) -> object:
@@ -183,7 +183,8 @@ class Fields:
             )
         return default
 
-    def _refusal(self, key: str, value: object, wanted: str) -> SourceModelError:
+    def refusal(self, key: str, value: object, wanted: str) -> SourceModelError:
+        """Return the error that says what the value of a key must be."""
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
         return SourceModelError(

@@ -1,6 +1,5 @@
 """Read the per-layer attention settings of `config.json`: heads, windows, scores, positions."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
@@ -29,9 +28,9 @@ def read_attentions(
         SourceModelError: a key is missing or impossible.
     """
     types = _layer_types(config, family, num_layers)
-    windows = _WINDOWS[family.window_rule](config, family, types)
+    windows = _windows(config, family, types)
     layer = _common(config, family, max_positions)
-    rotated = _ROTATED[family.nope_rule](config, family, windows)
+    rotated = _rotated(config, family, windows)
     full = local = nowhere = layer.rope
     if any(rotated):
         full, local = read_ropes(
@@ -65,16 +64,22 @@ def _common(config: Fields, family: Family, max_positions: int) -> AttentionSpec
             f"divide {config.named('num_attention_heads')}, {num_heads}"
         )
     head_dim = _head_dim(config, family, num_heads)
+    scale, head_norms = head_dim**-0.5, family.head_norms
+    if family.score_scale_key is not None:
+        scale = config.number(family.score_scale_key) ** family.score_scale_power
+    if isinstance(head_norms, tuple):
+        key, norms = head_norms
+        head_norms = norms if config.flag(key, False) else HeadNorms.NONE
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rule=_rule(config, family, head_dim),
+        rule=AttentionRule(scale=scale, softcap=config.optional(family.softcap_key)),
         rope=RopeSpec.none(max_positions),
         norm_after_rope=family.norm_after_rope,
         qkv_bias=bias_of(config, family.qkv_bias),
         o_bias=bias_of(config, family.o_bias),
-        head_norms=_head_norms(config, family),
+        head_norms=head_norms,
     )
 
 
@@ -89,22 +94,6 @@ def _head_dim(config: Fields, family: Family, num_heads: int) -> int:
             f"divide {config.named('hidden_size')}, {hidden_size}, or `head_dim` must be there"
         )
     return hidden_size // num_heads
-
-
-def _head_norms(config: Fields, family: Family) -> HeadNorms:
-    if isinstance(family.head_norms, HeadNorms):
-        return family.head_norms
-    key, norms = family.head_norms
-    return norms if config.flag(key, False) else HeadNorms.NONE
-
-
-def _rule(config: Fields, family: Family, head_dim: int) -> AttentionRule:
-    scale, softcap = head_dim**-0.5, None
-    if family.score_scale_key is not None:
-        scale = config.number(family.score_scale_key) ** family.score_scale_power
-    if family.softcap_key is not None and config.has(family.softcap_key):
-        softcap = config.number(family.softcap_key)
-    return AttentionRule(scale=scale, softcap=softcap)
 
 
 def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
@@ -135,7 +124,7 @@ def _patterned(config: Fields, family: Family, num_layers: int) -> tuple[str, ..
         return (FULL,) * num_layers
     if isinstance(given, str):
         if not given or set(given) - set(LETTERS):
-            raise config.refusal(PATTERN, f"a number, or {quoted(LETTERS)} repeated")
+            raise config.refusal(PATTERN, given, f"a number, or {quoted(LETTERS)} repeated")
         letters = (given * num_layers)[: num_layers - 1] + "G"  # the last layer is a full one
         return tuple(LETTERS[letter] for letter in letters)
     every = config.integer(PATTERN, family.default_window_pattern)
@@ -149,93 +138,56 @@ def _window(config: Fields, family: Family) -> int | None:
     return config.integer("sliding_window") if config.has("sliding_window") else None
 
 
-def _no_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
-    return (None,) * len(types)
-
-
-def _windows_everywhere(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
-    return (_window(config, family),) * len(types)
-
-
-def _typed_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
-    window = _window(config, family)
-    return tuple(window if kind == SLIDING else None for kind in types)
-
-
-def _upper_windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
-    if not config.flag("use_sliding_window", False):
-        return _no_windows(config, family, types)
-    if config.has("layer_types"):
-        return _typed_windows(config, family, types)
-    window = _window(config, family)
-    first = config.integer("max_window_layers", family.default_max_window_layers, least=0)
-    return tuple(window if layer >= first else None for layer in range(len(types)))
-
-
-def _windows_without_positions(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
-    if not config.flag("use_sliding_window", False):
-        if SLIDING in types:  # in transformers the way to compute attention decides
+def _windows(config: Fields, family: Family, types: tuple[str, ...]) -> Windows:
+    """Return each layer's window by the family's rule, None without one."""
+    rule, none = family.window_rule, (None,) * len(types)
+    is_optional = rule in (WindowRule.UPPER_LAYERS, WindowRule.NOPE_LAYERS)
+    if is_optional and not config.flag("use_sliding_window", False):
+        if rule is WindowRule.NOPE_LAYERS and SLIDING in types:
+            # in transformers the way to compute attention decides
             raise SourceModelError(
                 f"`{config.prefix}layer_types` in `{config.path}` holds `{SLIDING}`, but "
                 "`use_sliding_window` is not true; correct the one that is wrong"
             )
-        return _no_windows(config, family, types)
-    if config.has("layer_types"):
-        return _typed_windows(config, family, types)
-    window, without = _window(config, family), (None,) * len(types)
-    listed = _listed(config, family, without)
-    return tuple(None if rotates else window for rotates in listed)
+        return none
+    if rule is WindowRule.NONE:
+        return none
+    window = _window(config, family)
+    if rule is WindowRule.ALL_LAYERS:
+        return (window,) * len(types)
+    if rule is WindowRule.LAYER_TYPES or config.has("layer_types"):
+        return tuple(window if kind == SLIDING else None for kind in types)
+    if rule is WindowRule.UPPER_LAYERS:
+        first = config.integer("max_window_layers", family.default_max_window_layers, least=0)
+        return tuple(window if layer >= first else None for layer in range(len(types)))
+    return tuple(None if rotates else window for rotates in _listed(config, len(types)))
 
 
-_WINDOWS: dict[WindowRule, Callable[[Fields, Family, tuple[str, ...]], Windows]] = {
-    WindowRule.NONE: _no_windows,
-    WindowRule.ALL_LAYERS: _windows_everywhere,
-    WindowRule.UPPER_LAYERS: _upper_windows,
-    WindowRule.LAYER_TYPES: _typed_windows,
-    WindowRule.NOPE_LAYERS: _windows_without_positions,
-}
+def _rotated(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+    """Return by the family's rule which layers rotate queries and keys."""
+    rule, count = family.nope_rule, len(windows)
+    if rule is NopeRule.LISTED:
+        return _listed(config, count)
+    if rule is NopeRule.POSITION_TYPE:
+        return (_has_rope(config),) * count
+    is_hybrid = rule is NopeRule.FULL_LAYERS_OF_HYBRIDS and _window(config, family) is not None
+    if rule is NopeRule.FULL_LAYERS or is_hybrid:
+        return tuple(window is not None for window in windows)
+    return (rule is not NopeRule.ALL_LAYERS,) * count
 
 
-def _all(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
-    return (True,) * len(windows)
-
-
-def _no_layer(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
-    return (False,) * len(windows)
-
-
-def _windowed(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
-    return tuple(window is not None for window in windows)
-
-
-def _windowed_of_hybrids(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
-    is_hybrid = _window(config, family) is not None
-    return (_windowed if is_hybrid else _all)(config, family, windows)
-
-
-def _listed(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
-    count = len(windows)
+def _listed(config: Fields, count: int) -> tuple[bool, ...]:
     if config.has("no_rope_layers"):  # 1: the layer has a rope
         return tuple(map(bool, config.integers("no_rope_layers", count, least=0, most=1)))
     every = config.integer("no_rope_layer_interval", 4)
     return tuple(layer % every != 0 for layer in range(1, count + 1))
 
 
-def _by_position_type(config: Fields, family: Family, windows: Windows) -> tuple[bool, ...]:
+def _has_rope(config: Fields) -> bool:
     key = "position_embedding_type"
     name = config.text(key, "nope")
     if name not in ("rope", "nope"):
         raise UnsupportedArchitecture(
             f"`{config.prefix}{key}` in `{config.path}` is `{name}`; supported are `rope`, `nope`"
         )
-    return (name == "rope",) * len(windows)
-
-
-_ROTATED: dict[NopeRule, Callable[[Fields, Family, Windows], tuple[bool, ...]]] = {
-    NopeRule.NONE: _all,
-    NopeRule.ALL_LAYERS: _no_layer,
-    NopeRule.FULL_LAYERS: _windowed,
-    NopeRule.FULL_LAYERS_OF_HYBRIDS: _windowed_of_hybrids,
-    NopeRule.LISTED: _listed,
-    NopeRule.POSITION_TYPE: _by_position_type,
-}
+    return name == "rope"

@@ -1,17 +1,16 @@
 """Resolving: a model folder's `config.json`, in either form, to a `ModelSpec`."""
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model.config.activations import ACTIVATIONS
 from exl2flow.model.config.families import FAMILIES
-from exl2flow.model.config.family import Family
+from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.layers_config import bias_of, read_attentions
-from exl2flow.model.config.multipliers import MULTIPLIER_KEYS, read_multipliers
 from exl2flow.model.config.spec import MlpSpec, ModelSpec
 from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
 
@@ -43,6 +42,15 @@ UNSUPPORTED = (  # keys with which the graph would differ, where a family does n
 
 
 EXPECTED = ("scale_attn_weights",)  # keys that must be true where they are present
+HIDDEN_ACTS = {  # `hidden_act` → name of the kernels
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") -> ModelSpec:
@@ -67,7 +75,7 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
     bos_ids, eos_ids = (
         config.token_ids(key) or whole.token_ids(key) for key in ("bos_token_id", "eos_token_id")
     )
-    embedding, residual, logits = read_multipliers(config, family.multipliers)
+    embedding, residual, logits = _multipliers(config, family.multipliers)
     scale = family.residual_scale
     hidden_size = config.integer("hidden_size", most=WIDEST)
     inner = family.default_inner * hidden_size or None
@@ -89,7 +97,7 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         embedding_multiplier=embedding * scale,
         residual_multiplier=residual * (1.0 if family.post_norms else scale),
         logit_multiplier=logits,
-        logit_softcap=_softcap(config, family),
+        logit_softcap=config.optional(family.logit_softcap_key),
         has_unit_head=_has_unit_head(config, family),
         max_positions=min(reaches, default=max_positions),
         bos_token_id=bos_ids[0] if bos_ids else None,
@@ -157,33 +165,46 @@ def _names(config: Fields, family: Family) -> dict[str, str]:
 
 def _check_keys(config: Fields, family: Family) -> None:
     """Refuse values that change the graph in ways that it does not know."""
-    known = {*family.known, family.softcap_key, *MULTIPLIER_KEYS[family.multipliers]}
     for key in (*UNSUPPORTED, *EXPECTED):
         value = config.values.get(key)
-        if key not in known and not _is_neutral(key, value):
+        is_neutral = value is not True and value in NEUTRAL
+        if key in EXPECTED:
+            is_neutral = value in (None, True)
+        if key not in family.known and not is_neutral:
             raise UnsupportedArchitecture(
                 f"{config.named(key)} in `{config.path}` is {value!r}, which is not supported: the "
                 "model would compute something else"
             )
 
 
-def _is_neutral(key: str, value: object) -> bool:
-    return value in (None, True) if key in EXPECTED else value is not True and value in NEUTRAL
-
-
 def _activation(config: Fields, family: Family) -> str:
     name = config.text("hidden_act", family.default_activation)
-    if name not in ACTIVATIONS:
+    if name not in HIDDEN_ACTS:
         raise UnsupportedArchitecture(
             f"{config.named('hidden_act')} `{name}` in `{config.path}` is not supported; supported "
-            f"are {quoted(ACTIVATIONS)}"
+            f"are {quoted(HIDDEN_ACTS)}"
         )
-    return name
+    return HIDDEN_ACTS[name]
 
 
-def _softcap(config: Fields, family: Family) -> float | None:
-    key = family.logit_softcap_key
-    return config.number(key) if key is not None and config.has(key) else None
+def _multipliers(config: Fields, rule: Multipliers) -> tuple[float, float, float]:
+    """Return what embedding, outputs of sublayers, and logits are multiplied by."""
+    match rule:
+        case Multipliers.NONE:
+            return 1.0, 1.0, 1.0
+        case Multipliers.GEMMA:
+            return math.sqrt(config.integer("hidden_size")), 1.0, 1.0
+        case Multipliers.COHERE:
+            return 1.0, 1.0, config.number("logit_scale", 1.0)
+        case Multipliers.GRANITE:
+            keys = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+            embedding, residual, divisor = (config.number(key, 1.0) for key in keys)
+            return embedding, residual, 1 / divisor
+        case Multipliers.MINICPM:
+            hidden, layers = config.integer("hidden_size"), config.integer("num_hidden_layers")
+            depth = config.number("scale_depth", 1.0) / math.sqrt(layers)
+            base = config.number("dim_model_base", 1.0)
+            return config.number("scale_emb", 1.0), depth, base / hidden
 
 
 def _has_unit_head(config: Fields, family: Family) -> bool:

@@ -1,12 +1,12 @@
-"""What a config says about rotary position embedding, in one form for all kinds.
+"""Read the rotary position embedding of `config.json`, in one form for all kinds.
 
 Understands `rope_theta` and `rope_scaling` (transformers 4) as well as `rope_parameters`
 (transformers 5).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
@@ -34,7 +34,7 @@ _ALIASES = {"su": RopeKind.LONGROPE, "mrope": RopeKind.DEFAULT}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Parameters of all kinds; those that a kind does not use keep neutral values.
+    """Parameters of all kinds of rope; a kind leaves those of others neutral.
 
     `factor` is the stretch of the context, `original_max_positions` the length before it
     (for dynamic NTK `max_position_embeddings`, as in transformers),
@@ -124,69 +124,65 @@ def read_ropes(
         if any(kind in nested.values for kind in LAYER_TYPES):
             full = full if key == "rope_scaling" else nested.inner(FULL)
             local = nested.inner(SLIDING)
-    reader = _Reader(config, family, head_dim, max_positions)
-    rope = reader.read(full, "rope_theta", family.default_theta)
+    read = partial(_read, config, family, head_dim=head_dim, max_positions=max_positions)
+    rope = read(full, ("rope_theta", family.default_theta))
     if family.local_theta_key is None:
         return rope, rope
-    return rope, reader.read(local, family.local_theta_key, family.default_local_theta)
+    return rope, read(local, (family.local_theta_key, family.default_local_theta))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads the ropes of a config; all have the family's defaults in common."""
+def _read(
+    config: Fields,
+    family: Family,
+    rope: Fields,
+    theta: tuple[str, float],
+    *,
+    head_dim: int,
+    max_positions: int,
+) -> RopeSpec:
+    """Read one rope; `theta`: the key of its base in the config itself, and the default."""
+    kind = _kind(rope)
+    source, theta_key = (rope, "rope_theta") if rope.has("rope_theta") else (config, theta[0])
+    original = config if config.has("original_max_position_embeddings") else rope
+    common = RopeSpec(
+        kind=kind,
+        theta=source.number(theta_key, theta[1], above=1.0),
+        rotary_dim=_rotary_dim(config, family, rope, head_dim),
+        original_max_positions=max_positions
+        if kind is RopeKind.DYNAMIC
+        else original.integer("original_max_position_embeddings", max_positions, least=2),
+        interleaved=family.interleaved,
+        query_beta=_query_beta(family, rope),
+    )
+    if kind is RopeKind.DYNAMIC and _is_set(rope, ALPHA):
+        if not family.has_alpha:
+            raise _unsupported(rope, ALPHA)
+        stretched = common.scaled(scale=None, alpha=rope.number(ALPHA))
+        return replace(stretched, kind=RopeKind.DEFAULT)
+    stretch = max_positions / common.original_max_positions
+    return replace(common, **_details(kind, rope, common.rotary_dim, stretch))
 
-    config: Fields
-    row: Family
-    head_dim: int
-    max_positions: int
 
-    def read(self, rope: Fields, theta_key: str, default_theta: float) -> RopeSpec:
-        """Read one rope; its base may be a key of the config itself, `theta_key`."""
-        config, max_positions = self.config, self.max_positions
-        kind = _kind(rope)
-        theta = rope if rope.has("rope_theta") else config
-        original = config if config.has("original_max_position_embeddings") else rope
-        common = RopeSpec(
-            kind=kind,
-            theta=theta.number(
-                "rope_theta" if theta is rope else theta_key, default_theta, above=1.0
-            ),
-            rotary_dim=self._rotary_dim(rope),
-            original_max_positions=max_positions
-            if kind is RopeKind.DYNAMIC
-            else original.integer("original_max_position_embeddings", max_positions, least=2),
-            interleaved=self.row.interleaved,
-            query_beta=self._query_beta(rope),
+def _rotary_dim(config: Fields, family: Family, rope: Fields, head_dim: int) -> int:
+    source = rope if rope.has(PARTIAL) else config
+    default = family.default_partial
+    share = source.number(PARTIAL, 1.0 if default is None else default)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise SourceModelError(
+            f"`{config.path}` asks to rotate {rotary_dim} of {head_dim} dimensions of a head; that "
+            "must be an even number and not exceed the head"
         )
-        if kind is RopeKind.DYNAMIC and _is_set(rope, ALPHA):
-            if not self.row.has_alpha:
-                raise _unsupported(rope, ALPHA)
-            stretched = common.scaled(scale=None, alpha=rope.number(ALPHA))
-            return replace(stretched, kind=RopeKind.DEFAULT)
-        stretch = max_positions / common.original_max_positions
-        return replace(common, **_READERS[kind](rope, common.rotary_dim, stretch))
+    if default is None and share != 1.0:
+        raise _unsupported(source, PARTIAL)
+    return rotary_dim
 
-    def _rotary_dim(self, rope: Fields) -> int:
-        source = rope if rope.has(PARTIAL) else self.config
-        default = self.row.default_partial
-        share = source.number(PARTIAL, 1.0 if default is None else default)
-        rotary_dim = int(self.head_dim * share)
-        if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
-            raise SourceModelError(
-                f"`{self.config.path}` asks to rotate {rotary_dim} of {self.head_dim} dimensions "
-                "of a head; that must be an even number and not exceed the head"
-            )
-        if default is None and share != 1.0:
-            raise _unsupported(source, PARTIAL)
-        return rotary_dim
 
-    def _query_beta(self, rope: Fields) -> float:
-        if self.row.query_beta_key is None:
-            if _is_set(rope, QUERY_BETA):
-                raise _unsupported(rope, QUERY_BETA)
-            return 0.0
-        is_set = _is_set(rope, self.row.query_beta_key)
-        return rope.number(self.row.query_beta_key) if is_set else 0.0
+def _query_beta(family: Family, rope: Fields) -> float:
+    key = family.query_beta_key
+    if key is None and _is_set(rope, QUERY_BETA):
+        raise _unsupported(rope, QUERY_BETA)
+    return rope.number(key) if key is not None and _is_set(rope, key) else 0.0
 
 
 def _unsupported(rope: Fields, key: str) -> UnsupportedArchitecture:
@@ -214,60 +210,44 @@ def _kind(rope: Fields) -> RopeKind:
         ) from None
 
 
-def _default(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
-    return {}
-
-
-def _linear(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
-    return {"factor": rope.number("factor")}
-
-
-def _dynamic(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
-    if rotary_dim <= 2:
-        raise SourceModelError(
-            f"`{rope.path}` asks to rotate {rotary_dim} dimensions of a head; rope type `dynamic` "
-            "needs more than 2"
-        )
-    return {"factor": rope.number("factor")}
-
-
-def _llama3(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise SourceModelError(
-            f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must be below "
-            f"`high_freq_factor`, {high:g}"
-        )
-    return {"factor": rope.number("factor"), "low_freq_factor": low, "high_freq_factor": high}
-
-
-def _yarn(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
-    optional = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
-    given = {key: rope.number(key) for key in optional if _is_set(rope, key)}
-    truncate = rope.flag("truncate", True)
-    return {"factor": rope.number("factor", stretch), "truncate": truncate, **given}
-
-
-def _longrope(rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
-    given = {key: rope.number(key) for key in ("attention_factor",) if rope.has(key)}
-    return {
-        "factor": rope.number("factor", stretch),
-        "short_factors": rope.numbers("short_factor", rotary_dim // 2),
-        "long_factors": rope.numbers("long_factor", rotary_dim // 2),
-        **given,
-    }
+def _details(kind: RopeKind, rope: Fields, rotary_dim: int, stretch: float) -> dict[str, Any]:
+    """Read the fields of `RopeSpec` that only this kind has."""
+    match kind:
+        case RopeKind.DEFAULT:
+            return {}
+        case RopeKind.LINEAR:
+            return {"factor": rope.number("factor")}
+        case RopeKind.DYNAMIC:
+            if rotary_dim <= 2:
+                raise SourceModelError(
+                    f"`{rope.path}` asks to rotate {rotary_dim} dimensions of a head; rope type "
+                    "`dynamic` needs more than 2"
+                )
+            return {"factor": rope.number("factor")}
+        case RopeKind.LLAMA3:
+            low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+            if low >= high:
+                raise SourceModelError(
+                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must be below "
+                    f"`high_freq_factor`, {high:g}"
+                )
+            factor = rope.number("factor")
+            return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}
+        case RopeKind.YARN:
+            optional = ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow")
+            given = {key: rope.number(key) for key in optional if _is_set(rope, key)}
+            truncate = rope.flag("truncate", True)
+            return {"factor": rope.number("factor", stretch), "truncate": truncate, **given}
+        case RopeKind.LONGROPE:
+            given = {key: rope.number(key) for key in ("attention_factor",) if rope.has(key)}
+            return {
+                "factor": rope.number("factor", stretch),
+                "short_factors": rope.numbers("short_factor", rotary_dim // 2),
+                "long_factors": rope.numbers("long_factor", rotary_dim // 2),
+                **given,
+            }
 
 
 def _is_set(rope: Fields, key: str) -> bool:
     """Tell whether an optional number is given; 0 stands for absent, as in transformers."""
     return bool(rope.values.get(key))
-
-
-_READERS: dict[RopeKind, Callable[[Fields, int, float], dict[str, Any]]] = {
-    RopeKind.DEFAULT: _default,
-    RopeKind.LINEAR: _linear,
-    RopeKind.DYNAMIC: _dynamic,
-    RopeKind.LLAMA3: _llama3,
-    RopeKind.YARN: _yarn,
-    RopeKind.LONGROPE: _longrope,
-}

@@ -17,6 +17,7 @@ from exl2flow.model.config.sublayer_spec import (
     NormSpec,
     ProjectionSpec,
     Role,
+    SublayerKind,
     SublayerPart,
     SublayerSpec,
 )
@@ -52,7 +53,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """Shape of the MLP; if `gated`, its activation is multiplied with a second product."""
+    """Shape of the MLP; if `gated`, its activation is multiplied with a second product.
+
+    activation: one of `kernels.ACTIVATIONS`.
+    """
 
     intermediate_size: int
     activation: str
@@ -108,7 +112,7 @@ class ModelSpec:
 
     @property
     def layers_key(self) -> str:
-        """What precedes a layer's index in names."""
+        """The beginning of layers' names, before the index."""
         return f"{self.family.prefix}layers."
 
     @property
@@ -145,11 +149,6 @@ class ModelSpec:
         block = self.config.get("quantization_config")
         return block if isinstance(block, Mapping) else {}
 
-    @property
-    def has_learned_positions(self) -> bool:
-        """Whether positions are rows of a table, `max_positions` of them."""
-        return bool(self.family.learned_positions)
-
     def with_rope(
         self, *, scale: float | None = None, alpha: float | None = None, yarn: float | None = None
     ) -> "ModelSpec":
@@ -178,21 +177,17 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {
         f"{spec.embedding_key}.weight": (spec.vocab_size, spec.hidden_size),
-        **_norm_shapes(spec.final_norm),
+        **dict.fromkeys(spec.final_norm.names, spec.final_norm.shape),
     }
     learned = spec.family.learned_positions
     if learned is not None:
         shapes[f"{learned}.weight"] = (spec.max_positions, spec.hidden_size)
     for sublayer in spec.sublayers:
         for norm in sublayer.norms:
-            shapes |= _norm_shapes(norm)
+            shapes |= dict.fromkeys(norm.names, norm.shape)
         for projection in sublayer.projections:
             shapes |= _linear_shapes(projection)
     return shapes if spec.tied_head else shapes | _linear_shapes(spec.head)
-
-
-def _norm_shapes(norm: NormSpec) -> dict[str, tuple[int, ...]]:
-    return {name: norm.shape for name in norm.names}
 
 
 def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
@@ -217,41 +212,24 @@ _Row = tuple[Role, int, int, bool, str]  # role, in- and out-features, bias, cap
 
 def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
     """Return the sublayers of a layer."""
-    name = f"{spec.layers_key}{layer}"
-    head_norms = _head_norms(spec, layer)
+    rows: list[tuple[str, SublayerKind, tuple[SublayerPart, ...]]]
     if spec.family.is_parallel:
-        parts = (
-            _attention_part(spec, layer, inner="self_attn.inner"),
-            _mlp_part(spec, layer, inner="mlp.inner"),
-        )
-        return (
-            SublayerSpec(
-                index=layer,
-                layer_index=layer,
-                name=name,
-                kind="parallel",
-                norms=(*_norms(spec, name, 0), *head_norms),
-                parts=parts,
-            ),
-        )
-    attention, mlp = _attention_part(spec, layer), _mlp_part(spec, layer)
-    return (
+        attention = _attention_part(spec, layer, inner="self_attn.inner")
+        mlp = _mlp_part(spec, layer, inner="mlp.inner")
+        rows = [(f"{spec.layers_key}{layer}", "parallel", (attention, mlp))]
+    else:
+        attention, mlp = _attention_part(spec, layer), _mlp_part(spec, layer)
+        rows = [(attention.name, "attention", (attention,)), (mlp.name, "mlp", (mlp,))]
+    return tuple(
         SublayerSpec(
-            index=2 * layer,
+            index=len(rows) * layer + place,
             layer_index=layer,
-            name=attention.name,
-            kind="attention",
-            norms=(*_norms(spec, name, 0), *head_norms),
-            parts=(attention,),
-        ),
-        SublayerSpec(
-            index=2 * layer + 1,
-            layer_index=layer,
-            name=mlp.name,
-            kind="mlp",
-            norms=_norms(spec, name, 1),
-            parts=(mlp,),
-        ),
+            name=name,
+            kind=kind,
+            norms=_norms(spec, layer, place),
+            parts=parts,
+        )
+        for place, (name, kind, parts) in enumerate(rows)
     )
 
 
@@ -293,15 +271,16 @@ def _part(spec: ModelSpec, layer: str, name: str, rows: tuple[_Row, ...]) -> Sub
     return SublayerPart(name=f"{layer}.{name}", projections=projections)
 
 
-def _norms(spec: ModelSpec, layer: str, place: int) -> tuple[NormSpec, ...]:
-    """Return the norms before and after attention (place 0) or the MLP (1) of a layer."""
+def _norms(spec: ModelSpec, layer: int, place: int) -> tuple[NormSpec, ...]:
+    """Return the norms of a layer's attention (place 0), those of heads included, or MLP (1)."""
     before, after, norms = spec.family.norms, spec.family.post_norms, list[NormSpec]()
+    name = f"{spec.layers_key}{layer}"
     if before:
-        norms.append(_state_norm(spec, "before", f"{layer}.{before[place]}"))
+        norms.append(_state_norm(spec, "before", f"{name}.{before[place]}"))
     if after:  # it reads what has no scale yet
-        norm = _state_norm(spec, "after", f"{layer}.{after[place]}", spec.family.residual_scale)
+        norm = _state_norm(spec, "after", f"{name}.{after[place]}", spec.family.residual_scale)
         norms.append(replace(norm, eps=spec.norm_eps))
-    return tuple(norms)
+    return (*norms, *(_head_norms(spec, layer) if place == 0 else ()))
 
 
 def _state_norm(spec: ModelSpec, role: NormRole, key: str, multiplier: float = 1.0) -> NormSpec:

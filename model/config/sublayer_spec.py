@@ -1,4 +1,4 @@
-"""What a sublayer is made of: norms and projections, each with its role."""
+"""Sublayers as data: norms and projections, each with its role."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -93,10 +93,6 @@ class SublayerSpec:
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections, in order."""
         return tuple(p for part in self.parts for p in part.projections)
-
-    def norm(self, role: NormRole) -> NormSpec | None:
-        """Return the norm of a role, if there is one."""
-        return next((norm for norm in self.norms if norm.role == role), None)
 
     def projection(self, role: Role) -> ProjectionSpec:
         """Return the projection of a role."""

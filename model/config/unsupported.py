@@ -17,91 +17,25 @@ PAGES = (
 SUFFIX = re.compile("For[A-Z].*$")  # of most architectures: `ForCausalLM` and the like
 
 # need → names of architectures without `SUFFIX`; one with several needs is listed by the first
-NEEDS: dict[str, tuple[str, ...]] = {
-    STATE: (
-        "Qwen3Next",
-        "Qwen3_5",
-        "Qwen3_5Moe",
-        "Qwen4Exp",
-        "KimiLinear",
-        "BailingHybrid",
-        "Mamba",
-        "Mamba2",
-        "FalconMamba",
-        "FalconH1",
-        "Jamba",
-        "Bamba",
-        "Zamba",
-        "Zamba2",
-        "NemotronH",
-        "Lfm2",
-        "Lfm2Vl",
-        "Lfm2Moe",
-        "OlmoHybrid",
-        "MiniMax",
-        "RecurrentGemma",
-        "Rwkv",
-        "Glm5Next",
-        "Zaya",
-    ),
-    LATENT: (
-        "DeepseekV2",
-        "DeepseekV3",
-        "DeepseekV32",
-        "GlmMoeDsa",
-        "Glm4MoeLite",
-        "Mistral4",
-        "MistralLarge4",
-        "KimiK25",
-        "LongcatFlash",
-        "MiniCPM3",
-        "Youtu",
-        "AXK1",
-    ),
-    EXPERTS: (
-        "Mixtral",
-        "Qwen2Moe",
-        "Qwen3Moe",
-        "Qwen3VLMoe",
-        "Qwen3OmniMoe",
-        "GptOss",
-        "Olmoe",
-        "Glm4Moe",
-        "Glm4vMoe",
-        "Ernie4_5_Moe",
-        "Ernie4_5_VLMoe",
-        "Ernie4_5_VL_Moe",
-        "GraniteMoe",
-        "GraniteMoeShared",
-        "HunYuanMoEV1",
-        "HYV3",
-        "MiniMaxM2",
-        "Phimoe",
-        "Llama4",
-        "Dbrx",
-        "Cohere2Moe",
-        "ExaoneMoe",
-        "FlexOlmo",
-        "Dots1",
-        "Afmoe",
-        "JetMoe",
-        "SolarOpen",
-        "MiMoV2Flash",
-        "DeepseekV4",
-        "Aria",
-        "AriaText",
-    ),
-    GRAPH: (
-        "Gemma4",
-        "Gemma3n",
-        "StableLm",
-        "Phi",
-        "Falcon",
-        "Helium",
-        "Apertus",
-        "HyperCLOVAX",
-        "DeciLM",
-    ),
+NEEDS = {
+    STATE: """
+        Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4Exp KimiLinear BailingHybrid Mamba Mamba2 FalconMamba
+        FalconH1 Jamba Bamba Zamba Zamba2 NemotronH Lfm2 Lfm2Vl Lfm2Moe OlmoHybrid MiniMax
+        RecurrentGemma Rwkv Glm5Next Zaya
+    """,
+    LATENT: """
+        DeepseekV2 DeepseekV3 DeepseekV32 GlmMoeDsa Glm4MoeLite Mistral4 MistralLarge4 KimiK25
+        LongcatFlash MiniCPM3 Youtu AXK1
+    """,
+    EXPERTS: """
+        Mixtral Qwen2Moe Qwen3Moe Qwen3VLMoe Qwen3OmniMoe GptOss Olmoe Glm4Moe Glm4vMoe Ernie4_5_Moe
+        Ernie4_5_VLMoe Ernie4_5_VL_Moe GraniteMoe GraniteMoeShared HunYuanMoEV1 HYV3 MiniMaxM2
+        Phimoe Llama4 Dbrx Cohere2Moe ExaoneMoe FlexOlmo Dots1 Afmoe JetMoe SolarOpen MiMoV2Flash
+        DeepseekV4 Aria AriaText
+    """,
+    GRAPH: """
+        Gemma4 Gemma3n StableLm Phi Falcon Helium Apertus HyperCLOVAX DeciLM
+    """,
 }
 
 LAYER_NEEDS = {  # by names in `layer_types`
@@ -123,4 +57,4 @@ def _plain(name: str) -> str:
     return SUFFIX.sub("", name).replace("_", "").lower()
 
 
-_NEED_OF = {_plain(stem): need for need, stems in NEEDS.items() for stem in stems}
+_NEED_OF = {_plain(stem): need for need, stems in NEEDS.items() for stem in stems.split()}

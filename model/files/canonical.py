@@ -34,7 +34,10 @@ class CanonicalTensors(TensorFiles):
         stored, self._entries = self._entries, {}
         self._origins: dict[str, str] = {}
         fused = dict(pair for part in PARTS for pair in fused_rows(spec, part))
-        turned = set(_transposed(spec, fused)) if spec.family.is_transposed else set()
+        turned = set[str]()  # weights of layers that are stored as (in, out), fused ones whole
+        if spec.family.is_transposed:
+            turned = {name for name in fused if name.endswith(PARTS[0])}
+            turned |= {f"{projection.key}{PARTS[0]}" for projection in spec.projections}
         for old, entry in stored.items():
             name = _renamed(spec, old)
             if name in turned and name != old:
@@ -56,8 +59,8 @@ class CanonicalTensors(TensorFiles):
     def _read(
         self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> torch.Tensor:
-        found = super()._read(name, device, pinned=pinned)
-        return functional.normalize(found, dim=-1) if name == self._unit_rows else found
+        tensor = super()._read(name, device, pinned=pinned)
+        return functional.normalize(tensor, dim=-1) if name == self._unit_rows else tensor
 
 
 def _parts(
@@ -74,7 +77,8 @@ def _parts(
             f"`{old}` in `{entry.path}` has shape {entry.stored_shape}, the config implies "
             f"{sum(rows.values())} {side}; get the model's files again, complete"
         )
-    groups = min(rows.values()) // _head_dim(spec) if spec.family.packed_heads else 1
+    head_dim = spec.attentions[0].head_dim
+    groups = min(rows.values()) // head_dim if spec.family.packed_heads else 1
     counts = [count // groups for count in rows.values()]
     for part, first, count in zip(rows, accumulate(counts, initial=0), counts, strict=False):
         located = entry.rows(first, count) if groups == 1 else entry.grouped(groups, first, count)
@@ -100,12 +104,6 @@ def _replaced(name: str, renames: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-def _transposed(spec: ModelSpec, fused: Mapping[str, object]) -> Iterator[str]:
-    """Yield the weights of layers that are stored as (in, out), fused ones whole."""
-    yield from (name for name in fused if name.endswith(PARTS[0]))
-    yield from (f"{projection.key}{PARTS[0]}" for projection in spec.projections)
-
-
 def fused_rows(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, int]]]:
     """Yield each fused tensor that there may be, and the rows of its parts in order."""
     if not spec.family.fused:
@@ -115,7 +113,3 @@ def fused_rows(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, i
         start = f"{spec.layers_key}{layer}."
         for name, parts in spec.family.fused:
             yield f"{start}{name}{part}", {f"{start}{p}{part}": rows[start + p] for p in parts}
-
-
-def _head_dim(spec: ModelSpec) -> int:
-    return spec.attentions[0].head_dim

@@ -1,4 +1,4 @@
-"""Where a tensor lies in a safetensors file, and the same for parts of it."""
+"""Location of a tensor, or of part of one, in a safetensors file."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,12 +31,12 @@ class TensorEntry:
 
     @property
     def is_rearranged(self) -> bool:
-        """Whether neither the tensor nor rows of it in one run are stored as they are read."""
+        """Whether it is transposed, or consists of several runs of bytes."""
         return self.is_transposed or bool(self.step)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape that the file states, if this is no part of a tensor."""
+        """The shape in the file's header, for an entry of a whole tensor."""
         return self.shape[::-1] if self.is_transposed else self.shape
 
     def transposed(self) -> "TensorEntry":

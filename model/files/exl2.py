@@ -12,12 +12,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import ConfigError, MissingTensor, TensorShapeError
-from exl2flow.kernels import (
-    CHUNK_ELEMENTS,
-    Group,
-    PackedMatrix,
-    get_ops,
-)
+from exl2flow.kernels import CHUNK_ELEMENTS, Group, PackedMatrix, get_ops
 from exl2flow.model.files.group_table import (
     BIT_WIDTHS,
     ROW_MULTIPLE,

@@ -33,8 +33,8 @@ Shape = tuple[int, ...]
 
 def scale_name(name: str, names: Container[str]) -> str | None:
     """Return the name of the scales of the weight `name` among these tensor names."""
-    found = (f"{name.removesuffix(SUFFIX)}.{scale}" for scale in SCALES)
-    return next((scale for scale in found if scale in names), None)
+    names_of_scales = (f"{name.removesuffix(SUFFIX)}.{scale}" for scale in SCALES)
+    return next((scale for scale in names_of_scales if scale in names), None)
 
 
 def unused_names(name: str) -> Iterator[str]:
@@ -132,7 +132,7 @@ def decode(
     Args:
         codes: fp8 (n, k), on the CPU.
         scales: one for each cell of the grid, in rows of the grid, any shape.
-        grid: the rows and columns that share a scale, as of `grid_of`.
+        grid: the rows and columns that share a scale, from `grid_of`.
         out: fp16 (n, k), on the CPU.
         first: where the n rows begin in the tensor that the scales belong to.
     """

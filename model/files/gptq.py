@@ -11,14 +11,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import (
-    PANEL_ROWS,
-    Group,
-    PackedMatrix,
-    get_ops,
-    pack_zeros,
-    whole_tiles,
-)
+from exl2flow.kernels import PANEL_ROWS, Group, PackedMatrix, get_ops, pack_zeros, whole_tiles
 from exl2flow.model.files.exl2 import column_parts
 
 BITS = 4
@@ -166,11 +159,11 @@ def _group_of(key: str, k: int, groups: int, index: torch.Tensor | None) -> torc
         )
     if index is None or not index.any():
         return in_order
-    found = index.long()
-    is_inside = found.shape == (k,) and found.min() >= 0 and found.max() < groups
-    if not (is_inside and torch.equal(torch.bincount(found), torch.bincount(in_order))):
+    group_of = index.long()
+    is_inside = group_of.shape == (k,) and group_of.min() >= 0 and group_of.max() < groups
+    if not (is_inside and torch.equal(torch.bincount(group_of), torch.bincount(in_order))):
         raise TensorShapeError(
             f"`{key}.g_idx` does not divide {k} in-features into {groups} groups of {size}; fetch "
             "the model again"
         )
-    return found
+    return group_of

@@ -1,14 +1,13 @@
 """Checks that need only the safetensors headers."""
 
 import re
-from collections.abc import Iterator
 
 from exl2flow.core.errors import MissingTensor
 from exl2flow.core.store.files import Layout
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
 from exl2flow.model.files.exl2 import tensor_names
 from exl2flow.model.files.gptq import gptq_names
-from exl2flow.model.files.weights import TensorFiles, check_floating
+from exl2flow.model.files.weights import TensorFiles
 
 
 def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
@@ -18,8 +17,8 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
         MissingTensor: the config implies more.
     """
     layer = re.compile(re.escape(spec.layers_key) + r"(\d{1,9})\.")
-    found = {int(match[1]) for name in tensors.names if (match := layer.match(name))}
-    count = 1 + max(found, default=-1)
+    layers = {int(match[1]) for name in tensors.names if (match := layer.match(name))}
+    count = 1 + max(layers, default=-1)
     if spec.num_layers > count:
         raise MissingTensor(
             f"`num_hidden_layers` in `{spec.source_dir / 'config.json'}` is {spec.num_layers}, the "
@@ -27,21 +26,16 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
         )
 
 
-def check_dtypes(spec: ModelSpec, tensors: TensorFiles) -> None:
-    """Check that a dense model's weights can be read as floating-point numbers.
-
-    Raises:
-        SourceModelError: a dtype is unknown or an integer.
-    """
-    check_floating(tensors, [name for name in expected_tensors(spec) if name in tensors])
-
-
 def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
     """Return the names of tensors that no part of the model reads, in the order of the files.
 
     Those that the family carries or leaves out are not among them.
     """
-    known = {*expected_tensors(spec), *_quantized(spec, tensors)}
+    known = {*expected_tensors(spec), f"{spec.head.key}.weight"}  # perhaps a tied head's, too
+    for projection in (*spec.projections, spec.head):
+        known.update(tensor_names(projection.key), gptq_names(projection.key))
+        if f"{projection.key}.weight" not in tensors:
+            known.add(f"{projection.key}.bias")  # zeros, where the config implies none
     apart = spec.family
     return tuple(
         name
@@ -56,12 +50,3 @@ def carried(spec: ModelSpec, tensors: TensorFiles) -> Layout:
     """Return name → (dtype, shape) of what an EXL2 file keeps as it is stored: towers."""
     names = [name for name in tensors.names if name.startswith(spec.family.carried)]
     return {name: (tensors.dtype(name), tensors.shape(name)) for name in names}
-
-
-def _quantized(spec: ModelSpec, tensors: TensorFiles) -> Iterator[str]:
-    """Yield the names that a model's linears have in quantized forms, and a tied head's weight."""
-    yield f"{spec.head.key}.weight"
-    for projection in (*spec.projections, spec.head):
-        yield from (*tensor_names(projection.key), *gptq_names(projection.key))
-        if f"{projection.key}.weight" not in tensors:
-            yield f"{projection.key}.bias"  # zeros, where the config implies none

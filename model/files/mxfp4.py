@@ -38,10 +38,10 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor, *, names: tuple[str, str]
         )
     elements = torch.tensor([*ELEMENTS, *(-value for value in ELEMENTS)])
     pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], dim=1)  # by byte
-    found = torch.empty(scales.numel(), 2 * BLOCK_BYTES, dtype=torch.float16)
+    values = torch.empty(scales.numel(), 2 * BLOCK_BYTES, dtype=torch.float16)
     factors = scales.reshape(-1, 1).view(torch.float8_e8m0fnu)
     for part, codes, factor in zip(
-        *(torch.split(x, STRIPE) for x in (found, blocks.reshape(-1, BLOCK_BYTES), factors)),
+        *(torch.split(x, STRIPE) for x in (values, blocks.reshape(-1, BLOCK_BYTES), factors)),
         strict=True,
     ):
         part.copy_(pairs[codes.int()].flatten(1).mul_(factor.float()))
@@ -50,4 +50,4 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor, *, names: tuple[str, str]
                 f"`{names[0]}` holds values that do not fit fp16, or `{names[1]}` NaN; download "
                 "the model again, or use an unquantized one"
             )
-    return found.view(*scales.shape[:-1], -1)
+    return values.view(*scales.shape[:-1], -1)

@@ -13,7 +13,7 @@ from exl2flow.model.files.canonical import CanonicalTensors
 from exl2flow.model.files.exl2 import MAX_ROWS, is_quantized
 from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.files.group_table import ROW_MULTIPLE
-from exl2flow.model.files.headers import check_dtypes, check_layers, unclaimed
+from exl2flow.model.files.headers import check_layers, unclaimed
 from exl2flow.model.files.weights import TensorFiles
 
 SourceForm = Literal["floats", "fp8", "gptq"]
@@ -62,10 +62,11 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
     _check_form(spec, tensors, in_gptq, lossy=lossy)
     lines = tensors.undecodable()
     lines += [line for p in in_gptq if (line := _gptq_problem(p, tensors, spec.zero_offset))]
+    expected = expected_tensors(spec)
     if not lines:
-        check_dtypes(spec, tensors)
+        tensors.check_floating(name for name in expected if name in tensors)
     decoded = {f"{p.key}.weight" for p in in_gptq}
-    for name, shape in expected_tensors(spec).items():
+    for name, shape in expected.items():
         if name in decoded:
             continue
         if name not in tensors:
@@ -147,8 +148,8 @@ def _gptq_problem(projection: ProjectionSpec, tensors: TensorFiles, zero_offset:
     key = projection.key
     names = [name for name in (*gptq_names(key), f"{key}.bias") if name in tensors]
     try:
-        found = {name: _outline(name, tensors) for name in names}
-        matrix = GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
+        outlines = {name: _outline(name, tensors) for name in names}
+        matrix = GptqMatrix.from_tensors(key, outlines, zero_offset=zero_offset)
     except SourceModelError as error:
         return str(error)
     expected = (projection.in_features, projection.out_features)
@@ -171,8 +172,8 @@ def _outline(name: str, tensors: TensorFiles) -> torch.Tensor:
     return tensors.read(name)
 
 
-def _fits(found: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
+def _fits(stored: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
     """Embedding and head may have more rows than the vocabulary."""
-    if len(found) == len(expected) == 2 and expected[0] == spec.vocab_size:
-        return found[0] >= expected[0] and found[1] == expected[1]
-    return tuple(found) == expected
+    if len(stored) == len(expected) == 2 and expected[0] == spec.vocab_size:
+        return stored[0] >= expected[0] and stored[1] == expected[1]
+    return tuple(stored) == expected

@@ -6,9 +6,8 @@ referred to. Tensors for a GPU pass through a small pinned buffer.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from io import BufferedReader
@@ -55,8 +54,8 @@ class TensorFiles:
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
-        found = sorted(folder.glob("*.safetensors"))
-        self.files = tuple(path for path in found if is_weights(path.name)) or tuple(found)
+        paths = sorted(folder.glob("*.safetensors"))
+        self.files = tuple(path for path in paths if is_weights(path.name)) or tuple(paths)
         if not self.files:
             raise SourceModelError(
                 advice(folder)
@@ -92,12 +91,12 @@ class TensorFiles:
         self, instead: Mapping[str, tuple["TensorFiles", str]], *, without: Iterable[str] = ()
     ) -> "TensorFiles":
         """Return these tensors, some removed and others replaced: name → (files, name there)."""
-        made = copy(self)
-        made._ahead = {}
+        overlay = copy(self)
+        overlay._ahead = {}
         removed = set(without)
-        made._entries = {n: entry for n, entry in self._entries.items() if n not in removed}
-        made._entries |= {n: files._entry(other) for n, (files, other) in instead.items()}
-        return made
+        overlay._entries = {n: entry for n, entry in self._entries.items() if n not in removed}
+        overlay._entries |= {n: files._entry(other) for n, (files, other) in instead.items()}
+        return overlay
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,8 +153,8 @@ class TensorFiles:
             SourceModelError: the file cannot be read or is shorter than its header says.
             NonFiniteState: an fp8 weight does not fit fp16.
         """
-        ahead = self._ahead.pop(name, None)
-        return self._read(name, device) if ahead is None else send_async(ahead.result(), device)
+        fetched = self._ahead.pop(name, None)
+        return self._read(name, device) if fetched is None else send_async(fetched.result(), device)
 
     def read_floating(self, name: str) -> torch.Tensor:
         """Return a tensor as `read` does, if its elements are floating-point numbers.
@@ -163,8 +162,22 @@ class TensorFiles:
         Raises:
             SourceModelError: they are integers.
         """
-        check_floating(self, [name])
+        self.check_floating([name])
         return self.read(name)
+
+    def check_floating(self, names: Iterable[str]) -> None:
+        """Check from headers alone that weights can be read as floating-point numbers.
+
+        Raises:
+            SourceModelError: a dtype is unknown or an integer; it names one such tensor.
+        """
+        integers = [name for name in names if not self.dtype(name).is_floating_point]
+        if integers:
+            raise SourceModelError(
+                f"weights of `{self.folder}` are integers: `{integers[0]}` is "
+                f"{self.dtype(integers[0])}, {len(integers)} in all; give the model that it was "
+                "quantized from"
+            )
 
     def undecodable(self) -> list[str]:
         """Return a line for each fp8 weight that cannot be decoded; reads scales, seldom weights.
@@ -250,14 +263,14 @@ def _decoded(name: str, entry: TensorEntry, *, pinned: bool) -> torch.Tensor:
     """Read an fp8 weight and its scales; return the values, fp16 on the CPU."""
     grid, scales = _grid(name, entry), _scales(entry)
     codes = _raw(name, entry, torch.float8_e4m3fn)
-    found = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
-    if not fp8.decode(codes, scales, grid, found, first=entry.first):
+    values = torch.empty(entry.shape, dtype=fp8.DECODED, pin_memory=pinned)
+    if not fp8.decode(codes, scales, grid, values, first=entry.first):
         raise NonFiniteState(
             f"`{name}` in `{entry.path}`, decoded from fp8, holds NaN or what does not fit fp16 in "
-            f"{int((~found.isfinite()).sum()):,} of {found.numel():,} elements; download the model "
-            "again, or use an unquantized one"
+            f"{int((~values.isfinite()).sum()):,} of {values.numel():,} elements; download the "
+            "model again, or use an unquantized one"
         )
-    return found
+    return values
 
 
 def _raw(
@@ -269,16 +282,18 @@ def _raw(
     pinned: bool = False,
 ) -> torch.Tensor:
     """Read a tensor as it is stored; a copy to a GPU may still be in flight."""
-    shape = entry.shape[::-1] if entry.is_transposed else entry.shape
-    tensor = torch.empty(shape, dtype=dtype, device=device, pin_memory=pinned)
+    tensor = torch.empty(entry.stored_shape, dtype=dtype, device=device, pin_memory=pinned)
     if not entry.nbytes:
         return tensor
-    with _opened(entry) as file:
-        left = tensor.view(-1).view(torch.uint8)
-        for offset, size in entry.spans():
-            file.seek(offset)
-            _fill(name, entry, file, left[:size])
-            left = left[size:]
+    left = tensor.view(-1).view(torch.uint8)
+    try:
+        with entry.path.open("rb") as file:
+            for offset, size in entry.spans():
+                file.seek(offset)
+                _fill(name, entry, file, left[:size])
+                left = left[size:]
+    except OSError as error:
+        raise _unreadable(entry.path, error) from error
     return tensor.T.contiguous() if entry.is_transposed else tensor
 
 
@@ -293,21 +308,6 @@ def _fill(name: str, entry: TensorEntry, file: BufferedReader, room: torch.Tenso
             )
         if part.is_cuda:
             part.copy_(piece, non_blocking=True)
-
-
-def check_floating(tensors: TensorFiles, names: Iterable[str]) -> None:
-    """Check from headers alone that weights can be read as floating-point numbers.
-
-    Raises:
-        SourceModelError: a dtype is unknown or an integer; it names one such tensor.
-    """
-    integers = [name for name in names if not tensors.dtype(name).is_floating_point]
-    if integers:
-        raise SourceModelError(
-            f"weights of `{tensors.folder}` are integers: `{integers[0]}` is "
-            f"{tensors.dtype(integers[0])}, {len(integers)} in all; give the model that it was "
-            "quantized from"
-        )
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:
@@ -339,16 +339,6 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         )
         for name, value in header.items()
     }
-
-
-@contextmanager
-def _opened(entry: TensorEntry) -> Iterator[BufferedReader]:
-    """Open the file of a tensor."""
-    try:
-        with entry.path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise _unreadable(entry.path, error) from error
 
 
 def _unreadable(path: Path, error: OSError) -> SourceModelError:

@@ -16,7 +16,7 @@ from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.blockwise import attend_in_blocks
-from exl2flow.model.layers.fuse import Pair, product_of
+from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear, narrowed
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable, rope_table
@@ -28,7 +28,7 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 class LayerCache(Protocol):
-    """Keys and values of one layer; new ones follow those it holds."""
+    """KV cache of one layer; new keys and values are appended."""
 
     def attend(
         self,
@@ -51,7 +51,7 @@ class LayerCache(Protocol):
         ...
 
     def store(self, k: torch.Tensor, v: torch.Tensor, *, table: RopeTable) -> None:
-        """Add keys and values; arguments as of `attend`."""
+        """Add keys and values; arguments as in `attend`."""
         ...
 
 
@@ -137,11 +137,11 @@ class AttentionSublayer(Sublayer):
             q, k, v = narrowed(q), narrowed(k), narrowed(v)
         return q, k, v, table
 
-    def products(self) -> tuple[Pair, ...]:
+    def products(self) -> Products:
         """See `Sublayer.products`."""
-        return (self.pair(self.norms.get("before")),)
+        return self.products_after(self.norms.get("before"))
 
-    def pair(self, norm: Norm | None) -> Pair:
+    def products_after(self, norm: Norm | None) -> Products:
         """Return the products before and after attention, the first with a norm."""
         first = product_of(self.with_roles("q", "k", "v"), norm=norm)
         return first, self.residual_product("o")
@@ -213,7 +213,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
 
 
 def _far(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> int:
-    """Return how many positions, from the first one on, are attended to apart from the others.
+    """Return how many of the first positions are attended to separately; 0: none.
 
     cuDNN is twice as fast as the other fused kernels, but knows no queries that begin behind the
     first key: what all of them see is left to it.
@@ -242,15 +242,15 @@ def _attend_apart(
     """Attend to the first `far` positions, which all queries see, and causally to the others."""
     ops, near = get_ops(q.device), (k[:, :, far:], v[:, :, far:])
     if near[0].shape[2] == q.shape[2]:
-        found, sums = _by_cudnn(q, *near, scale, is_causal=True)
+        attended, sums = _by_cudnn(q, *near, scale, is_causal=True)
     else:
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-        found, sums = flash(q, *near, 0.0, True, False, scale=scale)[:2]
+        attended, sums = flash(q, *near, 0.0, True, False, scale=scale)[:2]
     for begin, end in _stretches(far):
         of_these = k[:, :, begin:end], v[:, :, begin:end]
         other, other_sums = _by_cudnn(q, *of_these, scale, is_causal=False)
-        found, sums = ops.joined(found, other, sums, other_sums)
-    return found
+        attended, sums = ops.joined(attended, other, sums, other_sums)
+    return attended
 
 
 def _by_cudnn(
@@ -258,8 +258,8 @@ def _by_cudnn(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the result, and the logarithms of the sums of exp(score), fp32 (b, h, t)."""
     cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
-    found, sums, *_ = cudnn(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
-    return found, sums.view(q.shape[:3])
+    attended, sums, *_ = cudnn(q, k, v, None, True, 0.0, is_causal, False, scale=scale)
+    return attended, sums.view(q.shape[:3])
 
 
 def _stretches(far: int) -> Iterator[tuple[int, int]]:

@@ -13,20 +13,20 @@ def attend_in_blocks(
 ) -> torch.Tensor:
     """Attend causally like `attend`, with fp32 scores; a gradient computes each block again."""
     (batch, heads, count, _), positions = q.shape, k.shape[-2]
-    each, before, found = max(1, SCORES // (batch * heads * positions)), positions - count, []
+    size, before, blocks = max(1, SCORES // (batch * heads * positions)), positions - count, []
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    for begin in range(0, count, each):
-        end = min(begin + each, count)
+    for begin in range(0, count, size):
+        end = min(begin + size, count)
         first = 0 if rule.window is None else max(0, before + begin + 1 - rule.window)
         keys, values = (x[:, :, first : before + end] for x in (k, v))
         part = (q[:, :, begin:end], keys, values, rule, before + begin - first)
         if needs_gradient:
             # the random state of a GPU would be waited for
             block = checkpoint(_block, *part, use_reentrant=False, preserve_rng_state=False)
-            found.append(block)
+            blocks.append(block)
         else:
-            found.append(_block(*part))
-    return torch.cat(found, dim=2)
+            blocks.append(_block(*part))
+    return torch.cat(blocks, dim=2)
 
 
 def _block(
@@ -41,8 +41,8 @@ def _block(
     weights = rule.weights(products.view(batch, heads, count, positions), visible)
     exact = torch.float32 if not q.is_cuda else q.dtype
     values = v.reshape(-1, positions, v.shape[-1]).to(exact)
-    found = weights.to(exact).view(len(rows), -1, positions) @ values
-    return found.view(batch, heads, count, -1).to(q.dtype)
+    attended = weights.to(exact).view(len(rows), -1, positions) @ values
+    return attended.view(batch, heads, count, -1).to(q.dtype)
 
 
 def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -30,11 +30,11 @@ def check_ids(ids: torch.Tensor | Sequence[int], spec: ModelSpec, *, noise: bool
     Raises:
         SourceModelError: an id is not in the model's vocabulary.
     """
-    found = torch.as_tensor(ids)
-    outside = found[(found >= spec.vocab_size) | (found < (-1 if noise else 0))]
+    given = torch.as_tensor(ids)
+    outside = given[(given >= spec.vocab_size) | (given < (-1 if noise else 0))]
     if outside.numel():
         raise SourceModelError(
-            f"{outside.numel()} of {found.numel()} tokens are not in the vocabulary of "
+            f"{outside.numel()} of {given.numel()} tokens are not in the vocabulary of "
             f"`{spec.source_dir}`, such as id {int(outside[0])} of {spec.vocab_size}; the "
             "tokenizer belongs to another model: fetch both from one repository"
         )
@@ -94,7 +94,7 @@ def placed(
     learned: torch.Tensor | None,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the states (b, t, hidden) of looked-up rows; other arguments as of `Embedding`."""
+    """Return the states (b, t, hidden) of looked-up rows; other arguments as in `Embedding`."""
     rows = rows if multiplier == 1.0 else rows * multiplier
     if learned is None:
         return rows
@@ -182,7 +182,7 @@ class Decoder:
             ids: token ids (b, t).
             rows: (n, hidden) in the embedding's dtype, used as they are, in their order, for the n
                 ids from `FIRST_EMBEDDING` on.
-            positions: of the ids, as of `Embedding`.
+            positions: of the ids, as in `Embedding`.
         """
         hidden = self.embedding(ids, positions=positions)
         if rows is None:
@@ -220,7 +220,7 @@ class Decoder:
         table: RopeTables | None = None,
         rows: torch.Tensor | None = None,
     ) -> None:
-        """Store the keys and values of token ids; arguments as of `hidden`.
+        """Store the keys and values of token ids; arguments as in `hidden`.
 
         What follows the last layer's keys and values is not computed.
         """
@@ -281,7 +281,7 @@ def build_head(
         dtype: of the weights in memory.
         device: where they go.
         embedding: loaded already; a tied head then shares its memory.
-        packed: as of `load_linear`.
+        packed: as in `load_linear`.
 
     Raises:
         MissingTensor: the head is absent and not tied.

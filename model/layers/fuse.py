@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from exl2flow.kernels import MOST_MATRICES, FusedLinear, NormArgs
 from exl2flow.model.layers.linear import Linear, PackedLinear
 
-# what comes before and after attention, or before and after what down reads
-Pair = tuple[FusedLinear | None, FusedLinear | None]
+Products = tuple[FusedLinear | None, ...]  # before and after attention, or what down reads
 
 
 def product_of(

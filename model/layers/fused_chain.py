@@ -21,40 +21,37 @@ from exl2flow.model.layers.sublayer import Sublayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """The first products of a parallel block, and those of its MLP; all read one norm's result."""
-
-    norm: Norm | None
-    inputs: FusedLinear
-    mlp: Sequence[FusedLinear]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """An attention, and the chain of products before it.
+    """An attention, and the chain of products before it, which ends with queries, keys and values.
 
-    beside: what follows the chain in a parallel block; None: the chain ends with queries, keys and
-    values.
+    inputs: of a parallel block, whose chain ends with hidden states; it computes queries, keys and
+    values, and mlp the block's MLP, both from the norm of these.
     """
 
     attention: AttentionSublayer
     chain: Sequence[FusedLinear]
-    beside: Beside | None = None
+    norm: Norm | None = None
+    inputs: FusedLinear | None = None
+    mlp: Sequence[FusedLinear] = ()
 
-    def inputs(
+    def project(
         self, x: torch.Tensor, states: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return queries, keys and values, and the hidden states, (rows, columns) each.
+    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, what `mlp` reads, and hidden states, (rows, columns).
 
         Args:
             x: what the chain reads, fp16 (rows, k).
             states: hidden states before it, (rows, hidden).
         """
         ops = get_ops(x.device)
-        if self.beside is None:
-            return ops.multiply(x, self.chain, states)
-        found, x, states = self._beside(self.beside, x, states)
-        return found, ops.multiply(x, self.beside.mlp, states)[1]
+        if self.inputs is None:
+            qkv, states = ops.multiply(x, self.chain, states)
+            return qkv, x, states
+        if self.chain:
+            _, states = ops.multiply(x, self.chain, states)
+        x = states if self.norm is None else self.norm(states)
+        qkv, _ = ops.multiply(x, [self.inputs])
+        return qkv, x, states
 
     def attended(
         self,
@@ -67,16 +64,18 @@ class Link:
         """Return what o reads, (rows, columns), and the hidden states.
 
         Args:
-            x: as of `inputs`.
-            states: as of `inputs`.
+            x: as in `project`.
+            states: as in `project`.
             shape: of the hidden states, (b, t, hidden).
             start: of all layers, see `Sublayer`.
             cache: of all layers.
         """
-        found, states = self.inputs(x, states)
+        qkv, x, states = self.project(x, states)
+        if self.mlp:
+            _, states = get_ops(x.device).multiply(x, self.mlp, states)
         index = self.attention.spec.layer_index
         layer = None if cache is None else cache.layer(index)
-        projected = _projected(found, shape)
+        projected = _projected(qkv, shape)
         inner = self.attention.attend(projected, start=at_layer(start, index), cache=layer)
         return inner.reshape(-1, inner.shape[-1]), states
 
@@ -88,29 +87,15 @@ class Link:
         start: int | RopeTables,
         cache: KvCache,
     ) -> None:
-        """Add the attention's keys and values to a cache; arguments as of `attended`."""
-        if self.beside is None:
-            found, _ = self.inputs(x, states)
-        else:
-            found, _, _ = self._beside(self.beside, x, states)
+        """Add the attention's keys and values to a cache; arguments as in `attended`."""
+        qkv, *_ = self.project(x, states)
         index = self.attention.spec.layer_index
-        projected, layer = _projected(found, shape), cache.layer(index)
+        projected, layer = _projected(qkv, shape), cache.layer(index)
         self.attention.store(projected, start=at_layer(start, index), cache=layer)
 
-    def _beside(
-        self, beside: Beside, x: torch.Tensor, states: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, what they and the MLP read, and the hidden states."""
-        ops = get_ops(x.device)
-        if self.chain:
-            _, states = ops.multiply(x, self.chain, states)
-        x = states if beside.norm is None else beside.norm(states)
-        found, _ = ops.multiply(x, [beside.inputs])
-        return found, x, states
 
-
-def _projected(found: Sequence[torch.Tensor], shape: torch.Size) -> Projected:
-    q, k, v = (y.view(*shape[:-1], -1) for y in found)
+def _projected(qkv: Sequence[torch.Tensor], shape: torch.Size) -> Projected:
+    q, k, v = (y.view(*shape[:-1], -1) for y in qkv)
     return Projected(q=q, k=k, v=v)
 
 
@@ -127,9 +112,9 @@ class Chains:
         links: list[Link] = []
         chain: list[FusedLinear] = []
         for sublayer in sublayers:
-            pairs = sublayer.products()
-            products = [product for pair in pairs for product in pair if product is not None]
-            if len(products) < 2 * len(pairs):
+            candidates = sublayer.products()
+            products = [product for product in candidates if product is not None]
+            if len(products) < len(candidates):
                 return None
             if isinstance(sublayer, AttentionSublayer):
                 first, last = products
@@ -137,8 +122,9 @@ class Chains:
                 chain = [last]
             elif isinstance(sublayer, ParallelSublayer):
                 first, last, *mlp = products
-                beside = Beside(norm=sublayer.norms.get("before"), inputs=first, mlp=mlp)
-                links.append(Link(attention=sublayer.attention, chain=chain, beside=beside))
+                attention, norm = sublayer.attention, sublayer.norms.get("before")
+                link = Link(attention=attention, chain=chain, norm=norm, inputs=first, mlp=mlp)
+                links.append(link)
                 chain = [last]
             else:
                 chain += products

@@ -25,6 +25,8 @@ from exl2flow.model.files.weights import TensorFiles
 
 SENT_ELEMENTS = 8 << 20  # of a tensor are sent and converted at a time
 StoredMatrix = QuantizedMatrix | GptqMatrix  # as a file stores it
+# on a device, one copy of each by its bytes: linears that share one are multiplied together
+RowOrders = dict[bytes, torch.Tensor]
 
 
 class Linear(Protocol):
@@ -85,10 +87,14 @@ class QuantizedLinear(DenseLinear):
 class PackedLinear:
     """A map that stays quantized in device memory and computes in fp16."""
 
-    def __init__(self, matrix: StoredMatrix, *, out_features: int, orders: "RowOrders") -> None:
+    def __init__(self, matrix: StoredMatrix, *, out_features: int, orders: RowOrders) -> None:
         """Lay out the first `out_features` of the padded columns of a stored matrix."""
         bias = None if matrix.bias is None else matrix.bias[:out_features].half()
-        self.matrix = matrix.laid_out(orders.sent(matrix.order)).cut(out_features, bias)
+        order = matrix.order  # in main memory, int64 (k,)
+        key = order.numpy().tobytes()
+        if key not in orders:
+            orders[key] = send_async(order, matrix.packed.device)
+        self.matrix = matrix.laid_out(orders[key]).cut(out_features, bias)
         self._product = FusedLinear(matrices=(self.matrix,))
 
     @property
@@ -108,21 +114,6 @@ class PackedLinear:
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
-class RowOrders:
-    """Row orders on a device, one copy of each: linears that share one are multiplied together."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._device = device
-        self._sent: dict[bytes, torch.Tensor] = {}
-
-    def sent(self, order: torch.Tensor) -> torch.Tensor:
-        """Return the device's copy of an order in main memory, int64 (k,)."""
-        key = order.numpy().tobytes()
-        if key not in self._sent:
-            self._sent[key] = send_async(order, self._device)
-        return self._sent[key]
-
-
 def narrowed(x: torch.Tensor) -> torch.Tensor:
     """Return x as fp16, clamped to its range."""
     return x if x.dtype == torch.float16 else x.half().clamp_(-LARGEST_HALF, LARGEST_HALF)
@@ -136,8 +127,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     if x.dtype == weight.dtype:
         return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     flat = torch.mm(narrowed(x).flatten(0, -2), weight.t(), out_dtype=x.dtype)
-    put = flat.view(*x.shape[:-1], -1)
-    return put if bias is None else put + bias
+    y = flat.view(*x.shape[:-1], -1)
+    return y if bias is None else y + bias
 
 
 def is_packed(key: str, names: Container[str]) -> bool:
@@ -164,7 +155,7 @@ def load_linear(
         dtype: of weight and bias in memory.
         device: where they go.
         any_rows: accept more or fewer out-features than the projection states; more are cut.
-        zero_offset: of GPTQ matrices, as of `ModelSpec.zero_offset`.
+        zero_offset: of GPTQ matrices, see `ModelSpec.zero_offset`.
         packed: leave quantized matrices quantized; then they compute in fp16.
         orders: of maps with the same input, which may have their rows in the same order.
 
@@ -181,19 +172,23 @@ def load_linear(
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
         if packed:
-            orders = orders or RowOrders(device)
+            orders = {} if orders is None else orders
             return PackedLinear(matrix, out_features=projection.out_features, orders=orders)
         return QuantizedLinear(
             matrix, out_features=projection.out_features, dtype=dtype, device=device
         )
     weight = read_to(tensors, f"{key}.weight", device, dtype)
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
-    bias = _read_bias(tensors, projection) if projection.has_bias else None
-    return DenseLinear(
-        weight,
-        None if bias is None else moved(bias, device, dtype),
-        out_features=projection.out_features,
-    )
+    bias = None
+    if projection.has_bias:
+        bias = tensors.read_floating(f"{key}.bias")
+        if bias.shape != (projection.out_features,):
+            raise TensorShapeError(
+                f"`{key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
+                f"{(projection.out_features,)}; check that both belong to one model"
+            )
+        bias = moved(bias, device, dtype)
+    return DenseLinear(weight, bias, out_features=projection.out_features)
 
 
 def read_to(
@@ -209,11 +204,11 @@ def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) 
     """Return a tensor on a device, sent in its own dtype and converted there."""
     if torch.device(device).type == "cpu":
         return tensor.to(device, dtype)
-    found = torch.empty(tensor.shape, dtype=dtype, device=device)
+    target = torch.empty(tensor.shape, dtype=dtype, device=device)
     rows = max(1, SENT_ELEMENTS * len(tensor) // tensor.numel())
-    for part, source in zip(torch.split(found, rows), torch.split(tensor, rows), strict=True):
+    for part, source in zip(torch.split(target, rows), torch.split(tensor, rows), strict=True):
         part.copy_(send_async(source, device))
-    return found
+    return target
 
 
 def _read_matrix(
@@ -234,8 +229,7 @@ def _read_matrix(
         }
 
     if is_quantized(key, tensors):
-        found = read(tensor_names(key), host_names(key))
-        return QuantizedMatrix.from_tensors(key, found)
+        return QuantizedMatrix.from_tensors(key, read(tensor_names(key), host_names(key)))
     if not is_gptq(key, tensors):
         return None
     bias = f"{key}.bias"  # some programs write zeros where there is none
@@ -243,18 +237,8 @@ def _read_matrix(
         raise TensorShapeError(
             f"`{bias}` is not zero, `config.json` implies none; check that both belong to one model"
         )
-    found = read(gptq_names(key), gptq_host_names(key))
-    return GptqMatrix.from_tensors(key, found, zero_offset=zero_offset)
-
-
-def _read_bias(tensors: TensorFiles, projection: ProjectionSpec) -> torch.Tensor:
-    bias = tensors.read_floating(f"{projection.key}.bias")
-    if bias.shape != (projection.out_features,):
-        raise TensorShapeError(
-            f"`{projection.key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
-            f"{(projection.out_features,)}; check that both belong to one model"
-        )
-    return bias
+    stored = read(gptq_names(key), gptq_host_names(key))
+    return GptqMatrix.from_tensors(key, stored, zero_offset=zero_offset)
 
 
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:

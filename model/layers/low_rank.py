@@ -44,7 +44,7 @@ class LowRank:
         return down, [zeros(ranks, p.out_features) for p in self._projections]
 
     def put(self, matrices: Matrices, first: int, ranks: int) -> None:
-        """Store matrices at so many ranks from the first on; what they do not fill is zero."""
+        """Store matrices in `ranks` ranks from `first` on, and zero the ranks they do not fill."""
         if self.down is not None:
             for p, *halves in zip(self._projections, self.down, self.ups, strict=True):
                 for stored, half in zip(halves, matrices.get(p.key, ()), strict=False):
@@ -57,17 +57,19 @@ class LowRank:
         """Return the outputs (b, t, n) of the linears for their input (b, t, k)."""
         products = [product for product in self._products if product is not None]
         if len(products) < len(self._products) or x.dtype != torch.float16:
-            found = [linear(x) for linear in self._linears]
+            outputs = [linear(x) for linear in self._linears]
         else:
             rows, ops = x.flatten(0, 1), get_ops(x.device)
             flat = [y for product in products for y in ops.multiply(rows, [product])[0]]
-            found = [y.view(*x.shape[:2], -1) for y in flat]
+            outputs = [y.view(*x.shape[:2], -1) for y in flat]
         if self.down is not None:
             low = functional.linear(x, self.down.flatten(0, 1))
-            low = low.view(*x.shape[:2], len(found), -1).masked_fill_(self.unused, 0).flatten(0, 1)
+            low = (
+                low.view(*x.shape[:2], len(outputs), -1).masked_fill_(self.unused, 0).flatten(0, 1)
+            )
             for index, up in enumerate(self.ups):
-                found[index].view(-1, up.shape[1]).addmm_(low[:, index], up)
-        return found
+                outputs[index].view(-1, up.shape[1]).addmm_(low[:, index], up)
+        return outputs
 
 
 def with_low_rank(decoder: Decoder) -> tuple[Decoder, list[LowRank]]:
@@ -77,14 +79,14 @@ def with_low_rank(decoder: Decoder) -> tuple[Decoder, list[LowRank]]:
     for base in decoder.sublayers:
         captures = dict.fromkeys(p.capture for p in base.spec.projections)
         device = decoder.placement.layers[base.spec.layer_index]
-        own = {capture: LowRank(base, capture, device) for capture in captures}
-        twins.append(base.replaced(own))
-        parts += own.values()
-    made = Decoder(
+        low_ranks = {capture: LowRank(base, capture, device) for capture in captures}
+        twins.append(base.replaced(low_ranks))
+        parts += low_ranks.values()
+    adapted = Decoder(
         decoder.spec,
         embedding=decoder.embedding,
         sublayers=twins,
         head=decoder.head,
         placement=decoder.placement,
     )
-    return made, parts
+    return adapted, parts

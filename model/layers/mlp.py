@@ -7,7 +7,7 @@ import torch
 from exl2flow.kernels import get_ops
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.attention import LayerCache
-from exl2flow.model.layers.fuse import Pair, product_of
+from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
@@ -38,21 +38,20 @@ class MlpSublayer(Sublayer):
         x = self.normed("before", hidden)
         return {first: x, last: self.activated(self.apply_linears(first, x))}
 
-    def activated(self, found: Sequence[torch.Tensor]) -> torch.Tensor:
+    def activated(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return what down reads from the outputs of gate, if there is one, and up."""
-        first, *up = found  # (b, t, intermediate)
+        first, *up = outputs  # (b, t, intermediate)
         ops = get_ops(first.device)
         if not up:
             return ops.activated(first, self.activation)
         return ops.gated(first, up[0], self.activation)
 
-    def products(self) -> tuple[Pair, ...]:
+    def products(self) -> Products:
         """See `Sublayer.products`."""
-        return (self.pair(self.norms.get("before")),)
+        return self.products_after(self.norms.get("before"))
 
-    def pair(self, norm: Norm | None) -> Pair:
+    def products_after(self, norm: Norm | None) -> Products:
         """Return the products before and after what down reads, the first with a norm."""
-        first = self.with_roles("gate", "up")
-        return product_of(first, norm=norm, activation=self.activation), self.residual_product(
-            "down"
-        )
+        linears = self.with_roles("gate", "up")
+        first = product_of(linears, norm=norm, activation=self.activation)
+        return first, self.residual_product("down")

@@ -46,8 +46,8 @@ def load_norm(
 
 def in_memory(stored: torch.Tensor, offset: float, multiplier: float) -> torch.Tensor:
     """Return (stored + offset) · multiplier, in fp32 unless nothing changes."""
-    found = stored.float() + offset if offset else stored
-    return found if multiplier == 1.0 else found.float() * multiplier
+    weight = stored.float() + offset if offset else stored
+    return weight if multiplier == 1.0 else weight.float() * multiplier
 
 
 def read_norm(
@@ -55,13 +55,13 @@ def read_norm(
 ) -> torch.Tensor:
     """Read a norm's tensor as it is stored; see `load_norm`."""
     name = f"{spec.key}.{part}"
-    found = tensors.read_floating(name)
-    is_per_head = found.dim() == 2 and found.shape[1:] == spec.shape
-    if is_per_head and bool((found == found[0]).all()):
-        found = found[0]  # writers may expand a norm of heads, docs/format.md
-    if found.shape != spec.shape:
+    stored = tensors.read_floating(name)
+    is_per_head = stored.dim() == 2 and stored.shape[1:] == spec.shape
+    if is_per_head and bool((stored == stored[0]).all()):
+        stored = stored[0]  # writers may expand a norm of heads, docs/format.md
+    if stored.shape != spec.shape:
         raise TensorShapeError(
-            f"`{name}` has shape {tuple(found.shape)}, `config.json` implies {spec.shape}; "
+            f"`{name}` has shape {tuple(stored.shape)}, `config.json` implies {spec.shape}; "
             "check that both belong to one model"
         )
-    return found
+    return stored

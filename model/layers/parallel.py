@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
-from exl2flow.model.layers.fuse import Pair
+from exl2flow.model.layers.fuse import Products
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
@@ -41,8 +41,8 @@ class ParallelSublayer(Sublayer):
         q, k, v, *_ = self.apply_linears(self.attention.captures[0], self.normed("before", hidden))
         self.attention.store(Projected(q=q, k=k, v=v), start=start, cache=cache)
 
-    def products(self) -> tuple[Pair, ...]:
+    def products(self) -> Products:
         """See `Sublayer.products`."""
         if self.together or "after" in self.norms:  # a norm of both parts' sum is no product's
-            return ((None, None),)
-        return self.attention.pair(None), self.mlp.pair(None)
+            return (None,)
+        return *self.attention.products_after(None), *self.mlp.products_after(None)

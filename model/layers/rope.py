@@ -1,12 +1,10 @@
 """Rotary position embedding: frequencies of all kinds, tables, and the rotation itself.
 
-Pairs are (i, i + d/2), the NEOX order. The frequency rules are those of transformers, so that a
-model computes the same positions here and there.
+Pairs are (i, i + d/2), the NEOX order. The frequency rules are those of transformers.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -31,16 +29,13 @@ class RopeTable:
     interleaved: bool = False
 
     def at(self, positions: torch.Tensor) -> "RopeTable":
-        """Return the rows of positions, int (b,) or (b, t), as (b, 1, t or 1, d/2)."""
-        return self.along(positions.long().view(len(positions), 1, -1))
-
-    def along(self, positions: torch.Tensor) -> "RopeTable":
-        """Return the rows of positions, int (t,), of one sequence or several one after another."""
+        """Return the rows of positions: int (t,) as (t, d/2), (b, t) as (b, 1, t, d/2)."""
+        rows = positions.long() if positions.dim() == 1 else positions.long()[:, None]
         scale = self.query_scale
         return RopeTable(
-            cos=self.cos[positions],
-            sin=self.sin[positions],
-            query_scale=None if scale is None else scale[positions],
+            cos=self.cos[rows],
+            sin=self.sin[rows],
+            query_scale=None if scale is None else scale[rows],
             interleaved=self.interleaved,
         )
 
@@ -84,17 +79,9 @@ class RopeTables:
         return self.tables[self.of_layer[index]]
 
     def at(self, positions: torch.Tensor) -> "RopeTables":
-        """Return the rows of positions in each table; see `RopeTable.at`."""
+        """Return the rows of positions, int64 (t,) or (b, t), in each table."""
         return RopeTables(
             tables=tuple(table.at(positions) for table in self.tables),
-            of_layer=self.of_layer,
-            positions=positions.long().view(len(positions), -1),
-        )
-
-    def along(self, positions: torch.Tensor) -> "RopeTables":
-        """Return the rows of positions in each table; see `RopeTable.along`."""
-        return RopeTables(
-            tables=tuple(table.along(positions) for table in self.tables),
             of_layer=self.of_layer,
             positions=positions,
         )
@@ -154,7 +141,20 @@ def inverse_frequencies(rope: RopeSpec, num_positions: int) -> torch.Tensor:
         num_positions: one more than the highest position of the call; LongRoPE switches on it,
             dynamic NTK grows with it.
     """
-    return _RULES[rope.kind](rope, num_positions)
+    plain = 1.0 / rope.theta ** _exponents(rope)  # theta^(-2i/d)
+    match rope.kind:
+        case RopeKind.DEFAULT:
+            return plain
+        case RopeKind.LINEAR:
+            return plain / rope.factor
+        case RopeKind.DYNAMIC:
+            return _dynamic(rope, num_positions)
+        case RopeKind.LLAMA3:
+            return _llama3(rope, plain)
+        case RopeKind.YARN:
+            return _yarn(rope, plain)
+        case RopeKind.LONGROPE:
+            return _longrope(rope, num_positions)
 
 
 def attention_factor(rope: RopeSpec) -> float:
@@ -184,16 +184,6 @@ def _exponents(rope: RopeSpec) -> torch.Tensor:
     return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / max(rope.rotary_dim, 1)
 
 
-def _default(rope: RopeSpec, num_positions: int) -> torch.Tensor:
-    """theta^(-2i/d)."""
-    return 1.0 / rope.theta ** _exponents(rope)
-
-
-def _linear(rope: RopeSpec, num_positions: int) -> torch.Tensor:
-    """theta^(-2i/d) / factor."""
-    return _default(rope, num_positions) / rope.factor
-
-
 def _dynamic(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """(theta · growth^(d / (d - 2)))^(-2i/d), growth = factor · n / original - (factor - 1).
 
@@ -201,30 +191,28 @@ def _dynamic(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     """
     n = max(num_positions, rope.original_max_positions)
     growth = rope.factor * n / rope.original_max_positions - (rope.factor - 1)
-    theta = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
-    return _default(replace(rope, theta=theta), num_positions)
+    theta: float = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
+    return 1.0 / theta ** _exponents(rope)
 
 
-def _llama3(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """Divide long wavelengths by `factor`, keep short ones, blend those between.
 
     With r = original positions / wavelength: kept if r > high, divided if r < low, else the blend
     with share (r - low) / (high - low) of the kept one.
     """
-    plain = _default(rope, num_positions)
     turns = rope.original_max_positions * plain / (2 * math.pi)
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0.0, 1.0)
-    return (1 - kept) * plain / rope.factor + kept * plain
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * plain / rope.factor + share * plain
 
 
-def _yarn(rope: RopeSpec, num_positions: int) -> torch.Tensor:
+def _yarn(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     """Blend by pair index i: kept below `low`, divided by `factor` above `high`, linear between.
 
     The bounds are the indices whose pair turns `beta_fast` and `beta_slow` times within the
     original positions.
     """
-    plain = _default(rope, num_positions)
     low, high = (_yarn_index(rope, turns) for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -236,7 +224,7 @@ def _yarn(rope: RopeSpec, num_positions: int) -> torch.Tensor:
 
 
 def _yarn_index(rope: RopeSpec, turns: float) -> float:
-    """Return the pair index that turns so many times within the original positions."""
+    """Return the pair index that completes `turns` turns within the original positions."""
     wavelength = rope.original_max_positions / (turns * 2 * math.pi)
     return rope.rotary_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -246,13 +234,3 @@ def _longrope(rope: RopeSpec, num_positions: int) -> torch.Tensor:
     is_long = num_positions > rope.original_max_positions
     factors = rope.long_factors if is_long else rope.short_factors
     return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta ** _exponents(rope))
-
-
-_RULES: dict[RopeKind, Callable[[RopeSpec, int], torch.Tensor]] = {
-    RopeKind.DEFAULT: _default,
-    RopeKind.LINEAR: _linear,
-    RopeKind.DYNAMIC: _dynamic,
-    RopeKind.LLAMA3: _llama3,
-    RopeKind.YARN: _yarn,
-    RopeKind.LONGROPE: _longrope,
-}

@@ -14,7 +14,7 @@ import torch
 
 from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.sublayer_spec import NormRole, Role, SublayerSpec
-from exl2flow.model.layers.fuse import Pair, product_of
+from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
@@ -56,9 +56,9 @@ class Sublayer(ABC):
         Args:
             together: capture → function from what is read to the outputs of all its projections.
         """
-        made = copy(self)
-        made.together = together
-        return made
+        sublayer = copy(self)
+        sublayer.together = together
+        return sublayer
 
     def normed(self, role: NormRole, x: torch.Tensor) -> torch.Tensor:
         """Apply the norm of a role, if there is one."""
@@ -105,7 +105,7 @@ class Sublayer(ABC):
         """
 
     @abstractmethod
-    def products(self) -> tuple[Pair, ...]:
+    def products(self) -> Products:
         """Return the products of each part: before and after attention, or what down reads.
 
         Those of a parallel block's parts read the norm of hidden states, and both parts are added
@@ -114,9 +114,9 @@ class Sublayer(ABC):
 
     def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the next hidden state, (b, t, hidden), of a hidden state and its `reads`."""
-        puts = (self.apply_linears(capture, reads[capture])[0] for capture in self._last)
-        put = self.normed("after", reduce(torch.add, puts))
-        return hidden + (put if self.multiplier == 1.0 else put * self.multiplier)
+        outputs = (self.apply_linears(capture, reads[capture])[0] for capture in self._last)
+        update = self.normed("after", reduce(torch.add, outputs))
+        return hidden + (update if self.multiplier == 1.0 else update * self.multiplier)
 
     def __call__(
         self,

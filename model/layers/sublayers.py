@@ -2,7 +2,6 @@
 
 import torch
 
-from exl2flow.model.config.activations import ACTIVATIONS
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
@@ -29,7 +28,7 @@ def build_sublayer(
         MissingTensor: one of its tensors is absent.
         TensorShapeError: a tensor contradicts the config.
     """
-    orders = RowOrders(device)
+    orders: RowOrders = {}
     linears = {
         projection.name: load_linear(
             tensors,
@@ -57,9 +56,12 @@ def build_sublayer(
         )
 
     def mlp() -> MlpSublayer:
-        activation = ACTIVATIONS[spec.mlp.activation]
         return MlpSublayer(
-            sublayer, norms=norms, linears=linears, activation=activation, multiplier=multiplier
+            sublayer,
+            norms=norms,
+            linears=linears,
+            activation=spec.mlp.activation,
+            multiplier=multiplier,
         )
 
     match sublayer.kind:

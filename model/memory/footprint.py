@@ -27,7 +27,7 @@ HALF = 2  # bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Texts:
-    """What a model reads and writes at once.
+    """Size of the texts that a model processes at once.
 
     context: tokens of the longest text; pages: of the cache, besides a spare one; sequences: that
     are decoded together.
@@ -38,20 +38,10 @@ class Texts:
     cache_format: str
     sequences: int = 1
 
-    @classmethod
-    def of(cls, *, context: int, cache_format: str, sequences: int = 1) -> "Texts":
-        """Return sequences of `context` tokens each."""
-        return cls(
-            context=context,
-            pages=sequences * pages(context),
-            cache_format=cache_format,
-            sequences=sequences,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeed:
-    """What parts of a model need on one device besides the bytes of its files; in bytes.
+    """Bytes that parts of a model need on one device besides those of its files.
 
     cache, layout: see `Footprint`, the sum of the parts; the others, the most of one part, are
     needed by one after the other: activations of a prompt; held: one layer's cache; decoded:
@@ -121,7 +111,7 @@ class DeviceNeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What a model needs besides the bytes of its files; all in bytes.
+    """Bytes that a model needs besides those of its files.
 
     cache: keys and values of the context; layout: the most by which scales and permutations grow in
     GPU layout; work: activations of a prompt, one layer's cache and decoded matrices; device:
@@ -145,7 +135,12 @@ class Footprint:
         cls, spec: ModelSpec, *, context: int, cache_format: str, sequences: int = 1
     ) -> "Footprint":
         """Return the needs for sequences of `context` tokens; they do not depend on the bits."""
-        texts = Texts.of(context=context, cache_format=cache_format, sequences=sequences)
+        texts = Texts(
+            context=context,
+            pages=sequences * pages(context),
+            cache_format=cache_format,
+            sequences=sequences,
+        )
         share = DeviceNeed.of_embedding(spec, texts) + DeviceNeed.of_head(spec, texts)
         for index in range(spec.num_layers):
             share += DeviceNeed.of_layer(spec, index, texts)

@@ -1,4 +1,4 @@
-"""The processes that run one model together, and the two ways in which they exchange results."""
+"""Ranks: the processes that run one model together, and their two collectives."""
 
 import random
 import secrets
@@ -51,10 +51,10 @@ class Ranks:
                 raise BackendUnavailable(
                     f"the ranks of a model did not meet: {error}; start each with `torchrun`"
                 ) from error
-        found = cls(distributed.get_rank(), distributed.get_world_size())
+        ranks = cls(distributed.get_rank(), distributed.get_world_size())
         drawn = torch.tensor([secrets.randbits(SEED_BITS)])
-        cls.seeds = random.Random(int(found._all(drawn)[0]))
-        return found
+        cls.seeds = random.Random(int(ranks._all(drawn)[0]))
+        return ranks
 
     def __enter__(self) -> Self:
         return self
@@ -68,8 +68,8 @@ class Ranks:
         """Return the columns of all ranks, (…, Σ widths), of this rank's own, (…, width)."""
         rows, most = x.flatten(0, -2), max(widths)
         sent = torch.nn.functional.pad(rows, (0, most - rows.shape[1])).contiguous()
-        found = [part[:, :width] for part, width in zip(self._all(sent), widths, strict=True)]
-        return torch.cat(found, dim=1).view(*x.shape[:-1], -1)
+        columns = [part[:, :width] for part, width in zip(self._all(sent), widths, strict=True)]
+        return torch.cat(columns, dim=1).view(*x.shape[:-1], -1)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks in fp32, in their order, so it is equal on all of them."""
@@ -80,12 +80,12 @@ class Ranks:
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor of each rank, of one shape."""
-        found = [torch.empty_like(x) for _ in range(self.count)]
+        parts = [torch.empty_like(x) for _ in range(self.count)]
         gather: Callable[..., object] = distributed.all_gather
         try:
-            gather(found, x)
+            gather(parts, x)
         except RuntimeError as error:
             raise InferenceError(
                 f"rank {self.rank} lost another one of {self.count}: {error}; start all again"
             ) from error
-        return found
+        return parts

@@ -62,8 +62,8 @@ class Summed:
         self.weight, self.bias = linear.weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        found = self._ranks.sum(self._linear(x))
-        return found if self.bias is None else found + self.bias
+        total = self._ranks.sum(self._linear(x))
+        return total if self.bias is None else total + self.bias
 
 
 def spans(count: int, ranks: int) -> list[range]:
@@ -86,7 +86,7 @@ def dealt(sizes: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def check_ranks(spec: ModelSpec, count: int) -> None:
-    """Raise `ConfigError` if a model cannot be shared out among so many ranks."""
+    """Raise `ConfigError` if a model cannot be divided among `count` ranks."""
     for index, attention in enumerate(spec.attentions):
         heads, held = attention.num_heads, attention.num_kv_heads
         if heads % count or (held % count and count % held):

@@ -82,14 +82,14 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: neither holds a template, or it is not Jinja.
         """
-        found = find_template(model_dir)
-        if found is None:
+        file_and_text = find_template(model_dir)
+        if file_and_text is None:
             raise ChatTemplateError(
                 f"`{model_dir}` has no chat template, neither `{TEMPLATE_FILE}` nor "
                 f"`chat_template` in `{CONFIG_FILE}`; {otherwise and f'{otherwise}, or '}put the "
                 f"template of a model with the same prompt format there as `{TEMPLATE_FILE}`"
             )
-        path, text = found
+        path, text = file_and_text
         return cls(text, special_tokens=special_tokens(model_dir, tokenizer), origin=path)
 
     def render(
@@ -167,7 +167,7 @@ class _Process:
         return not self._end.alive
 
     def answer(self, request: Mapping[str, object]) -> dict[str, str]:
-        """Return `text` or nothing, or `error`: why there is no text."""
+        """Send a request; return the answer's `text`, nothing for a template, or its `error`."""
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None
         assert stdout is not None
@@ -183,8 +183,8 @@ class _Process:
         if not answer.endswith(b"\n"):
             self._end()
             return {"error": "it takes more time or memory than a chat template may have"}
-        found: dict[str, str] = json.loads(answer)
-        return found
+        parsed: dict[str, str] = json.loads(answer)
+        return parsed
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
@@ -234,17 +234,17 @@ def _default(fields: Fields) -> str | None:
 
 def special_tokens(model_dir: Path, tokenizer: Tokenizer) -> dict[str, str]:
     """Return name → text of `bos_token`, `eos_token` and others that the folder's files give."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     roles = (("bos_token", tokenizer.bos_token_id), ("eos_token", tokenizer.eos_token_id))
     for name, token_id in roles:
         spelled = None if token_id is None else tokenizer.backend.id_to_token(token_id)
         if spelled is not None:
-            found[name] = spelled
+            tokens[name] = spelled
     for file in ("special_tokens_map.json", CONFIG_FILE):
         path = model_dir / file
         values = Fields.load(path).values if path.is_file() else {}
         for name, value in values.items():
             text = value.get("content") if isinstance(value, dict) else value
             if name.endswith("_token") and isinstance(text, str):
-                found[name] = text
-    return found
+                tokens[name] = text
+    return tokens

@@ -4,7 +4,7 @@ Ids are decoded after an ordinary token, because some decoders drop a leading sp
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Set
+from collections.abc import Set
 
 import tokenizers
 
@@ -51,15 +51,10 @@ class Pieces:
 
 def _ordinary(backend: tokenizers.Tokenizer) -> list[int]:
     """Return the id of a plain character that decodes alike in every place, if there is one."""
-    for token_id in _ids_of_characters(backend):
+    for token_id in map(backend.token_to_id, "aeiot.,-01"):
+        if token_id is None:
+            continue
         text = backend.decode([token_id])
         if len(text) == 1 and backend.decode([token_id, token_id]) == 2 * text:
             return [token_id]
     return []
-
-
-def _ids_of_characters(backend: tokenizers.Tokenizer) -> Iterator[int]:
-    for character in "aeiot.,-01":
-        token_id = backend.token_to_id(character)
-        if token_id is not None:
-            yield token_id

@@ -34,7 +34,7 @@ class Spelling:
 
         With `overshoots` those that begin with the whole text belong to its full length.
         """
-        found = list[tuple[int, list[int]]]()
+        by_length = list[tuple[int, list[int]]]()
         low, high = 0, len(self._keys)
         for count in range(1, len(text) + 1):
             key = text[:count]
@@ -46,18 +46,18 @@ class Spelling:
             while same < high and len(self._keys[same]) == count:
                 same += 1
             if same > low:
-                found.append((count, self._ids[low:same]))
-        return found
+                by_length.append((count, self._ids[low:same]))
+        return by_length
 
     def places(self, text: bytes, *, overshoots: bool = False) -> set[int]:
         """Return the places in a text from which tokens spell its rest, its end included."""
-        found = {*range(len(text) + 1)}
+        places = {*range(len(text) + 1)}
         if not self.alone.issuperset(text):
             for place in reversed(range(len(text))):
                 steps = self.tokens(text[place:], overshoots=overshoots)
-                if not any(place + count in found for count, _ in steps):
-                    found.remove(place)
-        return found
+                if not any(place + count in places for count, _ in steps):
+                    places.remove(place)
+        return places
 
 
 spelling_of = lru_cache(4)(Spelling)  # of a tokenizer
@@ -69,7 +69,7 @@ def folded(text: bytes) -> bytes:
 
 
 def _bytes_of(name: str | None) -> bytes:
-    """Return the bytes of a token that is no text by itself; empty if its name does not say."""
+    """Return the bytes of a token that is not valid UTF-8, from its name; empty if unknown."""
     if name is None:
         return b""
     if named := BYTE_TOKEN.fullmatch(name):

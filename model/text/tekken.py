@@ -79,10 +79,10 @@ def _special_tokens(listed: object, count: int) -> list[str]:
     by_id = {entry["rank"]: str(entry["token_str"]) for entry in listed}
     if sorted(by_id) != [*range(len(listed))] or len(listed) > count:
         raise ValueError(f"ranks of special tokens are not 0 to at most {count - 1}")
-    found = [by_id.get(place, f"<SPECIAL_{place}>") for place in range(count)]
-    if len({*found}) != count:
+    tokens = [by_id.get(place, f"<SPECIAL_{place}>") for place in range(count)]
+    if len({*tokens}) != count:
         raise ValueError("two special tokens are the same")
-    return found
+    return tokens
 
 
 def _ranks(listed: object, count: int) -> dict[bytes, int]:

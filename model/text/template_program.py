@@ -41,12 +41,12 @@ class _GenerationBlock(Extension):
 
 def environment() -> ImmutableSandboxedEnvironment:
     """Return the environment that transformers gives to templates."""
-    made = ImmutableSandboxedEnvironment(
+    sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _refuse
-    return made
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = _refuse
+    return sandbox
 
 
 def _to_json(value: object, **options: Any) -> str:

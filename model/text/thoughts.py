@@ -24,8 +24,8 @@ class Splitter:
         self._is_start, self._is_blank = marks is not None and not opened, True
 
     def push(self, text: str, *, ends: bool = False) -> list[tuple[Kind, str]]:
-        """Take text, and return what is known of it; `ends`: nothing follows."""
-        found: list[tuple[Kind, str]] = []
+        """Take text, and return the parts whose kind is certain; `ends`: no more text follows."""
+        parts: list[tuple[Kind, str]] = []
         self._held += text
         while self._begin(ends=ends):
             kind, shown = self.kind, self._next(ends=ends)
@@ -33,11 +33,11 @@ class Splitter:
                 shown = shown.lstrip()
             if shown:
                 self._is_blank = False
-                found.append((kind, shown))
+                parts.append((kind, shown))
             if self.kind == kind:
                 break
             self._is_blank = True
-        return found
+        return parts
 
     def _begin(self, *, ends: bool) -> bool:
         """Find out what the text begins with; False: it is too short to tell."""
@@ -62,9 +62,9 @@ class Splitter:
         if self.kind == "answer" or self._marks is None:
             return text
         close = self._marks.close
-        before, mark, behind = text.partition(close)
+        before, mark, after = text.partition(close)
         if mark:
-            self.kind, self.is_marked, self._held = "answer", True, behind
+            self.kind, self.is_marked, self._held = "answer", True, after
             return before
         longest = 0 if ends else min(len(close) - 1, len(text))
         held = next((n for n in range(longest, 0, -1) if close.startswith(text[-n:])), 0)

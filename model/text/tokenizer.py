@@ -6,7 +6,7 @@ library on probe texts, so that a difference is an error and not bad calibration
 
 import re
 from base64 import b64decode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -196,7 +196,7 @@ def _from_json(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _failures_are_named(source: Path) -> Iterator[None]:
-    """Give an error of the Rust library, or a panic, which is no `Exception`, a name of ours.
+    """Turn errors and panics of the Rust library into `SourceModelError`.
 
     Raises:
         SourceModelError: the library failed.
@@ -252,10 +252,11 @@ def _bpe(model: SentencePieceModel) -> models.Model:
         for cut in range(1, len(piece.text))
         if piece.text[:cut] in known and piece.text[cut:] in known
     ]
+    unknown = (piece.text for piece in model.pieces if piece.type is PieceType.UNKNOWN)
     return models.BPE(
         vocab=vocab,
         merges=merges,
-        unk_token=_unknown(model),
+        unk_token=next(unknown, None),
         fuse_unk=True,
         byte_fallback=model.byte_fallback,
     )
@@ -272,11 +273,6 @@ def _unigram(model: SentencePieceModel) -> models.Model:
     types = [piece.type for piece in model.pieces]
     unknown_id = types.index(PieceType.UNKNOWN) if PieceType.UNKNOWN in types else None
     return models.Unigram(scored, unk_id=unknown_id, byte_fallback=model.byte_fallback)
-
-
-def _unknown(model: SentencePieceModel) -> str | None:
-    unknown = (piece.text for piece in model.pieces if piece.type is PieceType.UNKNOWN)
-    return next(unknown, None)
 
 
 def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
@@ -323,9 +319,11 @@ def _check_conversion(
     except RuntimeError as error:
         raise SourceModelError(f"cannot use `{source}`: {error}; fetch it again") from error
     named = (piece.text for piece in model.pieces if piece.type is PieceType.USER_DEFINED)
-    own = [f"before{text}behind {text} it" for _, text in zip(range(8), named, strict=False)]
+    with_pieces = [
+        f"before{text}behind {text} it" for _, text in zip(range(8), named, strict=False)
+    ]
     backend.encode_special_tokens = True
-    for probe in chain(PROBES, own):
+    for probe in chain(PROBES, with_pieces):
         ids = backend.encode(probe, add_special_tokens=False).ids
         expected = reference.encode(probe)
         if ids != expected:
@@ -352,8 +350,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
     if path.exists():
         listed = Fields.load(path).inner("added_tokens_decoder")
         for key in listed.values:
+            if not key.isdecimal():
+                raise SourceModelError(f"`{listed.prefix}{key}` in `{path}` is not a token id")
             entry = listed.inner(key)
-            tokens[_id(listed, key)] = AddedToken(
+            tokens[int(key)] = AddedToken(
                 entry.text("content"), special=entry.flag("special", False), normalized=False
             )
     for token_id, token in sorted(tokens.items()):
@@ -365,12 +365,6 @@ def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
             )
 
 
-def _id(fields: Fields, key: str) -> int:
-    if not key.isdecimal():
-        raise SourceModelError(f"`{fields.prefix}{key}` in `{fields.path}` is not a token id")
-    return int(key)
-
-
 def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Iterator[int]:
     """Yield the ids that the folder's files give the role `bos` or `eos`, config.json first."""
     for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
@@ -379,12 +373,8 @@ def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Ite
             fields = Fields.load(path)
             yield from fields.token_ids(f"{role}_token_id")
             yield from fields.inner("text_config").token_ids(f"{role}_token_id")  # of a wrapper
-            yield from _named_id(fields, backend, f"{role}_token")
-
-
-def _named_id(fields: Fields, backend: tokenizers.Tokenizer, key: str) -> Iterable[int]:
-    """Return the id of a token given by its text, plain or inside an object."""
-    value = fields.values.get(key)
-    text = value.get("content") if isinstance(value, dict) else value
-    token_id = backend.token_to_id(text) if isinstance(text, str) else None
-    return () if token_id is None else (token_id,)
+            value = fields.values.get(f"{role}_token")  # the token's text, plain or in an object
+            text = value.get("content") if isinstance(value, dict) else value
+            token_id = backend.token_to_id(text) if isinstance(text, str) else None
+            if token_id is not None:
+                yield token_id

@@ -29,8 +29,11 @@ def try_tokenizer(data: bytes, path: Path) -> None:
     Raises:
         SourceModelError: it cannot, or not within `tokenizer_program`'s time and memory.
     """
-    known = _mark(data)
-    if known is not None and known.exists():
+    folder = cache_folder()
+    name = f"{hashlib.sha256(data).hexdigest()}-{version('tokenizers')}"
+    # an empty file that stands for a file that passed with this version
+    passed = None if folder is None else folder / "tokenizers" / name
+    if passed is not None and passed.exists():
         return
     command, null = [sys.executable, "-P", str(PROGRAM)], subprocess.DEVNULL
     tried = subprocess.run(command, input=data, stdout=null, stderr=null, check=False)
@@ -39,14 +42,7 @@ def try_tokenizer(data: bytes, path: Path) -> None:
             f"`{path}` makes the library `tokenizers` crash, or takes more time or memory than a "
             "tokenizer may have; fetch it again"
         )
-    if known is not None:
+    if passed is not None:
         with suppress(OSError):  # then it is tried again the next time
-            known.parent.mkdir(parents=True, exist_ok=True)
-            known.touch()
-
-
-def _mark(data: bytes) -> Path | None:
-    """Return the empty file that stands for a file that passed with this version."""
-    folder = cache_folder()
-    name = f"{hashlib.sha256(data).hexdigest()}-{version('tokenizers')}"
-    return None if folder is None else folder / "tokenizers" / name
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()

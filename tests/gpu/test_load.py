@@ -12,10 +12,10 @@ from tiny import make_tiny
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
-from exl2flow.model import PackedLinear, QuantizedMatrix, TensorFiles
+from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.files import weights
 from exl2flow.model.files.exl2 import tensor_names
-from exl2flow.model.layers.linear import moved
+from exl2flow.model.layers.linear import PackedLinear, moved
 
 pytestmark = pytest.mark.gpu
 

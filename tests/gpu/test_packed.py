@@ -23,7 +23,7 @@ from exl2flow.kernels import (
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.interface.packed import decode_packed
 from exl2flow.kernels.reference.ops import TORCH_OPS
-from exl2flow.model import PackedLinear
+from exl2flow.model.layers.linear import PackedLinear
 
 pytestmark = pytest.mark.gpu
 

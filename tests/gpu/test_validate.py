@@ -10,8 +10,8 @@ from exl2flow.core.store.files import read_json
 from exl2flow.inference.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.evaluate import evaluate, evaluate_texts
 from exl2flow.inference.validate.stage import REPORT_FILE
-from exl2flow.model import PackedLinear, TensorFiles, resolve
-from exl2flow.model.layers.linear import QuantizedLinear, load_linear
+from exl2flow.model import TensorFiles, resolve
+from exl2flow.model.layers.linear import PackedLinear, QuantizedLinear, load_linear
 
 pytestmark = pytest.mark.gpu
 

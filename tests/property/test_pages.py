@@ -12,8 +12,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from exl2flow.inference.cache.page_pool import Copy, PagePool, SequencePages
-from exl2flow.inference.cache.prefix_tree import ID_BYTES, packed
+from exl2flow.inference.cache.page_pool import Copy, PagePool
+from exl2flow.inference.cache.prefix_tree import ID_BYTES, SequencePages, packed
 
 SIZE = 4  # tokens per page
 COUNT = 9

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny
 
-from exl2flow.model import FAMILIES
-from exl2flow.model.config.families import LLAMA
-from exl2flow.model.config.family import HeadNorms, Multipliers
+from exl2flow.model.config.families import FAMILIES, GRANITE, LLAMA
+from exl2flow.model.config.family import HeadNorms
 
 AFTER = ("post_attention_norm", "post_mlp_norm")
 ROWS = {
-    "parallel": replace(LLAMA, is_parallel=True, multipliers=Multipliers.GRANITE),
+    "parallel": replace(GRANITE, is_parallel=True, score_scale_key=None),
     "plain": replace(LLAMA, is_gated=False, linears=(("up", "mlp.c_fc"), ("down", "mlp.c_proj"))),
     "after": replace(
         LLAMA,
@@ -24,12 +23,12 @@ ROWS = {
         norm_bias=True,
     ),
     "capped": replace(
-        LLAMA,
+        GRANITE,
         post_norms=AFTER,
         residual_scale=2.0**-6,
-        multipliers=Multipliers.GRANITE,
+        score_scale_key=None,
         logit_softcap_key="final_logit_softcapping",
-        known=("final_logit_softcapping",),
+        known=(*GRANITE.known, "final_logit_softcapping"),
     ),
 }
 VALUES: dict[str, dict[str, object]] = {

@@ -45,14 +45,15 @@ class Sequences:
         batch, count = x.shape[:2]
         if count == 1:
             lengths = self.tables.new_full((batch,), self.length)
-            found = work(x, StepView(self.cache, self.tables, lengths), self.angles.at(lengths))
+            step = StepView(self.cache, self.tables, lengths)
+            found = work(x, step, self.angles.at(step.positions))
         else:
             begin, end = self.length, self.length + count
             view = PromptView(
                 self.cache,
                 [Segment(pages=pages, begin=begin, end=end) for pages in self.tables.tolist()],
             )
-            found = work(x.flatten(0, 1)[None], view, self.angles.along(view.positions))
+            found = work(x.flatten(0, 1)[None], view, self.angles.at(view.positions))
         self.length += count
         return found.view(batch, count, *found.shape[2:])
 

@@ -64,7 +64,7 @@ class Pool:
         segments = [Segment(pages=p, begin=b, end=b + len(ids)) for p, b, ids in parts]
         view = PromptView(self.cache, segments)
         ids = torch.cat([ids for *_, ids in parts])[None]
-        logits = self.decoder.forward(ids, view, self.angles.along(view.positions))[0]
+        logits = self.decoder.forward(ids, view, self.angles.at(view.positions))[0]
         return list(logits.split([segment.count for segment in segments]))
 
     def step(self, sequences: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:

@@ -18,7 +18,7 @@ tower and projector, counted in the model that transformers 5.23 builds from the
 from dataclasses import dataclass
 from typing import Any
 
-from exl2flow.model import FAMILIES
+from exl2flow.model.config.families import FAMILIES
 
 HUB, LOADED, LLAMA_CPP, CARD = "hub", "loaded", "llama.cpp", "card"
 

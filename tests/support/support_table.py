@@ -18,7 +18,7 @@ import checkpoints
 import published
 from exllamav2_names import NAMES
 
-from exl2flow.model import FAMILIES
+from exl2flow.model.config.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "models.md"

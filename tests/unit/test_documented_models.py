@@ -3,7 +3,7 @@
 import pytest
 from support_table import COLUMNS, PAGE, PASSED, WITHOUT, Column, cases, listed
 
-from exl2flow.model import FAMILIES
+from exl2flow.model.config.families import FAMILIES
 
 ROWS = listed(PAGE.read_text(encoding="utf-8"))
 

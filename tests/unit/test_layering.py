@@ -9,9 +9,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from mapped import MAPPED
 from sources import BELOW, FILES, FOLDERS, ROOT, offenders, parsed
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from exl2flow.model import FAMILIES
+from exl2flow.model.config.families import FAMILIES
 from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
 PATHS_ONLY = {"exl2flow.calibration_data", "exl2flow.calibration_data.standard"}
@@ -135,7 +137,12 @@ WITHOUT_PREFECT = (
 LONGEST_FILE = 400  # lines of code
 PURE_TABLES = ("model/config/families.py", "tests/support/published.py")
 STORED_NAMES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm", "q_perm")
-FAMILY_WORDS = {word for row in FAMILIES.values() for word in (row.architecture, row.model_type)}
+ARCHITECTURES = {architecture for architecture, _ in FAMILIES}
+FAMILY_WORDS = {
+    *ARCHITECTURES,
+    *MAPPED,
+    *(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in ARCHITECTURES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,9 @@ from exl2flow.core.runtime import interrupt
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.kernels import get_ops
-from exl2flow.model import AttentionSublayer, MlpSublayer, QuantizedMatrix, Tokenizer
+from exl2flow.model import QuantizedMatrix, Tokenizer
+from exl2flow.model.layers.attention import AttentionSublayer
+from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
 CALLS = 3  # of what is counted, before the signal

@@ -279,7 +279,7 @@ def test_a_group_that_is_no_group_is_a_problem_like_others() -> None:
         assert name in str(refusal.value)
 
 
-def test_a_contradiction_is_told_without_a_prefix() -> None:
+def test_error_for_two_targets_has_no_prefix() -> None:
     with pytest.raises(ValidationError, match=r"`bpw` and `bpw_total` are given"):
         ConversionConfig(source="model", out="out", bpw=3, bpw_total=4)
 

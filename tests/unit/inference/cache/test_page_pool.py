@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from exl2flow.inference.cache import prefix_tree as listing
-from exl2flow.inference.cache.page_pool import Copy, PagePool, SequencePages
+from exl2flow.inference.cache.page_pool import Copy, PagePool
+from exl2flow.inference.cache.prefix_tree import SequencePages
 from exl2flow.kernels import PAGE_TOKENS
 
 IDS = list(range(100, 150))

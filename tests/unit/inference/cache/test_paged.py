@@ -260,7 +260,7 @@ def test_short_ends_share_steps_and_are_read_as_one_by_one_and_as_whole_prompts(
 
 
 @torch.inference_mode()
-def test_what_is_forgotten_is_written_again(model: LoadedModel) -> None:
+def test_rewound_positions_are_written_again(model: LoadedModel) -> None:
     ids = torch.randint(0, model.spec.vocab_size, (1, 60))
     cache, again = (Sequences(model.spec, tokens=64, name="q4") for _ in range(2))
     cache.read(model.decoder.forward, ids[:, :40])

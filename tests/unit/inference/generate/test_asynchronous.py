@@ -132,7 +132,7 @@ def test_a_request_is_in_the_queue_at_once(generator: Generator) -> None:
     assert is_empty(generator)
 
 
-def test_closing_ends_what_runs_and_refuses_more(generator: Generator) -> None:
+def test_closing_ends_running_jobs_and_refuses_more(generator: Generator) -> None:
     async def run() -> str:
         engine = AsyncGenerator(generator)
         running = asyncio.create_task(engine.generate(request(1, tokens=400)))
@@ -228,7 +228,7 @@ def test_a_failure_without_jobs_is_logged_and_refuses_later_requests(
     assert "the generator failed when it had no job" in caplog.text
 
 
-def test_the_thread_rests_behind_a_failure(
+def test_the_thread_waits_after_a_failure(
     broken: Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = list[None]()

@@ -68,7 +68,7 @@ def test_banned_string_that_completes_with_the_last_token_is_not_shown() -> None
     assert run.output.new_tokens == 2
 
 
-def test_banned_string_comes_before_a_stop_string_behind_it() -> None:
+def test_banned_string_takes_precedence_over_a_later_stop_string() -> None:
     run = Run(["no way. END"], banned_strings=("no way",), stops=("END",))
 
     run.push("no way. END")

@@ -276,7 +276,7 @@ def test_ngrams_follow_a_text_that_was_cut_back() -> None:
     assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [23, 24]
 
 
-def test_reach_follows_what_was_right() -> None:
+def test_acceptance_rate_follows_the_accepted_tokens() -> None:
     good, bad = AcceptanceRate(), AcceptanceRate()
     for _ in range(20):
         good.note(good.tokens, good.tokens)

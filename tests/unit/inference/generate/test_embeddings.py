@@ -217,7 +217,7 @@ def test_markers_in_a_text_stand_for_tensors(model: LoadedModel) -> None:
     assert ids(f"and{EMBEDDING}") == [0, *tokenizer.encode(f"and{EMBEDDING}")]
 
 
-def test_a_token_directly_behind_an_embedding_is_not_healed(model: LoadedModel) -> None:
+def test_a_token_right_after_an_embedding_is_not_healed(model: LoadedModel) -> None:
     (space,) = model.tokenizer.encode(" ")
 
     def healed(*parts: Any) -> int | None:

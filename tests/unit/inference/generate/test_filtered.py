@@ -176,6 +176,6 @@ def test_a_text_that_must_not_end_yet_ends_where_its_filter_does(model: LoadedMo
     assert (text, end.reason) == ("no", "end_filter")
 
 
-def test_what_is_no_filter_is_refused() -> None:
+def test_objects_that_are_not_filters_are_refused() -> None:
     with pytest.raises(ConfigError, match="`filters` contains 'yes', which is no filter"):
         Request("a", filters=["yes"])

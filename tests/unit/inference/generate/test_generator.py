@@ -224,7 +224,7 @@ def test_jobs_end_at_once_when_cancelled_anywhere(model: LoadedModel) -> None:
     assert is_empty(generator)
 
 
-def test_abort_event_returns_what_there_is(model: LoadedModel) -> None:
+def test_abort_event_returns_the_texts_so_far(model: LoadedModel) -> None:
     generator, flag = Generator(model, tokens=2048, slots=2), threading.Event()
     flag.set()
 
@@ -323,7 +323,7 @@ def test_two_thousand_waiting_jobs_end(model: LoadedModel) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_jobs_leave_nothing_behind(model: LoadedModel) -> None:
+def test_ten_thousand_jobs_leak_nothing(model: LoadedModel) -> None:
     def fail(_: object) -> None:
         raise ValueError("of a hook")
 
@@ -364,7 +364,7 @@ def test_ten_thousand_jobs_leave_nothing_behind(model: LoadedModel) -> None:
         (Request((5,), max_new_tokens=2000), ContextOverflow, "2000 new ones"),
     ],
 )
-def test_what_cannot_be_generated_is_refused(
+def test_requests_that_cannot_be_generated_are_refused(
     model: LoadedModel, request_: Request, error: type[Exception], words: str
 ) -> None:
     generator = Generator(model, tokens=512, slots=1)

@@ -46,7 +46,9 @@ def test_states_are_those_of_a_pass_over_the_whole_text(model: LoadedModel, last
     assert generator.free_pages == generator.pages
 
 
-def test_only_what_is_new_in_a_text_is_computed(model: LoadedModel, monkeypatch) -> None:
+def test_hidden_states_of_cached_prefixes_are_not_computed_again(
+    model: LoadedModel, monkeypatch
+) -> None:
     generator, [ids] = Generator(model, tokens=1024), texts(400)
     generator.states.hidden(ids[:380])
     read, counts = generator._device_slots.read, list[int]()
@@ -85,7 +87,7 @@ def test_jobs_and_states_leave_each_other_alone(model: LoadedModel, kind: str) -
     assert generator.free_pages == generator.pages
 
 
-def test_a_loop_of_ones_own_gives_the_text_of_a_job(model: LoadedModel) -> None:
+def test_loop_over_hidden_states_gives_the_text_of_a_job(model: LoadedModel) -> None:
     generator, [ids] = Generator(model, tokens=1024), texts(20)
     settings = SamplingSettings(repetition_penalty=1.2, mirostat=True, dry_multiplier=0.5)
     request = {"settings": settings, "seed": 3, "stops": (), "max_new_tokens": 30}

@@ -17,9 +17,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("drawn", [0, 1, DRAWS - 1, DRAWS, 2 * DRAWS + 7])
-def test_a_text_goes_on_with_the_draw_behind_those_that_it_has_used(
-    model: LoadedModel, drawn: int
-) -> None:
+def test_a_continued_text_uses_the_next_draw(model: LoadedModel, drawn: int) -> None:
     generator, draws = Generator(model, tokens=512, slots=1), random.Random(3)
     for _ in range(drawn):
         draws.random()

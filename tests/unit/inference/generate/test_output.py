@@ -213,7 +213,7 @@ def test_extras_that_nobody_wants_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "error", "max_new_tokens"])
-def test_text_that_ends_from_outside_shows_what_was_held(reason: Any) -> None:
+def test_text_that_is_ended_from_outside_shows_held_text(reason: Any) -> None:
     error = InferenceError("no") if reason == "error" else None
     run = Run(["One", " ST", b"\xf0"], stops=("STOP",), tag="mine")
     run.push("One", " ST", b"\xf0")

@@ -51,7 +51,7 @@ def test_empty_prompt_is_refused(prompt: Any, tokenizer: Tokenizer) -> None:
         encoded(Request(prompt, add_bos=False, settings=settings), tokenizer)
 
 
-def test_empty_text_behind_bos_is_a_prompt(tokenizer: Tokenizer) -> None:
+def test_bos_alone_is_a_prompt(tokenizer: Tokenizer) -> None:
     assert encoded(Request(""), tokenizer) == Prompt(((0,),))
 
 
@@ -70,7 +70,7 @@ def test_healing_takes_off_the_last_token_where_another_can_stand() -> None:
     assert healed(once, 290) == Prompt(((once, 290),))  # the model has more ids
 
 
-def test_pair_is_healed_only_if_both_end_alike() -> None:
+def test_pair_is_healed_only_if_both_end_in_the_same_token() -> None:
     tokenizer, ids = spelled(["once ", "up", "upon"])
     once, up = ids[b"once "], ids[b"up"]
 

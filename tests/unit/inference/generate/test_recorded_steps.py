@@ -37,7 +37,7 @@ def recorded(model: LoadedModel, **options: object) -> Slots:
 
 
 @pytest.mark.parametrize("settings", [MIXED, (GREEDY,) * 3], ids=("mixed", "greedy"))
-def test_replays_sample_what_launches_do(
+def test_replayed_and_launched_samples_are_equal(
     model: LoadedModel, settings: tuple[SamplingSettings, ...], graphs: list[Again]
 ) -> None:
     found, expected = recorded(model, slots=4), Slots(model, slots=4)
@@ -93,7 +93,7 @@ def test_a_recording_is_made_beside_a_text(model: LoadedModel, graphs: list[Agai
 
 
 @torch.inference_mode()
-def test_what_is_warmed_up_is_not_recorded_again(model: LoadedModel, graphs: list[Again]) -> None:
+def test_warmed_up_steps_are_not_recorded_again(model: LoadedModel, graphs: list[Again]) -> None:
     slots, prompts = recorded(model, slots=5), prompts_of(model)
     slots.enter(0, prompts[0])
 
@@ -159,7 +159,7 @@ def test_warming_up_leaves_pages_alone_that_another_text_has_now(
     assert found == [token for event in expected for token in event.ids]
 
 
-def test_what_cannot_be_recorded_is_launched_and_tried_once(
+def test_steps_that_cannot_be_recorded_are_tried_once_and_launched(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []

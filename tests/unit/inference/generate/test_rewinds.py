@@ -25,7 +25,9 @@ PROMPTS = [
 ]
 
 
-def test_what_is_decoded_is_not_read(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoded_tokens_are_never_prefilled(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator, passes = Generator(model, tokens=2048, slots=2), list[int]()
     read = generator._device_slots.read
     monkeypatch.setattr(

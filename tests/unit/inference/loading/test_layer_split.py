@@ -53,7 +53,7 @@ def test_a_device_is_filled_to_the_last_byte_before_the_next_one(spec: ModelSpec
 
 def test_needs_on_one_device_are_the_footprint_and_the_files(spec: ModelSpec) -> None:
     whole = Footprint.of(spec, context=500, cache_format="q4", sequences=3)
-    texts = Texts.of(context=500, cache_format="q4", sequences=3)
+    texts = Texts(context=500, pages=6, cache_format="q4", sequences=3)
 
     found = needs(spec, SIZES, Placement.on(ZERO, LAYERS), texts)
 

@@ -322,7 +322,7 @@ def test_a_kind_says_how_many_candidates_matter(
     assert Kind.of(settings) == Kind(most=most)
 
 
-def test_a_kind_names_what_is_launched() -> None:
+def test_a_kind_lists_the_steps_that_are_launched() -> None:
     assert Kind.of([]) == Kind(most=1)
     assert Kind.of([GREEDY], top=5) == Kind(most=64, top=8)
     assert Kind.of([SamplingSettings.greedy(typical=0.5)]) == Kind(most=1)

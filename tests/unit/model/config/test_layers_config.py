@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model import AttentionSpec, resolve
+from exl2flow.model import resolve
+from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.layers.rope import attention_factor, inverse_frequencies
 
 LAYERS = 9
@@ -345,7 +346,7 @@ def test_impossible_values_are_named(
         ),
     ],
 )
-def test_what_the_graph_cannot_do_is_refused(
+def test_config_keys_that_change_the_graph_are_refused(
     kind: str, values: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     values = {"shared_intermediate_size": 96} | values

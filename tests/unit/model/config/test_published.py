@@ -9,7 +9,8 @@ import pytest
 import transformers
 from published import PUBLISHED, Published, row_of
 
-from exl2flow.model import FAMILIES, ModelSpec, expected_tensors, resolve
+from exl2flow.model import ModelSpec, expected_tensors, resolve
+from exl2flow.model.config.families import FAMILIES
 
 NOT_PUBLISHED = {  # rows without a published model whose config and count are known here
     ("ArceeForCausalLM", None),

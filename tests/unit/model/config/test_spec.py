@@ -7,7 +7,8 @@ from tiny import make_tiny, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
-from exl2flow.model import RopeKind, expected_tensors, resolve
+from exl2flow.model import expected_tensors, resolve
+from exl2flow.model.config.rope_spec import RopeKind
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -89,7 +90,7 @@ def test_tied_head_is_not_expected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_both_config_forms_resolve_alike(family: str, tmp_path: Path) -> None:
+def test_both_config_forms_resolve_to_the_same_spec(family: str, tmp_path: Path) -> None:
     old = resolve(write_config(tmp_path, family, rope=YARN, config_form=4))
     new = resolve(write_config(tmp_path, family, rope=YARN, config_form=5))
 
@@ -176,7 +177,7 @@ def test_token_ids_may_be_one_several_or_none(
     assert spec.eos_token_ids == expected
 
 
-def test_quant_method_is_told_and_not_judged(tmp_path: Path) -> None:
+def test_quant_method_is_read_from_the_config(tmp_path: Path) -> None:
     plain = resolve(write_config(tmp_path))
     quantized = resolve(write_config(tmp_path, quantization_config={"quant_method": "exl2"}))
 
@@ -222,7 +223,7 @@ def test_unknown_architecture_names_the_nearest(
         ({"hidden_act": "quick_gelu"}, "`hidden_act` `quick_gelu`.*`silu`"),
     ],
 )
-def test_unknown_variant_names_what_is_supported(
+def test_error_for_an_unknown_variant_lists_the_supported_ones(
     overrides: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     config = tiny_config("llama", rope=overrides.pop("rope", None)) | overrides
@@ -322,7 +323,7 @@ def test_impossible_rope_is_named(rope: dict[str, Any], words: str, tmp_path: Pa
         resolve(tmp_path)
 
 
-def test_dynamic_ntk_stretches_what_the_config_states(tmp_path: Path) -> None:
+def test_dynamic_ntk_stretches_the_positions_of_the_config(tmp_path: Path) -> None:
     write_config(tmp_path, rope={"rope_type": "dynamic", "factor": 2.5})
 
     spec = resolve(tmp_path)

@@ -19,7 +19,7 @@ NAME = f"{KEY}.weight"
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_model_reads_as_what_it_decodes_to(tmp_path: Path, form: str) -> None:
+def test_an_fp8_model_reads_as_its_decoded_weights(tmp_path: Path, form: str) -> None:
     files = TensorFiles(make_fp8(tmp_path, form))
     plain = TensorFiles(tmp_path / "plain")
 

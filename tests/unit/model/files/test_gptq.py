@@ -152,7 +152,7 @@ SPOILERS += [no_groups, no_rows, scalar, flat, whole_scales, far, wrong_bias, pa
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)
-def test_what_cannot_run_is_refused_by_name(spoil: Any) -> None:
+def test_error_for_a_matrix_that_cannot_run_names_it(spoil: Any) -> None:
     tensors = stored(*drawn(3))
     spoil(tensors)
     with pytest.raises(TensorShapeError, match=f"`{KEY}"):
@@ -160,7 +160,7 @@ def test_what_cannot_run_is_refused_by_name(spoil: Any) -> None:
 
 
 @pytest.mark.parametrize("version", [None, "gptq_v2"])
-def test_a_gptq_model_runs_like_what_it_decodes_to(tmp_path: Path, version: str | None) -> None:
+def test_a_gptq_model_runs_like_its_decoded_weights(tmp_path: Path, version: str | None) -> None:
     source = make_tiny("llama", tmp_path / "gptq")
     plain = as_gptq(source, version=version, bias=0.0)
     ids = torch.randint(0, 100, (1, 12))

@@ -133,7 +133,7 @@ def test_halves_are_capped_in_fp32() -> None:
 
 @pytest.mark.parametrize("behind", [0, 3])
 @torch.inference_mode()
-def test_what_all_queries_see_is_attended_to_apart(
+def test_positions_that_all_queries_see_are_attended_to_separately(
     behind: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[tuple[str, int, bool]] = []

@@ -19,8 +19,8 @@ from exl2flow.model import (
     build_head,
     check_layers,
     resolve,
-    unclaimed,
 )
+from exl2flow.model.files.headers import unclaimed
 
 
 def build(folder: Path) -> Decoder:

@@ -44,7 +44,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("family", LINKS)
-def test_chains_say_what_sublayers_say(family: str, tmp_path: Path) -> None:
+def test_chains_compute_what_sublayers_compute(family: str, tmp_path: Path) -> None:
     sublayers, hidden = sublayers_of(make_packed(family, tmp_path)), torch.randn(2, 5, 64).half()
 
     chains = Chains.of(sublayers)

@@ -12,14 +12,12 @@ from exl2flow.kernels import Group
 from exl2flow.model import (
     DenseLinear,
     Linear,
-    PackedLinear,
     ProjectionSpec,
     QuantizedLinear,
     QuantizedMatrix,
     TensorFiles,
-    load_linear,
 )
-from exl2flow.model.layers.linear import RowOrders
+from exl2flow.model.layers.linear import PackedLinear, RowOrders, load_linear
 
 K, N = 64, 40  # N is stored padded to 64 columns
 
@@ -99,7 +97,7 @@ def test_a_packed_linear_is_the_same_map(tmp_path: Path) -> None:
 
 
 def test_packed_linears_share_an_order_that_is_the_same(tmp_path: Path) -> None:
-    (first, other), orders = (quantized(), quantized()), RowOrders("cpu")
+    (first, other), orders = (quantized(), quantized()), RowOrders()
     same = replace(other, inverse_perm=first.inverse_perm.clone())
 
     found = [PackedLinear(m, out_features=N, orders=orders) for m in (first, other, same)]

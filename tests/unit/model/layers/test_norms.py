@@ -71,7 +71,7 @@ def test_weights_of_each_head_are_kept(tmp_path: Path) -> None:
         torch.testing.assert_close(norm(x)[:, head], expected)
 
 
-def test_what_the_file_lacks_is_added_before_rounding(tmp_path: Path) -> None:
+def test_offset_and_multiplier_of_a_norm_are_applied_before_rounding(tmp_path: Path) -> None:
     weight, bias = torch.full((4,), 2.0**-12), torch.full((4,), 2.0**-20)
 
     norm = load(tmp_path, weight, bias, offset=1.0, multiplier=4096.0, has_bias=True)
@@ -89,7 +89,7 @@ def test_weights_without_offset_stay_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path, weight, dtype=torch.float16).weight, weight.half())
 
 
-def test_an_expected_bias_must_be_there(tmp_path: Path) -> None:
+def test_a_missing_or_misshapen_bias_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(MissingTensor, match=r"`n\.bias`"):
         load(tmp_path, torch.ones(4), has_bias=True)
 

@@ -16,17 +16,10 @@ from transformers import AutoConfig
 
 from exl2flow.core.options.config import CalibrationOptions
 from exl2flow.kernels import PAGE_TOKENS, AttentionRule
-from exl2flow.model import (
-    AttentionSpec,
-    Composition,
-    Decoder,
-    ModelSpec,
-    RopeKind,
-    RopeSpec,
-    TensorFiles,
-    resolve,
-)
+from exl2flow.model import Composition, Decoder, ModelSpec, TensorFiles, resolve
 from exl2flow.model.config.family import HeadNorms
+from exl2flow.model.config.rope_spec import RopeKind, RopeSpec
+from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.memory.footprint import Footprint, cache_bytes
 
 HIDDEN = 64

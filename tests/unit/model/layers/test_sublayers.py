@@ -7,17 +7,9 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
 from exl2flow.core.errors import MissingTensor
-from exl2flow.model import (
-    AttentionSublayer,
-    DenseLinear,
-    MlpSublayer,
-    ModelSpec,
-    Projected,
-    Sublayer,
-    TensorFiles,
-    build_sublayer,
-    resolve,
-)
+from exl2flow.model import DenseLinear, ModelSpec, Sublayer, TensorFiles, build_sublayer, resolve
+from exl2flow.model.layers.attention import AttentionSublayer, Projected
+from exl2flow.model.layers.mlp import MlpSublayer
 
 
 @pytest.fixture

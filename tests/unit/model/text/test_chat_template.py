@@ -92,7 +92,7 @@ def test_messages_with_images_are_refused(folder: Path) -> None:
         with_template(folder, "a").render([Message(role="user", content=content)])
 
 
-def test_a_file_of_its_own_goes_before_the_tokenizers_config(folder: Path) -> None:
+def test_template_file_takes_precedence_over_the_tokenizer_config(folder: Path) -> None:
     with_config(folder, chat_template="config")
 
     from_config = loaded(folder).render(TALK)
@@ -116,7 +116,7 @@ def test_several_templates_without_a_default_are_refused_by_name(folder: Path) -
 
 
 @pytest.mark.parametrize("config", [None, {}, {"chat_template": None}])
-def test_a_model_without_template_is_told_what_to_do(
+def test_error_for_a_model_without_template_says_what_to_do(
     folder: Path, config: dict[str, object] | None
 ) -> None:
     if config is not None:
@@ -129,7 +129,7 @@ def test_a_model_without_template_is_told_what_to_do(
     assert chat_template.find_template(folder) is None
 
 
-def test_the_caller_says_what_to_do_about_a_refusal() -> None:
+def test_error_of_a_template_ends_with_the_callers_advice() -> None:
     path = Path("a.jinja")
     template = ChatTemplate("{{ 1 // 0 }}", special_tokens={}, origin=path, advice="do that")
 
@@ -166,7 +166,7 @@ def test_a_template_that_is_not_jinja_is_refused(folder: Path) -> None:
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
     ],
 )
-def test_what_a_template_refuses_or_must_not_do_is_an_error(
+def test_refusals_and_forbidden_operations_of_a_template_are_errors(
     folder: Path, text: str, reason: str
 ) -> None:
     template = with_template(folder, text)

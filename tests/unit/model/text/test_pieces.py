@@ -36,7 +36,7 @@ def test_every_id_has_a_piece(tokenizer: Tokenizer) -> None:
     assert {tokenizer.pieces[token_id] for token_id in tokenizer.encode("🙂")} >= {"\ufffd"}
 
 
-def test_healing_lists_the_ids_that_begin_alike(tokenizer: Tokenizer) -> None:
+def test_healing_lists_the_ids_whose_pieces_begin_with_the_token(tokenizer: Tokenizer) -> None:
     for token_id, piece in enumerate(tokenizer.pieces):
         healing = tokenizer.healing(token_id)
 

@@ -36,7 +36,7 @@ def test_tokens_are_found_by_the_beginning_of_a_text() -> None:
     assert (two[0], set(two[1])) == (2, {ids[b"ab"], ids[b"abc"], ids[b"abd"]})
 
 
-def test_places_are_those_from_which_tokens_spell_the_rest() -> None:
+def test_places_list_positions_from_which_tokens_spell_the_rest() -> None:
     tokenizer, _ = spelled(["a", "ab", "bc", "cd"])
     spelling = Spelling(tokenizer)
 

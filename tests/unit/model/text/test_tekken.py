@@ -49,7 +49,7 @@ def test_text_becomes_the_ids_that_its_ranks_imply(tmp_path: Path, text: str) ->
     assert tokenizer.decode(ids) == text
 
 
-def test_transformers_converts_alike(tmp_path: Path) -> None:
+def test_converted_tekken_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     from transformers.integrations.mistral.tokenizer import MistralConverter
 
     backend = Tokenizer.load(write(tmp_path)).backend

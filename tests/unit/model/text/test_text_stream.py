@@ -39,7 +39,7 @@ def test_incomplete_characters_are_held_back(tokenizer: Tokenizer) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_flush_shows_what_never_became_whole(tokenizer: Tokenizer) -> None:
+def test_flush_shows_incomplete_characters(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("🙂")
     stream = TextStream(tokenizer)
 
@@ -81,7 +81,7 @@ def test_prompt_of_many_bytes_does_not_spoil_the_text(cut: int, tokenizer: Token
     assert "".join(pieces) + stream.flush() == "👩‍👩‍👧"
 
 
-def test_space_behind_a_special_token_is_kept(tokenizer: Tokenizer) -> None:
+def test_space_after_a_special_token_is_kept(tokenizer: Tokenizer) -> None:
     words, special = tokenizer.encode("fox jumps"), min(tokenizer.special_ids)
     stream = TextStream(tokenizer, [*words[:-2], special])
     middle = [*words[-2:-1], special, special, words[-1]]

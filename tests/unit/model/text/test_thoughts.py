@@ -28,7 +28,7 @@ TEXTS = [
 
 @pytest.mark.parametrize(("text", "opened", "thinking", "answer"), TEXTS)
 @given(cuts=st.lists(st.integers(0, 50), max_size=12))
-def test_text_is_split_alike_in_any_pieces(
+def test_thoughts_and_answer_do_not_depend_on_how_text_arrives(
     text: str, opened: bool, thinking: str, answer: str, cuts: list[int]
 ) -> None:
     splitter = Splitter(MARKS, opened=opened)
@@ -61,7 +61,7 @@ def test_without_marks_all_is_the_answer() -> None:
         ("", False, ""),
     ],
 )
-def test_ids_of_the_answer_begin_behind_the_thoughts(text: str, opened: bool, rest: str) -> None:
+def test_ids_of_the_answer_begin_after_the_thoughts(text: str, opened: bool, rest: str) -> None:
     tokenizer = tokenizer_with()
     ids = tokenizer.encode(text)
 

@@ -334,7 +334,7 @@ def test_a_git_lfs_pointer_says_how_to_get_the_tokenizer(folder: Path) -> None:
         Tokenizer.load(folder)
 
 
-def test_special_ids_are_those_that_decoding_leaves_out(folder: Path) -> None:
+def test_decoding_leaves_out_exactly_the_special_ids(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     ids = range(tokenizer.vocab_size)
 

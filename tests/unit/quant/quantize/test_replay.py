@@ -13,7 +13,9 @@ from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
-from exl2flow.model import AttentionSublayer, MlpSublayer, Sublayer, resolve
+from exl2flow.model import Sublayer, resolve
+from exl2flow.model.layers.attention import AttentionSublayer
+from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.quant.quantize.correction import CrossProducts
 from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing
 from exl2flow.quant.rounding import hessian
