@@ -56,8 +56,7 @@ __global__ void __launch_bounds__(
     const u32 padded = (width + 63) / 64 * 64;
     const Keys keys(call.keys, padded, first_element, offset, offset + HEADS * dim, lane);
     const Values values(call.values, padded, first_element, offset, offset + HEADS * dim, lane);
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const int length = call.lengths[row];
     const integer first_row = (integer)row * tokens;
     const integer own_q = (first_row * call.heads + team * group) * dim;

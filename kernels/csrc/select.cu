@@ -11,8 +11,7 @@ __device__ __forceinline__ unsigned ordered(float x) {
 // blockIdx is (piece, row).
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest(const Sampler s) {
     __shared__ int taken;
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     constexpr int EACH = PIECE / SELECT_THREADS;
     const bool is_adjusted = s.adjusted;
     const integer row = blockIdx.y;
