@@ -75,7 +75,6 @@ def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
             pieces,
             x.stride(0) // 8,
             threads=PUT_THREADS,
-            early=True,
         )
         return
     _launch_rows("write_rows", rows, slots, x.contiguous())
@@ -107,7 +106,6 @@ def _read_rows(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
         rows.data,
         pieces,
         threads=PUT_THREADS,
-        early=True,
     )
     return x
 
@@ -154,7 +152,9 @@ def attend_step(
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
     store = cache.store
-    if not _is_known(q, store):
+    tokens, head_dim = q.shape[1], q.shape[3]
+    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
+    if not is_known or q.dtype != torch.float16:
         return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -192,7 +192,6 @@ def attend_step(
         threads=plan.threads,
         shared=plan.shared,
         device=q.device,
-        early=True,
     )
     return out
 
@@ -243,12 +242,6 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch
             stages=stages,
         ),
     )
-
-
-def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
-    _, tokens, _, head_dim = q.shape
-    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
-    return is_known and q.dtype == torch.float16
 
 
 def _width(head_dim: int) -> int | None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,7 +13,7 @@ from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits
 from exl2flow.kernels.cuda.graphs import bucket
-from exl2flow.kernels.cuda.steps import activated, add_normed, norm
+from exl2flow.kernels.cuda.steps import activated, norm
 from exl2flow.kernels.cuda.timing import ColdTimer
 from exl2flow.kernels.interface.packed import FEW_ROWS, FusedLinear
 from exl2flow.kernels.plans import batched
@@ -93,12 +92,8 @@ def _run(
     [y] = results
     if last.activation is not None and not last.is_gated:
         y = activated(y, last.activation)
-    if last.after is not None:
-        y = add_normed(y, last.after, hidden if last.adds else None, last.multiplier)
-    else:
-        y = y if last.multiplier == 1.0 else y * last.multiplier
-        y = y + hidden if last.adds and hidden is not None else y
-    return [y], y if last.adds else hidden
+    results = cuda_prompts.finished(last, [y], hidden if last.adds else None)
+    return results, results[0] if last.adds else hidden
 
 
 _CORES: WeakKeyDictionary[FusedLinear, dict[bool, FusedLinear]] = WeakKeyDictionary()
@@ -169,7 +164,6 @@ def _launched(
         threads=32 * WARPS,
         shared=plan.shared,
         device=x.device,
-        early=True,
         together=plan.meets,
     )
     return results, results[0] if hidden is None else hidden
@@ -183,19 +177,11 @@ def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | None:
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
-        processors, most_shared = limits(_device(products).index)
+        of_device = limits(_device(products).index)
         if rows > MOST_ROWS:
-            plans[key] = batched.plan_of(
-                products, rows, processors=processors, most_shared=most_shared
-            )
+            plans[key] = batched.plan_of(products, rows, of_device)
         else:
-            plans[key] = plan_of(
-                products,
-                rows,
-                processors=processors,
-                most_shared=most_shared,
-                parts=_parts(products, rows),
-            )
+            plans[key] = plan_of(products, rows, of_device, _parts(products, rows))
     return plans[key]
 
 
@@ -222,19 +208,16 @@ def _kernel() -> str:
     return digest_of([source("product.cu"), OPTIONS])
 
 
-@cache
-def _tuning(file: Path) -> Tuning:
-    return Tuning(file)
+_tuning = cache(Tuning)
 
 
 def _measured(products: Sequence[FusedLinear], rows: int) -> Parts | None:
     """Return the fastest parts; None during stream capture or when memory is short."""
     device = _device(products)
-    processors, most_shared = limits(device.index)
     with torch.cuda.device(device), suppress(torch.OutOfMemoryError):
         if torch.cuda.is_current_stream_capturing():
             return None
-        plans = candidates(products, rows, processors=processors, most_shared=most_shared)
+        plans = candidates(products, rows, limits(device.index))
         if not plans:
             return None
         draws = torch.Generator(device).manual_seed(0)  # leaves the user's random draws unchanged

@@ -33,7 +33,7 @@ def multiply(
                 hidden = torch.addmm(hidden, x, weight, alpha=p.multiplier)
             results = [hidden]
         else:
-            results = _finished(p, _results(x, p), hidden if p.adds else None)
+            results = finished(p, _activated(p, _results(x, p)), hidden if p.adds else None)
             hidden = results[0] if p.adds else hidden
         is_own = is_own or p.adds
     return results, results[0] if hidden is None else hidden
@@ -66,13 +66,17 @@ def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
     ]
 
 
-def _finished(
+def _activated(p: FusedLinear, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    if p.activation is None:
+        return results
+    first, *up = results
+    return [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
+
+
+def finished(
     p: FusedLinear, results: list[torch.Tensor], hidden: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Apply what follows a product."""
-    if p.activation is not None:
-        first, *up = results
-        results = [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
+    """Apply what follows a product and its activation; add the result to hidden states, if any."""
     if p.after is not None:
         return [add_normed(y, p.after, hidden, p.multiplier) for y in results]
     results = results if p.multiplier == 1.0 else [y * p.multiplier for y in results]
@@ -102,7 +106,6 @@ def _decoded(matrices: Sequence[PackedMatrix]) -> torch.Tensor:
             filled(work.copy(), y=room),
             threads=32 * DECODE_WARPS,
             device=device,
-            early=True,
         )
     last = matrices[-1]
     return room[:, : width - _width(last) + last.columns]

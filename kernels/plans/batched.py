@@ -54,7 +54,7 @@ class Division:
 
 
 def plan_of(
-    products: Sequence[FusedLinear], rows: int, *, processors: int, most_shared: int
+    products: Sequence[FusedLinear], rows: int, limits: tuple[int, int]
 ) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
 
@@ -62,12 +62,13 @@ def plan_of(
         products: up to `MOST_CHAINED` that the kernel knows, matrices on the device, all EXL2 or
             all GPTQ. The first one's norm is not its work.
         rows: rows of x, 5 to 32.
-        processors: multiprocessors of the device, all of which get a CTA.
-        most_shared: bytes of shared memory that a CTA can have.
+        limits: multiprocessors of the device, all of which get a CTA, and bytes of shared memory
+            that a CTA can have.
 
     Returns:
         The plan, or None if x does not fit.
     """
+    processors, most_shared = limits
     slot, room = WARPS * (slot_bytes(products[0]) + 8), most_shared - FIXED_SHARED
     panel_bytes = kernel_rows(rows) * 2 * PANEL_ROWS
     most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)

@@ -92,9 +92,7 @@ def splits_epilogue(product: FusedLinear, following: FusedLinear | None, rows: i
 def plan_of(
     products: Sequence[FusedLinear],
     rows: int,
-    *,
-    processors: int,
-    most_shared: int,
+    limits: tuple[int, int],
     parts: Sequence[int] | None = None,
 ) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
@@ -103,14 +101,14 @@ def plan_of(
         products: up to `MOST_CHAINED` that the kernel knows (`fuses_all`), matrices on the device,
             all EXL2 or all GPTQ.
         rows: rows of x, up to `MOST_ROWS`.
-        processors: multiprocessors of the device.
-        most_shared: bytes of shared memory that a CTA can have.
+        limits: multiprocessors of the device, and bytes of shared memory that a CTA can have.
         parts: for each product, into how many its rows are divided; more if they do not fit.
             None: as few as fit, but more where there are fewer tiles than processors.
 
     Returns:
         The plan, or None if several products do not fit on the device together.
     """
+    processors, most_shared = limits
     counts: Sequence[int | None] = [None] * len(products) if parts is None else parts
     divisions = [
         _Division.of(product, count, processors)
@@ -221,11 +219,6 @@ class _Division:
             scales=max(scale_bytes(share, matrices[0].scale_bytes) for share in flat),
         )
 
-    def shorter(self, product: FusedLinear, processors: int) -> "_Division":
-        """Return a division into parts of fewer panels; `length` must be more than one."""
-        panels = product.matrices[0].shape[0] // PANEL_ROWS
-        return _Division.of(product, -(-panels // (self.length - 1)), processors)
-
     def input_bytes(self, rows: int, panels: int) -> int:
         """Return the bytes of so many rows of x, later reused for a sum of each warp.
 
@@ -233,11 +226,6 @@ class _Division:
         """
         of_x = kernel_rows(rows) * (2 * PANEL_ROWS * max(panels, self.length) + UNIT * self.length)
         return max(of_x, 4 * WARPS * rows * TILE)
-
-
-def _add(products: Sequence[FusedLinear]) -> list[bool]:
-    """Return which products add the norm of the result before them to hidden states."""
-    return [False, *(product.after is not None for product in products[:-1])]
 
 
 def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
@@ -258,13 +246,14 @@ def _fit(
     room: most of these bytes. None: they cannot fit, or too many CTAs have to wait for each other.
     """
     least = min(LEAST_SLOTS, room // (2 * SLOT))  # leaves at least half for the rest
+    adding = [False, *(product.after is not None for product in products[:-1])]
     while True:
         ctas = max(division.ctas * division.parts for division in divisions)
         if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
             return None
         inputs = [
             division.input_bytes(rows, product.matrices[0].shape[0] // PANEL_ROWS * adds)
-            for division, product, adds in zip(divisions, products, _add(products), strict=True)
+            for division, product, adds in zip(divisions, products, adding, strict=True)
         ]
         sums = 4 * rows * TILE * max(division.tiles for division in divisions)
         of_warp = sum(division.scales + 4 * division.words for division in divisions)
@@ -275,7 +264,9 @@ def _fit(
         largest = inputs.index(max(inputs))
         if divisions[largest].length == 1:
             return None
-        divisions[largest] = divisions[largest].shorter(products[largest], processors)
+        panels = products[largest].matrices[0].shape[0] // PANEL_ROWS
+        parts = -(-panels // (divisions[largest].length - 1))
+        divisions[largest] = _Division.of(products[largest], parts, processors)
 
 
 def _chain(

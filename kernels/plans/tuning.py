@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 
 
 def candidates(
-    products: Sequence[FusedLinear], rows: int, *, processors: int, most_shared: int
+    products: Sequence[FusedLinear], rows: int, limits: tuple[int, int]
 ) -> list[LaunchPlan]:
     """Return up to `MOST_CANDIDATES` plans, the default first; arguments are those of `plan_of`.
 
     The others divide one product into other parts. No plans if the default does not fit.
     """
-    first = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    first = plan_of(products, rows, limits)
     if first is None:
         return []
     plans = {first.parts: first}
@@ -45,7 +45,7 @@ def candidates(
         parts[index] += step
         if parts[index] < 1:
             continue
-        plan = plan_of(products, rows, processors=processors, most_shared=most_shared, parts=parts)
+        plan = plan_of(products, rows, limits, parts)
         if plan is not None:
             plans.setdefault(plan.parts, plan)
         if len(plans) == MOST_CANDIDATES:

@@ -76,9 +76,9 @@ def test_candidates_fit_and_the_default_is_the_first(
 ) -> None:
     products = LAUNCHES[name]()
 
-    plans = candidates(products, rows, processors=processors, most_shared=most_shared)
+    plans = candidates(products, rows, (processors, most_shared))
 
-    default = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    default = plan_of(products, rows, (processors, most_shared))
     assert default is not None
     assert plans[0].parts == default.parts
     assert plans[0].argument["stages"]["length"].tolist() == (
@@ -96,7 +96,7 @@ def test_candidates_fit_and_the_default_is_the_first(
 
 def test_a_plan_has_the_parts_that_it_is_told() -> None:
     for parts in ((1, 1, 1, 1), (2, 1, 3, 1), (1, 4, 1, 2)):
-        plan = plan_of(chain(), 1, processors=132, most_shared=LARGE, parts=parts)
+        plan = plan_of(chain(), 1, (132, LARGE), parts)
 
         assert plan is not None
         assert plan.parts == parts
@@ -110,7 +110,7 @@ def test_a_plan_has_the_parts_that_it_is_told() -> None:
 def test_parts_that_do_not_fit_become_more() -> None:
     [product] = LAUNCHES["rows that do not fit"]()
 
-    plan = plan_of([product], 4, processors=132, most_shared=SMALL, parts=(1,))
+    plan = plan_of([product], 4, (132, SMALL), (1,))
 
     assert plan is not None
     assert plan.parts[0] > 1
@@ -118,11 +118,11 @@ def test_parts_that_do_not_fit_become_more() -> None:
 
 
 def test_what_does_not_fit_at_all_has_no_candidates() -> None:
-    assert candidates(chain(), 1, processors=4, most_shared=LARGE) == []
+    assert candidates(chain(), 1, (4, LARGE)) == []
 
 
 def plans_of(name: str) -> Sequence[LaunchPlan]:
-    return candidates(LAUNCHES[name](), 1, processors=132, most_shared=LARGE)
+    return candidates(LAUNCHES[name](), 1, (132, LARGE))
 
 
 def test_the_fastest_is_taken() -> None:
