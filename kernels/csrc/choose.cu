@@ -1,4 +1,4 @@
-// From ranked candidates to a token.
+// Sampling a token from the candidates.
 #include "chain.cuh"
 
 // A row's token, and those of its pair: append it to the histories.

@@ -167,12 +167,6 @@ __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up
     y[i] = value;
 }
 
-#define GATED_BY(NAME, ACTIVATION, W)                                                             \
-    extern "C" __global__ void gated_##NAME##_##W(const Halves<W>* gate, const Halves<W>* up,     \
-                                                  Halves<W>* y, integer count, integer step) {    \
-        gated<W, ACTIVATION>(gate, up, y, count, step);                                           \
-    }
-
 // x fp16 → RN16(activation(x)), `count` pieces of W numbers.
 template <int W, int ACTIVATION>
 __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, integer count) {
@@ -186,7 +180,11 @@ __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, inte
     y[i] = value;
 }
 
-#define ACTIVATED_BY(NAME, ACTIVATION, W)                                                         \
+#define GATED_BY(NAME, ACTIVATION, W)                                                             \
+    extern "C" __global__ void gated_##NAME##_##W(const Halves<W>* gate, const Halves<W>* up,     \
+                                                  Halves<W>* y, integer count, integer step) {    \
+        gated<W, ACTIVATION>(gate, up, y, count, step);                                           \
+    }                                                                                             \
     extern "C" __global__ void activated_##NAME##_##W(const Halves<W>* x, Halves<W>* y,           \
                                                       integer count) {                            \
         activated<W, ACTIVATION>(x, y, count);                                                    \
@@ -194,9 +192,7 @@ __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, inte
 
 #define GATED(NAME, ACTIVATION)                                                                   \
     GATED_BY(NAME, ACTIVATION, 1)                                                                 \
-    GATED_BY(NAME, ACTIVATION, 8)                                                                 \
-    ACTIVATED_BY(NAME, ACTIVATION, 1)                                                             \
-    ACTIVATED_BY(NAME, ACTIVATION, 8)
+    GATED_BY(NAME, ACTIVATION, 8)
 GATED(silu, SILU)
 GATED(gelu, GELU)
 GATED(gelu_tanh, GELU_TANH)

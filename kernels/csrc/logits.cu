@@ -1,4 +1,4 @@
-// What changes logits before candidates are ranked. blockIdx is (piece of a row, row).
+// Logit processors: CFG, penalties, bias, DRY and masks. blockIdx is (piece of a row, row).
 #include "sampler.cuh"
 
 __device__ __forceinline__ float bounded(float x) { return x < -STRONGEST ? -STRONGEST : x; }

@@ -42,7 +42,7 @@ __device__ __forceinline__ void put(const float* total, int rows, float* to) {
     }
 }
 
-// What a lane needs to end a column of a row, besides sums: read before they are there.
+// Inputs of the epilogue of a column of a row, read before its sums are complete.
 struct Ending {
     int column, to;
     bool is_there;

@@ -1,4 +1,4 @@
-// Which ids of a piece of a row are candidates.
+// Top-k selection: the candidates of each piece of a row.
 #include "sampler.cuh"
 
 // The logits' order as unsigned integers above 0; -0.0 is 0.0.

@@ -64,20 +64,9 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
 def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
     is_wide = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if is_wide and _is_copied(rows):
-        pieces = rows.width // 8
-        launch(
-            "elementwise.cu",
-            "put_rows",
-            (len(slots), -(-pieces // PUT_THREADS)),
-            x.data_ptr(),
-            slots,
-            rows.data,
-            pieces,
-            x.stride(0) // 8,
-            threads=PUT_THREADS,
-        )
-        return
-    _launch_rows("write_rows", rows, slots, x.contiguous())
+        _copy_rows("put_rows", rows, slots, x.data_ptr(), x.stride(0) // 8)
+    else:
+        _launch_rows("write_rows", rows, slots, x.contiguous())
 
 
 def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,26 +82,25 @@ def _read_rows(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
             return rows.data[slots].view(torch.float16)[:, : rows.width]
         slots = torch.arange(slots.start, slots.stop, device=rows.data.device)
     x = torch.empty(len(slots), rows.width, dtype=torch.float16, device=slots.device)
-    if not _is_copied(rows):
+    if _is_copied(rows):
+        _copy_rows("get_rows", rows, slots, x)
+    else:
         _launch_rows("read_rows", rows, slots, x)
-        return x
-    pieces = rows.width // 8
-    launch(
-        "elementwise.cu",
-        "get_rows",
-        (len(slots), -(-pieces // PUT_THREADS)),
-        x,
-        slots,
-        rows.data,
-        pieces,
-        threads=PUT_THREADS,
-    )
     return x
 
 
 def _is_copied(rows: CacheRows) -> bool:
     """Return whether rows are stored as they are, without padding."""
     return rows.element is Element.HALF and rows.width % UNIT == 0
+
+
+def _copy_rows(
+    kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor | int, *step: int
+) -> None:
+    """Copy fp16 rows (t, width), `step` pieces of 16 bytes apart, to or from slots int64 (t,)."""
+    pieces = rows.width // 8
+    grid = (len(slots), -(-pieces // PUT_THREADS))
+    launch("elementwise.cu", kernel, grid, x, slots, rows.data, pieces, *step, threads=PUT_THREADS)
 
 
 def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:

@@ -24,19 +24,8 @@ def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
     if not _is_wide(d, x, by.weight) or of_row > MOST_THREADS:
         return add_normed(x, by, None)
     rows, threads = x.numel() // d, THREADS if of_row == 32 else of_row
-    launch(
-        "elementwise.cu",
-        "rms_norm_8",
-        (-(-rows * of_row // threads),),
-        x.data_ptr(),
-        by.weight,
-        y.data_ptr(),
-        rows,
-        d // WIDE,
-        np.float32(by.eps),
-        of_row,
-        threads=threads,
-    )
+    where, eps = (x.data_ptr(), by.weight, y.data_ptr()), np.float32(by.eps)
+    _launch("rms_norm_8", rows * of_row, *where, rows, d // WIDE, eps, of_row, threads=threads)
     return y
 
 
@@ -51,10 +40,10 @@ def add_normed(
     d, heads, head_step = x.shape[-1], 1, 1
     if by.weight.dim() == 2:  # the head of a row follows from its place in memory
         heads, head_step = x.shape[-3], max(1, x.stride(-3) // d)
-    launch(
-        "elementwise.cu",
+    threads = min(NORM_THREADS, whole_warps(d))
+    _launch(
         "add_normed",
-        (x.numel() // d,),
+        x.numel() // d * threads,
         x.data_ptr(),
         by.weight,
         0 if by.bias is None else by.bias,
@@ -66,7 +55,7 @@ def add_normed(
         int(by.centered),
         np.float32(by.eps),
         np.float32(multiplier),
-        threads=min(NORM_THREADS, whole_warps(d)),
+        threads=threads,
     )
     return y
 
@@ -113,17 +102,8 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
         rows, step = 1, gate.numel()
     y, each = torch.empty_like(gate, memory_format=torch.contiguous_format), gate.numel() // rows
     width = WIDE if _is_wide(each, gate, up) and step % WIDE == 0 else 1
-    launch(
-        "elementwise.cu",
-        f"gated_{activation}_{width}",
-        (-(-each // width // STEP_THREADS), rows),
-        gate.data_ptr(),
-        up.data_ptr(),
-        y,
-        each // width,
-        step // width,
-        threads=STEP_THREADS,
-    )
+    name, count = f"gated_{activation}_{width}", each // width
+    _launch(name, count, gate.data_ptr(), up.data_ptr(), y, count, step // width, rows=(rows,))
     return y
 
 
@@ -134,15 +114,7 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.contiguous()
     y, width = torch.empty_like(x), WIDE if _is_wide(x.numel(), x) else 1
     count = x.numel() // width
-    launch(
-        "elementwise.cu",
-        f"activated_{activation}_{width}",
-        (-(-count // STEP_THREADS),),
-        x,
-        y,
-        count,
-        threads=STEP_THREADS,
-    )
+    _launch(f"activated_{activation}_{width}", count, x, y, count)
     return y
 
 
@@ -156,10 +128,9 @@ def joined(
     if rows != 1 or not is_plain or not _is_wide(head_dim, a, b):
         return torch_steps.joined(a, b, a_sums, b_sums)
     sums = torch.empty_like(a_sums, memory_format=torch.contiguous_format)
-    launch(
-        "elementwise.cu",
+    _launch(
         "joined",
-        (-(-a.numel() // WIDE // STEP_THREADS),),
+        a.numel() // WIDE,
         in_order,
         b.data_ptr(),
         a_sums.contiguous(),
@@ -169,9 +140,19 @@ def joined(
         t,
         heads,
         head_dim // WIDE,
-        threads=STEP_THREADS,
     )
     return y, sums
+
+
+def _launch(
+    name: str,
+    count: int,
+    *arguments: torch.Tensor | int | np.generic,
+    threads: int = STEP_THREADS,
+    rows: tuple[int, ...] = (),
+) -> None:
+    """Launch a kernel of elementwise.cu for `count` threads, of each of `rows` if it has any."""
+    launch("elementwise.cu", name, (-(-count // threads), *rows), *arguments, threads=threads)
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
