@@ -169,7 +169,7 @@ def launch(
 
 
 def whole_warps(threads: int) -> int:
-    """Return the number of threads in whole warps that cover so many."""
+    """Round a number of threads up to whole warps."""
     return -(-threads // 32) * 32
 
 
@@ -225,7 +225,7 @@ _EARLY_AT = _TOGETHER_AT + ctypes.sizeof(_Attribute)
 
 
 class _LaunchCall(threading.local):
-    """What a thread tells the driver, written anew by each launch: making it would take longer."""
+    """The launch configuration and argument buffers of a thread, which all its launches reuse."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_longlong * MOST_ARGUMENTS)()  # tensors and numbers

@@ -1,4 +1,4 @@
-"""Fused linears at small batch size on a GPU: kernels read the codes."""
+"""Fused linears at small batch size on a GPU: kernels that read packed codes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -56,7 +56,7 @@ def multiply(
 def _halved(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Multiply rows that do not fit the device, half of them at a time."""
+    """Multiply rows that need more shared memory than a CTA has, half of them at a time."""
     half = bucket(len(x)) // 2
     states = [None, None] if hidden is None else [hidden[:half], hidden[half:]]
     parts = [
@@ -68,7 +68,7 @@ def _halved(
 
 
 def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLinear]]:
-    """Divide a chain before norms and after results that are not the kernel's work."""
+    """Split a chain before norms and after epilogues that need launches of their own."""
     run: list[FusedLinear] = []
     for product in products:
         if run and (splits_epilogue(run[-1], product, rows) or norms_apart(product)):
@@ -81,7 +81,10 @@ def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLine
 def _run(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Multiply as `multiply` does, with launches for what the kernel leaves out; or no hidden."""
+    """Multiply a chain, with launches for a norm or an epilogue that the kernel does not compute.
+
+    Returns the last hidden state, or None if there is none.
+    """
     first, last = products[0], products[-1]
     if first.norm is not None and norms_apart(first):
         x = norm(x, first.norm)
@@ -102,7 +105,7 @@ _CORES: WeakKeyDictionary[FusedLinear, dict[bool, FusedLinear]] = WeakKeyDiction
 
 
 def _core(product: FusedLinear, *, is_last: bool) -> FusedLinear:
-    """Return what the kernel computes of a product: always the same object, for its plans."""
+    """Return the part of a product that the kernel computes: one object, as plans key on it."""
     drops_norm, drops_rest = norms_apart(product), is_last and splits_epilogue(product, None, 1)
     if not drops_norm and not drops_rest:
         return product
@@ -175,7 +178,7 @@ _PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | None]] = WeakKe
 
 
 def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | None:
-    """Return how to divide products for at most so many rows; computed once."""
+    """Return the launch plan for up to this many rows; computed once."""
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:

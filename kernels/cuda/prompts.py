@@ -25,7 +25,8 @@ def multiply(
     results, is_own = [x], False  # whether the hidden state was made here
     for p in products:
         x = results[0] if p.norm is None else norm(results[0], p.norm)
-        if hidden is not None and _is_sum(p):
+        is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
+        if hidden is not None and p.adds and is_plain:  # cuBLAS adds it
             weight = _decoded(p.matrices)
             if is_own:
                 hidden.addmm_(x, weight, alpha=p.multiplier)
@@ -44,16 +45,11 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return _decoded([matrix])
 
 
-def _is_sum(p: FusedLinear) -> bool:
-    """Return whether cuBLAS can add the product to the hidden state."""
-    is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
-    return p.adds and is_plain
-
-
 def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
     """Return x Q + bias of each matrix; those of several may be columns of one tensor."""
     results: list[torch.Tensor] = []
-    for matrices in [p.matrices] if _bytes(p.matrices) <= MOST_BESIDE else zip(p.matrices):
+    decoded_bytes = 2 * len(p.order) * sum(map(_width, p.matrices))
+    for matrices in [p.matrices] if decoded_bytes <= MOST_BESIDE else zip(p.matrices):
         weight = _decoded(matrices)
         y = torch.mm(x, weight, out_dtype=torch.float32) if p.exact else x @ weight
         begin = 0
@@ -146,7 +142,3 @@ def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
 
 def _width(matrix: PackedMatrix) -> int:
     return TILE * len(matrix.codes)
-
-
-def _bytes(matrices: Sequence[PackedMatrix]) -> int:
-    return 2 * len(matrices[0].order) * sum(map(_width, matrices))

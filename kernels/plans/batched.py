@@ -41,7 +41,7 @@ CHAIN = struct("batched.cu", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How a matrix is divided: CTAs = parts · teams, a warp of a team has `each` tiles.
+    """Division of a matrix: CTAs = parts · teams, a warp of a team has `each` tiles.
 
     cost: bytes of codes in whose time a warp does its work; panels: most of a part.
     """
@@ -166,7 +166,7 @@ def divide(
     costs = sorted({division.cost for of in options for division in of})
 
     def within(cost: float) -> list[Division] | None:
-        """Return the fewest CTAs for each matrix within a cost, if there are so many."""
+        """Return the fewest CTAs for each matrix within a cost; None if they are too many."""
         fitting = [[division for division in of if division.cost <= cost] for of in options]
         if not all(fitting):
             return None
@@ -275,15 +275,12 @@ def _join(
     product: FusedLinear,
     squares: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fill what a stage does for the one behind it; return the tensors they point to.
+    """Fill the fields of a stage that serve the next stage, `entry`; return the tensors used.
 
     squares: room for those of a result, and of its sum with hidden states.
     """
-    tensors, x_squares, name = (
-        fill(stage, to=torch.argsort(product.order).int()),
-        squares[0],
-        "squared",
-    )
+    tensors = fill(stage, to=torch.argsort(product.order).int())
+    x_squares, name = squares[0], "squared"
     if before.after is not None:
         by = before.after
         tensors += fill(

@@ -13,7 +13,7 @@ import torch
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.packed import LANES, TILE, FusedLinear, PackedMatrix
-from exl2flow.kernels.plans.shares import STEP, WARPS, scale_bytes, shares_of
+from exl2flow.kernels.plans.shares import HEADER, STEP, WARPS, shares_of
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROWS = (1, 4)  # kernels, by the most rows of x
@@ -66,7 +66,7 @@ def fuses_all(products: Sequence[FusedLinear], rows: int) -> bool:
 
 
 def norms_apart(product: FusedLinear) -> bool:
-    """Return whether the norm before a product is not the kernel's work."""
+    """Return whether the norm before a product needs a launch of its own."""
     return product.norm is not None and not product.norm.is_plain
 
 
@@ -133,7 +133,7 @@ def plan_of(
 
 
 def instance_of(kernel: str, products: Sequence[FusedLinear], rows: int) -> str:
-    """Return the instance of a kernel's template for products of so many rows of x."""
+    """Return the instance of a kernel's template for a number of rows of x."""
     has_zeros = products[0].matrices[0].has_zeros
     return f"{kernel}<{kernel_rows(rows)}, {str(has_zeros).lower()}>"
 
@@ -177,7 +177,7 @@ def padded_table(lists: Sequence[Sequence[int]], words: int, device: torch.devic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
-    """How a product is divided among CTAs.
+    """Division of a product among CTAs.
 
     each: tiles of a CTA, for each set of matrices whose tiles alternate; shares: for each set,
     part and warp; length: panels of a part; ctas: of a part.
@@ -208,6 +208,7 @@ class _Division:
             for together, e in zip(sets, each, strict=True)
         ]
         flat = [share for of_set in shares for part in of_set for share in part]
+        groups = [sum(kind >> 16 for kind in share[HEADER:]) for share in flat]
         return cls(
             each=each,
             shares=shares,
@@ -216,11 +217,11 @@ class _Division:
             ctas=sum(-(-count // e) for count, e in zip(tiles, each, strict=True)),
             tiles=max(each) * len(sets[0]),
             words=max(map(len, flat)),
-            scales=max(scale_bytes(share, matrices[0].scale_bytes) for share in flat),
+            scales=matrices[0].scale_bytes * max(groups),
         )
 
     def input_bytes(self, rows: int, panels: int) -> int:
-        """Return the bytes of so many rows of x, later reused for a sum of each warp.
+        """Return the bytes of this many rows of x, later reused for a sum of each warp.
 
         panels: of x, if all of it is needed; else 0.
         """

@@ -82,13 +82,10 @@ class Ops:
                 y if m.bias is None else y + m.bias
                 for y, m in zip(results, p.matrices, strict=True)
             ]
-            if p.activation is not None:
-                first, *up = results
-                results = [
-                    self.gated(first, up[0], p.activation)
-                    if up
-                    else self.activated(first, p.activation)
-                ]
+            if p.activation is not None and len(results) == 2:
+                results = [self.gated(results[0], results[1], p.activation)]
+            elif p.activation is not None:
+                results = [self.activated(results[0], p.activation)]
             if p.after is not None:
                 results = [self.norm(y, p.after) for y in results]
             if p.multiplier != 1.0:

@@ -54,7 +54,7 @@ def sample(settings: SamplingSettings, rows: int = 3, **options: Any) -> None:
     ],
     ids=lambda value: "",
 )
-def test_a_step_that_is_off_is_not_launched(
+def test_a_disabled_sampler_step_is_not_launched(
     settings: SamplingSettings, expected: list[str], launches: dict
 ) -> None:
     sample(settings)

@@ -287,7 +287,7 @@ def test_a_small_matrix_is_divided_by_rows() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("hidden", "mlp", "kv"), [(64, 96, 32), (4096, 14336, 1024)])
-def test_ctas_of_a_chain_are_there_together(
+def test_ctas_of_a_chain_are_resident_together(
     hidden: int, mlp: int, kv: int, zeros: bool, device: tuple[int, int]
 ) -> None:
     processors, most_shared = device

@@ -117,7 +117,7 @@ def test_parts_that_do_not_fit_become_more() -> None:
     assert plan.shared <= SMALL
 
 
-def test_what_does_not_fit_at_all_has_no_candidates() -> None:
+def test_a_chain_that_does_not_fit_has_no_candidates() -> None:
     assert candidates(chain(), 1, (4, LARGE)) == []
 
 
@@ -191,7 +191,9 @@ def test_a_choice_is_measured_once_and_kept_for_the_next_process(file: Path) -> 
     assert json.loads(file.read_text()) == {"a": [1, 3], "b": [2, 2]}
 
 
-def test_what_cannot_be_measured_stays_the_default_in_this_process_only(file: Path) -> None:
+def test_a_launch_that_cannot_be_measured_keeps_the_default_in_this_process_only(
+    file: Path,
+) -> None:
     tuning = Tuning(file)
 
     assert tuning.choice("a", 1, lambda: None) is None
@@ -251,7 +253,7 @@ def keep(file: Path, writer: int) -> Parts | None:
     return tuning.choice("shared", 1, lambda: (writer + 1,))
 
 
-def test_those_who_write_at_the_same_time_lose_nothing(file: Path) -> None:
+def test_processes_that_write_at_the_same_time_lose_no_choice(file: Path) -> None:
     with ThreadPoolExecutor(WRITERS) as pool:
         shared = list(pool.map(keep, [file] * WRITERS, range(WRITERS)))
 
