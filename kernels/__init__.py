@@ -1,4 +1,4 @@
-"""Kernels behind one interface, `Ops`: the torch implementation, which is the specification."""
+"""Operations on a device: the interface `Ops`, its torch implementation and its CUDA kernels."""
 
 from exl2flow.kernels.backend import get_ops, resolve_device, tensor_cores
 from exl2flow.kernels.interface.activations import ACTIVATIONS

@@ -1,4 +1,4 @@
-"""Run work on a device concurrently with other work there."""
+"""Threads and streams for work that runs concurrently on a device; copies that do not wait."""
 
 import logging
 import threading
@@ -38,14 +38,14 @@ def run_concurrently(works: Sequence[Callable[[], T]], device: torch.device) -> 
     for stream in streams:
         stream.wait_stream(current)
     with ThreadPoolExecutor(len(works), thread_name_prefix="exl2flow-stream") as pool:
-        begun = [
+        futures = [
             pool.submit(copy_context().run, run, work, number) for number, work in enumerate(works)
         ]
     for stream in streams:
         current.wait_stream(stream)
     with suppress(torch.OutOfMemoryError):
-        return [item.result() for item in begun]
-    del begun  # and the errors, which keep their threads' tensors alive
+        return [future.result() for future in futures]
+    del futures  # and the errors, which keep their threads' tensors alive
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     log.warning("remedy=out of memory: run again in turn what ran concurrently")

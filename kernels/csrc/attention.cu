@@ -13,15 +13,8 @@
 #include "attention_wide.cuh"
 #include "attention_narrow.cuh"
 
-template <bool IS_NARROW, int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS,
-          int HEADS>
-struct Choice {
-    using Work = Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>;
-};
-template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS, int HEADS>
-struct Choice<true, WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS, HEADS> {
-    using Work = Narrow<WIDTH, KE, VE, POSITIONS, COLUMNS, HEADS>;
-};
+template <bool IS_FIRST, class First, class Second> struct Choice { using Type = First; };
+template <class First, class Second> struct Choice<false, First, Second> { using Type = Second; };
 
 // Reads WIDTH elements of a slot per key head; the head's own begin at `offset`. TOKENS: most new
 // ones; HEADS: key heads of a CTA, if more than one then of WIDTH elements each.
@@ -34,8 +27,9 @@ __global__ void __launch_bounds__(
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
     constexpr int UNITS = WIDTH / 64, PART = COLUMNS * (WIDTH + 2);
-    using Work = typename Choice<(COLUMNS < 8 * HEADS), WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS,
-                                 HEADS>::Work;
+    using Work = typename Choice<(COLUMNS < 8 * HEADS),
+                                 Narrow<WIDTH, KE, VE, POSITIONS, COLUMNS, HEADS>,
+                                 Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>>::Type;
     extern __shared__ __align__(16) byte ring[];  // at the end, each warp's sums
     // queries, then each token's new key and value; at the end, sums
     __shared__ float window[COLUMNS + 2 * TOKENS * HEADS][WIDTH];
@@ -56,8 +50,7 @@ __global__ void __launch_bounds__(
     const u32 padded = (width + 63) / 64 * 64;
     const Keys keys(call.keys, padded, first_element, offset, offset + HEADS * dim, lane);
     const Values values(call.values, padded, first_element, offset, offset + HEADS * dim, lane);
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const int length = call.lengths[row];
     const integer first_row = (integer)row * tokens;
     const integer own_q = (first_row * call.heads + team * group) * dim;

@@ -111,8 +111,7 @@ template <int SCALE_BYTES> struct Fetcher {
 __device__ __forceinline__ float size_of(const float* squares, int columns, float eps) {
     float sum = 0.0f;
     for (int i = threadIdx.x % 32; i < columns / TILE_COLUMNS; i += 32) sum += __ldcg(squares + i);
-    for (int o = 16; o; o >>= 1) sum += __shfl_xor_sync(~0u, sum, o);
-    return rsqrtf(sum / columns + eps);
+    return rsqrtf(sum_of_warp(sum) / columns + eps);
 }
 
 // Put the part's x, ROWS rows, into shared memory, as `multiply` reads it.
@@ -298,9 +297,9 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         const Work work(stage);
         const int line = (threadIdx.x * gridDim.x + blockIdx.x) * 32;  // of 128 bytes, for all CTAs
         if (stage.norm && 2 * line < stage.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + 2 * line));
+            prefetch(stage.norm + 2 * line);
         if (stage.to && line < stage.of[stage.matrices - 1].columns)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.to + line));
+            prefetch(stage.to + line);
         for (int i = threadIdx.x; work.of && i < stage.words; i += THREADS)
             lists[stage.list_at + i] = __ldg(work.of->lists + work.part * stage.words + i);
     }
@@ -336,14 +335,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
                     multiply<4, ROWS, true>(codes, scales, x, kind, lane, total);
                 } else {
 #define CASE(B) multiply<B, ROWS, false>(codes, scales, x, kind, lane, total)
-                    switch (kind & 15) {
-                        case 2: CASE(2); break;
-                        case 3: CASE(3); break;
-                        case 4: CASE(4); break;
-                        case 5: CASE(5); break;
-                        case 6: CASE(6); break;
-                        default: CASE(8);
-                    }
+                    FOR_BITS(kind & 15, CASE)
                 }
                 x += (kind >> 4 & 7) * ROWS * 64;
                 __syncwarp();

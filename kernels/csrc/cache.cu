@@ -2,8 +2,8 @@
 #include "packed.cuh"
 #include "cache_rows.cuh"
 
-// Store keys or values x fp16 (t, width) at slots int64 (t,), like `encode` of reference/cache.py; each warp
-// has 64 elements. element: see cache_rows.cuh.
+// Store keys or values x fp16 (t, width) at slots int64 (t,), like `encode` of reference/cache.py;
+// each warp has 64 elements. element: see cache_rows.cuh.
 extern "C" __global__ void write_rows(const half_bits* x, const integer* slots, byte* data,
                                       half_bits* scales, integer width, integer element) {
     const int lane = threadIdx.x % 32, unit = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;

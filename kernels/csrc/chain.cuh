@@ -1,5 +1,5 @@
-// The steps that drop or reweigh ordered candidates; each CTA handles its slice, and a thread the
-// same places in all of them but `running`.
+// Truncation and reweighing of ordered candidates: top-k, top-p, typical, XTC and others. Each CTA
+// handles its slice; a thread has the same places in every step but `running`.
 #include "row.cuh"
 
 // A number in (0, 1) of a draw and an id: SplitMix64.

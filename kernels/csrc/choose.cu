@@ -1,4 +1,4 @@
-// From ranked candidates to a token.
+// Sampling a token from the candidates.
 #include "chain.cuh"
 
 // A row's token, and those of its pair: append it to the histories.
@@ -73,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(1024) choose_few(const Sampler s) {
     extern __shared__ Key sorted[];  // as many as a power of two; then the arrays of a row
     __shared__ double before[2 * TEAM];
     __shared__ int taken;
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const integer row = blockIdx.x;
     const int most = (int)s.most, given = (int)s.pieces * most;
     const Key* const keys = s.keys + row * given;
@@ -129,8 +128,7 @@ extern "C" __global__ void __launch_bounds__(1024) choose_few(const Sampler s) {
 // Rows of many candidates, in order. blockIdx is (CTA of a team, team); a team takes row by row.
 extern "C" __global__ void __launch_bounds__(1024) choose_all(const Sampler s) {
     __shared__ double before[2 * TEAM];
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const int n = (int)s.most, slice = (n + TEAM - 1) / TEAM;
     const int begin = min(n, (int)blockIdx.x * slice), end = min(n, begin + slice);
     double* const arrays = s.scratch + blockIdx.y * 5 * s.most;

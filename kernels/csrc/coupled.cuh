@@ -12,6 +12,13 @@ struct Room {
     float partial[2][WARPS];
 };
 
+// Load a panel's block (p, p) of a matrix, rows `stride` apart.
+__device__ __forceinline__ void load_block(const float* from, integer stride, integer p,
+                                           float (*block)[PANEL_ROWS]) {
+    for (int i = threadIdx.x; i < p * p; i += blockDim.x)
+        block[i / p][i % p] = from[i / p * stride + i % p];
+}
+
 struct Block {  // of O, with the values of the thread's own column
     const float* O;
     int b;
@@ -31,13 +38,11 @@ __device__ __forceinline__ Block block_of(const float* scales, const float* half
 
 // Sum over the CTA, in a fixed order; every thread gets it.
 __device__ float sum_of_all(float value, Room& room, int turn) {
-    for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
+    value = sum_of_warp(value);
     if (threadIdx.x % 32 == 0) room.partial[turn][threadIdx.x / 32] = value;
     __syncthreads();
     const int lane = threadIdx.x % 32;
-    float total = lane < (int)blockDim.x / 32 ? room.partial[turn][lane] : 0.0f;
-    for (int offset = 16; offset; offset >>= 1) total += __shfl_xor_sync(~0u, total, offset);
-    return total;
+    return sum_of_warp(lane < (int)blockDim.x / 32 ? room.partial[turn][lane] : 0.0f);
 }
 
 __device__ float largest_of_all(float value, Room& room, int turn) {

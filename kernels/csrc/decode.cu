@@ -115,14 +115,8 @@ template <bool GPTQ> __device__ __forceinline__ void decode(const Work& work) {
         to[i] = work.y + order[8 * i + lane / 4] * work.step + part.column +
                 tile * TILE_COLUMNS + lane % 4 * 8;
     half_bits* room = shared[warp];
-    switch (panel[0]) {
-        case 2: decode_tiles<2, GPTQ>(from, count, lane, room, to); break;
-        case 3: decode_tiles<3, GPTQ>(from, count, lane, room, to); break;
-        case 4: decode_tiles<4, GPTQ>(from, count, lane, room, to); break;
-        case 5: decode_tiles<5, GPTQ>(from, count, lane, room, to); break;
-        case 6: decode_tiles<6, GPTQ>(from, count, lane, room, to); break;
-        default: decode_tiles<8, GPTQ>(from, count, lane, room, to);
-    }
+#define CASE(B) decode_tiles<B, GPTQ>(from, count, lane, room, to)
+    FOR_BITS(panel[0], CASE)
 }
 
 // Grid (CTAs of all matrices, panels): a CTA has adjacent tiles, the warps' in turn.

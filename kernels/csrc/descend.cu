@@ -9,10 +9,9 @@ extern "C" __global__ void __launch_bounds__(128)
 descend_panel(float* steps, const float* gradient, const float* hessian, integer stride,
               const float* scales, const float* half_range, float* change, integer p, integer m) {
     __shared__ float h[PANEL_ROWS][PANEL_ROWS];
-    for (int i = threadIdx.x; i < p * p; i += blockDim.x)
-        h[i / p][i % p] = hessian[(i / p) * stride + i % p];
+    load_block(hessian, stride, p, h);
     __syncthreads();
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    const integer column = grid_thread();
     if (column >= m) return;
     const float scale = scales[column], high = half_range[column];
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
@@ -44,8 +43,7 @@ descend_coupled(float* steps, float* gradient, const float* hessian, integer str
     __shared__ float h[PANEL_ROWS][PANEL_ROWS];
     const int b = (int)size, c = threadIdx.x;
     const integer column = blockIdx.x * size + c;
-    for (int i = c; i < p * p; i += blockDim.x)
-        h[i / p][i % p] = hessian[(i / p) * stride + i % p];
+    load_block(hessian, stride, p, h);
     const Block own = block_of(scales, half_range, O, b);
     int turn = 0;
     __syncthreads();

@@ -12,6 +12,7 @@ __device__ __forceinline__ void let_the_next_begin() {
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+__device__ __forceinline__ void overlap_launches() { let_the_next_begin(), wait_for_input(); }
 
 // CTA `rank` of `ctas` that are resident together meets the others: everything written before is
 // visible to each after. The counter need not be cleared: its highest bit flips when the last one

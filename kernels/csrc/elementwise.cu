@@ -9,7 +9,7 @@ template <int W> struct __align__(W < 4 ? 4 * W : 16) Floats { float of[W]; };
 
 // Sum over the threads of a row: a warp, or the CTA, with room for 32 numbers.
 __device__ __forceinline__ float sum_of_row(float value, int threads, float* room) {
-    for (int o = 16; o; o >>= 1) value += __shfl_xor_sync(~0u, value, o);
+    value = sum_of_warp(value);
     if (threads == 32) return value;
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = value;
     __syncthreads();
@@ -22,30 +22,12 @@ __device__ __forceinline__ half_bits normed(half_bits x, float size, half_bits w
     return to_half(from_half(to_half(from_half(x) * size)) * from_half(weight));
 }
 
-// x fp16 (rows, d) → RN16(RN16(x · size) · weight): one CTA per row.
-extern "C" __global__ void rms_norm(const half_bits* x, const half_bits* weight, half_bits* y,
-                                    integer d, float eps) {
-    __shared__ float room[32];
-    let_the_next_begin();
-    wait_for_input();
-    x += blockIdx.x * d;
-    y += blockIdx.x * d;
-    float square = 0.0f;
-    for (int i = threadIdx.x; i < d; i += blockDim.x) {
-        const float value = from_half(x[i]);
-        square += value * value;
-    }
-    const float size = rsqrtf(sum_of_row(square, blockDim.x, room) / d + eps);
-    for (int i = threadIdx.x; i < d; i += blockDim.x) y[i] = normed(x[i], size, weight[i]);
-}
-
-// The same, with x read once: a row of `pieces` of 8 numbers has 32 threads or those of the CTA;
-// each keeps its own pieces.
+// x fp16 → RN16(RN16(x · size) · weight): a row of `pieces` of 8 numbers has 32 threads or those of
+// the CTA; each keeps its own pieces, so that x is read once.
 extern "C" __global__ void rms_norm_8(const Halves<8>* x, const Halves<8>* weight, Halves<8>* y,
                                       integer rows, integer pieces, float eps, integer threads) {
     __shared__ float room[32];
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const int together = blockDim.x / (int)threads, first = threadIdx.x % (int)threads;
     const integer row = (integer)blockIdx.x * together + threadIdx.x / (int)threads;
     if (row >= rows) return;
@@ -87,8 +69,7 @@ extern "C" __global__ void add_normed(const half_bits* x, const half_bits* weigh
                                       integer d, integer heads, integer head_step,
                                       integer centered, float eps, float multiplier) {
     __shared__ float rooms[2][32];
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const integer at = blockIdx.x * d, head = blockIdx.x / head_step % heads * d;
     float mean = 0.0f, square = 0.0f;
     if (centered) {
@@ -116,13 +97,13 @@ struct Heads {  // x and y (b, heads, t, head_dim); strides of b, h and t, first
     integer table_row_step, table_place_step;  // of cosines and sines fp32 (b or 1, t, half)
 };
 
-// Heads x fp16, with any strides but the last, → y; the first 2 · half dimensions are rotated. A CTA has heads of one place, a thread W pairs, or W numbers that are
-// copied: blockIdx is (place, piece of the heads, row).
+// Heads x fp16, with any strides but the last, → y; the first 2 · half dimensions are rotated. A CTA has
+// heads of one place, a thread W pairs, or W numbers that are copied: blockIdx is (place, piece of
+// the heads, row).
 template <int W>
 __device__ __forceinline__ void rotate(const half_bits* x, const float* cosines, const float* sines,
                                        half_bits* y, const Heads& h) {
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const int pairs = (int)h.half / W, units = ((int)h.head_dim - (int)h.half) / W;
     const int unit = blockIdx.y * blockDim.x + threadIdx.x, head = unit / units, i = unit % units;
     if (head >= h.heads) return;
@@ -172,9 +153,8 @@ ROTATE(8)
 template <int W, int ACTIVATION>
 __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up, Halves<W>* y,
                                       integer count, integer step) {
-    let_the_next_begin();
-    wait_for_input();
-    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    overlap_launches();
+    const integer i = grid_thread();
     if (i >= count) return;
     gate += blockIdx.y * step, up += blockIdx.y * step, y += blockIdx.y * count;
     Halves<W> value = gate[i];
@@ -187,18 +167,11 @@ __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up
     y[i] = value;
 }
 
-#define GATED_BY(NAME, ACTIVATION, W)                                                             \
-    extern "C" __global__ void gated_##NAME##_##W(const Halves<W>* gate, const Halves<W>* up,     \
-                                                  Halves<W>* y, integer count, integer step) {    \
-        gated<W, ACTIVATION>(gate, up, y, count, step);                                           \
-    }
-
 // x fp16 → RN16(activation(x)), `count` pieces of W numbers.
 template <int W, int ACTIVATION>
 __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, integer count) {
-    let_the_next_begin();
-    wait_for_input();
-    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    overlap_launches();
+    const integer i = grid_thread();
     if (i >= count) return;
     Halves<W> value = x[i];
 #pragma unroll
@@ -207,7 +180,11 @@ __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, inte
     y[i] = value;
 }
 
-#define ACTIVATED_BY(NAME, ACTIVATION, W)                                                         \
+#define GATED_BY(NAME, ACTIVATION, W)                                                             \
+    extern "C" __global__ void gated_##NAME##_##W(const Halves<W>* gate, const Halves<W>* up,     \
+                                                  Halves<W>* y, integer count, integer step) {    \
+        gated<W, ACTIVATION>(gate, up, y, count, step);                                           \
+    }                                                                                             \
     extern "C" __global__ void activated_##NAME##_##W(const Halves<W>* x, Halves<W>* y,           \
                                                       integer count) {                            \
         activated<W, ACTIVATION>(x, y, count);                                                    \
@@ -215,9 +192,7 @@ __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, inte
 
 #define GATED(NAME, ACTIVATION)                                                                   \
     GATED_BY(NAME, ACTIVATION, 1)                                                                 \
-    GATED_BY(NAME, ACTIVATION, 8)                                                                 \
-    ACTIVATED_BY(NAME, ACTIVATION, 1)                                                             \
-    ACTIVATED_BY(NAME, ACTIVATION, 8)
+    GATED_BY(NAME, ACTIVATION, 8)
 GATED(silu, SILU)
 GATED(gelu, GELU)
 GATED(gelu_tanh, GELU_TANH)
@@ -228,8 +203,7 @@ GATED(relu2, RELU2)
 // blockIdx.x is a row.
 extern "C" __global__ void put_rows(const uint4* x, const integer* slots, uint4* data,
                                     integer pieces, integer step) {
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x;
     if (i < pieces) data[slots[blockIdx.x] * pieces + i] = x[blockIdx.x * step + i];
 }
@@ -237,8 +211,7 @@ extern "C" __global__ void put_rows(const uint4* x, const integer* slots, uint4*
 // The inverse: rows `slots` of `data` → x (t, pieces).
 extern "C" __global__ void get_rows(uint4* x, const integer* slots, const uint4* data,
                                     integer pieces) {
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x;
     if (i < pieces) x[blockIdx.x * pieces + i] = data[slots[blockIdx.x] * pieces + i];
 }
@@ -248,9 +221,8 @@ extern "C" __global__ void get_rows(uint4* x, const integer* slots, const uint4*
 extern "C" __global__ void joined(const Halves<8>* a, const Halves<8>* b, const float* a_sums,
                                   const float* b_sums, Halves<8>* y, float* sums, integer tokens,
                                   integer heads, integer pieces) {
-    let_the_next_begin();
-    wait_for_input();
-    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x, row = i / pieces;
+    overlap_launches();
+    const integer i = grid_thread(), row = i / pieces;
     if (row >= tokens * heads) return;
     const integer at = row % heads * tokens + row / heads;
     const float share = 1.0f / (1.0f + __expf(a_sums[at] - b_sums[at]));

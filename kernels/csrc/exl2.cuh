@@ -17,6 +17,15 @@ __device__ __forceinline__ float from_half(half_bits bits) {
     return x;
 }
 
+__device__ __forceinline__ integer grid_thread() {  // of the grid's first axis
+    return (integer)blockIdx.x * blockDim.x + threadIdx.x;
+}
+
+__device__ __forceinline__ float sum_of_warp(float value) {
+    for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
+    return value;
+}
+
 __device__ __forceinline__ float clamped(float x, float low, float high) {
     return fminf(fmaxf(x, low), high);
 }

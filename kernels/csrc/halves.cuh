@@ -40,26 +40,6 @@ template <bool GPTQ> __device__ __forceinline__ HalfScales half_scales_of(const 
     return own;
 }
 
-// The register that holds the codes of `operands`' register r, and maybe others, at `place_of`.
-template <int B> __device__ __forceinline__ u32 holder(const u32* w, int r) {
-    if constexpr (B == 8) return w[r];
-    if constexpr (B == 2) return w[r / 2 % 2];
-    if constexpr (B == 6) {
-        if (r < 6) return w[r];
-        const u32* of = w + 3 * (r - 6);
-        return raised(of[0], 6, 0xc0, raised(of[1], 4, 0x30, raised(of[2], 2, 0x0c)));
-    }
-    if constexpr (B == 5) {
-        if (r < 5) return w[r];
-        const u32 of = r == 5 ? w[0] : r == 6 ? w[2] : w[4];
-        if (r < 7) return raised(of, 5, 0xe0, raised(w[r == 5 ? 1 : 3], 3, 0x18));
-        return raised(of, 5, 0xe0, raised(w[1], 2, 0x10, raised(w[3], 1, 0x08)));
-    }
-    if constexpr (B == 3)
-        if (r >= 6) return raised(w[0], 6, 0xc0, raised(w[1], 4, 0x30, raised(w[2], 2, 0x0c)));
-    return w[r / 2];
-}
-
 // A lane's 32 values as first operands of four mma, [16 columns][rows 8 t + 4 h on]: of each column
 // rows 0 and 2 of the four, then 1 and 3. A code c at bit p of a byte is 1024 + 2^p c once it stands
 // in an fp16 number, and 2^-p times that less 1024 · 2^-p + zero is exact.

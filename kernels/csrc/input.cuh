@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_squares(const uint4& v, float& square) {
 
 // Store a warp's sum of squares of a row.
 __device__ __forceinline__ void keep(float square, float* squares) {
-    for (int o = 16; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+    square = sum_of_warp(square);
     if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = square;
 }
 

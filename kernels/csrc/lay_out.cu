@@ -109,20 +109,14 @@ extern "C" __global__ void lay_out(const u32* packed, const integer* table, cons
         order += panel * PANEL_ROWS;
     else
         packed += table[1] * n;
-    switch (table[0]) {
-        case 2: lay_panel<2>(packed, order, codes, n); break;
-        case 3: lay_panel<3>(packed, order, codes, n); break;
-        case 4: lay_panel<4>(packed, order, codes, n); break;
-        case 5: lay_panel<5>(packed, order, codes, n); break;
-        case 6: lay_panel<6>(packed, order, codes, n); break;
-        default: lay_panel<8>(packed, order, codes, n);
-    }
+#define CASE(B) lay_panel<B>(packed, order, codes, n)
+    FOR_BITS(table[0], CASE)
 }
 
 // codes (groups, words) of 4 bits, maxima fp16 (groups,) -> scales (tiles, groups, 8): count words
 extern "C" __global__ void lay_out_scales(const u32* codes, const half_bits* maxima, u32* scales,
                                           integer groups, integer words, integer count) {
-    const integer index = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    const integer index = grid_thread();
     if (index >= count) return;
     const integer group = index / 8 % groups, first = index / 8 / groups * 4;
     u32 found = (u32)to_half(from_half(maxima[group]) / (SCALE_LEVELS * SCALE_LEVELS)) << 16;

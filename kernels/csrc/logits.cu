@@ -1,12 +1,11 @@
-// What changes logits before candidates are ranked. blockIdx is (piece of a row, row).
+// Logit processors: CFG, penalties, bias, DRY and masks. blockIdx is (piece of a row, row).
 #include "sampler.cuh"
 
 __device__ __forceinline__ float bounded(float x) { return x < -STRONGEST ? -STRONGEST : x; }
 
 // The greatest logit of a piece, and the sum of exp(l - greatest): excluded ones stay finite.
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) norms(const Sampler s) {
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const int first = blockIdx.x * PIECE + threadIdx.x, left = (int)s.vocab - first;
     const float* x = s.logits + blockIdx.y * s.step + first;
     float values[PIECE / SELECT_THREADS];
@@ -39,8 +38,7 @@ __device__ double norm_of(const Sampler& s, integer row) {
 // id that may follow: of the history's end, within the range of DRY and without breakers.
 extern "C" __global__ void find_repetitions(const Sampler s) {
     __shared__ int suffix[MOST_REPEATED];
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     const integer row = blockIdx.y;
     const double* of = s.table + row * COLUMNS;
     const int* ids = s.history + row * (s.room + 1);
@@ -149,8 +147,7 @@ __device__ __forceinline__ float penalized(float x, const Penalties& p, const Se
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS) adjust(const Sampler s) {
     extern __shared__ Seen seen[];
     __shared__ double norms[2];
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     constexpr int EACH = COUNTED / COUNT_THREADS;
     const integer row = blockIdx.y;
     const int start = blockIdx.x * COUNTED, first = start + threadIdx.x;

@@ -4,7 +4,7 @@
 
 // codes (k, n) -> packed int32 (words, n)
 extern "C" __global__ void pack(const byte* codes, const integer* table, unsigned* packed, integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, panel = blockIdx.y;
+    const integer column = grid_thread(), panel = blockIdx.y;
     if (column >= n) return;
     const int bits = (int)table[panel * 3];
     unsigned* to = packed + table[panel * 3 + 1] * n + column;
@@ -26,7 +26,7 @@ extern "C" __global__ void pack(const byte* codes, const integer* table, unsigne
 // packed int32 (words, n) -> codes (k, n)
 extern "C" __global__ void unpack(const unsigned* packed, const integer* table, byte* codes,
                                   integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, panel = blockIdx.y;
+    const integer column = grid_thread(), panel = blockIdx.y;
     if (column >= n) return;
     const int bits = (int)table[panel * 3];
     const unsigned* from = packed + table[panel * 3 + 1] * n + column;
@@ -48,7 +48,7 @@ extern "C" __global__ void unpack(const unsigned* packed, const integer* table, 
 // codes (g, n), maxima fp16 (g,) -> scales fp16 (g, n)
 extern "C" __global__ void decode_scales(const byte* codes, const half_bits* maxima,
                                          half_bits* scales, integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    const integer column = grid_thread();
     if (column >= n) return;
     const integer place = blockIdx.y * n + column;
     scales[place] = to_half(decoder_scale(codes[place] + 1.0f, maxima[blockIdx.y]));
@@ -57,7 +57,7 @@ extern "C" __global__ void decode_scales(const byte* codes, const half_bits* max
 // codes (k, n), scales fp16 (g, n) -> matrix fp16 (k, n): RN16((code - 2^(bits - 1)) · scale)
 extern "C" __global__ void decode(const byte* codes, const half_bits* scales, const integer* table,
                                   half_bits* matrix, integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, panel = blockIdx.y;
+    const integer column = grid_thread(), panel = blockIdx.y;
     if (column >= n) return;
     const int zero = 1 << (int)(table[panel * 3] - 1);
     const float scale = from_half(scales[table[panel * 3 + 2] * n + column]);

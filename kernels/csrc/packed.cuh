@@ -82,28 +82,37 @@ __device__ __forceinline__ u32 raised(u32 w, int by, u32 mask, u32 others = 0) {
     return pick(w << by, each_byte(mask), others);
 }
 
+// The register that holds the codes of `operands`' register r, and maybe others, at `place_of`.
+template <int B> __device__ __forceinline__ u32 holder(const u32* w, int r) {
+    if constexpr (B == 8) return w[r];
+    if constexpr (B == 2) return w[r / 2 % 2];
+    if constexpr (B == 6) {
+        if (r < 6) return w[r];
+        const u32* of = w + 3 * (r - 6);
+        return raised(of[0], 6, 0xc0, raised(of[1], 4, 0x30, raised(of[2], 2, 0x0c)));
+    }
+    if constexpr (B == 5) {
+        if (r < 5) return w[r];
+        const u32 of = r == 5 ? w[0] : r == 6 ? w[2] : w[4];
+        if (r < 7) return raised(of, 5, 0xe0, raised(w[r == 5 ? 1 : 3], 3, 0x18));
+        return raised(of, 5, 0xe0, raised(w[1], 2, 0x10, raised(w[3], 1, 0x08)));
+    }
+    if constexpr (B == 3)
+        if (r >= 6) return raised(w[0], 6, 0xc0, raised(w[1], 4, 0x30, raised(w[2], 2, 0x0c)));
+    return w[r / 2];
+}
+
 template <int B> __device__ __forceinline__ void operands(const u32* w, u32* a) {
-    u32 last = 0;
-    if constexpr (B == 3)  // the fourth pair of columns lies below the others
-        last = raised(w[0], 6, 0xc0, raised(w[1], 4, 0x30, raised(w[2], 2, 0x0c)));
+    const u32 last = B == 3 ? holder<B>(w, 7) : 0;  // once for two registers
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
         if (B > 4 && r >= B) continue;
-        const int c = r / 4 * 2 + r % 2;
-        const u32 own = B > 4 ? w[r] : B == 2 ? w[r / 2 % 2] : B == 3 && r >= 6 ? last : w[r / 2];
-        a[r] = place_of<B>(c) ? own & each_byte(0xff << place_of<B>(c) & 0xff) : own;
+        const int place = place_of<B>(r / 4 * 2 + r % 2);
+        const u32 held = B == 3 && r >= 6 ? last : holder<B>(w, r);
+        a[r] = place ? held & each_byte(0xff << place & 0xff) : held;
     }
-    if constexpr (B == 5) {  // three registers lie below the others
-        a[5] = raised(w[0], 5, 0xe0, raised(w[1], 3, 0x18));
-        a[6] = raised(w[2], 5, 0xe0, raised(w[3], 3, 0x18));
-        a[7] = raised(w[4], 5, 0xe0, raised(w[1], 2, 0x10, raised(w[3], 1, 0x08)));
-    }
-    if constexpr (B == 6)  // two
-#pragma unroll
-        for (int r = 6; r < 8; ++r) {
-            const u32* of = w + 3 * (r - 6);
-            a[r] = raised(of[0], 6, 0xc0, raised(of[1], 4, 0x30, raised(of[2], 2, 0x0c)));
-        }
+    if constexpr (B == 5) a[5] = holder<B>(w, 5);
+    if constexpr (B == 5 || B == 6) a[6] = holder<B>(w, 6), a[7] = holder<B>(w, 7);
 }
 
 // The codes in register r of `operands`, 4 bytes.
@@ -164,3 +173,14 @@ template <bool GPTQ> __device__ __forceinline__ Scales scales_of(const byte* at,
     }
     return own;
 }
+
+// CASE(bits) for the bits of a code.
+#define FOR_BITS(BITS, CASE)    \
+    switch (BITS) {             \
+        case 2: CASE(2); break; \
+        case 3: CASE(3); break; \
+        case 4: CASE(4); break; \
+        case 5: CASE(5); break; \
+        case 6: CASE(6); break; \
+        default: CASE(8);       \
+    }

@@ -3,7 +3,7 @@
 // added in fp32.
 #include "packed.cuh"
 
-// What belongs to a panel of a row of x: the size of one, and the sum of its 32 numbers q.
+// Of a panel of a row of x: the size of a q of 1, and the sum of its 32 numbers q.
 struct Unit {
     float size;
     int sum;

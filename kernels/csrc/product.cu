@@ -42,7 +42,7 @@ __device__ __forceinline__ void put(const float* total, int rows, float* to) {
     }
 }
 
-// What a lane needs to end a column of a row, besides sums: read before they are there.
+// Inputs of the epilogue of a column of a row, read before its sums are complete.
 struct Ending {
     int column, to;
     bool is_there;
@@ -207,23 +207,20 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                                (segment ? begin[1] : work.share->scales);
             const int bytes = segment == 0 ? work.share->first_scales
                                            : is_last ? work.share->last_scales : begin[2];
-            for (int b = lane * 16; b < bytes; b += 512)
-                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + b),
-                             "l"(from + b));
+            copy_by_lanes(to, from, bytes);
             to += bytes;
         }
         const int line = threadIdx.x * 32;  // one line of 128 bytes per thread
         if (stage.norm && 2 * line < stage.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.norm + 2 * line));
+            prefetch(stage.norm + 2 * line);
         if (stage.after && 2 * line < stage.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.after + 2 * line));
+            prefetch(stage.after + 2 * line);
         if (stage.after && line < stage.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.order + line));
+            prefetch(stage.order + line);
         if (stage.place && line < stage.k)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(stage.place + line));
+            prefetch(stage.place + line);
         if (stage.to && warp == 0 && lane < work.tiles && lane * 32 < work.of->columns)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(
-                stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS));
+            prefetch(stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS);
     };
     for (int s = 0; s < 2; ++s) {
         if (s < c.count) fetch_scales(s);
@@ -272,14 +269,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
                     multiply<4, ROWS, true>(codes, scales, from, own_units, kind, lane, total);
                 } else {
 #define CASE(B) multiply<B, ROWS, false>(codes, scales, from, own_units, kind, lane, total)
-                    switch (kind & 15) {
-                        case 2: CASE(2); break;
-                        case 3: CASE(3); break;
-                        case 4: CASE(4); break;
-                        case 5: CASE(5); break;
-                        case 6: CASE(6); break;
-                        default: CASE(8);
-                    }
+                    FOR_BITS(kind & 15, CASE)
                 }
                 scales += (kind >> 16) * SCALE_BYTES;
                 from += panels * ROWS * 64, own_units += panels * ROWS;

@@ -4,11 +4,6 @@
 
 #define WARPS 4  // per CTA
 
-__device__ __forceinline__ float sum_of_warp(float value) {
-    for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
-    return value;
-}
-
 // Sum in a fixed order; every thread of a warp gets it.
 __device__ __forceinline__ float sum_of(const float* values, integer count) {
     float sum = 0.0f;
@@ -32,7 +27,7 @@ __device__ __forceinline__ float nearest_level(float wanted, half_bits maximum, 
 extern "C" __global__ void wanted_scales(const float* steps, const float* bent, const float* pushed,
                                          const float* O, const float* decoded, float* curvature,
                                          float* wanted, integer r, integer m, integer b) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    const integer column = grid_thread();
     if (column >= m) return;
     float bend = 0.0f, slope = 0.0f;
     for (integer place = column; place < r * m; place += m) {
@@ -51,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scale_misses(const float* wanted, const float* curvature, const float* decoded,
              const half_bits* maxima, const float* multiples, float* partial, integer n, integer j) {
     __shared__ float sums[WARPS][REFIT_MAXIMA];
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, matrix = blockIdx.y % j;
+    const integer column = grid_thread(), matrix = blockIdx.y % j;
     const integer place = matrix * n + column;
     const float strength = exp2f(-float(blockIdx.y / j));
     const bool inside = column < n;
@@ -80,7 +75,7 @@ nearest_scales(const float* wanted, const float* decoded, const half_bits* maxim
                half_bits* found_maxima, float* found, float* change, integer r, integer n,
                integer j) {
     __shared__ float sums[REFIT_MAXIMA];
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, matrix = blockIdx.y % j;
+    const integer column = grid_thread(), matrix = blockIdx.y % j;
     for (int i = threadIdx.x / 32; i < REFIT_MAXIMA; i += WARPS) {
         const float sum =
             sum_of(partial + (blockIdx.y * REFIT_MAXIMA + i) * gridDim.x, gridDim.x);
@@ -110,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 scale_rises(const float* moved, const float* pushed, const float* change, float* partial, integer r,
             integer n, integer j) {
     __shared__ float sums[WARPS];
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, m = j * n;
+    const integer column = grid_thread(), m = j * n;
     const integer place = blockIdx.y % j * n + column, first = blockIdx.y / j * r * m + place;
     float rise = 0.0f;
     for (integer row = 0; column < n && row < r; ++row)
@@ -130,7 +125,7 @@ extern "C" __global__ void take_scales(const float* rises, const byte* found_cod
                                        const float* change, const integer* rows, byte* codes,
                                        half_bits* maxima, float* decoded, float* taken, integer r,
                                        integer n, integer j, integer tries) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, matrix = blockIdx.y;
+    const integer column = grid_thread(), matrix = blockIdx.y;
     const integer m = j * n, place = matrix * n + column;
     integer attempt = rows[matrix] ? 0 : tries;
     while (attempt < tries &&

@@ -23,6 +23,16 @@ __device__ __forceinline__ void end_barriers() {
     __syncwarp();
 }
 
+__device__ __forceinline__ void prefetch(const void* at) {  // to L2, a line of 128 bytes
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+// Begin to copy a multiple of 16 bytes, each lane 16 at a time.
+__device__ __forceinline__ void copy_by_lanes(u32 to, const byte* from, int bytes) {
+    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i));
+}
+
 // Copy a multiple of 16 bytes, by a warp.
 __device__ __forceinline__ void copy_bytes(u32 barrier, u32 to, const byte* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -32,8 +42,7 @@ __device__ __forceinline__ void copy_bytes(u32 barrier, u32 to, const byte* from
         "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%1], [%2], %3, [%0];"
         "}" ::"r"(barrier), "r"(to), "l"(from), "r"(bytes) : "memory");
 #else
-    for (int i = threadIdx.x % 32 * 16; i < bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(from + i));
+    copy_by_lanes(to, from, bytes);
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 #endif
 }
@@ -50,9 +59,7 @@ __device__ __forceinline__ void copy_both(u32 barrier, u32 to, const byte* from,
         "}" ::"r"(barrier), "r"(to), "l"(from), "r"(bytes), "r"(other), "l"(other_from),
         "r"(other_bytes), "r"(bytes + other_bytes) : "memory");
 #else
-    for (int i = threadIdx.x % 32 * 16; i < other_bytes; i += 512)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(other + i),
-                     "l"(other_from + i));
+    copy_by_lanes(other, other_from, other_bytes);
     copy_bytes(barrier, to, from, bytes);
 #endif
 }

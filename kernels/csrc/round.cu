@@ -10,10 +10,9 @@ extern "C" __global__ void __launch_bounds__(128)
 round_panel(const float* rows, const float* upper, integer stride, const float* scales,
             const float* half_range, byte* codes, float* errors, integer p, integer m) {
     __shared__ float factor[PANEL_ROWS][PANEL_ROWS];
-    for (int i = threadIdx.x; i < p * p; i += blockDim.x)
-        factor[i / p][i % p] = upper[(i / p) * stride + i % p];
+    load_block(upper, stride, p, factor);
     __syncthreads();
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x;
+    const integer column = grid_thread();
     if (column >= m) return;
     const float scale = scales[column], high = half_range[column];
     float x[PANEL_ROWS];
@@ -46,8 +45,7 @@ round_coupled(const float* rows, const float* upper, integer stride, const float
     __shared__ float factor[PANEL_ROWS][PANEL_ROWS], nearest_error[TILE][PANEL_ROWS];
     const int b = (int)size, c = threadIdx.x;
     const integer first = blockIdx.x * size, column = first + c;
-    for (int i = c; i < p * p; i += blockDim.x)
-        factor[i / p][i % p] = upper[(i / p) * stride + i % p];
+    load_block(upper, stride, p, factor);
     const Block own = block_of(scales, half_range, O, b);
     float gradients[PANEL_ROWS];
 #pragma unroll

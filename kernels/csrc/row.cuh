@@ -1,5 +1,5 @@
-// The ordered candidates of a row, and what its CTAs do together: a row has one CTA with its
-// candidates in shared memory, or TEAM of them, each with a slice of the row in global memory.
+// The ordered candidates of a row, and reductions over its CTAs: one with all candidates in shared
+// memory, or TEAM of them, each with a slice of the row in global memory.
 #include "sampler.cuh"
 
 // Running sums: within slices, and before each slice.

@@ -1,4 +1,4 @@
-// What the kernels of the sampler share. Rows are slots; `docs/concepts/decoding.md` has the order
+// Arguments and reductions of the sampler's kernels. Rows are slots; `docs/concepts/decoding.md` has the order
 // of the steps, reference/sampler.py and reference/logits.py have the formulas.
 #include "exl2.cuh"
 #include "early.cuh"
@@ -9,7 +9,7 @@ enum Setting { SETTINGS, COLUMNS };  // the columns of a slot's settings: names 
 
 typedef unsigned long long Key;  // of a candidate: its logit's ordered bits, then its falling id
 
-// A call of the sampler; what it does not need is null. A row of `history` has room + 1 ids.
+// Arguments of a call; pointers that its steps do not need are null. A row of `history` has room + 1 ids.
 struct Sampler {
     const float* logits;  // (rows, step), as given or adjusted
     const double *table, *draws;

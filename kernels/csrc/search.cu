@@ -10,7 +10,7 @@
 extern "C" __global__ void column_ranges(const float* x, const integer* places, const integer* rows,
                                          const float* half_range, float* base, integer m,
                                          integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y;
+    const integer column = grid_thread(), j = blockIdx.y;
     if (column >= n) return;
     const float* from = x + places[j] * n + column;
     const integer end = rows[j];
@@ -59,7 +59,7 @@ extern "C" __global__ void maximum_costs(const float* x, const integer* places, 
                                          const float* base, const integer* order,
                                          const float* multiples, float* cost, integer m, integer n,
                                          integer step, integer sampled) {
-    const integer i = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.z;
+    const integer i = grid_thread(), j = blockIdx.z;
     if (i >= sampled) return;
     order += j * n;
     base += j * n;
@@ -84,7 +84,7 @@ extern "C" __global__ void best_maximum(const integer* places, const float* base
     float sum = 0.0f;
     for (integer i = lane; i < sampled; i += 32)
         sum += cost[(j * MAXIMA + warp) * sampled + i] * (i < WIDEST_COLUMNS ? 1.0f : (float)step);
-    for (int offset = 16; offset; offset >>= 1) sum += __shfl_xor_sync(~0u, sum, offset);
+    sum = sum_of_warp(sum);
     if (lane == 0) sums[warp] = sum;
     __syncthreads();
     if (threadIdx.x) return;
@@ -100,7 +100,7 @@ extern "C" __global__ void choose_codes(const float* x, const integer* places, c
                                         const float* half_range, const float* row_weights,
                                         const float* base, const half_bits* chosen, byte* codes,
                                         float* decoded, float* half_ranges, integer m, integer n) {
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.y;
+    const integer column = grid_thread(), j = blockIdx.y;
     if (column >= n) return;
     const integer place = places[j] * n + column;
     float error;
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(128)
 grid_cost(const float* x, const float* steps, const float* weights, const float* half_range,
           const integer* rows, const float* grid, float* partial, integer r, integer n) {
     __shared__ float sums[4][GRID_TOGETHER];
-    const integer column = (integer)blockIdx.x * blockDim.x + threadIdx.x, j = blockIdx.z;
+    const integer column = grid_thread(), j = blockIdx.z;
     const int first = blockIdx.y * GRID_TOGETHER;
     const bool inside = column < n;
     const float high = half_range[j], step = inside ? steps[j * n + column] : 1.0f;
@@ -141,9 +141,7 @@ grid_cost(const float* x, const float* steps, const float* weights, const float*
     const float weight = inside ? weights[j * n + column] : 0.0f;
 #pragma unroll
     for (int i = 0; i < GRID_TOGETHER; ++i) {
-        float total = sum[i] * weight;
-        for (int offset = 16; offset; offset >>= 1)
-            total += __shfl_xor_sync(~0u, total, offset);
+        const float total = sum_of_warp(sum[i] * weight);
         if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32][i] = total;
     }
     __syncthreads();

@@ -1,4 +1,4 @@
-// Which ids of a piece of a row are candidates.
+// Top-k selection: the candidates of each piece of a row.
 #include "sampler.cuh"
 
 // The logits' order as unsigned integers above 0; -0.0 is 0.0.
@@ -11,8 +11,7 @@ __device__ __forceinline__ unsigned ordered(float x) {
 // blockIdx is (piece, row).
 extern "C" __global__ void __launch_bounds__(SELECT_THREADS, 2) select_likeliest(const Sampler s) {
     __shared__ int taken;
-    let_the_next_begin();
-    wait_for_input();
+    overlap_launches();
     constexpr int EACH = PIECE / SELECT_THREADS;
     const bool is_adjusted = s.adjusted;
     const integer row = blockIdx.y;

@@ -1,5 +1,5 @@
-// What a launch of products computes, and which part of it is a CTA's and a warp's: product.py and
-// shares.py make it.
+// Arguments of product.cu, and the share of the work that a CTA and a warp have: product.py and
+// shares.py compute them.
 
 // A warp's share of the tiles of a CTA, in sequence, and in each the panels of a part of the rows.
 // It may begin and end within a tile; in each tile it has one segment.

@@ -64,21 +64,9 @@ def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torc
 def _write_rows(rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
     is_wide = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if is_wide and _is_copied(rows):
-        pieces = rows.width // 8
-        launch(
-            "elementwise.cu",
-            "put_rows",
-            (len(slots), -(-pieces // PUT_THREADS)),
-            x.data_ptr(),
-            slots,
-            rows.data,
-            pieces,
-            x.stride(0) // 8,
-            threads=PUT_THREADS,
-            early=True,
-        )
-        return
-    _launch_rows("write_rows", rows, slots, x.contiguous())
+        _copy_rows("put_rows", rows, slots, x.data_ptr(), x.stride(0) // 8)
+    else:
+        _launch_rows("write_rows", rows, slots, x.contiguous())
 
 
 def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,27 +82,25 @@ def _read_rows(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
             return rows.data[slots].view(torch.float16)[:, : rows.width]
         slots = torch.arange(slots.start, slots.stop, device=rows.data.device)
     x = torch.empty(len(slots), rows.width, dtype=torch.float16, device=slots.device)
-    if not _is_copied(rows):
+    if _is_copied(rows):
+        _copy_rows("get_rows", rows, slots, x)
+    else:
         _launch_rows("read_rows", rows, slots, x)
-        return x
-    pieces = rows.width // 8
-    launch(
-        "elementwise.cu",
-        "get_rows",
-        (len(slots), -(-pieces // PUT_THREADS)),
-        x,
-        slots,
-        rows.data,
-        pieces,
-        threads=PUT_THREADS,
-        early=True,
-    )
     return x
 
 
 def _is_copied(rows: CacheRows) -> bool:
     """Return whether rows are stored as they are, without padding."""
     return rows.element is Element.HALF and rows.width % UNIT == 0
+
+
+def _copy_rows(
+    kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor | int, *step: int
+) -> None:
+    """Copy fp16 rows (t, width), `step` pieces of 16 bytes apart, to or from slots int64 (t,)."""
+    pieces = rows.width // 8
+    grid = (len(slots), -(-pieces // PUT_THREADS))
+    launch("elementwise.cu", kernel, grid, x, slots, rows.data, pieces, *step, threads=PUT_THREADS)
 
 
 def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Tensor) -> None:
@@ -154,7 +140,9 @@ def attend_step(
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
     store = cache.store
-    if not _is_known(q, store):
+    tokens, head_dim = q.shape[1], q.shape[3]
+    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
+    if not is_known or q.dtype != torch.float16:
         return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -192,7 +180,6 @@ def attend_step(
         threads=plan.threads,
         shared=plan.shared,
         device=q.device,
-        early=True,
     )
     return out
 
@@ -243,12 +230,6 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch
             stages=stages,
         ),
     )
-
-
-def _is_known(q: torch.Tensor, store: LayerStore) -> bool:
-    _, tokens, _, head_dim = q.shape
-    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
-    return is_known and q.dtype == torch.float16
 
 
 def _width(head_dim: int) -> int | None:

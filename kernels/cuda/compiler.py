@@ -124,10 +124,12 @@ def launch(
     threads: int = THREADS,
     shared: int = 0,
     device: torch.device | None = None,
-    early: bool = False,
     together: bool = False,
 ) -> None:
     """Launch a function of a source.
+
+    From sm_90 on, one of a source with `early.cuh` may start before the previous launch ends: it
+    waits by itself.
 
     Args:
         file: the source.
@@ -137,7 +139,6 @@ def launch(
         threads: per CTA.
         shared: bytes of dynamic shared memory per CTA.
         device: where to launch, if no argument is a tensor.
-        early: it may start before the previous launch ends; it waits by itself (early.cuh).
         together: its CTAs wait for each other, so all must be resident at once.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
@@ -157,7 +158,7 @@ def launch(
     how.x, how.y, how.z = (*grid, 1, 1)[:3]
     how.threads, how.shared, how.stream = threads, shared, _stream(index)
     how.attributes = _EARLY_AT if not together else _TOGETHER_AT
-    how.count = together + (early and _can_be_early(index))
+    how.count = together + _is_early(file, index)
     with cupy.cuda.Device(index):
         kernel = _kernel(file, name, index, shared)
         status = _driver().cuLaunchKernelEx(call.at, kernel, call.pointers, None)
@@ -168,7 +169,7 @@ def launch(
 
 
 def whole_warps(threads: int) -> int:
-    """Return the number of threads in whole warps that cover so many."""
+    """Round a number of threads up to whole warps."""
     return -(-threads // 32) * 32
 
 
@@ -194,8 +195,9 @@ def limits(device: int) -> tuple[int, int]:
 
 
 @cache
-def _can_be_early(device: int) -> bool:
-    return int(cupy.cuda.Device(device).compute_capability) >= 90
+def _is_early(file: str, device: int) -> bool:
+    waits = "void wait_for_input" in source(file)
+    return waits and int(cupy.cuda.Device(device).compute_capability) >= 90
 
 
 class _Attribute(ctypes.Structure):
@@ -223,7 +225,7 @@ _EARLY_AT = _TOGETHER_AT + ctypes.sizeof(_Attribute)
 
 
 class _LaunchCall(threading.local):
-    """What a thread tells the driver, written anew by each launch: making it would take longer."""
+    """The launch configuration and argument buffers of a thread, which all its launches reuse."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_longlong * MOST_ARGUMENTS)()  # tensors and numbers

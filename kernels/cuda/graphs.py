@@ -48,39 +48,37 @@ class GraphPool:
         records: bool,
         device: torch.device,
     ) -> None:
-        """`idle` makes a context in which work, all on one device, changes nothing that counts."""
+        """`idle` makes a context in which work may run without changing any sequence."""
         self.records = records
         self._idle, self._device = idle, device
-        self._made: dict[tuple[Hashable, ...], CudaGraph[Any]] = {}
+        self._graphs: dict[tuple[Hashable, ...], CudaGraph[Any]] = {}
 
     def replay(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> T:
-        """Do work that is always the same under its key."""
+        """Replay the recording of a key, made from `work` on first use; or do the work."""
         self.make(key, work)
-        return self._made[key].replay() if self.records else work()
+        return self._graphs[key].replay() if self.records else work()
 
     def make(self, key: tuple[Hashable, ...], work: Callable[[], T]) -> None:
-        """Record work, unless that is done."""
-        if not self.records or key in self._made:
+        """Record work unless its key has a recording."""
+        if not self.records or key in self._graphs:
             return
-        beside = next(iter(self._made.values()), None)
+        beside = next(iter(self._graphs.values()), None)
+        is_cuda = self._device.type == "cuda"
+        here = torch.cuda.device(self._device) if is_cuda else nullcontext()  # owns the stream
         try:
-            with self._here(), self._idle():
-                self._made[key] = CudaGraph(work, beside=beside)
+            with here, self._idle():
+                self._graphs[key] = CudaGraph(work, beside=beside)
         except RuntimeError as error:
             log.info("step=launched reason=%s", error)
             self.records = False
 
-    def _here(self) -> AbstractContextManager[object]:
-        """Make the device current, because a recording is of its stream."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-
     def forget(self, mark: object) -> None:
         """Drop the recordings whose keys hold a mark."""
-        self._made = {key: made for key, made in self._made.items() if mark not in key}
+        self._graphs = {key: graph for key, graph in self._graphs.items() if mark not in key}
 
 
 def bucket(slots: int) -> int:
-    """Return the rows of a recording that serves so many slots."""
+    """Return the rows of the smallest recording for this many slots."""
     if slots > ROWS[-1]:
         return -(-slots // ROWS[-1]) * ROWS[-1]
     return next(rows for rows in ROWS if rows >= slots)

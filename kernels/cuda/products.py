@@ -1,10 +1,9 @@
-"""Fused linears at small batch size on a GPU: kernels read the codes."""
+"""Fused linears at small batch size on a GPU: kernels that read packed codes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,8 +13,7 @@ from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits
 from exl2flow.kernels.cuda.graphs import bucket
-from exl2flow.kernels.cuda.steps import activated, add_normed, norm
-from exl2flow.kernels.cuda.timing import ColdTimer
+from exl2flow.kernels.cuda.steps import activated, norm
 from exl2flow.kernels.interface.packed import FEW_ROWS, FusedLinear
 from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans.product import (
@@ -29,6 +27,9 @@ from exl2flow.kernels.plans.product import (
 from exl2flow.kernels.plans.shares import WARPS
 from exl2flow.kernels.plans.sources import filled, source
 from exl2flow.kernels.plans.tuning import Parts, Tuning, candidates, fastest, key_of
+
+PASSES = 16  # reads of other memory before measured work: the host has launched it by their end
+OF_CACHE = 2  # a pass reads this many times the cache size
 
 
 def multiply(
@@ -55,7 +56,7 @@ def multiply(
 def _halved(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Multiply rows that do not fit the device, half of them at a time."""
+    """Multiply rows that need more shared memory than a CTA has, half of them at a time."""
     half = bucket(len(x)) // 2
     states = [None, None] if hidden is None else [hidden[:half], hidden[half:]]
     parts = [
@@ -67,7 +68,7 @@ def _halved(
 
 
 def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLinear]]:
-    """Divide a chain before norms and after results that are not the kernel's work."""
+    """Split a chain before norms and after epilogues that need launches of their own."""
     run: list[FusedLinear] = []
     for product in products:
         if run and (splits_epilogue(run[-1], product, rows) or norms_apart(product)):
@@ -80,7 +81,10 @@ def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLine
 def _run(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Multiply as `multiply` does, with launches for what the kernel leaves out; or no hidden."""
+    """Multiply a chain, with launches for a norm or an epilogue that the kernel does not compute.
+
+    Returns the last hidden state, or None if there is none.
+    """
     first, last = products[0], products[-1]
     if first.norm is not None and norms_apart(first):
         x = norm(x, first.norm)
@@ -93,19 +97,15 @@ def _run(
     [y] = results
     if last.activation is not None and not last.is_gated:
         y = activated(y, last.activation)
-    if last.after is not None:
-        y = add_normed(y, last.after, hidden if last.adds else None, last.multiplier)
-    else:
-        y = y if last.multiplier == 1.0 else y * last.multiplier
-        y = y + hidden if last.adds and hidden is not None else y
-    return [y], y if last.adds else hidden
+    results = cuda_prompts.finished(last, [y], hidden if last.adds else None)
+    return results, results[0] if last.adds else hidden
 
 
 _CORES: WeakKeyDictionary[FusedLinear, dict[bool, FusedLinear]] = WeakKeyDictionary()
 
 
 def _core(product: FusedLinear, *, is_last: bool) -> FusedLinear:
-    """Return what the kernel computes of a product: always the same object, for its plans."""
+    """Return the part of a product that the kernel computes: one object, as plans key on it."""
     drops_norm, drops_rest = norms_apart(product), is_last and splits_epilogue(product, None, 1)
     if not drops_norm and not drops_rest:
         return product
@@ -169,7 +169,6 @@ def _launched(
         threads=32 * WARPS,
         shared=plan.shared,
         device=x.device,
-        early=True,
         together=plan.meets,
     )
     return results, results[0] if hidden is None else hidden
@@ -179,23 +178,15 @@ _PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | None]] = WeakKe
 
 
 def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | None:
-    """Return how to divide products for at most so many rows; computed once."""
+    """Return the launch plan for up to this many rows; computed once."""
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
-        processors, most_shared = limits(_device(products).index)
+        of_device = limits(_device(products).index)
         if rows > MOST_ROWS:
-            plans[key] = batched.plan_of(
-                products, rows, processors=processors, most_shared=most_shared
-            )
+            plans[key] = batched.plan_of(products, rows, of_device)
         else:
-            plans[key] = plan_of(
-                products,
-                rows,
-                processors=processors,
-                most_shared=most_shared,
-                parts=_parts(products, rows),
-            )
+            plans[key] = plan_of(products, rows, of_device, _parts(products, rows))
     return plans[key]
 
 
@@ -222,29 +213,42 @@ def _kernel() -> str:
     return digest_of([source("product.cu"), OPTIONS])
 
 
-@cache
-def _tuning(file: Path) -> Tuning:
-    return Tuning(file)
+_tuning = cache(Tuning)
 
 
 def _measured(products: Sequence[FusedLinear], rows: int) -> Parts | None:
     """Return the fastest parts; None during stream capture or when memory is short."""
     device = _device(products)
-    processors, most_shared = limits(device.index)
     with torch.cuda.device(device), suppress(torch.OutOfMemoryError):
         if torch.cuda.is_current_stream_capturing():
             return None
-        plans = candidates(products, rows, processors=processors, most_shared=most_shared)
+        plans = candidates(products, rows, limits(device.index))
         if not plans:
             return None
         draws = torch.Generator(device).manual_seed(0)  # leaves the user's random draws unchanged
         x = torch.randn(rows, len(products[0].order), generator=draws, device=device).half()
         sums = [x.new_zeros(rows, p.matrices[0].columns) for p in products if p.adds]
-        hidden, timer = sums[0] if sums else None, ColdTimer(device)
+        hidden = sums[0] if sums else None
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        other = torch.zeros(OF_CACHE * cache_bytes // 4, device=device)
         return fastest(
-            plans, lambda plan: timer(lambda: _launched(plan, x, products, hidden))
+            plans,
+            lambda plan: _milliseconds(lambda: _launched(plan, x, products, hidden), other),
         ).parts
     return None
+
+
+def _milliseconds(work: Callable[[], object], other: torch.Tensor) -> float:
+    """Time work while the L2 cache holds other data, as between a model's layers; waits for it."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    for _ in range(PASSES):
+        other.sum()  # reads only, so no write-back remains during the work
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def _device(products: Sequence[FusedLinear]) -> torch.device:

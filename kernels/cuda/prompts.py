@@ -25,7 +25,8 @@ def multiply(
     results, is_own = [x], False  # whether the hidden state was made here
     for p in products:
         x = results[0] if p.norm is None else norm(results[0], p.norm)
-        if hidden is not None and _is_sum(p):
+        is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
+        if hidden is not None and p.adds and is_plain:  # cuBLAS adds it
             weight = _decoded(p.matrices)
             if is_own:
                 hidden.addmm_(x, weight, alpha=p.multiplier)
@@ -33,7 +34,7 @@ def multiply(
                 hidden = torch.addmm(hidden, x, weight, alpha=p.multiplier)
             results = [hidden]
         else:
-            results = _finished(p, _results(x, p), hidden if p.adds else None)
+            results = finished(p, _activated(p, _results(x, p)), hidden if p.adds else None)
             hidden = results[0] if p.adds else hidden
         is_own = is_own or p.adds
     return results, results[0] if hidden is None else hidden
@@ -44,16 +45,11 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return _decoded([matrix])
 
 
-def _is_sum(p: FusedLinear) -> bool:
-    """Return whether cuBLAS can add the product to the hidden state."""
-    is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
-    return p.adds and is_plain
-
-
 def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
     """Return x Q + bias of each matrix; those of several may be columns of one tensor."""
     results: list[torch.Tensor] = []
-    for matrices in [p.matrices] if _bytes(p.matrices) <= MOST_BESIDE else zip(p.matrices):
+    decoded_bytes = 2 * len(p.order) * sum(map(_width, p.matrices))
+    for matrices in [p.matrices] if decoded_bytes <= MOST_BESIDE else zip(p.matrices):
         weight = _decoded(matrices)
         y = torch.mm(x, weight, out_dtype=torch.float32) if p.exact else x @ weight
         begin = 0
@@ -66,13 +62,17 @@ def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
     ]
 
 
-def _finished(
+def _activated(p: FusedLinear, results: list[torch.Tensor]) -> list[torch.Tensor]:
+    if p.activation is None:
+        return results
+    first, *up = results
+    return [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
+
+
+def finished(
     p: FusedLinear, results: list[torch.Tensor], hidden: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Apply what follows a product."""
-    if p.activation is not None:
-        first, *up = results
-        results = [gated(first, up[0], p.activation) if up else activated(first, p.activation)]
+    """Apply what follows a product and its activation; add the result to hidden states, if any."""
     if p.after is not None:
         return [add_normed(y, p.after, hidden, p.multiplier) for y in results]
     results = results if p.multiplier == 1.0 else [y * p.multiplier for y in results]
@@ -102,7 +102,6 @@ def _decoded(matrices: Sequence[PackedMatrix]) -> torch.Tensor:
             filled(work.copy(), y=room),
             threads=32 * DECODE_WARPS,
             device=device,
-            early=True,
         )
     last = matrices[-1]
     return room[:, : width - _width(last) + last.columns]
@@ -143,7 +142,3 @@ def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
 
 def _width(matrix: PackedMatrix) -> int:
     return TILE * len(matrix.codes)
-
-
-def _bytes(matrices: Sequence[PackedMatrix]) -> int:
-    return 2 * len(matrices[0].order) * sum(map(_width, matrices))

@@ -98,7 +98,7 @@ class _SampleCall:
 
     def run(self, file: str, name: str, grid: tuple[int, ...], **how: Any) -> None:
         """Launch a kernel."""
-        launch(file, name, grid, self._struct, device=self.device, early=True, **how)
+        launch(file, name, grid, self._struct, device=self.device, **how)
 
 
 def _adjust(call: _SampleCall, state: SamplerState, steps: SamplerSteps) -> torch.Tensor:

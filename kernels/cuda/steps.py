@@ -17,74 +17,37 @@ def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
     """See `Ops.norm`."""
     if not _is_plain(*(tensor for tensor in (x, by.weight, by.bias) if tensor is not None)):
         return torch_steps.norm(x, by)
-    y = _room_like(x)
-    if y is None:
-        x = x.contiguous()
-        y = torch.empty_like(x)
-    d, eps, where = x.shape[-1], np.float32(by.eps), (x.data_ptr(), by.weight, y.data_ptr())
-    rows, of_row = x.numel() // d, whole_warps(-(-d // (WIDE * NORM_PIECES)))
     if not by.is_plain:
-        _add_normed(x, by, None, y)
-    elif _is_wide(d, x, by.weight) and of_row <= MOST_THREADS:
-        threads = THREADS if of_row == 32 else of_row
-        launch(
-            "elementwise.cu",
-            "rms_norm_8",
-            (-(-rows * of_row // threads),),
-            *where,
-            rows,
-            d // WIDE,
-            eps,
-            of_row,
-            threads=threads,
-            early=True,
-        )
-    else:
-        launch(
-            "elementwise.cu",
-            "rms_norm",
-            (rows,),
-            *where,
-            d,
-            eps,
-            threads=min(NORM_THREADS, whole_warps(d)),
-            early=True,
-        )
+        return add_normed(x, by, None)
+    x, y = _with_room(x)
+    d, of_row = x.shape[-1], whole_warps(-(-x.shape[-1] // (WIDE * NORM_PIECES)))
+    if not _is_wide(d, x, by.weight) or of_row > MOST_THREADS:
+        return add_normed(x, by, None)
+    rows, threads = x.numel() // d, THREADS if of_row == 32 else of_row
+    where, eps = (x.data_ptr(), by.weight, y.data_ptr()), np.float32(by.eps)
+    _launch("rms_norm_8", rows * of_row, *where, rows, d // WIDE, eps, of_row, threads=threads)
     return y
 
 
 def add_normed(
     x: torch.Tensor, by: NormArgs, hidden: torch.Tensor | None, multiplier: float = 1.0
 ) -> torch.Tensor:
-    """Return hidden + norm(x) · multiplier for rows fp16 (r, d), added in fp32.
+    """Return hidden + norm(x) · multiplier for rows fp16 (…, d), added in fp32.
 
-    Without hidden rows, return norm(x) · multiplier.
+    Without hidden rows, which are (r, d), return norm(x) · multiplier.
     """
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    _add_normed(x, by, None if hidden is None else hidden.contiguous(), y, multiplier)
-    return y
-
-
-def _add_normed(
-    x: torch.Tensor,
-    by: NormArgs,
-    hidden: torch.Tensor | None,
-    y: torch.Tensor,
-    multiplier: float = 1.0,
-) -> None:
-    """Write to y, whose memory is laid out as that of x."""
+    x, y = _with_room(x)
     d, heads, head_step = x.shape[-1], 1, 1
     if by.weight.dim() == 2:  # the head of a row follows from its place in memory
         heads, head_step = x.shape[-3], max(1, x.stride(-3) // d)
-    launch(
-        "elementwise.cu",
+    threads = min(NORM_THREADS, whole_warps(d))
+    _launch(
         "add_normed",
-        (x.numel() // d,),
+        x.numel() // d * threads,
         x.data_ptr(),
         by.weight,
         0 if by.bias is None else by.bias,
-        0 if hidden is None else hidden,
+        0 if hidden is None else hidden.contiguous(),
         y.data_ptr(),
         d,
         heads,
@@ -92,9 +55,9 @@ def _add_normed(
         int(by.centered),
         np.float32(by.eps),
         np.float32(multiplier),
-        threads=min(NORM_THREADS, whole_warps(d)),
-        early=True,
+        threads=threads,
     )
+    return y
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -124,7 +87,6 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         of_row,
         cos.stride(-2),
         threads=threads,
-        early=True,
     )
     return y
 
@@ -140,18 +102,8 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
         rows, step = 1, gate.numel()
     y, each = torch.empty_like(gate, memory_format=torch.contiguous_format), gate.numel() // rows
     width = WIDE if _is_wide(each, gate, up) and step % WIDE == 0 else 1
-    launch(
-        "elementwise.cu",
-        f"gated_{activation}_{width}",
-        (-(-each // width // STEP_THREADS), rows),
-        gate.data_ptr(),
-        up.data_ptr(),
-        y,
-        each // width,
-        step // width,
-        threads=STEP_THREADS,
-        early=True,
-    )
+    name, count = f"gated_{activation}_{width}", each // width
+    _launch(name, count, gate.data_ptr(), up.data_ptr(), y, count, step // width, rows=(rows,))
     return y
 
 
@@ -162,16 +114,7 @@ def activated(x: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.contiguous()
     y, width = torch.empty_like(x), WIDE if _is_wide(x.numel(), x) else 1
     count = x.numel() // width
-    launch(
-        "elementwise.cu",
-        f"activated_{activation}_{width}",
-        (-(-count // STEP_THREADS),),
-        x,
-        y,
-        count,
-        threads=STEP_THREADS,
-        early=True,
-    )
+    _launch(f"activated_{activation}_{width}", count, x, y, count)
     return y
 
 
@@ -185,10 +128,9 @@ def joined(
     if rows != 1 or not is_plain or not _is_wide(head_dim, a, b):
         return torch_steps.joined(a, b, a_sums, b_sums)
     sums = torch.empty_like(a_sums, memory_format=torch.contiguous_format)
-    launch(
-        "elementwise.cu",
+    _launch(
         "joined",
-        (-(-a.numel() // WIDE // STEP_THREADS),),
+        a.numel() // WIDE,
         in_order,
         b.data_ptr(),
         a_sums.contiguous(),
@@ -198,10 +140,19 @@ def joined(
         t,
         heads,
         head_dim // WIDE,
-        threads=STEP_THREADS,
-        early=True,
     )
     return y, sums
+
+
+def _launch(
+    name: str,
+    count: int,
+    *arguments: torch.Tensor | int | np.generic,
+    threads: int = STEP_THREADS,
+    rows: tuple[int, ...] = (),
+) -> None:
+    """Launch a kernel of elementwise.cu for `count` threads, of each of `rows` if it has any."""
+    launch("elementwise.cu", name, (-(-count // threads), *rows), *arguments, threads=threads)
 
 
 def _is_plain(*tensors: torch.Tensor) -> bool:
@@ -210,10 +161,12 @@ def _is_plain(*tensors: torch.Tensor) -> bool:
     return is_half and not needs_gradient
 
 
-def _room_like(x: torch.Tensor) -> torch.Tensor | None:
-    """Allocate a result with the strides of x; None unless rows of x fill its memory."""
+def _with_room(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x and a result with its strides; x is copied unless whole rows fill its memory."""
     y = torch.empty_like(x)
-    return y if x.stride(-1) == 1 and y.stride() == x.stride() else None
+    if x.stride(-1) == 1 and y.stride() == x.stride():
+        return x, y
+    return x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _is_wide(d: int, *tensors: torch.Tensor) -> bool:

@@ -1,1 +1,1 @@
-"""What operations take and return: packed matrices, cache formats, attention rules."""
+"""Types of arguments and results: packed matrices, cache formats, attention rules."""

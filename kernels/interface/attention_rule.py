@@ -1,4 +1,4 @@
-"""How scores of attention are scaled, limited, masked and turned into weights."""
+"""Attention scores: scale, softcap, mask, sinks and softmax."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """What a layer does with the scores of queries and keys.
+    """Scale, window, softcap and sinks of a layer's attention.
 
     scale: multiplies them; window: how many positions, its own included, a query sees (None: all);
     softcap: scores s become `softcap · tanh(s / softcap)` (None: unchanged); sinks: fp32 (heads,),

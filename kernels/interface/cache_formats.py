@@ -1,4 +1,4 @@
-"""How the cache stores keys and values: fp32, fp16, its upper byte, or rotated in 8 or 4 bits.
+"""Formats of cached keys and values: fp32, fp16, its upper byte, or rotated in 8 or 4 bits.
 
 A format is a row of `CACHE_FORMATS`; `docs/concepts/cache.md` defines each.
 """
@@ -17,7 +17,7 @@ LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class Element(Enum):
-    """How an element is stored: its bits, and whether each run of elements has a scale."""
+    """Storage of an element: its bits, and whether each run of elements has a scale."""
 
     HALF = (16, False)
     UPPER_BYTE = (8, False)  # E5M2, truncated towards zero
@@ -32,7 +32,7 @@ class Element(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheFormat:
-    """How keys and values are stored."""
+    """The elements of cached keys and of cached values."""
 
     keys: Element
     values: Element

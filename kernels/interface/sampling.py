@@ -1,4 +1,4 @@
-"""What a call of `Ops.sample` takes and returns."""
+"""Arguments and results of `Ops.sample`."""
 
 from dataclasses import dataclass, fields
 
@@ -14,7 +14,7 @@ MOST_REPEATED = 1024  # greatest `dry_max_ngram`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSteps:
-    """The steps of a call of `sample`; a step that is left out must be off in all active rows.
+    """Steps of a call of `sample`; those left out must be disabled in the settings of all rows.
 
     most: candidates that are ranked; 1: an argmax; None: all.
     top: likeliest tokens to return with their probabilities.
@@ -43,7 +43,7 @@ class SamplerSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """What a call of `sample` reads and advances, a row per slot.
+    """Settings, histories and masks of the sampler, a row per slot; a call advances them.
 
     vocab_size: ids from there on are never sampled.
     table: fp64 (n, columns), the settings by `COLUMNS`; a disabled step has a neutral value.
@@ -79,7 +79,7 @@ class SamplerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """What a call of `sample` chose; a recording's next replay overwrites it.
+    """Sampled ids and their probabilities; the next replay of a CUDA graph overwrites them.
 
     ids: int64 (n,), `NOT_FINITE` for a row whose logits are not finite.
     probabilities: fp64 (n,) in the final distribution; None unless the steps want them.

@@ -1,1 +1,1 @@
-"""How the work of a matrix product is divided among CTAs and warps."""
+"""Division of matrix products among CTAs and warps."""

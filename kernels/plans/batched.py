@@ -41,7 +41,7 @@ CHAIN = struct("batched.cu", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """How a matrix is divided: CTAs = parts · teams, a warp of a team has `each` tiles.
+    """Division of a matrix: CTAs = parts · teams, a warp of a team has `each` tiles.
 
     cost: bytes of codes in whose time a warp does its work; panels: most of a part.
     """
@@ -54,7 +54,7 @@ class Division:
 
 
 def plan_of(
-    products: Sequence[FusedLinear], rows: int, *, processors: int, most_shared: int
+    products: Sequence[FusedLinear], rows: int, limits: tuple[int, int]
 ) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
 
@@ -62,12 +62,13 @@ def plan_of(
         products: up to `MOST_CHAINED` that the kernel knows, matrices on the device, all EXL2 or
             all GPTQ. The first one's norm is not its work.
         rows: rows of x, 5 to 32.
-        processors: multiprocessors of the device, all of which get a CTA.
-        most_shared: bytes of shared memory that a CTA can have.
+        limits: multiprocessors of the device, all of which get a CTA, and bytes of shared memory
+            that a CTA can have.
 
     Returns:
         The plan, or None if x does not fit.
     """
+    processors, most_shared = limits
     slot, room = WARPS * (slot_bytes(products[0]) + 8), most_shared - FIXED_SHARED
     panel_bytes = kernel_rows(rows) * 2 * PANEL_ROWS
     most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)
@@ -165,7 +166,7 @@ def divide(
     costs = sorted({division.cost for of in options for division in of})
 
     def within(cost: float) -> list[Division] | None:
-        """Return the fewest CTAs for each matrix within a cost, if there are so many."""
+        """Return the fewest CTAs for each matrix within a cost; None if they are too many."""
         fitting = [[division for division in of if division.cost <= cost] for of in options]
         if not all(fitting):
             return None
@@ -274,15 +275,12 @@ def _join(
     product: FusedLinear,
     squares: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Fill what a stage does for the one behind it; return the tensors they point to.
+    """Fill the fields of a stage that serve the next stage, `entry`; return the tensors used.
 
     squares: room for those of a result, and of its sum with hidden states.
     """
-    tensors, x_squares, name = (
-        fill(stage, to=torch.argsort(product.order).int()),
-        squares[0],
-        "squared",
-    )
+    tensors = fill(stage, to=torch.argsort(product.order).int())
+    x_squares, name = squares[0], "squared"
     if before.after is not None:
         by = before.after
         tensors += fill(

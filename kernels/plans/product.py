@@ -13,7 +13,7 @@ import torch
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.packed import LANES, TILE, FusedLinear, PackedMatrix
-from exl2flow.kernels.plans.shares import STEP, WARPS, scale_bytes, shares_of
+from exl2flow.kernels.plans.shares import HEADER, STEP, WARPS, shares_of
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROWS = (1, 4)  # kernels, by the most rows of x
@@ -66,7 +66,7 @@ def fuses_all(products: Sequence[FusedLinear], rows: int) -> bool:
 
 
 def norms_apart(product: FusedLinear) -> bool:
-    """Return whether the norm before a product is not the kernel's work."""
+    """Return whether the norm before a product needs a launch of its own."""
     return product.norm is not None and not product.norm.is_plain
 
 
@@ -92,9 +92,7 @@ def splits_epilogue(product: FusedLinear, following: FusedLinear | None, rows: i
 def plan_of(
     products: Sequence[FusedLinear],
     rows: int,
-    *,
-    processors: int,
-    most_shared: int,
+    limits: tuple[int, int],
     parts: Sequence[int] | None = None,
 ) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
@@ -103,14 +101,14 @@ def plan_of(
         products: up to `MOST_CHAINED` that the kernel knows (`fuses_all`), matrices on the device,
             all EXL2 or all GPTQ.
         rows: rows of x, up to `MOST_ROWS`.
-        processors: multiprocessors of the device.
-        most_shared: bytes of shared memory that a CTA can have.
+        limits: multiprocessors of the device, and bytes of shared memory that a CTA can have.
         parts: for each product, into how many its rows are divided; more if they do not fit.
             None: as few as fit, but more where there are fewer tiles than processors.
 
     Returns:
         The plan, or None if several products do not fit on the device together.
     """
+    processors, most_shared = limits
     counts: Sequence[int | None] = [None] * len(products) if parts is None else parts
     divisions = [
         _Division.of(product, count, processors)
@@ -135,7 +133,7 @@ def plan_of(
 
 
 def instance_of(kernel: str, products: Sequence[FusedLinear], rows: int) -> str:
-    """Return the instance of a kernel's template for products of so many rows of x."""
+    """Return the instance of a kernel's template for a number of rows of x."""
     has_zeros = products[0].matrices[0].has_zeros
     return f"{kernel}<{kernel_rows(rows)}, {str(has_zeros).lower()}>"
 
@@ -179,7 +177,7 @@ def padded_table(lists: Sequence[Sequence[int]], words: int, device: torch.devic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
-    """How a product is divided among CTAs.
+    """Division of a product among CTAs.
 
     each: tiles of a CTA, for each set of matrices whose tiles alternate; shares: for each set,
     part and warp; length: panels of a part; ctas: of a part.
@@ -210,6 +208,7 @@ class _Division:
             for together, e in zip(sets, each, strict=True)
         ]
         flat = [share for of_set in shares for part in of_set for share in part]
+        groups = [sum(kind >> 16 for kind in share[HEADER:]) for share in flat]
         return cls(
             each=each,
             shares=shares,
@@ -218,26 +217,16 @@ class _Division:
             ctas=sum(-(-count // e) for count, e in zip(tiles, each, strict=True)),
             tiles=max(each) * len(sets[0]),
             words=max(map(len, flat)),
-            scales=max(scale_bytes(share, matrices[0].scale_bytes) for share in flat),
+            scales=matrices[0].scale_bytes * max(groups),
         )
 
-    def shorter(self, product: FusedLinear, processors: int) -> "_Division":
-        """Return a division into parts of fewer panels; `length` must be more than one."""
-        panels = product.matrices[0].shape[0] // PANEL_ROWS
-        return _Division.of(product, -(-panels // (self.length - 1)), processors)
-
     def input_bytes(self, rows: int, panels: int) -> int:
-        """Return the bytes of so many rows of x, later reused for a sum of each warp.
+        """Return the bytes of this many rows of x, later reused for a sum of each warp.
 
         panels: of x, if all of it is needed; else 0.
         """
         of_x = kernel_rows(rows) * (2 * PANEL_ROWS * max(panels, self.length) + UNIT * self.length)
         return max(of_x, 4 * WARPS * rows * TILE)
-
-
-def _add(products: Sequence[FusedLinear]) -> list[bool]:
-    """Return which products add the norm of the result before them to hidden states."""
-    return [False, *(product.after is not None for product in products[:-1])]
 
 
 def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
@@ -258,13 +247,14 @@ def _fit(
     room: most of these bytes. None: they cannot fit, or too many CTAs have to wait for each other.
     """
     least = min(LEAST_SLOTS, room // (2 * SLOT))  # leaves at least half for the rest
+    adding = [False, *(product.after is not None for product in products[:-1])]
     while True:
         ctas = max(division.ctas * division.parts for division in divisions)
         if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
             return None
         inputs = [
             division.input_bytes(rows, product.matrices[0].shape[0] // PANEL_ROWS * adds)
-            for division, product, adds in zip(divisions, products, _add(products), strict=True)
+            for division, product, adds in zip(divisions, products, adding, strict=True)
         ]
         sums = 4 * rows * TILE * max(division.tiles for division in divisions)
         of_warp = sum(division.scales + 4 * division.words for division in divisions)
@@ -275,7 +265,9 @@ def _fit(
         largest = inputs.index(max(inputs))
         if divisions[largest].length == 1:
             return None
-        divisions[largest] = divisions[largest].shorter(products[largest], processors)
+        panels = products[largest].matrices[0].shape[0] // PANEL_ROWS
+        parts = -(-panels // (divisions[largest].length - 1))
+        divisions[largest] = _Division.of(products[largest], parts, processors)
 
 
 def _chain(

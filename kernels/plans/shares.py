@@ -63,8 +63,3 @@ def kinds_of(run: Sequence[tuple[int, int, int]]) -> list[int]:
         ended = (run[-1][2] + 1 if is_end else run[first][2]) - group
         kinds.append(bits | len(step) << 4 | is_end << 7 | of_panels << 8 | ended << 16)
     return kinds
-
-
-def scale_bytes(share: Sequence[int], size: int) -> int:
-    """Return the bytes of scales in a share."""
-    return size * sum(kind >> 16 for kind in share[HEADER:])

@@ -4,19 +4,16 @@ Another division sums in another order and so changes last bits. A choice once m
 within a process, and for everything that reads the file.
 """
 
-import fcntl
 import logging
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
 
 from exl2flow.core.errors import StoreError, WriteFailed
-from exl2flow.core.store.files import digest, digest_of, read_json, write_json
+from exl2flow.core.store.files import digest, digest_of, exclusive, read_json, write_json
 from exl2flow.kernels.interface.packed import FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 
@@ -30,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def candidates(
-    products: Sequence[FusedLinear], rows: int, *, processors: int, most_shared: int
+    products: Sequence[FusedLinear], rows: int, limits: tuple[int, int]
 ) -> list[LaunchPlan]:
     """Return up to `MOST_CANDIDATES` plans, the default first; arguments are those of `plan_of`.
 
     The others divide one product into other parts. No plans if the default does not fit.
     """
-    first = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    first = plan_of(products, rows, limits)
     if first is None:
         return []
     plans = {first.parts: first}
@@ -45,7 +42,7 @@ def candidates(
         parts[index] += step
         if parts[index] < 1:
             continue
-        plan = plan_of(products, rows, processors=processors, most_shared=most_shared, parts=parts)
+        plan = plan_of(products, rows, limits, parts)
         if plan is not None:
             plans.setdefault(plan.parts, plan)
         if len(plans) == MOST_CANDIDATES:
@@ -129,10 +126,10 @@ class Tuning:
         if parts is None:
             return None
         try:
-            with _locked(self._path):
+            with exclusive(self._path):
                 parts = self._stored(key, len(parts)) or parts
                 write_json(self._path, {**self._read(), key: parts})
-        except (OSError, WriteFailed) as error:
+        except WriteFailed as error:
             log.info("tuning=%s kept=no reason=%s", self._path, error)
         return parts
 
@@ -147,19 +144,3 @@ class Tuning:
 
 def _is_choice(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(x, int) and x > 0 for x in value)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Lock a file next to `path`, so that processes write in turn.
-
-    Raises:
-        OSError: the lock file cannot be created.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

@@ -150,11 +150,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
 @device_cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """Return the Hadamard matrix in natural order, fp32 (size, size); `size` a power of two."""
-    return sent(_hadamard(size), device)
-
-
-def _hadamard(size: int) -> torch.Tensor:
-    if size == 1:
-        return torch.ones(1, 1)
-    half = _hadamard(size // 2)
-    return torch.cat((torch.cat((half, half), 1), torch.cat((half, -half), 1)))
+    matrix = torch.ones(1, 1)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return sent(matrix, device)

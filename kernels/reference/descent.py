@@ -132,11 +132,10 @@ class CoupledRowDescent(RowDescent):
 def descent_of(
     scales: torch.Tensor, half_range: torch.Tensor, output: torch.Tensor | None
 ) -> RowDescent:
-    return (
-        RowDescent(scales, half_range)
-        if output is None
-        else CoupledRowDescent(scales, half_range, output)
-    )
+    """Return the descent of a row whose columns are independent, or coupled by O."""
+    if output is None:
+        return RowDescent(scales, half_range)
+    return CoupledRowDescent(scales, half_range, output)
 
 
 def _block_product(x: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The torch form of what changes logits before candidates are ranked: the reference for logits.cu.
+"""Logit processors in torch, the reference for logits.cu: CFG, penalties, bias, DRY and masks.
 
-Mixing, penalties, bias, DRY and masks. Penalties and DRY touch the ids of the history only. Counts
+Penalties and DRY touch the ids of the history only. Counts
 are integers, so that the order of additions does not matter; ids that occur several times are
 written several times, equally.
 """

@@ -7,14 +7,13 @@ the format's dequantization law (`docs/format.md` section 3), subnormals include
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import gcd
 
 import torch
 
 from exl2flow.kernels.interface import packed
 from exl2flow.kernels.interface.groups import (
+    PANEL_ROWS,
     SCALE_LEVELS,
-    BegunGroups,
     Group,
     Scales,
     half_ranges,
@@ -56,6 +55,8 @@ class Ops:
     rotate = staticmethod(torch_steps.rotate)
     joined = staticmethod(torch_steps.joined)
     sample = staticmethod(torch_sampler.sample)
+    decode_scales = staticmethod(torch_refit.decode_scales)
+    refit_scales = staticmethod(torch_refit.refit_scales)
 
     def multiply(
         self, x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
@@ -81,13 +82,10 @@ class Ops:
                 y if m.bias is None else y + m.bias
                 for y, m in zip(results, p.matrices, strict=True)
             ]
-            if p.activation is not None:
-                first, *up = results
-                results = [
-                    self.gated(first, up[0], p.activation)
-                    if up
-                    else self.activated(first, p.activation)
-                ]
+            if p.activation is not None and len(results) == 2:
+                results = [self.gated(results[0], results[1], p.activation)]
+            elif p.activation is not None:
+                results = [self.activated(results[0], p.activation)]
             if p.after is not None:
                 results = [self.norm(y, p.after) for y in results]
             if p.multiplier != 1.0:
@@ -283,50 +281,22 @@ class Ops:
         steps.copy_(row.restored(improved))
         return row.restored(change)
 
-    def refit_scales(
-        self,
-        steps: torch.Tensor,
-        gradient: torch.Tensor,
-        hessian: torch.Tensor,
-        begun: BegunGroups,
-        scales: Scales,
-        output: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Move scales towards the optimum of tr(O Eᵀ H E) as long as each matrix's share falls.
-
-        Args:
-            steps: fp32 (r, m), signed codes of `j` matrices side by side, from the groups' start.
-            gradient: fp32 (r, m), H E of these rows.
-            hessian: fp32 (r, r), their diagonal block of H.
-            begun: the groups, the longest of r rows.
-            scales: of the r / 32 panels; overwritten.
-            output: fp32 (blocks, b, b), O; None: the identity.
-
-        Returns:
-            The change of the rows' values, fp32 (r, m).
-        """
-        return torch_refit.refit_scales(
-            self.decode_scales, steps, gradient, hessian, begun, scales, output
-        )
-
     def pack(self, codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """Pack codes uint8 (k, n) into words int32 (sum of rows * bits / 32, n).
 
-        Bit `b * i` of a unit's integer begins code `i`.
+        Bit `b * i` of a panel's integer begins code `i`.
         """
         n = codes.shape[1]
         parts = []
         for bits, start, stop in runs_of(groups):
-            unit, words = _unit(bits)
-            values = codes[start:stop].view(-1, unit, n).to(torch.int64)
-            packed = torch.zeros(values.shape[0], words, n, dtype=torch.int64, device=codes.device)
+            values = codes[start:stop].view(-1, PANEL_ROWS, n).int()
+            packed = values.new_zeros(len(values), bits, n)
             for i, word, shift, spill in _places(bits):
                 packed[:, word] |= values[:, i] << shift
                 if spill:
                     packed[:, word + 1] |= values[:, i] >> (bits - spill)
-            packed = packed & 0xFFFFFFFF
             parts.append(packed.view(-1, n))
-        return _to_int32(torch.cat(parts))
+        return torch.cat(parts)
 
     def unpack(self, packed: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         """Invert `pack`: words int32 → codes uint8 (k, n)."""
@@ -334,39 +304,29 @@ class Ops:
         parts = []
         word_start = 0
         for bits, start, stop in runs_of(groups):
-            unit, words = _unit(bits)
             count = (stop - start) * bits // 32
-            values = packed[word_start : word_start + count].to(torch.int64) & 0xFFFFFFFF
-            values = values.view(-1, words, n)
-            codes = torch.empty(values.shape[0], unit, n, dtype=torch.uint8, device=packed.device)
+            values = packed[word_start : word_start + count].view(-1, bits, n)
+            codes = values.new_empty(len(values), PANEL_ROWS, n, dtype=torch.uint8)
             for i, word, shift, spill in _places(bits):
-                code = values[:, word] >> shift
+                code = (values[:, word] >> shift) & ((1 << bits - spill) - 1)
                 if spill:
-                    code = code | values[:, word + 1] << (bits - spill)
-                codes[:, i] = code & (2**bits - 1)
+                    code |= (values[:, word + 1] & ((1 << spill) - 1)) << (bits - spill)
+                codes[:, i] = code
             parts.append(codes.view(-1, n))
             word_start += count
         return torch.cat(parts)
 
     def pack_scales(self, codes: torch.Tensor) -> torch.Tensor:
         """Pack 4-bit scale codes uint8 (g, n) into int32 (g, n / 8), low nibble first."""
-        shifts = torch.arange(0, 32, 4, device=codes.device)
-        nibbles = codes.to(torch.int64).view(codes.shape[0], -1, 8) << shifts
-        return _to_int32(nibbles.sum(dim=2))
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
+        nibbles = codes.int().view(codes.shape[0], -1, 8) << shifts
+        return nibbles.sum(dim=2, dtype=torch.int32)
 
     def unpack_scales(self, packed: torch.Tensor) -> torch.Tensor:
         """Invert `pack_scales`: int32 (g, n / 8) → codes uint8 (g, n)."""
-        shifts = torch.arange(0, 32, 4, device=packed.device)
-        codes = (packed.to(torch.int64).unsqueeze(2) >> shifts) & 15
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=packed.device)
+        codes = (packed[:, :, None] >> shifts) & 15
         return codes.view(packed.shape[0], -1).to(torch.uint8)
-
-    def decode_scales(self, codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-        """Return the scales fp16 (g, n) a decoder uses for codes (g, n) and maxima fp16 (g,).
-
-        They are RN16((code + 1)² · RN16(max / 256)).
-        """
-        unit = (max_scales.float() / 256).half().float()
-        return ((codes.float() + 1).square() * unit[..., None]).half()
 
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]
@@ -490,19 +450,8 @@ def _grid_cost(
     return cost
 
 
-def _unit(bits: int) -> tuple[int, int]:
-    """Return (codes, words) of the smallest run of codes that fills whole words."""
-    divisor = gcd(bits, 32)
-    return 32 // divisor, bits // divisor
-
-
 def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (code index, word, shift, bits that spill into the next word) of a unit."""
-    for i in range(_unit(bits)[0]):
+    """Yield (code index, word, shift, bits that spill into the next word) of a panel's codes."""
+    for i in range(PANEL_ROWS):
         word, shift = divmod(bits * i, 32)
         yield i, word, shift, max(0, shift + bits - 32)
-
-
-def _to_int32(values: torch.Tensor) -> torch.Tensor:
-    """Reinterpret int64 values from 0 to 2³² - 1 as two's complement int32."""
-    return torch.where(values >= 2**31, values - 2**32, values).to(torch.int32)

@@ -3,8 +3,6 @@
 See `docs/concepts/quality.md`, section 4.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
@@ -16,7 +14,14 @@ STRENGTHS = 2  # fractions of the wanted change of scales to try: 1, 1/2, ...
 LEAST_CURVATURE = 1e-30
 LEAST_UNIT = 1e-12
 
-Decode = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # `Ops.decode_scales`
+
+def decode_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
+    """Return the scales fp16 (g, n) a decoder uses for codes (g, n) and maxima fp16 (g,).
+
+    They are RN16((code + 1)² · RN16(max / 256)).
+    """
+    unit = (max_scales.float() / SCALE_LEVELS**2).half().float()
+    return ((codes.float() + 1).square() * unit[..., None]).half()
 
 
 def times_output(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
@@ -29,15 +34,26 @@ def times_output(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
 
 
 def refit_scales(
-    decode: Decode,
     steps: torch.Tensor,
     gradient: torch.Tensor,
     hessian: torch.Tensor,
     begun: BegunGroups,
     scales: Scales,
-    output: torch.Tensor | None,
+    output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `Ops.refit_scales`."""
+    """Move scales towards the optimum of tr(O Eᵀ H E) as long as each matrix's share falls.
+
+    Args:
+        steps: fp32 (r, m), signed codes of `j` matrices side by side, from the groups' start.
+        gradient: fp32 (r, m), H E of these rows.
+        hessian: fp32 (r, r), their diagonal block of H.
+        begun: the groups, the longest of r rows.
+        scales: of the r / 32 panels; overwritten.
+        output: fp32 (blocks, b, b), O; None: the identity.
+
+    Returns:
+        The change of the rows' values, fp32 (r, m).
+    """
     (r, m), rows = steps.shape, begun.rows
     j = len(rows)
     n = m // j
@@ -53,8 +69,8 @@ def refit_scales(
     is_open = rows > 0
     for attempt in range(STRENGTHS):
         target = before + wanted * 0.5**attempt
-        codes, maxima = nearest_scales(decode, scales.maxima[0], target, curvature.view(j, n))
-        decoded = decode(codes, maxima).float()
+        codes, maxima = nearest_scales(scales.maxima[0], target, curvature.view(j, n))
+        decoded = decode_scales(codes, maxima).float()
         change = steps * (decoded - before).view(-1)  # (r, m)
         moved = hessian @ times_output(change, output)
         rise = ((moved + 2 * pushed) * change).view(r, j, n).sum(dim=(0, 2))
@@ -74,12 +90,11 @@ def maxima_multiples(device: torch.device) -> torch.Tensor:
 
 
 def nearest_scales(
-    decode: Decode, present: torch.Tensor, wanted: torch.Tensor, curvature: torch.Tensor
+    present: torch.Tensor, wanted: torch.Tensor, curvature: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the codes uint8 (j, n) and maxima fp16 (j,) whose scales are nearest `wanted`.
 
     Args:
-        decode: maps codes and maxima to scales.
         present: current maxima fp16 (j,).
         wanted: scales fp32 (j, n).
         curvature: fp32 (j, n), weight of each column's squared error.
@@ -90,7 +105,7 @@ def nearest_scales(
     root = (wanted.clamp(min=0)[:, None] / unit[:, :, None]).sqrt().floor()
     levels = torch.stack([root, root + 1]).clamp(1, SCALE_LEVELS)  # (2, j, REFIT_MAXIMA, n)
     codes = (levels - 1).to(torch.uint8)
-    scales = decode(codes, maxima.expand(2, *maxima.shape)).float()
+    scales = decode_scales(codes, maxima.expand(2, *maxima.shape)).float()
     miss, chosen = (scales - wanted[:, None]).abs().min(dim=0)  # (j, REFIT_MAXIMA, n)
     best = (miss.square() * curvature[:, None]).sum(dim=2).argmin(dim=1)
     place = best[:, None, None].expand(-1, 1, wanted.shape[1])

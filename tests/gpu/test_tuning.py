@@ -109,8 +109,7 @@ def test_numbers_of_rows_share_what_is_measured_for_the_next_power_of_two(
 
 def test_a_choice_in_the_file_is_used(file: Path, measured: list[tuple[int, ...]]) -> None:
     products, (x, hidden) = chain(), inputs(1)
-    processors, most_shared = limits(x.device.index)
-    plans = tuning.candidates(products, 1, processors=processors, most_shared=most_shared)
+    plans = tuning.candidates(products, 1, limits(x.device.index))
     get_ops(DEVICE).multiply(x, products, hidden)
     [key] = json.loads(file.read_text())
 
@@ -132,7 +131,7 @@ def test_every_candidate_computes_the_same(rows: int, first: int | None) -> None
     hidden = torch.randn(rows, HIDDEN, device=DEVICE).half()
     expected, grown = TORCH_OPS.multiply(x, products, hidden)
 
-    plans = tuning.candidates(products, rows, processors=processors, most_shared=most_shared)
+    plans = tuning.candidates(products, rows, (processors, most_shared))
 
     assert len(plans) > 1 or first is None  # small devices have no room for a chain of many rows
     for plan in plans:

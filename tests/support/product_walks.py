@@ -64,10 +64,9 @@ class Case:
 
 
 def case_of(products: Sequence[FusedLinear], rows: int, device: tuple[int, int]) -> Case:
-    processors, most_shared = device
-    plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    plan = plan_of(products, rows, device)
     assert plan is not None
-    return Case(products=products, rows=rows, most_shared=most_shared, plan=plan)
+    return Case(products=products, rows=rows, most_shared=device[1], plan=plan)
 
 
 class Work:

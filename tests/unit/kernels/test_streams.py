@@ -13,7 +13,7 @@ from exl2flow.kernels.streams import device_cache, sent
 CPU = torch.device("cpu")
 
 
-def test_what_is_kept_is_made_once_however_many_ask() -> None:
+def test_device_cache_calls_its_function_once_for_many_threads() -> None:
     made = []
 
     @device_cache
@@ -70,7 +70,7 @@ def test_threads_begin_works_in_order_and_do_them_side_by_side() -> None:
     assert set(order[:2]) == {0, 1}
 
 
-def test_what_has_not_begun_is_dropped_when_the_block_ends() -> None:
+def test_work_that_has_not_started_is_dropped_when_the_block_ends() -> None:
     done: list[int] = []
     waits, may_end = threading.Event(), threading.Event()
 

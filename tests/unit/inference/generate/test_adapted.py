@@ -308,7 +308,7 @@ def test_recorded_steps_follow_the_slots_adapters(
 
     every.append(request(9, max_new_tokens=60))
     assert found == {each.tag: alone(model, each) for each in every}
-    marks = {key[2] for key in generator._device_slots.graphs._made if isinstance(key[2], str)}
+    marks = {key[2] for key in generator._device_slots.graphs._graphs if isinstance(key[2], str)}
     assert marks == {"plain", "adapted"}
 
 

@@ -136,7 +136,7 @@ def test_ends_of_prompts_are_read_in_recorded_passes(
         return found
 
     assert texts(recorded) == texts(Generator(model, tokens=4096, slots=4))
-    assert ("tails", bucket(len(lengths))) in recorded._device_slots.graphs._made
+    assert ("tails", bucket(len(lengths))) in recorded._device_slots.graphs._graphs
 
 
 def test_warming_up_leaves_pages_alone_that_another_text_has_now(

@@ -27,7 +27,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
     kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1), max_dynamic_shared_size_bytes=0)
     monkeypatch.setattr(compiler, "function", lambda file, name: kernel)
     monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=kept))
-    monkeypatch.setattr(compiler, "_can_be_early", lambda device: True)
+    monkeypatch.setattr(compiler, "_is_early", lambda file, device: file == "early.cu")
     monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: nullcontext())
     monkeypatch.setattr(compiler, "_stream", lambda device: 7)
     compiler._kernel.cache_clear()
@@ -52,7 +52,8 @@ def test_each_argument_is_where_the_driver_looks(calls: list) -> None:
 
 @pytest.mark.parametrize(("early", "together"), [(0, 0), (1, 0), (0, 1), (1, 1)])
 def test_a_launch_says_what_it_waits_for(calls: list, early: bool, together: bool) -> None:
-    compiler.launch("any.cu", "any", (1,), torch.zeros(1), early=early, together=together)
+    file = "early.cu" if early else "any.cu"
+    compiler.launch(file, "any", (1,), torch.zeros(1), together=together)
 
     [(how, _)] = calls
     attributes = (compiler._Attribute * how.count).from_address(how.attributes)

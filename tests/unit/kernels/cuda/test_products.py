@@ -34,8 +34,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
     monkeypatch.setattr(cuda_products, "launch", kept)
     monkeypatch.setattr(cuda_products, "limits", lambda device: H200)
-    for name in ("norm", "activated", "add_normed"):
+    for name in ("norm", "activated"):
         monkeypatch.setattr(cuda_products, name, step(name))
+    monkeypatch.setattr(cuda_products.cuda_prompts, "add_normed", step("add_normed"))
     return found
 
 
@@ -126,9 +127,9 @@ def test_a_plan_is_made_once_for_so_many_rows(
     made: list[int] = []
     plan_of = cuda_products.plan_of
 
-    def counted(products: tuple[FusedLinear, ...], rows: int, **limits: int) -> object:
+    def counted(products: tuple[FusedLinear, ...], rows: int, *given: Any) -> object:
         made.append(rows)
-        return plan_of(products, rows, **limits)
+        return plan_of(products, rows, *given)
 
     monkeypatch.setattr(cuda_products, "plan_of", counted)
     one, other = (product(matrix(64, 32, (4, 32))) for _ in range(2))

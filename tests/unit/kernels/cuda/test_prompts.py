@@ -31,7 +31,7 @@ class Device:
         self, file: str, name: str, grid: tuple[int, ...], work: np.void, **how: object
     ) -> None:
         assert file == "decode.cu"
-        assert (how["threads"], how["early"]) == (128, True)
+        assert how["threads"] == 128
         self.found.append((name, grid))
         parts = work["of"][: work["count"]]
         for part, end in zip(parts, [*parts["first"][1:], grid[0]], strict=True):
@@ -133,7 +133,7 @@ def test_a_chain_of_many_rows_is_what_the_specification_says(
     assert {name for name, _ in device.found} == {"decode_exl2"}
 
 
-def test_what_cublas_cannot_add_is_added_after_it(
+def test_norms_and_biases_are_added_after_cublas(
     steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, gated, down, last = chain(64, 96, 32)
@@ -189,7 +189,7 @@ def test_a_decoded_matrix_has_no_padding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(decoded, decode_packed(one.matrices[0]))
 
 
-def test_what_a_launch_is_told_is_made_once(steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_decoding_are_made_once(steps: None, monkeypatch: pytest.MonkeyPatch) -> None:
     [two, other] = random_like([product(*(matrix(64, 64, (4, 32)) for _ in range(2)))] * 2)
     device = begin([two, other], monkeypatch)
     made, works = [], cuda_prompts._works

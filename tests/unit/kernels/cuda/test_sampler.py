@@ -24,7 +24,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[tuple[int, ...]
     found: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def kept(file: str, name: str, grid: tuple[int, ...], *arguments: Any, **how: Any) -> None:
-        assert how["early"]
         assert how.get("together", False) == (name == "choose_all")
         found[name] = grid, how.get("shared", 0)
 
@@ -55,7 +54,7 @@ def sample(settings: SamplingSettings, rows: int = 3, **options: Any) -> None:
     ],
     ids=lambda value: "",
 )
-def test_a_step_that_is_off_is_not_launched(
+def test_a_disabled_sampler_step_is_not_launched(
     settings: SamplingSettings, expected: list[str], launches: dict
 ) -> None:
     sample(settings)

@@ -125,3 +125,12 @@ def test_a_source_holds_its_headers() -> None:
 
     assert "#include" not in text
     assert "decoder_scale" in text
+
+
+def test_kernels_that_may_start_early_wait_for_their_input() -> None:
+    for file in SOURCES:
+        text = source(file)
+        if "void wait_for_input" in text:
+            bodies = text.split("__global__")[1:]
+            waits = ("wait_for_input()", "overlap_launches()", "<W", "decode<")
+            assert all(any(wait in body for wait in waits) for body in bodies), file

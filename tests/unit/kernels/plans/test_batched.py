@@ -57,7 +57,7 @@ every_case = pytest.mark.parametrize("name", MADE)
 @cache
 def made(name: str) -> tuple[list[FusedLinear], int, tuple[int, int], LaunchPlan]:
     products, rows, (processors, most_shared) = MADE[name]
-    plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    plan = plan_of(products, rows, (processors, most_shared))
     assert plan is not None
     return products, rows, (processors, most_shared), plan
 
@@ -197,7 +197,7 @@ def test_results_and_norms_are_in_the_order_of_the_product_behind() -> None:
     products[0] = replace(products[0], after=after, multiplier=0.5)
     products[1] = replace(products[1], norm=norm)
     products[3] = replace(products[3], norm=norm)
-    plan = plan_of(products, 9, processors=H200[0], most_shared=H200[1])
+    plan = plan_of(products, 9, H200)
     assert plan is not None
 
     stages = plan.argument["stages"]
@@ -218,4 +218,4 @@ def test_results_and_norms_are_in_the_order_of_the_product_behind() -> None:
 def test_x_that_does_not_fit_has_no_plan() -> None:
     products = chain(8192, 28672, 1024)
     for processors, most_shared in (RTX_3060, (2, H200[1])):
-        assert plan_of(products, 32, processors=processors, most_shared=most_shared) is None
+        assert plan_of(products, 32, (processors, most_shared)) is None

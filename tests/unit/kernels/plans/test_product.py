@@ -287,13 +287,13 @@ def test_a_small_matrix_is_divided_by_rows() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("hidden", "mlp", "kv"), [(64, 96, 32), (4096, 14336, 1024)])
-def test_ctas_of_a_chain_are_there_together(
+def test_ctas_of_a_chain_are_resident_together(
     hidden: int, mlp: int, kv: int, zeros: bool, device: tuple[int, int]
 ) -> None:
     processors, most_shared = device
     products = chain(hidden, mlp, kv, zeros=zeros)
     for rows in range(1, MOST_ROWS + 1):
-        plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+        plan = plan_of(products, rows, (processors, most_shared))
         assert plan is None or plan.ctas <= processors
         assert plan is not None or hidden > 64
 
@@ -303,8 +303,8 @@ def test_a_chain_without_room_has_no_plan(device: tuple[int, int]) -> None:
     processors, most_shared = device
     large = chain(16384, 53248, 1024)
 
-    assert plan_of(large, MOST_ROWS, processors=processors, most_shared=most_shared) is None
-    assert plan_of(chain(256, 512, 64), 1, processors=2, most_shared=most_shared) is None
+    assert plan_of(large, MOST_ROWS, (processors, most_shared)) is None
+    assert plan_of(chain(256, 512, 64), 1, (2, most_shared)) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -317,7 +317,7 @@ def test_one_product_has_room_for_all_rows(
     of_kind = matrix(k, columns, (4, 128), zeros=zeros)
     for products in ([product(of_kind)], [product(of_kind, of_kind, activation="silu")]):
         for rows in range(1, MOST_ROWS + 1):
-            plan = plan_of(products, rows, processors=processors, most_shared=most_shared)
+            plan = plan_of(products, rows, (processors, most_shared))
             assert plan is not None
             assert plan.shared + FIXED_SHARED <= most_shared
             assert plan.argument["slots"] >= (1 if device is RTX_4090 else LEAST_SLOTS)

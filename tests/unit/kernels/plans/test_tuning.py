@@ -76,9 +76,9 @@ def test_candidates_fit_and_the_default_is_the_first(
 ) -> None:
     products = LAUNCHES[name]()
 
-    plans = candidates(products, rows, processors=processors, most_shared=most_shared)
+    plans = candidates(products, rows, (processors, most_shared))
 
-    default = plan_of(products, rows, processors=processors, most_shared=most_shared)
+    default = plan_of(products, rows, (processors, most_shared))
     assert default is not None
     assert plans[0].parts == default.parts
     assert plans[0].argument["stages"]["length"].tolist() == (
@@ -96,7 +96,7 @@ def test_candidates_fit_and_the_default_is_the_first(
 
 def test_a_plan_has_the_parts_that_it_is_told() -> None:
     for parts in ((1, 1, 1, 1), (2, 1, 3, 1), (1, 4, 1, 2)):
-        plan = plan_of(chain(), 1, processors=132, most_shared=LARGE, parts=parts)
+        plan = plan_of(chain(), 1, (132, LARGE), parts)
 
         assert plan is not None
         assert plan.parts == parts
@@ -110,19 +110,19 @@ def test_a_plan_has_the_parts_that_it_is_told() -> None:
 def test_parts_that_do_not_fit_become_more() -> None:
     [product] = LAUNCHES["rows that do not fit"]()
 
-    plan = plan_of([product], 4, processors=132, most_shared=SMALL, parts=(1,))
+    plan = plan_of([product], 4, (132, SMALL), (1,))
 
     assert plan is not None
     assert plan.parts[0] > 1
     assert plan.shared <= SMALL
 
 
-def test_what_does_not_fit_at_all_has_no_candidates() -> None:
-    assert candidates(chain(), 1, processors=4, most_shared=LARGE) == []
+def test_a_chain_that_does_not_fit_has_no_candidates() -> None:
+    assert candidates(chain(), 1, (4, LARGE)) == []
 
 
 def plans_of(name: str) -> Sequence[LaunchPlan]:
-    return candidates(LAUNCHES[name](), 1, processors=132, most_shared=LARGE)
+    return candidates(LAUNCHES[name](), 1, (132, LARGE))
 
 
 def test_the_fastest_is_taken() -> None:
@@ -191,7 +191,9 @@ def test_a_choice_is_measured_once_and_kept_for_the_next_process(file: Path) -> 
     assert json.loads(file.read_text()) == {"a": [1, 3], "b": [2, 2]}
 
 
-def test_what_cannot_be_measured_stays_the_default_in_this_process_only(file: Path) -> None:
+def test_a_launch_that_cannot_be_measured_keeps_the_default_in_this_process_only(
+    file: Path,
+) -> None:
     tuning = Tuning(file)
 
     assert tuning.choice("a", 1, lambda: None) is None
@@ -251,7 +253,7 @@ def keep(file: Path, writer: int) -> Parts | None:
     return tuning.choice("shared", 1, lambda: (writer + 1,))
 
 
-def test_those_who_write_at_the_same_time_lose_nothing(file: Path) -> None:
+def test_processes_that_write_at_the_same_time_lose_no_choice(file: Path) -> None:
     with ThreadPoolExecutor(WRITERS) as pool:
         shared = list(pool.map(keep, [file] * WRITERS, range(WRITERS)))
 

@@ -188,7 +188,7 @@ def test_slots_follow_the_pages() -> None:
     assert found.tolist() == [5 * PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1]
 
 
-def test_what_is_written_is_read_wherever_its_pages_lie() -> None:
+def test_keys_and_values_come_back_from_any_pages() -> None:
     store, tables, written = paged("fp16", [300, 5, 256], pages=2)
     for table, (k, v) in zip(tables, written, strict=True):
         found_k, found_v = get_ops("cpu").read_cache(store, slots_of(table, 0, len(k)))

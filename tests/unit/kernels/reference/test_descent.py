@@ -96,7 +96,7 @@ def test_no_row_is_worse_in_the_metric_than_its_nearest_codes(upper: torch.Tenso
     assert float(found.sum()) < 0.75 * float(simple.sum())
 
 
-def test_blocks_of_a_metric_do_not_hear_of_each_other(upper: torch.Tensor) -> None:
+def test_blocks_of_a_metric_are_independent(upper: torch.Tensor) -> None:
     m = 3 * BLOCK
     rows, hessian, output = torch.randn(ROWS, m), positive(ROWS), positive(3, BLOCK, rank=4)
     scales, half = scales_and_ranges(m)

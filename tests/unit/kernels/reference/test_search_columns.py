@@ -93,7 +93,7 @@ def test_search_beats_the_grid_in_what_it_judges_by(bits: int) -> None:
         assert found < other
 
 
-def test_rows_without_weight_have_no_say() -> None:
+def test_rows_without_weight_do_not_change_scales() -> None:
     x = torch.randn(2, 64, 8)
     x[:, 32:] *= 0.01  # the range of a column is that of its first half
     other = x.clone()
