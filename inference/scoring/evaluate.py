@@ -161,14 +161,12 @@ def evaluate_texts(
         save(scores)
     if advance is not None and blocks:
         advance(total, total, "")
-    digests = [_digest(ids) for ids in texts]
-    rows_of = [[row_scores[text, row] for row in range(len(ids))] for text, ids in enumerate(texts)]
+    scored = [
+        ([row_scores[text, row] for row in range(len(ids))], _digest(ids))
+        for text, ids in enumerate(texts)
+    ]
     return [
-        [
-            _score(everyone, index, rows, digest)
-            for rows, digest in zip(rows_of, digests, strict=True)
-        ]
-        for index in range(len(runners))
+        [_score(everyone, i, rows, digest) for rows, digest in scored] for i in range(len(runners))
     ]
 
 

@@ -135,6 +135,9 @@ WITHOUT_PREFECT = (
     "flows/__init__.py",
 )
 LONGEST_FILE = 400  # lines of code
+LONGEST_FUNCTION = 60  # lines, docstring included
+MOST_PARAMETERS = 8
+DOCUMENTED_KEYWORDS = ("load_model", "Session.__init__")  # of the public interface
 PURE_TABLES = ("model/config/families.py", "tests/support/published.py")
 STORED_NAMES = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm", "q_perm")
 ARCHITECTURES = {architecture for architecture, _ in FAMILIES}
@@ -425,6 +428,45 @@ def test_no_file_is_longer_than_the_limit() -> None:
     too_long = {file for file in FILES + others if lines_of_code(file) > LONGEST_FILE}
 
     assert too_long <= set(PURE_TABLES)
+
+
+def functions(node: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield all functions of a file, those in classes and functions included, with their names."""
+    for child in ast.iter_child_nodes(node):
+        name = within
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{within}.{child.name}".removeprefix(".")
+        if isinstance(child, ast.FunctionDef):
+            yield name, child
+        yield from functions(child, name)
+
+
+def test_functions_are_short() -> None:
+    def too_long(file: str) -> set[str]:
+        lengths = {
+            name: function.end_lineno - function.lineno + 1
+            for name, function in functions(parsed(file))
+            if function.end_lineno is not None
+        }
+        return {name for name, length in lengths.items() if length > LONGEST_FUNCTION}
+
+    assert offenders(too_long) == {}
+
+
+def test_functions_have_few_parameters() -> None:
+    def too_many(file: str) -> set[str]:
+        counts = {
+            name: len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
+            for name, function in functions(parsed(file))
+            for arguments in [function.args]
+        }
+        return {name for name, count in counts.items() if count > MOST_PARAMETERS}
+
+    mirrored = {
+        file for file in FILES if file.startswith("compat/")
+    }  # another library's signatures
+    found = offenders(too_many, {*FILES} - mirrored)
+    assert {name for names in found.values() for name in names} == set(DOCUMENTED_KEYWORDS)
 
 
 @pytest.mark.parametrize(
