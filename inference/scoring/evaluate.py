@@ -151,15 +151,14 @@ def evaluate_texts(
     total = len(blocks) * passes
 
     def report(block: int, model: int, sublayer: SublayerSpec) -> None:
-        if advance is not None:
-            done = block * passes + starts[model] + sublayer.index
-            advance(done, total, sublayer.name)
+        if advance:
+            advance(block * passes + starts[model] + sublayer.index, total, sublayer.name)
 
     for number, block in enumerate(blocks):
         scores = dict(_scored(everyone, texts, block, partial(report, number)))
         row_scores |= scores
         save(scores)
-    if advance is not None and blocks:
+    if advance and blocks:
         advance(total, total, "")
     scored = [
         ([row_scores[text, row] for row in range(len(ids))], _digest(ids))
