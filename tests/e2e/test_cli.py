@@ -274,6 +274,7 @@ def test_files_that_are_not_what_they_should_be_are_refused(
     )
 
 
+@pytest.mark.slow
 def test_a_signal_commits_and_the_printed_command_goes_on(
     converted: Converted, tmp_path: Path
 ) -> None:

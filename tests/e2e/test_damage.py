@@ -18,7 +18,9 @@ def shared(undisturbed: Conversion, tmp_path_factory: pytest.TempPathFactory) ->
     return conversion
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage", [pytest.param(d, marks=[pytest.mark.slow] * (d != "alter")) for d in DAMAGES]
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -102,6 +102,7 @@ def test_divergence_at_two_and_a_half_bits_is_five_times_that_at_four(
     assert poor.kl_divergence >= 5 * good.kl_divergence > 0
 
 
+@pytest.mark.slow
 def test_a_total_is_kept_to_within_a_thousandth_and_the_head_is_chosen(good: Converted) -> None:
     assert 0.999 * FOUR_BITS <= good.bytes <= FOUR_BITS
     assert "lm_head" in good.allocation["choice"]

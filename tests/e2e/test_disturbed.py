@@ -14,6 +14,7 @@ STAGES = ("sensitivity", "quantize", "compile")  # disturbed in every test run
 SLOW_STATES, SLOW_FAULTS = 60, 12
 
 
+@pytest.mark.slow
 def test_a_publication_survives_power_cuts(tmp_path: Path) -> None:
     counts = campaign(["publish"], tmp_path, states=8, seconds=60, seed=0)
 
@@ -46,6 +47,7 @@ def test_commands_survive_power_cuts(name: str, tmp_path: Path) -> None:
     assert counts[name].same >= SLOW_STATES
 
 
+@pytest.mark.slow
 def test_a_publication_with_a_fault_can_be_repeated(tmp_path: Path) -> None:
     counts = Campaign(most={"hub": 8}).run(tmp_path, ["hub"])
 

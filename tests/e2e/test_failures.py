@@ -170,7 +170,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         ("lm_head.weight", float("nan"), 0),
     ],
 )
-@pytest.mark.parametrize("kind", ["fisher", "error"])
+@pytest.mark.parametrize("kind", ["fisher", pytest.param("error", marks=pytest.mark.slow)])
 def test_weights_that_are_not_finite_are_named_and_earlier_results_stay(
     source: Path, tmp_path: Path, kind: str, name: str, value: float, measured: int
 ) -> None:

@@ -177,6 +177,7 @@ def test_flows_read_the_token_from_a_block_and_leave_it_nowhere(
         assert TOKEN.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_a_block_that_is_missing_is_a_usage_error(block: str, models: list[Path], hub: Hub) -> None:
     target = PublishConfig(models=(*models,), repo=REPO, device="cpu", token_block="no-such-block")
 

@@ -170,6 +170,7 @@ def test_run_completes_when_every_artifact_call_raises(
     assert len(warnings) == 1
 
 
+@pytest.mark.slow
 def test_failed_verdict_fails_the_run_after_all_stages(converted: Converted) -> None:
     strict = converted.config.validate_options.model_copy(update={"fail_perplexity_ratio": 0.01})
     config = converted.config.model_copy(update={"validate_options": strict})

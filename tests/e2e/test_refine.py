@@ -203,6 +203,7 @@ def test_the_page_of_the_run_shows_progress_judgement_and_report(
     assert "data:image/svg+xml;base64," in str(found["source-report"].data)
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_flow_on_the_configured_server(
     refined: Refined, prefect_env: Mapping[str, str], tmp_path: Path
 ) -> None:

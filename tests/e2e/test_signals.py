@@ -18,7 +18,11 @@ CODES = [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.ma
 @pytest.mark.parametrize(("signum", "code"), CODES)
 @pytest.mark.parametrize(
     ("stage", "before"),
-    [("sensitivity", "tokenize"), ("measure", "sensitivity"), ("quantize", "allocate")],
+    [
+        pytest.param("sensitivity", "tokenize", marks=pytest.mark.slow),
+        pytest.param("measure", "sensitivity", marks=pytest.mark.slow),
+        ("quantize", "allocate"),
+    ],
 )
 def test_a_signal_commits_the_sublayer_and_tells_how_to_resume(
     undisturbed: Conversion, tmp_path: Path, stage: str, before: str, signum: int, code: int
@@ -77,7 +81,7 @@ def test_a_second_signal_ends_the_process_at_once(
         ("tokenize", None, {"complete", "partial"}),  # partial on a slow machine
         ("allocate", "measure", {"complete"}),
         ("compile", "quantize", {"partial"}),
-        ("validate", "quantize", {"partial"}),
+        pytest.param("validate", "quantize", {"partial"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_in_a_stage_without_sublayers_is_not_lost(

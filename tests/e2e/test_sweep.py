@@ -154,6 +154,7 @@ def test_second_run_is_cached_throughout_and_changes_no_model(swept: Swept) -> N
     assert [snapshot(folder) for folder in folders] == before
 
 
+@pytest.mark.slow
 def test_only_what_is_missing_is_made_again(swept: Swept) -> None:
     before = weights(swept.config.out)
     shutil.rmtree(swept.config.out / "4.0bpw")
@@ -185,6 +186,7 @@ def test_failed_bitrates_do_not_stop_the_others(swept: Swept) -> None:
     assert "tiny-comparison" in artifacts(run)
 
 
+@pytest.mark.slow
 def test_same_stages_without_prefect_give_the_same_bytes(
     swept: Swept, source: Path, tmp_path: Path
 ) -> None:

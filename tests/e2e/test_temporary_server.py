@@ -94,6 +94,7 @@ def test_run_and_its_events_are_stored_before_the_server_ends(
     assert lines > 0
 
 
+@pytest.mark.slow
 def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path: Path) -> None:
     done = convert(tmp_path / "missing", tmp_path / "out", env)
 

@@ -121,6 +121,7 @@ def test_form_of_a_deployment_describes_the_options(deployment: UUID, ui: Browse
     assert page.get_by_role("textbox").filter(visible=True).count() > 2
 
 
+@pytest.mark.slow
 def test_first_ui_opens_and_the_second_shows_the_run_as_well(run: UUID, ui: Browser) -> None:
     page = ui.open("/", "Dashboard", "Switch to V2 UI")
     assert page.url == f"{ui.url}/dashboard"

@@ -114,6 +114,7 @@ def test_sweep_publishes_all_bitrates_and_its_files_say_where(
     assert f'<a href="{hub.url}/{REPO}/tree/6.0bpw">6.0bpw</a>' in page
 
 
+@pytest.mark.slow
 def test_sweep_with_a_bitrate_that_failed_publishes_nothing(
     hub: Hub, source: Path, tmp_path: Path
 ) -> None:
@@ -127,6 +128,7 @@ def test_sweep_with_a_bitrate_that_failed_publishes_nothing(
     assert json.loads((config.out / SWEEP_FILE).read_bytes())["published"] is None
 
 
+@pytest.mark.slow
 def test_damaged_upload_of_a_sweep_never_becomes_public(
     hub: Hub, source: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +212,7 @@ def test_missing_token_is_found_before_any_work(
     assert not config.out.exists()
 
 
+@pytest.mark.slow
 def test_hub_that_is_away_at_the_start_does_not_stop_a_conversion(
     hub: Hub, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -144,7 +144,14 @@ class Oracle:
 
 @pytest.mark.parametrize(
     ("slots", "right", "tokens"),
-    [(1, 0.7, 4), (2, 1.0, 7), (3, 0.7, 7), (4, 0.0, 3), (8, 0.7, 1), (16, 0.8, 4)],
+    [
+        (1, 0.7, 4),
+        pytest.param(2, 1.0, 7, marks=pytest.mark.slow),
+        (3, 0.7, 7),
+        pytest.param(4, 0.0, 3, marks=pytest.mark.slow),
+        pytest.param(8, 0.7, 1, marks=pytest.mark.slow),
+        (16, 0.8, 4),
+    ],
 )
 def test_texts_do_not_depend_on_guesses(
     slots: int, right: float, tokens: int, model: LoadedModel, expected: list[list[Event]]
@@ -160,7 +167,7 @@ def test_texts_do_not_depend_on_guesses(
     assert [*map(seen, found)] == [seen(known) for _, known in pairs]
 
 
-@pytest.mark.parametrize("tokens", [512, 1024])
+@pytest.mark.parametrize("tokens", [pytest.param(512, marks=pytest.mark.slow), 1024])
 def test_texts_that_were_sent_back_do_not_depend_on_guesses(
     tokens: int, model: LoadedModel
 ) -> None:

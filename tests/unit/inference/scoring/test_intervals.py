@@ -113,6 +113,7 @@ def test_without_a_reference_only_perplexity_has_an_interval() -> None:
     assert (found.kl_divergence, found.top1_agreement) == (None, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [8, 16])
 def test_intervals_of_few_rows_contain_the_figures_of_all_texts_about_as_often_as_they_say(
     rows: int,
