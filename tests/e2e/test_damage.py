@@ -10,6 +10,9 @@ from traces import alter, contents, delete, truncate
 DAMAGES = [delete, truncate, alter]
 
 
+SOME_SLOW = [pytest.param(d, marks=[pytest.mark.slow] * (d != "alter")) for d in DAMAGES]
+
+
 @pytest.fixture(scope="module")
 def shared(undisturbed: Conversion, tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A finished conversion that every test leaves as it was."""
@@ -18,9 +21,7 @@ def shared(undisturbed: Conversion, tmp_path_factory: pytest.TempPathFactory) ->
     return conversion
 
 
-@pytest.mark.parametrize(
-    "damage", [pytest.param(d, marks=[pytest.mark.slow] * (d != "alter")) for d in DAMAGES]
-)
+@pytest.mark.parametrize("damage", SOME_SLOW)
 @pytest.mark.parametrize(
     "name",
     [
@@ -51,7 +52,7 @@ def test_a_damaged_result_is_noticed_and_made_again(
     assert shared.manifest(stage)["status"] == "complete"
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", SOME_SLOW)
 @pytest.mark.parametrize(
     "name", ["model-00003-of-00004.safetensors", "config.json", "tokenizer.json"]
 )

@@ -112,6 +112,7 @@ def test_stages_completed_without_prefect_are_cached_too(converted: Converted) -
     assert task_states(run) == dict.fromkeys(STAGES, "Cached")
 
 
+@pytest.mark.slow
 def test_other_bits_reuse_tokens_and_measurement(converted: Converted) -> None:
     other = small_config(converted.config.source, converted.root / "out-5", bpw=5.0)
 
@@ -139,6 +140,7 @@ def test_flow_measure_shares_its_stages_with_convert(
     assert path.is_file()
 
 
+@pytest.mark.slow
 def test_deleted_folder_is_made_again_with_the_same_bytes(converted: Converted) -> None:
     folder = converted.stage_folder("quantize")
     before = {path.name: path.read_bytes() for path in folder.glob("sublayers/*")}

@@ -121,6 +121,7 @@ def test_a_head_that_would_not_be_measured_is_refused_before_any_work(root: Path
     assert not (root / "none").exists()
 
 
+@pytest.mark.slow
 def test_the_best_quality_tries_allocations_and_tunes(root: Path) -> None:
     config = small_config(
         root / "source",

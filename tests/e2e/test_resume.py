@@ -136,6 +136,7 @@ def test_another_bitrate_measures_nothing_again(undisturbed: Conversion, tmp_pat
     assert contents(other.out).keys() == contents(undisturbed.out).keys()
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_work_directory_is_refused(
     undisturbed: Conversion, tmp_path: Path
 ) -> None:

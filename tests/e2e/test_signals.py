@@ -53,6 +53,7 @@ def test_a_signal_commits_the_sublayer_and_tells_how_to_resume(
         assert conversion.made_by(stage) == undisturbed.made_by(stage)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("signum", "code"), CODES)
 def test_a_second_signal_ends_the_process_at_once(
     undisturbed: Conversion, tmp_path: Path, signum: int, code: int

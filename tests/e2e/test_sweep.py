@@ -166,6 +166,7 @@ def test_only_what_is_missing_is_made_again(swept: Swept) -> None:
     assert weights(swept.config.out) == before
 
 
+@pytest.mark.slow
 def test_failed_bitrates_do_not_stop_the_others(swept: Swept) -> None:
     strict = swept.config.validate_options.model_copy(update={"fail_perplexity_ratio": 1.0})
     config = swept.config.model_copy(update={"validate_options": strict})

@@ -105,6 +105,7 @@ def test_what_the_plan_refuses_leaves_no_server(env: Mapping[str, str], tmp_path
     assert servers(env) == []
 
 
+@pytest.mark.slow
 def test_server_refuses_other_web_pages_and_ends_well(
     env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,7 @@ def test_mistyped_path_is_told_before_anything_is_asked(
     assert not hub.requests
 
 
+@pytest.mark.slow
 def test_measurement_goes_out_without_paths_of_this_machine(
     hub: Hub, source: Path, tmp_path: Path
 ) -> None:
@@ -271,6 +272,7 @@ def test_name_without_an_owner_is_no_repository(tmp_path: Path) -> None:
         conversion(tmp_path, tmp_path, repo="tiny-exl2")
 
 
+@pytest.mark.slow
 def test_command_shows_what_was_made_before_it_says_that_publishing_failed(
     hub: Hub, source: Path, tmp_path: Path
 ) -> None:

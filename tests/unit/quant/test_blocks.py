@@ -91,6 +91,7 @@ def test_block_is_refined_towards_its_source(name: str, tmp_path: Path) -> None:
     assert judgement["kl_after"] < 0.9 * judgement["kl_before"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["after", "capped"])
 def test_tuning_trains_norms_as_they_are_stored(name: str, tmp_path: Path) -> None:
     converted(name, tmp_path, "fisher", 4.0)

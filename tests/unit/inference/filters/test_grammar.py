@@ -84,12 +84,12 @@ def test_schema_of_a_pydantic_model_is_followed(demo: Tokenizer) -> None:
 
     given = GrammarFilter(json_schema=Answer.model_json_schema())
     ended = 0
-    for seed in range(30):
+    for seed in range(15):
         ids = walk(given.start(demo, WIDTH), demo, seed=seed, most=500)
         if ids is not None:
             Answer.model_validate_json(text_of(demo, ids))
             ended += 1
-    assert ended > 10
+    assert ended > 5
 
 
 def test_schema_may_be_text(demo: Tokenizer) -> None:

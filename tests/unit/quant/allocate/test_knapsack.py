@@ -101,7 +101,7 @@ def test_value_is_that_of_brute_force_on_200_instances() -> None:
         assert solution.bits <= budget
 
 
-@pytest.mark.parametrize(("layers", "bpw"), [(32, 4.0), (32, 2.5), (80, 3.0), (16, 6.0)], ids=str)
+@pytest.mark.parametrize(("layers", "bpw"), [(32, 2.5), (80, 3.0)], ids=str)
 def test_annealer_never_finds_anything_better(layers: int, bpw: float) -> None:
     rng = random.Random(layers)
     bits, costs, budget = decoder_instance(rng, layers=layers, bpw=bpw)

@@ -63,6 +63,7 @@ def disk_left(plan: Plan) -> int:
     return kept + max(passing, default=0)
 
 
+@pytest.mark.slow
 def test_with_only_validation_left_a_full_disk_does_not_stop_the_conversion(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, set_free: Callable[[int], None]
 ) -> None:
