@@ -69,7 +69,7 @@ def test_a_damaged_output_file_is_noticed_and_made_again(
     assert {n for n in after if after[n] != before[n]} <= {str(shared.out / name)}
 
 
-@pytest.mark.parametrize("damage", [delete, truncate])
+@pytest.mark.parametrize("damage", [pytest.param(delete, marks=pytest.mark.slow), truncate])
 def test_an_output_folder_without_its_record_is_refused(
     undisturbed: Conversion, tmp_path: Path, damage: Callable[[Path], None]
 ) -> None:

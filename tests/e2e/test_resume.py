@@ -122,6 +122,7 @@ def test_a_second_run_finds_every_stage_and_changes_no_file(undisturbed: Convers
     assert (identities(undisturbed.out), identities(undisturbed.work_root)) == before
 
 
+@pytest.mark.slow
 def test_another_bitrate_measures_nothing_again(undisturbed: Conversion, tmp_path: Path) -> None:
     conversion = undisturbed.after("allocate", tmp_path)
     other = replace(conversion, out=tmp_path / "other", options=("--bpw", "5"))

@@ -70,6 +70,7 @@ def test_conversion_ends_with_a_public_branch_and_its_measurement(
     assert {path.name for path in tmp_path.iterdir()} == {"hub", "out", "work"}
 
 
+@pytest.mark.slow
 def test_publishing_changes_no_stage_and_no_byte_of_the_result(
     hub: Hub, source: Path, tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def converted(name: str, root: Path, kind: str, bpw: float) -> Pipeline:
     return run_until(small_config(source, root / "out", **values), "compile")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("error", marks=pytest.mark.slow), "fisher"])
 @pytest.mark.parametrize("name", ROWS)
 def test_block_converts_and_loads_packed_or_decoded(name: str, kind: str, tmp_path: Path) -> None:
     pipeline = converted(name, tmp_path, kind, 6.0)

@@ -46,6 +46,7 @@ def test_measure_says_in_json_what_it_made(source: Path, tmp_path: Path) -> None
     assert said.keys() == {"plan", "seconds", "measurement", "folder"}
 
 
+@pytest.mark.slow
 def test_restart_of_a_sweep_makes_all_bitrates_anew_and_the_same(
     source: Path, tmp_path: Path
 ) -> None:

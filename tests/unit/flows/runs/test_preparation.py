@@ -58,6 +58,7 @@ def test_convert_checks_once(source: Path, tmp_path: Path, calls: list[str]) -> 
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_sweep_checks_each_bitrate_once(source: Path, tmp_path: Path, calls: list[str]) -> None:
     run("sweep", source, "--out", tmp_path / "out", "--bpw", "3.5,4")
 

@@ -145,7 +145,7 @@ class Oracle:
 @pytest.mark.parametrize(
     ("slots", "right", "tokens"),
     [
-        (1, 0.7, 4),
+        pytest.param(1, 0.7, 4, marks=pytest.mark.slow),
         pytest.param(2, 1.0, 7, marks=pytest.mark.slow),
         (3, 0.7, 7),
         pytest.param(4, 0.0, 3, marks=pytest.mark.slow),
@@ -244,6 +244,7 @@ def test_guesses_are_counted(model: LoadedModel) -> None:
         assert found.new_tokens == 40
 
 
+@pytest.mark.slow
 def test_wrong_guesses_leave_no_trace_in_the_cache(model: LoadedModel) -> None:
     request = Request(STORY, settings=COOL, seed=1, stops=(), max_new_tokens=300, logits=True)
     logits = list[torch.Tensor]()

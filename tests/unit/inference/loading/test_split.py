@@ -288,6 +288,7 @@ def test_given_embeddings_go_to_the_first_device(folder: Path, fakes: Devices) -
     assert found == expected
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_chains_end_at_a_border(tmp_path: Path) -> None:
     spec, ids = make_packed("llama", tmp_path), torch.randint(0, 250, (2, 3))
@@ -317,6 +318,7 @@ def test_families_with_parts_of_their_own_are_split_like_any_other(
     assert torch.equal(split.decoder.forward(ids).cpu(), whole.decoder.forward(ids).cpu())
 
 
+@pytest.mark.slow
 def test_adapters_are_where_their_linears_are(folder: Path, tmp_path: Path, fakes: Devices) -> None:
     folders = [make_adapter(tmp_path / str(rank), folder, rank=rank) for rank in (4, 12)]
     texts = []

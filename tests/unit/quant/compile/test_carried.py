@@ -104,6 +104,7 @@ def test_no_published_file_has_a_path_of_the_user_or_a_file_that_is_none_of_the_
         assert "name_or_path" not in (out / name).read_text()
 
 
+@pytest.mark.slow
 def test_links_in_an_output_are_not_published(source: Path, tmp_path: Path) -> None:
     out = run_locally(small_config(source, tmp_path / "out")).out
     (tmp_path / "token").write_text("hf_secret")

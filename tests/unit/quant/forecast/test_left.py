@@ -146,6 +146,7 @@ def test_files_of_another_device_are_not_subtracted(tmp_path: Path) -> None:
     assert elsewhere.left["quantize"] == plan.needs["quantize"] != plan.left["quantize"]
 
 
+@pytest.mark.slow
 def test_valid_files_in_the_output_are_subtracted(tmp_path: Path) -> None:
     config = config_of(tmp_path, shard_size_mb=1)
     pipeline = run_until(config, "compile")

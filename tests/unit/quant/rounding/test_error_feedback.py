@@ -219,7 +219,7 @@ def test_rows_are_rounded_in_the_order_of_the_diagonal() -> None:
 
 
 @pytest.mark.parametrize("search", ["grid", "column"])
-@pytest.mark.parametrize("company", [1, 3, 9])
+@pytest.mark.parametrize("company", [1, pytest.param(3, marks=pytest.mark.slow), 9])
 def test_matrix_is_rounded_alike_alone_and_beside_others(
     company: int, search: ScaleSearch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
