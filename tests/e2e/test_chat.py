@@ -107,6 +107,7 @@ def test_every_command_in_the_terminal(start: Start, tmp_path: Path) -> None:
     assert users(tmp_path) == ["Hello again"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_keeps_it_then_leaves(start: Start, tmp_path: Path) -> None:
     chat = start("--max-answer", 1500)
     chat.enter("Tell me a long story")

@@ -98,7 +98,11 @@ def test_bits_of_every_matrix_are_a_table(pages: dict[str, str], ui: Browser) ->
 @pytest.mark.parametrize(
     ("key", "texts"),
     [
-        ("seen-3-0bpw-errors", ("estimated KL divergence", "measured cost", "lm_head")),
+        pytest.param(
+            "seen-3-0bpw-errors",
+            ("estimated KL divergence", "measured cost", "lm_head"),
+            marks=pytest.mark.slow,
+        ),
         ("seen-6-0bpw-report", ("Passed", "perplexity", "Sample", "One morning")),
         ("seen-comparison", ("3.0bpw", "KL divergence falls", "Sample of 6.0bpw")),
     ],

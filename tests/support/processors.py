@@ -45,7 +45,7 @@ QUICK = (
         for name in ("generator", "hidden", "device_slots")
     ),
     "unit/inference/adapters/test_slots.py",
-    "unit/inference/bench/test_rows.py",
+    "unit/inference/bench/test_batch.py",
     *(f"unit/quant/rounding/test_{name}.py" for name in ("descent", "error_feedback", "hessian")),
     "unit/quant/tune/test_trainable.py",
 )

@@ -191,6 +191,7 @@ def test_receiver_at_a_taken_port_says_so_and_nothing_else(taken: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_receiver_that_is_terminated_does_not_speak_of_finished_work(free: int) -> None:
     with receiver(free) as process:
         assert process.stderr is not None

@@ -85,6 +85,7 @@ def test_a_turn_forwards_only_what_is_new(generator: Generator, passes: list[int
     assert sum(passes) <= len(generator.model.tokenizer.encode("User: Instead\nAssistant:\n")) + 4
 
 
+@pytest.mark.slow
 def test_two_hundred_turns_in_a_context_of_512(folder: Path) -> None:
     model = load_model(folder, device="cpu", max_tokens=512)
     generator = Generator(model, tokens=512, slots=1)

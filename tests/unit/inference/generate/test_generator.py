@@ -130,7 +130,10 @@ def test_text_is_the_same_alone_and_in_any_company(
     assert all(ids_of([*lonely.stream(r)])[r.tag] == together[r.tag] for r in every)
 
 
-@pytest.mark.parametrize(("cache", "settings"), [("fp32", RICH), ("q4", GREEDY)])
+@pytest.mark.parametrize(
+    ("cache", "settings"),
+    [("fp32", RICH), pytest.param("q4", GREEDY, marks=pytest.mark.slow)],
+)
 def test_jobs_that_were_sent_back_go_on_where_they_were(
     model: LoadedModel, cache: str, settings: SamplingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
