@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from struct import unpack_from
 
 import numpy as np
 import pytest
 from cuda_instances import INSTANCES, SOURCES
 from cupy_backends.cuda.libs import nvrtc
+from kernel_resources import DEVICES, compiled, resources
 
 from exl2flow.kernels.cuda import cache as cuda_cache
 from exl2flow.kernels.cuda import prompts as cuda_prompts
@@ -18,54 +18,41 @@ from exl2flow.kernels.cuda.compiler import OPTIONS
 from exl2flow.kernels.interface.cache_formats import Element
 from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans import product as plans_of_product
+from exl2flow.kernels.plans.product import FIXED_SHARED
 from exl2flow.kernels.plans.sources import source
 
-DEVICES = (80, 86, 89, 90, 120)
+MOST_STACK = 128  # bytes of a thread: what the compiler spills beyond 128 registers
 
 
-def static_shared(cubin: bytes) -> dict[str, int]:
-    """Return the bytes of static shared memory of each function of an ELF file that has any."""
-    (table,), (size, count, names) = unpack_from("<Q", cubin, 40), unpack_from("<3H", cubin, 58)
-    sections = [unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
-    begin, found = sections[names][4], {}
-    for name, _, _, _, _, length in sections:
-        text = cubin[begin + name : cubin.index(b"\0", begin + name)].decode()
-        if text.startswith(".nv.shared."):
-            found[text.removeprefix(".nv.shared.")] = length
-    return found
-
-
-def compile_without_a_warning(file: str, instances: Sequence[str], device: int) -> None:
-    program = nvrtc.createProgram(source(file), file, (), ())
-    for instance in instances:
-        nvrtc.addNameExpression(program, instance)
-    try:
-        nvrtc.compileProgram(program, (*OPTIONS, f"-arch=sm_{device}"))
-    except nvrtc.NVRTCError:
-        pytest.fail(f"sm_{device}: {nvrtc.getProgramLog(program)}")
-    assert nvrtc.getProgramLog(program).strip("\0\n") == ""
-    shared = static_shared(nvrtc.getCUBIN(program))
-    names = [nvrtc.getLoweredName(program, instance) for instance in instances]
-    assert all(names)
+def check(file: str, instances: Sequence[str], device: int) -> None:
+    """Compile instances of a source, and check what they take."""
+    code, names = compiled(file, instances, device)
+    kernels = resources(code)
+    assert set(names) <= set(kernels)
+    for name, taken in kernels.items():
+        assert 0 < taken.registers <= 255, name
+        assert taken.stack <= MOST_STACK, name
+        if file in ("product.cu", "batched.cu"):
+            assert taken.shared <= FIXED_SHARED, name
     if file == "attention.cu":
         for instance, name in zip(instances, names, strict=True):
             width, keys, values, *counts = instance[7:-1].split(", ")
             bits = Element[keys].bits + Element[values].bits
             most = _beside(bits, int(width), *map(int, counts))
-            assert most - RESERVED <= shared[name] <= most, instance
+            assert most - RESERVED <= kernels[name].shared <= most, instance
 
 
 @pytest.mark.parametrize("file", SOURCES)
 def test_an_instance_of_each_source_compiles_for_every_device(file: str) -> None:
     for device in DEVICES:
-        compile_without_a_warning(file, INSTANCES.get(file, [])[:1], device)
+        check(file, INSTANCES.get(file, [])[:1], device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", INSTANCES)
 def test_every_instance_compiles_for_every_device(file: str) -> None:
     with ThreadPoolExecutor() as threads:
-        list(threads.map(partial(compile_without_a_warning, file, INSTANCES[file]), DEVICES))
+        list(threads.map(partial(check, file, INSTANCES[file]), DEVICES))
 
 
 STRUCTS = {
