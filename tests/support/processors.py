@@ -5,7 +5,7 @@ Sums depend on how many elements a vector register holds and on how many threads
 `EXL2FLOW_TEST_THREADS` its threads (see `conftest.py`). Kernels that this processor cannot run are
 left out; MKL, which multiplies matrices, chooses for itself.
 `--quick` leaves out the stages and long texts. With `--setting default --threads 1`, as CI runs it,
-it takes 45 s on two idle cores; all tests in all nine settings take 20 minutes.
+it takes 60 s on two idle cores; all tests in all nine settings take 20 minutes.
 """
 
 import argparse
