@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import torch
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 log = logging.getLogger(__name__)
 
 HELPERS = 8
@@ -99,14 +100,26 @@ def helpers() -> ThreadPoolExecutor:
 
 def prefetch(works: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yield the result of each function; the next one runs while a result is being used."""
-    current: Future[T] | None = None
-    for work in works:
-        following = helpers().submit(work)
-        if current is not None:
-            yield current.result()
-        current = following
-    if current is not None:
-        yield current.result()
+    return look_ahead(works, lambda work: helpers().submit(work).result, depth=1)
+
+
+def look_ahead(
+    items: Iterable[Item], begin: Callable[[Item], Callable[[], T]], *, depth: int
+) -> Iterator[T]:
+    """Yield the result for each item; those of the next `depth` items are begun before.
+
+    Args:
+        items: say what to do, in order.
+        begin: starts on an item in the background, and returns a function that waits for the end.
+        depth: how many items are begun while a result is in use.
+    """
+    pending = deque[Callable[[], T]]()
+    for item in items:
+        pending.append(begin(item))
+        if len(pending) > depth:
+            yield pending.popleft()()
+    while pending:
+        yield pending.popleft()()
 
 
 HostTensors = Callable[[], dict[str, torch.Tensor]]

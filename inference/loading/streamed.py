@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from exl2flow.core.runtime.background import look_ahead
 from exl2flow.core.runtime.memory import free_memory
 from exl2flow.kernels import Threads
 from exl2flow.model import (
@@ -20,7 +21,7 @@ from exl2flow.model import (
     build_head,
     resolve,
 )
-from exl2flow.model.layers.stream import StreamedSublayers, look_ahead, rows_together
+from exl2flow.model.layers.stream import StreamedSublayers, rows_together
 
 FP32 = torch.float32
 TOKENS_TOGETHER = 8192  # that pass a sublayer together on a GPU ...

@@ -1,9 +1,8 @@
-"""Read a model's sublayers one at a time, the next ones while one is in use."""
+"""Read a model's sublayers one at a time; how many rows pass one together."""
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -12,7 +11,6 @@ from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.layers.sublayers import build_sublayer
 
-T = TypeVar("T")
 CALIBRATION_ROWS, CALIBRATION_TENSORS = 4, 24  # see `rows_together`
 
 
@@ -42,25 +40,6 @@ class StreamedSublayers(Sequence[Sublayer]):
             device=device,
             packed=self.packed,
         )
-
-
-def look_ahead(
-    items: Iterable[T], begin: Callable[[T], Callable[[], Sublayer]], *, depth: int
-) -> Iterator[Sublayer]:
-    """Yield the sublayer of each item; those of the next `depth` items are begun before.
-
-    Args:
-        items: say what to read, in order.
-        begin: starts reading an item in the background, and returns a function that ends it.
-        depth: how many items are begun while a sublayer is in use.
-    """
-    pending = deque[Callable[[], Sublayer]]()
-    for item in items:
-        pending.append(begin(item))
-        if len(pending) > depth:
-            yield pending.popleft()()
-    while pending:
-        yield pending.popleft()()
 
 
 def rows_together(

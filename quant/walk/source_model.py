@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import RunOptions
-from exl2flow.core.runtime.background import pinned
+from exl2flow.core.runtime.background import look_ahead, pinned
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.runtime.memory import free_memory, limit_memory, limit_of
 from exl2flow.model import (
@@ -28,7 +28,7 @@ from exl2flow.model import (
     build_sublayer,
     resolve,
 )
-from exl2flow.model.layers.stream import look_ahead, rows_together
+from exl2flow.model.layers.stream import rows_together
 from exl2flow.quant.walk.working_memory import working_bytes
 
 NARROW = torch.float16  # of weights on a GPU, for speed

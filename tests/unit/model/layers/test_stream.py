@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from exl2flow.model.layers.stream import look_ahead, rows_together
+from exl2flow.core.runtime.background import look_ahead
+from exl2flow.model.layers.stream import rows_together
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 9])
