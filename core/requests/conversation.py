@@ -107,7 +107,7 @@ class Turn:
 
     @property
     def is_unanswered(self) -> bool:
-        """Whether there is no answer yet: the program ended first."""
+        """Whether the turn has no answer yet, because the program ended first."""
         return not (self.current.ids or self.current.ended)
 
 

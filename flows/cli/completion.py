@@ -155,7 +155,7 @@ def complete_all(model: Path, options: GenerationOptions, settings: SamplingSett
     """Write the answers to all prompts, each as soon as it ends; one that fails stops no other.
 
     Raises:
-        ConfigError: naming the line that is no request.
+        ConfigError: a line is not a request; it is named.
         Exception: what ended the generator, and with it all prompts without an answer.
     """
     assert options.prompts is not None

@@ -31,7 +31,7 @@ class Steps:
 
     check: refuses what could not be published or made, before any work; fetched: returns the folder
     of a source, given its work root and token block; run: runs all stages; make_bitrates: returns
-    the errors of those that failed; show: shows a sweep beside the run; publish: does so.
+    the errors of those that failed; show: shows a sweep beside the run; publish: uploads results.
     """
 
     check: Callable[[RunOptions], None]

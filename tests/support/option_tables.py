@@ -46,7 +46,7 @@ Row = tuple[str, ...]
 def option_rows(command: str) -> dict[str, list[Row]]:
     """Return panel → rows of a command's options, in the order of its help."""
     panels: dict[str, list[Row]] = {"": []}
-    for each in typer.main.get_command(app).commands[command].params:  # type: ignore[attr-defined]
+    for each in typer.main.get_command(app).commands[command].params:  # type: ignore[attr-defined]  # a group
         if not each.opts[0].startswith("--") or each.opts[0] in HELP:
             continue
         names = ", ".join(f"`{name}`" for name in (*each.opts, *each.secondary_opts))

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic import BaseModel, Field
@@ -96,7 +96,7 @@ class Setting:
         return inspect.Parameter(
             self.name,
             inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[kind if is_needed else Optional[kind], marker],  # noqa: UP045
+            annotation=Annotated[kind if is_needed else kind | None, marker],
             default=inspect.Parameter.empty if is_needed else None,
         )
 
