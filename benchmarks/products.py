@@ -12,7 +12,7 @@ import torch
 from allocations import Allocation, add_allocation, allocation_of
 
 from exl2flow.inference.bench import copy_rate, milliseconds
-from exl2flow.kernels import FusedLinear, NormArgs, PackedMatrix, get_ops
+from exl2flow.kernels import FusedLinear, NormArgs, PackedMatrix, get_ops, pack_blocks
 from exl2flow.model import QuantParams
 
 SHAPES = {  # hidden, MLP, keys and values, vocabulary, layers
@@ -26,9 +26,9 @@ def random_matrix(k: int, n: int, params: QuantParams) -> PackedMatrix:
     groups = params.groups(k)
     words = sum(group.bits * group.rows for group in groups)
     scales = torch.randint(0, 1 << 16, (n // 32, len(groups), 8), dtype=torch.int32, device=DEVICE)
+    codes = torch.randint(-(2**31), 2**31, (n // 32, words), dtype=torch.int32, device=DEVICE)
     return PackedMatrix(
-        codes=torch.randint(-(2**31), 2**31, (n // 32, words), dtype=torch.int32, device=DEVICE),
-        scales=scales | (0x0101 << 16),
+        words=pack_blocks(codes, scales | (0x0101 << 16), groups),
         groups=groups,
         order=torch.randperm(k, device=DEVICE),
         columns=n,
@@ -74,9 +74,7 @@ def main() -> None:
     for bpw in arguments.bpw:
         allocation = allocation_of(bpw, arguments)
         model = chains(arguments.shape, allocation)
-        size = 4e-9 * sum(
-            m.codes.numel() + m.scales.numel() for chain in model for p in chain for m in p.matrices
-        )
+        size = 4e-9 * sum(m.words.numel() for chain in model for p in chain for m in p.matrices)
         for rows in arguments.rows:
             x = torch.randn(rows, SHAPES[arguments.shape][0], device=DEVICE).half()
 

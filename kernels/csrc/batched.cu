@@ -10,9 +10,7 @@ constexpr int THREADS = 32 * CTA_WARPS;
 constexpr int PIECES = 4;  // of x that a thread reads at a time
 
 struct Matrix {
-    const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel
-    const byte* scales;         // [tile] of `scale_bytes`, [group][8 lanes]: 4 codes, the unit;
-                                // GPTQ: 4 scales, 4 zeros
+    const byte* words;          // [tile] of `tile_bytes`, see PackedMatrix
     const int* lists;           // [part] of the stage's `words`, see Work
     const half_bits* bias;      // (columns), or null
     const half_bits* residual;  // (rows, columns) to add to the product, or null
@@ -20,7 +18,7 @@ struct Matrix {
     float* exact;               // y before it is rounded, or null
     half_bits* copy;            // y again, columns as `to` says; or null
     float* partial;             // [tile][part] of ROWS · 32, see keep
-    int columns, tiles, tile_bytes, scale_bytes;
+    int columns, tiles, tile_bytes;
     int parts, each, first_cta, ctas;  // each: tiles of a warp
 };
 
@@ -51,9 +49,8 @@ struct Chain {
 };
 
 // A warp's work in a stage: tiles of a matrix, and a part of its rows. The part's list: its first
-// panel, its panels, where its codes and scales begin in a tile; then steps, up to MOST_PANELS
-// panels of equal bits: bits | panels << 4 | is the last << 7 | per panel, groups after the first
-// one's << 8 | groups that end << 16. If the stage gathers x, the place of each row comes before.
+// panel, its panels, where it begins in a tile; then steps, see Step. If the stage gathers x, the
+// place of each row comes before.
 struct Work {
     const Matrix* of;  // null: the CTA has none
     int part, tile, tiles;
@@ -78,7 +75,7 @@ __device__ __forceinline__ const int* steps_of(const Stage& stage, const int* li
 template <int SCALE_BYTES> struct Fetcher {
     const Chain& c;
     const int *lists, *step;
-    const byte *codes, *scales;
+    const byte* next_step;
     Work work;
     int stage, tile;
 
@@ -94,15 +91,12 @@ template <int SCALE_BYTES> struct Fetcher {
         const int* list = lists + c.stages[stage].list_at;
         const Matrix& m = *work.of;
         step = steps_of(c.stages[stage], list);
-        codes = m.codes + (integer)(work.tile + tile) * m.tile_bytes + list[2];
-        scales = m.scales + (integer)(work.tile + tile) * m.scale_bytes + list[3];
+        next_step = m.words + (integer)(work.tile + tile) * m.tile_bytes + list[2];
     }
     __device__ __forceinline__ void next(u32 barrier, u32 slot) {
         if (stage == c.count) return;
-        const int kind = *step++, panels = kind >> 4 & 7, bytes = (kind & 15) * panels * 128;
-        const int groups = (kind >> (6 + 2 * panels) & 3) + 1;
-        copy_both(barrier, slot, codes, bytes, slot + STEP, scales, groups * SCALE_BYTES);
-        codes += bytes, scales += (kind >> 16) * SCALE_BYTES;
+        const int kind = *step++;
+        next_step = fetch(Step(kind, SCALE_BYTES), barrier, slot, next_step);
         if (kind >> 7 & 1) ++tile, open();
     }
 };
@@ -284,7 +278,7 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
 // ROWS: 8, 16 or 32, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
-    constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + MOST_PANELS * SCALE_BYTES;
+    constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + BLOCK_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_the_next_begin();
@@ -329,7 +323,8 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
             int kind;
             do {
                 kind = *step++;
-                const byte *codes = ring + slot * SLOT, *scales = codes + STEP;
+                const byte* codes = ring + slot * SLOT;
+                const byte* scales = codes + (kind & 15) * (kind >> 4 & 7) * 128;
                 wait_for_bytes(barrier + 8 * slot, parity);
                 if constexpr (GPTQ) {
                     multiply<4, ROWS, true>(codes, scales, x, kind, lane, total);

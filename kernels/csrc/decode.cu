@@ -51,7 +51,7 @@ __device__ __forceinline__ void decode_panel(const u32* w, const Scales& own, in
 
 struct Tiles {  // of a panel: the first one of a warp, and how many bytes further the next ones lie
     const byte *codes, *scales;
-    integer codes_step, scales_step;
+    integer step;
 };
 
 // Decode `count` tiles of a panel, and write them to 4 rows of y, 16 bytes by a lane; the next
@@ -68,7 +68,7 @@ __device__ __forceinline__ void decode_tiles(Tiles from, int count, int lane, ha
         decode_panel<B, GPTQ>(w, own, lane, panel);
         if (j == 0) wait_for_input();  // which may still read what y was
         if (j + 1 < count) {
-            from.codes += from.codes_step, from.scales += from.scales_step;
+            from.codes += from.step, from.scales += from.step;
             read_words<B>(from.codes, lane, w);
             own = scales_of<GPTQ>(from.scales, lane / 4);
         }
@@ -82,10 +82,10 @@ __device__ __forceinline__ void decode_tiles(Tiles from, int count, int lane, ha
 }
 
 struct Part {  // a matrix: see PackedMatrix
-    const byte *codes, *scales;
-    const integer *table, *order;  // (panels, 3): bits, offset of the codes in 128 bytes, group
+    const byte* words;
+    const integer *table, *order;  // table (panels, 4): see panel_table in packing.py
     integer tile_bytes;
-    int tiles, groups, column, first;  // where it begins in y, and its first CTA in a row of them
+    int tiles, column, first;  // where it begins in y, and its first CTA in a row of them
 };
 struct Work {
     Part of[MOST_MATRICES];
@@ -103,12 +103,9 @@ template <bool GPTQ> __device__ __forceinline__ void decode(const Work& work) {
     const int tile = (blockIdx.x - part.first) * DECODE_WARPS * DECODE_TILES + warp;
     const int count = (part.tiles - tile + DECODE_WARPS - 1) / DECODE_WARPS;
     if (tile >= part.tiles) return;
-    const integer *panel = part.table + blockIdx.y * 3, *order = part.order + blockIdx.y * PANEL_ROWS;
-    constexpr int of_scales = GPTQ ? 128 : 32;
-    const Tiles from = {part.codes + tile * part.tile_bytes + panel[1] * 128,
-                        part.scales + ((integer)tile * part.groups + panel[2]) * of_scales,
-                        DECODE_WARPS * part.tile_bytes,
-                        (integer)DECODE_WARPS * part.groups * of_scales};
+    const integer *panel = part.table + blockIdx.y * 4, *order = part.order + blockIdx.y * PANEL_ROWS;
+    const byte* words = part.words + tile * part.tile_bytes;
+    const Tiles from = {words + panel[2], words + panel[3], DECODE_WARPS * part.tile_bytes};
     half_bits* to[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -97,19 +97,19 @@ __device__ __forceinline__ void lay_panel(const u32* panel, const integer* rows,
     write_words<B>(to, lane, w);
 }
 
-// packed (words, n), table int64 (panels, 3): bits, first word, group; order int64 (k,) or 0, for
-// one group of 4 bits -> codes, tile_bytes per tile
+// packed (words, n), table int64 (panels, 4): see panel_table in packing.py; order int64 (k,) or 0,
+// for one group of 4 bits -> the codes of `words`, tile_bytes per tile
 extern "C" __global__ void lay_out(const u32* packed, const integer* table, const integer* order,
-                                   byte* codes, integer n, integer panels, integer tile_bytes) {
+                                   byte* words, integer n, integer panels, integer tile_bytes) {
     const integer panel = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32;
     if (panel >= panels) return;
-    table += panel * 3;
-    codes += blockIdx.x * tile_bytes + table[1] * 128;
+    table += panel * 4;
+    words += blockIdx.x * tile_bytes + table[2];
     if (order)
         order += panel * PANEL_ROWS;
     else
         packed += table[1] * n;
-#define CASE(B) lay_panel<B>(packed, order, codes, n)
+#define CASE(B) lay_panel<B>(packed, order, words, n)
     FOR_BITS(table[0], CASE)
 }
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
     };
     u32 w[B], a[8];
     if constexpr (ROWS == 1) {  // where there is no panel, codes of any kind are times 0
-        constexpr int MOST = STEP / 128 / B < MOST_PANELS ? STEP / 128 / B : MOST_PANELS;
+        constexpr int MOST = STEP / 128 / B < BLOCK_PANELS ? STEP / 128 / B : BLOCK_PANELS;
         int sums[2][4] = {};
         uint2 own = {0, 0};
         if (lane / 8 < panels) own = *(const uint2*)(x + lane * 8);

@@ -148,14 +148,12 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     int4 places[2];  // of the first piece of x that this thread moves: before memory is busy
     if (c.stages[0].place && (int)threadIdx.x < c.stages[0].k / 8)
         places_of(c.stages[0], threadIdx.x, places);
-    byte* ring = shared + warp * c.slots * STEP;
-    byte* all_scales = shared + CTA_WARPS * c.slots * STEP;
-    int* all_shares = (int*)(all_scales + CTA_WARPS * c.scale_room);
+    byte* ring = shared + warp * c.slots * c.slot_bytes;
+    int* all_shares = (int*)(shared + CTA_WARPS * c.slots * c.slot_bytes);
     float* ended = (float*)(all_shares + CTA_WARPS * c.words);
     Barrier* barriers = (Barrier*)(ended + c.tiles * c.rows * TILE_COLUMNS);
     byte* xs = (byte*)(barriers + CTA_WARPS * c.slots);
     float* last = (float*)xs;  // after x has been read
-    byte* own_scales = all_scales + warp * c.scale_room;
     int* own = all_shares + warp * c.words;
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
@@ -178,38 +176,25 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         while (ahead.segments <= 0 && ++next_stage < c.count)
             ahead = Work(c.stages[next_stage], own);
         if (next_stage == c.count) return;
-        next_segment = 0, next_kind = ahead.share->kinds, next = ahead.codes(0);
+        next_segment = 0, next_kind = ahead.share->kinds, next = ahead.words(0);
     };
     open();
     auto fetch_next = [&](int slot) {
         if (next_stage == c.count) return;
-        const int kind = *next_kind++, bytes = (kind & 15) * (kind >> 4 & 7) * 128;
-        copy_bytes(barrier + 8 * slot, ring_at + slot * STEP, next, bytes);
-        next += bytes;
+        const int kind = *next_kind++;
+        next = fetch(Step(kind, SCALE_BYTES), barrier + 8 * slot, ring_at + slot * c.slot_bytes, next);
         if (!(kind >> 7 & 1)) return;
         if (++next_segment < ahead.segments) {
-            next = ahead.codes(next_segment);
+            next = ahead.words(next_segment);
         } else {
             ahead.segments = 0;
             open();
         }
     };
     for (int s = 0; s < c.slots; ++s) fetch_next(s);
-    auto fetch_scales = [&](int s) {  // of a stage, and prefetch to L2 what its CTAs share
+    auto prefetch_shared = [&](int s) {  // to L2, what the CTAs of a stage share
         const Stage& stage = c.stages[s];
         const Work work(stage, own);
-        u32 to = shared_address(own_scales + stage.scale_at);
-        for (int segment = 0; segment < work.segments; ++segment) {
-            const int i = work.share->tile + segment, *begin = work.begin(i);
-            const Matrix& m = work.matrix(i);
-            const bool is_last = segment + 1 == work.share->segments;
-            const byte* from = m.scales + work.tile(i) * m.scale_bytes +
-                               (segment ? begin[1] : work.share->scales);
-            const int bytes = segment == 0 ? work.share->first_scales
-                                           : is_last ? work.share->last_scales : begin[2];
-            copy_by_lanes(to, from, bytes);
-            to += bytes;
-        }
         const int line = threadIdx.x * 32;  // one line of 128 bytes per thread
         if (stage.norm && 2 * line < stage.k)
             prefetch(stage.norm + 2 * line);
@@ -222,10 +207,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (stage.to && warp == 0 && lane < work.tiles && lane * 32 < work.of->columns)
             prefetch(stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS);
     };
-    for (int s = 0; s < 2; ++s) {
-        if (s < c.count) fetch_scales(s);
-        asm volatile("cp.async.commit_group;" ::: "memory");
-    }
+    for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
     wait_for_input();
 
     int slot = 0, parity = 0;
@@ -235,10 +217,11 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         const Work work(stage, own);
         unsigned met = 0;
         if (s) met = arrive(c.meetings, blockIdx.x, gridDim.x);
-        if (s && s + 1 < c.count) fetch_scales(s + 1);
-        if (s) asm volatile("cp.async.commit_group;" ::: "memory");
+        if (s && s + 1 < c.count) prefetch_shared(s + 1);
+        if (s && stage.place && !stage.after && (int)threadIdx.x < stage.k / 8)
+            places_of(stage, threadIdx.x, places);
         if ((int)threadIdx.x < work.tiles) {
-            const Parts parts(stage, work, threadIdx.x);
+            const Parts parts(work, threadIdx.x);
             warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
         }
         if (ADDS<ROWS> && stage.after) load_hidden(stage, xs);
@@ -248,9 +231,6 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         Unit* units = (Unit*)(xs + held);
         byte* x_at = xs + (stage.after ? work.part * stage.length * ROWS * 64 : 0);
         if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
-        asm volatile("cp.async.wait_group 1;" ::: "memory");  // scales, but those of the next stage
-        __syncwarp();
-        const byte* scales = own_scales + stage.scale_at;
         const int* kinds = work.share->kinds;
         float total[4];
         for (int segment = 0; segment < work.segments; ++segment) {
@@ -263,7 +243,8 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
             do {
                 kind = *kinds++;
                 const int panels = kind >> 4 & 7;
-                const byte* codes = ring + slot * STEP;
+                const byte *codes = ring + slot * c.slot_bytes;
+                const byte *scales = codes + (kind & 15) * panels * 128;
                 wait_for_bytes(barrier + 8 * slot, parity);
                 if constexpr (GPTQ) {
                     multiply<4, ROWS, true>(codes, scales, from, own_units, kind, lane, total);
@@ -271,7 +252,6 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
 #define CASE(B) multiply<B, ROWS, false>(codes, scales, from, own_units, kind, lane, total)
                     FOR_BITS(kind & 15, CASE)
                 }
-                scales += (kind >> 16) * SCALE_BYTES;
                 from += panels * ROWS * 64, own_units += panels * ROWS;
                 __syncwarp();
                 fetch_next(slot);

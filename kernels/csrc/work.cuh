@@ -1,20 +1,18 @@
 // Arguments of product.cu, and the share of the work that a CTA and a warp have: product.py and
 // shares.py compute them.
 
-// A warp's share of the tiles of a CTA, in sequence, and in each the panels of a part of the rows.
+// A warp's share of the tiles of a CTA, in sequence, and in each the blocks of a part of the rows.
 // It may begin and end within a tile; in each tile it has one segment.
 struct Share {
-    int tile, segments;             // the CTA's tile where it begins; number of its tiles
-    int codes, scales, row;         // its start: bytes within that tile, row of the part
-    int first_scales, last_scales;  // bytes of scales of the first and last segment
-    int begin[2][3];  // per matrix: where codes and scales of the part begin; bytes of scales
-    int kinds[1];     // per step, up to MOST_PANELS panels of equal bits: bits | panels << 4 | ends
-};  // a segment << 7 | per panel, groups after the first one's << 8 | groups that end << 16
+    int tile, segments;  // the CTA's tile where it begins; number of its tiles
+    int words, row;      // its start: bytes within that tile, row of the part
+    int begin[2];        // per matrix that alternates: where the part begins in a tile, bytes
+    int units[2];        // the same: into how many a tile's part is divided among warps
+    int kinds[1];        // per step, see Step
+};
 
 struct Matrix {
-    const byte* codes;          // [tile] of `tile_bytes`: bits · 128 bytes per panel
-    const byte* scales;         // [tile] of `scale_bytes`, [group][8 lanes]: 4 codes, the unit;
-                                // GPTQ: 4 scales, 4 zeros
+    const byte* words;          // [tile] of `tile_bytes`, see PackedMatrix
     const int* shares;          // [part][warp] of `words`, see Share
     const half_bits* bias;      // (columns), or null
     const half_bits* residual;  // (rows, columns) to add to the product, or null
@@ -23,11 +21,12 @@ struct Matrix {
     half_bits* copy;            // y again, columns as `to` says; or null
     float* partial;             // [tile][part][row][32 columns]
     int* arrived;               // [CTA of a part], zero before and after
-    int columns, tiles, tile_bytes, scale_bytes;
+    int columns, tile_bytes;
+    int first_tile, tiles;      // of this stage: the first, and the end
     int each, first_cta;        // each: tiles per CTA
 };
 
-struct Stage {  // a product with matrices that share x
+struct Stage {  // a product with matrices that share x, or a round of one with many tiles
     Matrix of[MOST_MATRICES];
     const half_bits* x;     // (rows, k), in the order of the matrices' rows
     const half_bits* norm;  // weights (k) in this order, if x is to be normalized; or null
@@ -39,17 +38,18 @@ struct Stage {  // a product with matrices that share x
     const half_bits* hidden;  // (rows, k) in the order of in-features; or null: zeros
     half_bits* sum;           // (rows, k), the same
     int k, length, ctas, parts;         // length: panels of a part
-    int words, share_at, scale_at;      // ints of a share; where it and its scales lie in a warp's
+    int words, share_at;                // ints of a share; where it lies in a warp's
     int activation;  // not 0: y = activation(x Q of the first) · (x Q of the second)
     float eps, multiplier;  // multiplier: of the result, before it is added
     float after_eps, after_multiplier;  // the same of x, where its norm is added
 };
 
 struct Chain {
-    Stage stages[MOST_CHAINED];
-    unsigned* meetings;                // see meet
-    int count, rows, slots;            // slots: steps that a warp has in flight
-    int words, scale_room, tiles;      // per warp, all stages; tiles: most per CTA
+    Stage stages[MOST_STAGES];
+    unsigned* meetings;            // see meet
+    int count, rows;
+    int slots, slot_bytes;         // slots: steps that a warp has in flight
+    int words, tiles;              // words: per warp, all stages; tiles: most per CTA
 };
 
 // The matrix whose tiles a CTA has: the first of two that alternate, or one of several.
@@ -68,8 +68,9 @@ struct Work {
 
     __device__ __forceinline__ Work(const Stage& stage, const int* own) {
         together = stage.activation ? 2 : 1, part = blockIdx.x / stage.ctas;
-        of = matrices_of(stage), first = (blockIdx.x % stage.ctas - of->first_cta) * of->each;
-        tiles = part < stage.parts ? min(of->each, of->tiles - first) * together : 0;
+        of = matrices_of(stage);
+        first = of->first_tile + (blockIdx.x % stage.ctas - of->first_cta) * of->each;
+        tiles = part < stage.parts ? max(0, min(of->each, of->tiles - first)) * together : 0;
         share = (const Share*)(own + stage.share_at);
         segments = min(share->segments, tiles - share->tile);
     }
@@ -79,13 +80,11 @@ struct Work {
     __device__ __forceinline__ integer tile(int i) const {
         return first + (together == 2 ? i / 2 : i);
     }
-    __device__ __forceinline__ const int* begin(int i) const {
-        return share->begin[together == 2 ? i % 2 : 0];
-    }
-    __device__ __forceinline__ const byte* codes(int segment) const {
+    __device__ __forceinline__ const byte* words(int segment) const {
         const int i = share->tile + segment;
         const Matrix& m = matrix(i);
-        return m.codes + tile(i) * m.tile_bytes + (segment ? begin(i)[0] : share->codes);
+        return m.words + tile(i) * m.tile_bytes +
+               (segment ? share->begin[together == 2 ? i % 2 : 0] : share->words);
     }
 };
 
@@ -93,14 +92,15 @@ struct Work {
 struct Parts {
     u32 last;
     bool goes_on;
-    __device__ __forceinline__ Parts(const Stage& stage, const Work& work, int i)
-        : last(0), goes_on(false) {
-        const int held = min(stage.length, stage.k / PANEL_ROWS - work.part * stage.length);
-        const int all = work.of->each * work.together * held;  // panels of the CTA
+    __device__ __forceinline__ Parts(const Work& work, int i) : last(0), goes_on(false) {
+        const int *units = work.share->units, each = work.of->each;
+        const int of_pair = units[0] + (work.together == 2 ? units[1] : 0), all = each * of_pair;
+        const int tile = i / work.together * of_pair + (i % work.together ? units[0] : 0);
+        const int tile_end = tile + units[i % work.together];
         for (int w = 0; w < CTA_WARPS; ++w) {
             const int begin = w * all / CTA_WARPS, end = (w + 1) * all / CTA_WARPS;
-            if (max(begin, i * held) >= min(end, (i + 1) * held)) continue;
-            if (end > (i + 1) * held) goes_on = true;
+            if (max(begin, tile) >= min(end, tile_end)) continue;
+            if (end > tile_end) goes_on = true;
             else last |= 1u << w;
         }
     }

@@ -16,7 +16,7 @@ from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
 from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
-from exl2flow.kernels.interface.packed import TILE
+from exl2flow.kernels.interface.packed import BLOCK_PANELS, TILE
 from exl2flow.kernels.plans import batched, product, shares
 from exl2flow.kernels.plans.sources import source
 from exl2flow.kernels.reference import descent as torch_descent
@@ -46,9 +46,10 @@ DEFINITIONS = {
     "TILE_COLUMNS": TILE,
     "CTA_WARPS": shares.WARPS,
     "STEP": shares.STEP,
-    "MOST_PANELS": shares.MOST_PANELS,
+    "BLOCK_PANELS": BLOCK_PANELS,
     "MOST_MATRICES": product.MOST_MATRICES,
     "MOST_CHAINED": product.MOST_CHAINED,
+    "MOST_STAGES": product.MOST_STAGES,
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
     "LIST_HEADER": batched.LIST_HEADER,

@@ -1,37 +1,42 @@
 """Repack a file's matrices on a GPU for the inference kernels, one launch each."""
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 
 from exl2flow.kernels.cuda.compiler import THREADS, launch
 from exl2flow.kernels.interface.groups import Group
-from exl2flow.kernels.interface.packed import LANES, TILE, panels_of
+from exl2flow.kernels.interface.packed import LANES, TILE, laid_panels, scale_places
 from exl2flow.kernels.streams import device_cache, device_table
 
 
 def lay_out(
-    words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
+    packed: torch.Tensor,
+    groups: Sequence[Group],
+    scales: torch.Tensor,
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Ops.lay_out`."""
-    n, device = words.shape[1], words.device
-    table, _ = panel_table(tuple(groups), device)
-    tiles, length = -(-n // TILE), sum(group.rows * group.bits for group in groups)
-    codes = torch.empty(tiles, length, dtype=torch.int32, device=device)
+    n, device, own, groups = packed.shape[1], packed.device, scales.flatten(2), tuple(groups)
+    table = panel_table(groups, own.shape[2], device)
+    places, of_group = scale_places(groups, own.shape[2], device)
+    length = sum(group.rows * group.bits for group in groups) + places.numel()
+    words = torch.empty(len(own), length, dtype=torch.int32, device=device)
     launch(
         "lay_out.cu",
         "lay_out",
-        (tiles, -(-len(table) // (THREADS // LANES))),
-        words.contiguous(),
+        (len(own), -(-len(table) // (THREADS // LANES))),
+        packed.contiguous(),
         table,
         0 if order is None else order,
-        codes,
+        words,
         n,
         len(table),
         4 * length,
     )
-    return codes
+    words[:, places] = own[:, of_group]
+    return words
 
 
 def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
@@ -54,8 +59,15 @@ def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tenso
 
 
 @device_cache
-def panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
-    """Return bits, first word and group of every panel, int64 (panels, 3), and the word count."""
-    panels = panels_of(groups, 1)
-    table = device_table(tuple(chain.from_iterable(panels)), device).view(-1, 3)
-    return table, sum(bits for bits, _, _ in panels)
+def panel_table(groups: tuple[Group, ...], scale_words: int, device: torch.device) -> torch.Tensor:
+    """Return where panels are, int64 (panels, 4).
+
+    The columns: bits; first word in the file; bytes from the begin of a tile to codes; to scales.
+    """
+    panels = laid_panels(groups, scale_words)
+    begins = accumulate((panel.bits for panel in panels), initial=0)
+    values = [
+        (panel.bits, begin, 4 * panel.word, 4 * (panel.scales + scale_words * panel.place))
+        for panel, begin in zip(panels, begins, strict=False)
+    ]
+    return device_table(tuple(chain.from_iterable(values)), device).view(-1, 4)

@@ -92,7 +92,7 @@ def _decoded(matrices: Sequence[PackedMatrix]) -> torch.Tensor:
     key = tuple(others)
     if key not in works:
         works[key] = _works(matrices)
-    rows, width, device = len(first.order), sum(map(_width, matrices)), first.codes.device
+    rows, width, device = len(first.order), sum(map(_width, matrices)), first.words.device
     room = torch.empty(rows, width, dtype=torch.float16, device=device)
     for name, grid, work in works[key]:
         launch(
@@ -118,17 +118,14 @@ def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
         work = filled(np.zeros(1, WORK)[0], step=width)
         ctas = count = 0
         for matrix in alike:
-            tiles = len(matrix.codes)
-            table = panel_table(matrix.groups, matrix.codes.device)[0]
+            tiles, length = matrix.words.shape
             filled(
                 work["of"][count],
-                codes=matrix.codes,
-                scales=matrix.scales,
-                table=table,
+                words=matrix.words,
+                table=panel_table(matrix.groups, matrix.scale_words, matrix.words.device),
                 order=matrix.order,
-                tile_bytes=4 * matrix.codes.shape[1],
+                tile_bytes=4 * length,
                 tiles=tiles,
-                groups=len(matrix.groups),
                 column=column,
                 first=ctas,
             )
@@ -141,4 +138,4 @@ def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
 
 
 def _width(matrix: PackedMatrix) -> int:
-    return TILE * len(matrix.codes)
+    return TILE * len(matrix.words)

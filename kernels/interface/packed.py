@@ -1,23 +1,28 @@
 """Packed matrices: the kernels' layout of a quantized matrix, repacked from the file on load.
 
-Tiles of 32 columns, one after the other; in a tile, panels of 32 rows. In each panel, a lane of a
-warp holds the codes that it feeds to a tensor core as bytes; narrow ones share a byte.
+Tiles of 32 columns, one after the other; in a tile, blocks of up to 4 panels of 32 rows and one bit
+width, with the scales of their groups behind the codes. In each panel, a lane of a warp holds the
+codes that it feeds to a tensor core as bytes; narrow ones share a byte.
 `docs/concepts/decoding.md` draws it; `csrc/packed.cuh` reads it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import accumulate, groupby
+from functools import cache, lru_cache
+from itertools import groupby, takewhile
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, Group
 from exl2flow.kernels.interface.norm import NormArgs
+from exl2flow.kernels.streams import device_cache, sent
 
 TILE = 32  # columns
 LANES = 32
+BLOCK_PANELS, BLOCK_WORDS = 4, 512  # most panels of a block, and most words of their codes
+SCALE_WORDS, ZERO_WORDS = 8, 32  # of a tile's scales in a group; of its scales and zeros in GPTQ
 MOST_BESIDE = 192 << 20  # bytes of matrices that are decoded and multiplied together
 FEW_ROWS = 32  # most rows for which a product reads the codes of a packed matrix directly
 # registers whose codes lie below those of others, by bits and register: words, place in the byte
@@ -35,22 +40,40 @@ SPREAD = {
 PIECES = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [4, 4]}
 
 
+class Panel(NamedTuple):
+    """A panel of a matrix, and where a tile has it.
+
+    word: of the tile, where its codes begin; group: its index; rest: panels behind it in its block;
+    scales: word of the tile where the scales of its block begin; place: of its group among the
+    `groups` whose scales the block has.
+    """
+
+    bits: int
+    word: int
+    group: int
+    rest: int
+    scales: int
+    place: int
+    groups: int
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class PackedMatrix:
     """A quantized matrix (k, columns) as kernels read it, padded to whole tiles.
 
-    codes: int32 (tiles, words), panels in row order, bits · 32 words each.
-    scales: int32 (tiles, groups, 8), by lane: a nibble per column, and the fp16 unit
-    above them; for GPTQ (tiles, groups, 8, 4): four fp16 scales and four fp16 zeros.
+    words: int32 (tiles, words): per block, the codes of its panels in row order, bits · 32 words
+        each, then for each group the scales of 8 lanes: a nibble per column, and the fp16 unit
+        above them; for GPTQ four fp16 scales and four fp16 zeros. See `pack_blocks`.
     order: int64 (k,), the in-feature of each row.
+    has_zeros: whether it has scales and zeros as in GPTQ.
     bias: fp16 (columns,), added to a product; or None.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
+    words: torch.Tensor
     groups: tuple[Group, ...]
     order: torch.Tensor
     columns: int
+    has_zeros: bool = False
     bias: torch.Tensor | None = None
 
     @property
@@ -59,18 +82,13 @@ class PackedMatrix:
         return len(self.order), self.columns
 
     @property
-    def has_zeros(self) -> bool:
-        """Whether the matrix has scales and zeros as in GPTQ."""
-        return self.scales.dim() == 4
+    def scale_words(self) -> int:
+        """Words of the scales per tile and group."""
+        return ZERO_WORDS if self.has_zeros else SCALE_WORDS
 
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales per tile and group."""
-        return 4 * self.scales[0, 0].numel()
-
-    def panels(self) -> tuple[tuple[int, int, int], ...]:
-        """Return bits, first word and group of every panel."""
-        return panels_of(self.groups, LANES)
+    def panels(self) -> tuple[Panel, ...]:
+        """Return all panels in row order."""
+        return laid_panels(self.groups, self.scale_words)
 
     def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
         """Return the matrix without its padding columns, with a bias."""
@@ -110,15 +128,72 @@ class FusedLinear:
         return self.activation is not None and len(self.matrices) == 2
 
 
-def panels_of(groups: Sequence[Group], of_bit: int) -> tuple[tuple[int, int, int], ...]:
-    """Return bits, first word and group of every panel, which has bits · `of_bit` words."""
+@lru_cache(maxsize=1024)
+def laid_panels(groups: tuple[Group, ...], scale_words: int) -> tuple[Panel, ...]:
+    """Return the panels of a matrix in row order; scale_words: per tile and group."""
     kinds = [
         (group.bits, index)
         for index, group in enumerate(groups)
         for _ in range(group.rows // PANEL_ROWS)
     ]
-    words = accumulate((of_bit * bits for bits, _ in kinds), initial=0)
-    return tuple((b, word, g) for (b, g), word in zip(kinds, words, strict=False))
+    panels: list[Panel] = []
+    word = 0
+    while len(panels) < len(kinds):
+        bits, first = kinds[len(panels)]
+        most = min(BLOCK_PANELS, BLOCK_WORDS // (LANES * bits))
+        near = kinds[len(panels) : len(panels) + most]
+        block = [*takewhile(lambda kind: kind[0] == bits, near)]  # noqa: B023  # used at once
+        scales = word + LANES * bits * len(block)
+        held = block[-1][1] + 1 - first
+        for index, (_, group) in enumerate(block):
+            at, rest = word + LANES * bits * index, len(block) - 1 - index
+            panels.append(Panel(bits, at, group, rest, scales, group - first, held))
+        word = scales + scale_words * held
+    return tuple(panels)
+
+
+@device_cache
+def scale_places(
+    groups: tuple[Group, ...], scale_words: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the words of a tile that are scales, and whose they are.
+
+    Returns:
+        int64 (g, scale_words) and (g,) in the order of blocks: a group that several blocks share
+        comes once for each.
+    """
+    found = dict.fromkeys(
+        (panel.scales + scale_words * panel.place, panel.group)
+        for panel in laid_panels(groups, scale_words)
+    )
+    first, of_group = torch.tensor([*found]).T
+    places = first[:, None] + torch.arange(scale_words)
+    return sent(places, device), sent(of_group.contiguous(), device)
+
+
+def pack_blocks(codes: torch.Tensor, scales: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """Return `PackedMatrix.words` of `pack_codes`, and of `pack_scales` or `pack_zeros`."""
+    own, groups = scales.flatten(2), tuple(groups)
+    places, of_group = scale_places(groups, own.shape[2], codes.device)
+    words = codes.new_empty(len(codes), codes.shape[1] + places.numel())
+    words[:, code_places(groups, own.shape[2])] = codes
+    words[:, places] = own[:, of_group]
+    return words
+
+
+def code_places(groups: Sequence[Group], scale_words: int) -> torch.Tensor:
+    """Return the words of a tile that are codes, int64, panels in row order."""
+    panels = laid_panels(tuple(groups), scale_words)
+    return torch.cat([torch.arange(p.word, p.word + LANES * p.bits) for p in panels])
+
+
+def scales_apart(matrix: PackedMatrix) -> torch.Tensor:
+    """Return the scales as from `pack_scales` or `pack_zeros`: int32 (tiles, g, words)."""
+    places, of_group = scale_places(matrix.groups, matrix.scale_words, matrix.words.device)
+    stored = matrix.words[:, places]
+    scales = stored.new_empty(len(stored), len(matrix.groups), matrix.scale_words)
+    scales[:, of_group] = stored
+    return scales
 
 
 @cache
@@ -172,7 +247,7 @@ def _owned(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    """Lay out codes uint8 (k, n), n a multiple of 32, as `PackedMatrix.codes`."""
+    """Lay out codes uint8 (k, n), n a multiple of 32: int32 (tiles, words), panels in row order."""
     _, n = codes.shape
     rows, columns = _owned(codes.device)
     parts = []
@@ -191,7 +266,8 @@ def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
 
 def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
     """Invert `pack_codes`: codes uint8 (k, n), padding included."""
-    packed, tiles = matrix.codes, len(matrix.codes)
+    packed = matrix.words[:, code_places(matrix.groups, matrix.scale_words)]
+    tiles = len(packed)
     rows, columns = _owned(packed.device)
     codes = packed.new_zeros(tiles, len(matrix.order), TILE, dtype=torch.uint8)
     word = 0
@@ -212,7 +288,7 @@ def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
 
 
 def pack_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-    """Lay out scale codes uint8 (g, n) and their maxima fp16 (g,) as `PackedMatrix.scales`."""
+    """Lay out scale codes uint8 (g, n) and their maxima fp16 (g,): int32 (tiles, g, 8)."""
     units = (max_scales.float() / SCALE_LEVELS**2).half().view(torch.int16).int()
     nibbles = codes.view(len(codes), -1, 4, 8).int()
     words = units[:, None, None].bitwise_left_shift(16).expand(-1, nibbles.shape[1], 8).clone()
@@ -222,20 +298,21 @@ def pack_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
 
 
 def pack_zeros(scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Lay out GPTQ scales and zeros fp16 (g, n) as `PackedMatrix.scales`."""
+    """Lay out GPTQ scales and zeros fp16 (g, n): int32 (tiles, g, 8, 4)."""
     both = torch.stack([scales, zeros]).view(2, len(scales), -1, 4, 8)
     return both.permute(2, 1, 4, 0, 3).flatten(3).contiguous().view(torch.int32)
 
 
 def decoded_scales(matrix: PackedMatrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return scales, and zeros if there are any, fp16 (g, n)."""
+    stored = scales_apart(matrix)
     if matrix.has_zeros:
-        halves = matrix.scales.view(torch.float16)
-        both = halves.view(*halves.shape[:3], 2, 4).permute(3, 1, 0, 4, 2)
+        halves = stored.view(torch.float16)
+        both = halves.view(*halves.shape[:2], SCALE_WORDS, 2, 4).permute(3, 1, 0, 4, 2)
         scales, zeros = both.flatten(2)
         return scales, zeros
-    shifts = 4 * torch.arange(4, device=matrix.scales.device)[:, None]
-    words = matrix.scales.transpose(0, 1)
+    shifts = 4 * torch.arange(4, device=stored.device)[:, None]
+    words = stored.transpose(0, 1)
     levels = words[:, :, None].bitwise_right_shift(shifts).bitwise_and(15).float() + 1
     units = words[:, 0, 0].bitwise_right_shift(16).to(torch.int16).view(torch.float16).float()
     return (levels.square() * units[:, None, None, None]).half().flatten(1), None

@@ -26,14 +26,14 @@ from exl2flow.kernels.plans.product import (
     kernel_rows,
     padded_table,
 )
-from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS, kinds_of
+from exl2flow.kernels.plans.shares import WARPS, kinds_of, slot_bytes
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
 LIST_ROOM = 4 << 10  # bytes that lists of steps take at most
 X_SHARE = 0.5  # of shared memory, at most, for x
 MOST_PARTS = 64
-LIST_HEADER = 4  # ints of a list before its steps
+LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
 CHAIN = struct("batched.cu", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=MOST_CHAINED)
@@ -69,7 +69,7 @@ def plan_of(
         The plan, or None if x does not fit.
     """
     processors, most_shared = limits
-    slot, room = WARPS * (slot_bytes(products[0]) + 8), most_shared - FIXED_SHARED
+    slot, room = WARPS * (slot_bytes(products[0].matrices[0]) + 8), most_shared - FIXED_SHARED
     panel_bytes = kernel_rows(rows) * 2 * PANEL_ROWS
     most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)
     most_panels = most_x // (panel_bytes + 4 * PANEL_ROWS)
@@ -96,6 +96,7 @@ def plan_of(
     filled(argument, slots=slots, x_bytes=x_bytes)
     return LaunchPlan(
         parts=tuple(division.parts for of in divided for division in of),
+        stages=tuple(slice(index, index + 1) for index in range(len(products))),
         file="batched.cu",
         name=instance_of("batched", products, rows),
         ctas=processors,
@@ -117,8 +118,8 @@ def _chain(
     lists: Sequence[Lists],
 ) -> tuple[np.void, list[torch.Tensor]]:
     """Return a `Chain` without inputs and results, and the tensors it points to."""
-    held, device = kernel_rows(rows), products[0].matrices[0].codes.device
-    squares = 4 * rows * max(len(matrix.codes) for p in products for matrix in p.matrices)
+    held, device = kernel_rows(rows), products[0].matrices[0].words.device
+    squares = 4 * rows * max(len(matrix.words) for p in products for matrix in p.matrices)
     scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
@@ -151,16 +152,11 @@ def _scratch(device: torch.device, count: int) -> torch.Tensor:
     return scratch
 
 
-def slot_bytes(product: FusedLinear) -> int:
-    """Return the bytes of a warp's step, with the scales of its groups."""
-    return STEP + MOST_PANELS * product.matrices[0].scale_bytes
-
-
 def divide(
     matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_panels: int
 ) -> list[Division] | None:
     """Assign CTAs to matrices so that the slowest warp ends earliest; None if x does not fit."""
-    options = [_divisions(m.groups, len(m.codes), rows, processors, most_panels) for m in matrices]
+    options = [_divisions(m.groups, len(m.words), rows, processors, most_panels) for m in matrices]
     if not all(options):
         return None
     costs = sorted({division.cost for of in options for division in of})
@@ -225,8 +221,7 @@ def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> li
     panels, all_places = matrix.panels(), [] if order is None else order.tolist()
     lists = []
     for begin, end in pairwise(_cuts(_bytes_before(matrix.groups), parts).tolist()):
-        _, word, group = panels[begin]
-        header = (begin, end - begin, 4 * word, matrix.scale_bytes * group)
+        header = (begin, end - begin, 4 * panels[begin].word)
         places = all_places[begin * PANEL_ROWS : end * PANEL_ROWS]
         lists.append((*header, *places, *kinds_of(panels[begin:end])))
     return lists
@@ -235,7 +230,7 @@ def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> li
 def _sums(product: FusedLinear, divided: Sequence[Division]) -> int:
     """Return how many sums are kept of each row of x."""
     matrices = zip(product.matrices, divided, strict=True)
-    return sum(len(matrix.codes) * division.parts * TILE for matrix, division in matrices)
+    return sum(len(matrix.words) * division.parts * TILE for matrix, division in matrices)
 
 
 def _fill(
@@ -256,7 +251,8 @@ def _fill(
         tensors += fill_matrix(
             of,
             matrix,
-            lists=padded_table(parts, words, matrix.codes.device),
+            tiles=len(matrix.words),
+            lists=padded_table(parts, words, matrix.words.device),
             partial=sums[first_sum:],
             parts=division.parts,
             each=division.each,
@@ -264,7 +260,7 @@ def _fill(
             ctas=division.ctas,
         )
         first_cta += division.ctas
-        first_sum += len(matrix.codes) * division.parts * TILE * held
+        first_sum += len(matrix.words) * division.parts * TILE * held
     return tensors
 
 

@@ -6,6 +6,7 @@ share its panels equally. Products that each read the previous result are one la
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ import torch
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.packed import LANES, TILE, FusedLinear, PackedMatrix
-from exl2flow.kernels.plans.shares import HEADER, STEP, WARPS, shares_of
+from exl2flow.kernels.plans.shares import STEP, WARPS, shares_of, slot_bytes
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROWS = (1, 4)  # kernels, by the most rows of x
@@ -21,27 +22,30 @@ MOST_ROWS = ROWS[-1]
 BATCHED_ROWS = (8, 16, 32)  # the same of `batched.cu`
 X_PIECES = 2  # of a row that a thread holds, if its norm is added to hidden states
 UNIT = 8  # bytes that belong to a panel of a row of x
-LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight, fewer if memory is small
-SLOT = WARPS * (STEP + 8)  # bytes of one step of all warps, barriers included
+LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
+STEPS = {1: (STEP,), 4: (STEP, STEP // 2)}  # bytes of codes of a step, the first that fits
 FIXED_SHARED = 2 << 10  # bytes of a CTA's shared memory that the kernel keeps for itself
 MOST_MATRICES = 3  # per product
 MOST_TILES = 14  # per CTA, because it holds their sums
 MOST_CHAINED = 4  # products per launch
+MOST_STAGES = 8  # per launch; a product with more tiles than its CTAs hold has several
 NO_CTA = 1 << 30
-CHAIN = struct("work.cuh", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=MOST_CHAINED)
+CHAIN = struct("work.cuh", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_STAGES=MOST_STAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """The launch of some products for a number of rows, without inputs and outputs.
 
-    parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
+    parts: into how many the rows of each product's matrices are divided; stages: of each product:
+    slices of those in `argument`; file, name: of the kernel;
     ctas, shared: the number of CTAs, and bytes of each; meets: whether CTAs wait for each other;
     adds_normed: whether a product whose result is normalized adds it to hidden states, and not the
     product behind it; argument: `CHAIN`; tensors: what it points to.
     """
 
     parts: tuple[int, ...]
+    stages: tuple[slice, ...]
     file: str
     name: str
     ctas: int
@@ -110,21 +114,18 @@ def plan_of(
     """
     processors, most_shared = limits
     counts: Sequence[int | None] = [None] * len(products) if parts is None else parts
-    divisions = [
-        _Division.of(product, count, processors)
-        for product, count in zip(products, counts, strict=True)
-    ]
-    memory = _fit(products, rows, divisions, processors, most_shared - FIXED_SHARED)
-    if memory is None:
+    fitting = _fit(products, rows, counts, processors, most_shared - FIXED_SHARED)
+    if fitting is None:
         return None
-    slots, shared = memory
-    argument, tensors = _chain(products, rows, divisions, slots)
+    divisions, argument, tensors = fitting.divisions, *_chain(products, rows, fitting)
+    lasts = [*accumulate((division.rounds for division in divisions), initial=0)]
     return LaunchPlan(
         parts=tuple(division.parts for division in divisions),
+        stages=tuple(slice(begin, end) for begin, end in pairwise(lasts)),
         file="product.cu",
         name=instance_of("product", products, rows),
         ctas=max(division.ctas * division.parts for division in divisions),
-        shared=shared,
+        shared=fitting.shared,
         meets=len(products) > 1,
         adds_normed=False,
         argument=argument,
@@ -158,13 +159,10 @@ def fill_matrix(
     """Fill fields of a `Matrix` that both kernels have, and others; return the tensors."""
     return fill(
         entry,
-        codes=matrix.codes,
-        scales=matrix.scales,
+        words=matrix.words,
         bias=0 if matrix.bias is None else matrix.bias,
         columns=matrix.columns,
-        tiles=len(matrix.codes),
-        tile_bytes=4 * matrix.codes.shape[1],
-        scale_bytes=matrix.scale_bytes * len(matrix.groups),
+        tile_bytes=4 * matrix.words.shape[1],
         **fields,
     )
 
@@ -179,45 +177,49 @@ def padded_table(lists: Sequence[Sequence[int]], words: int, device: torch.devic
 class _Division:
     """Division of a product among CTAs.
 
-    each: tiles of a CTA, for each set of matrices whose tiles alternate; shares: for each set,
-    part and warp; length: panels of a part; ctas: of a part.
+    each: tiles of a CTA in a round, for each set of matrices whose tiles alternate; shares: for
+    each set, part and warp; length: panels of a part; ctas: of a part; tiles: most of a CTA.
     """
 
     each: Sequence[int]
+    rounds: int
     shares: Sequence[Sequence[Sequence[Sequence[int]]]]
     length: int
     parts: int
     ctas: int
     tiles: int
     words: int
-    scales: int
 
     @classmethod
-    def of(cls, product: FusedLinear, parts: int | None, processors: int) -> "_Division":
-        """Divide rows into parts; if `parts` is None, into several when tiles are few."""
+    def of(
+        cls, product: FusedLinear, parts: int | None, processors: int, *, step: int, in_rounds: bool
+    ) -> "_Division":
+        """Divide rows into parts; if `parts` is None, into several when tiles are few.
+
+        in_rounds: no more CTAs than processors; else as many as its tiles need.
+        """
         matrices = product.matrices
         sets = _sets(product)
-        panels, tiles = len(matrices[0].panels()), [len(together[0].codes) for together in sets]
+        panels, tiles = len(matrices[0].panels()), [len(together[0].words) for together in sets]
         if parts is None:
             parts = min(processors // sum(tiles), panels // (2 * WARPS))
         length = -(-panels // max(parts, 1))
         parts = -(-panels // length)
-        each = _tiles_each(sets, tiles, processors / parts)
+        each, rounds = _tiles_each(sets, tiles, processors / parts)
         shares = [
-            [shares_of(together, e, part, length) for part in range(parts)]
+            [shares_of(together, e, part, length, step) for part in range(parts)]
             for together, e in zip(sets, each, strict=True)
         ]
-        flat = [share for of_set in shares for part in of_set for share in part]
-        groups = [sum(kind >> 16 for kind in share[HEADER:]) for share in flat]
+        rounds = rounds if in_rounds else 1
         return cls(
             each=each,
+            rounds=rounds,
             shares=shares,
             length=length,
             parts=parts,
-            ctas=sum(-(-count // e) for count, e in zip(tiles, each, strict=True)),
+            ctas=sum(-(-count // (rounds * e)) for count, e in zip(tiles, each, strict=True)),
             tiles=max(each) * len(sets[0]),
-            words=max(map(len, flat)),
-            scales=matrices[0].scale_bytes * max(groups),
+            words=max(len(share) for of_set in shares for part in of_set for share in part),
         )
 
     def input_bytes(self, rows: int, panels: int) -> int:
@@ -229,6 +231,16 @@ class _Division:
         return max(of_x, 4 * WARPS * rows * TILE)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitting:
+    """Divisions that fit on a device; step: most bytes of codes; shared: bytes of a CTA."""
+
+    divisions: Sequence[_Division]
+    step: int
+    slots: int
+    shared: int
+
+
 def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
     """Return the sets of matrices whose tiles alternate in a CTA."""
     matrices = list(product.matrices)
@@ -238,64 +250,79 @@ def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
 def _fit(
     products: Sequence[FusedLinear],
     rows: int,
-    divisions: list[_Division],
+    parts: Sequence[int | None],
     processors: int,
     room: int,
-) -> tuple[int, int] | None:
-    """Divide products further, in place, until they fit; return slots, and bytes of shared memory.
+) -> _Fitting | None:
+    """Divide products into so many parts, or more until they fit.
 
-    room: most of these bytes. None: they cannot fit, or too many CTAs have to wait for each other.
+    room: most bytes of shared memory. None: they cannot fit, or too many CTAs have to wait for each
+    other.
     """
-    least = min(LEAST_SLOTS, room // (2 * SLOT))  # leaves at least half for the rest
-    adding = [False, *(product.after is not None for product in products[:-1])]
+    meets, adding = len(products) > 1, [False, *(p.after is not None for p in products[:-1])]
+    panels = [product.matrices[0].shape[0] // PANEL_ROWS for product in products]
     while True:
-        ctas = max(division.ctas * division.parts for division in divisions)
-        if len(products) > 1 and ctas > processors:  # CTAs that meet must be resident together
-            return None
-        inputs = [
-            division.input_bytes(rows, product.matrices[0].shape[0] // PANEL_ROWS * adds)
-            for division, product, adds in zip(divisions, products, adding, strict=True)
-        ]
-        sums = 4 * rows * TILE * max(division.tiles for division in divisions)
-        of_warp = sum(division.scales + 4 * division.words for division in divisions)
-        fixed = WARPS * of_warp + sums + max(inputs)
-        slots = min(MOST_SLOTS, (room - fixed) // SLOT)
-        if slots >= least:
-            return slots, fixed + slots * SLOT
+        for step in STEPS[kernel_rows(rows)]:
+            divisions = [
+                _Division.of(product, count, processors, step=step, in_rounds=meets)
+                for product, count in zip(products, parts, strict=True)
+            ]
+            ctas = max(division.ctas * division.parts for division in divisions)
+            is_resident = ctas <= processors and sum(d.rounds for d in divisions) <= MOST_STAGES
+            if meets and not is_resident:
+                return None
+            inputs = [
+                division.input_bytes(rows, count * adds)
+                for division, count, adds in zip(divisions, panels, adding, strict=True)
+            ]
+            sums = 4 * rows * TILE * max(division.tiles for division in divisions)
+            words = sum(division.words for division in divisions)
+            slot = WARPS * (slot_bytes(products[0].matrices[0], step) + 8)
+            fixed = WARPS * 4 * words + sums + max(inputs)
+            slots = min(MOST_SLOTS * STEP // step, (room - fixed) // slot)
+            if slots * step >= LEAST_SLOTS * STEP or (step < STEP and slots >= LEAST_SLOTS):
+                shared = fixed + slots * slot
+                return _Fitting(divisions=divisions, step=step, slots=slots, shared=shared)
         largest = inputs.index(max(inputs))
         if divisions[largest].length == 1:
             return None
-        panels = products[largest].matrices[0].shape[0] // PANEL_ROWS
-        parts = -(-panels // (divisions[largest].length - 1))
-        divisions[largest] = _Division.of(products[largest], parts, processors)
+        counts = [division.parts for division in divisions]
+        counts[largest] = -(-panels[largest] // (divisions[largest].length - 1))
+        parts = counts
 
 
 def _chain(
-    products: Sequence[FusedLinear], rows: int, divisions: Sequence[_Division], slots: int
+    products: Sequence[FusedLinear], rows: int, fitting: _Fitting
 ) -> tuple[np.void, list[torch.Tensor]]:
     """Return a `Chain` without inputs and results, and the tensors it points to."""
+    divisions = fitting.divisions
     argument = np.zeros(1, CHAIN)[0]
-    stages, device = argument["stages"], products[0].matrices[0].codes.device
+    stages, device = argument["stages"], products[0].matrices[0].words.device
     tensors = fill(
         argument,
         meetings=torch.zeros(1, dtype=torch.int32, device=device),
-        count=len(products),
+        count=sum(division.rounds for division in divisions),
         rows=rows,
-        slots=slots,
+        slots=fitting.slots,
+        slot_bytes=slot_bytes(products[0].matrices[0], fitting.step),
         words=sum(division.words for division in divisions),
-        scale_room=sum(division.scales for division in divisions),
         tiles=max(division.tiles for division in divisions),
     )
-    share_at = scale_at = 0
-    for index, (product, division) in enumerate(zip(products, divisions, strict=True)):
+    index = share_at = 0
+    for number, (product, division) in enumerate(zip(products, divisions, strict=True)):
         entry = stages[index]
         tensors += _fill(entry, product, division, rows)
-        filled(entry, share_at=share_at, scale_at=scale_at)
-        share_at, scale_at = share_at + division.words, scale_at + division.scales
-        if index:
-            tensors += fill(stages[index - 1], to=torch.argsort(product.order).int())
-            tensors += _fill_after(entry, products[index - 1], product)
-    return argument, tensors + fill(stages[0], place=torch.argsort(products[0].order).int())
+        filled(entry, share_at=share_at)
+        if number:
+            tensors += _fill_after(entry, products[number - 1], product)
+        else:
+            tensors += fill(entry, place=torch.argsort(product.order).int())
+        if number + 1 < len(products):
+            tensors += fill(entry, to=torch.argsort(products[number + 1].order).int())
+        past = index + division.rounds
+        _cover(stages[index:past], product, division)
+        index, share_at = past, share_at + division.words
+    return argument, tensors
 
 
 def _fill(
@@ -310,11 +337,11 @@ def _fill(
         parts=division.parts,
         words=division.words,
     )
-    device = product.matrices[0].codes.device
+    device = product.matrices[0].words.device
     entry["of"]["first_cta"] = NO_CTA
     entries, ctas = iter(entry["of"]), 0
     for together, each, of_set in zip(_sets(product), division.each, division.shares, strict=True):
-        tiles = len(together[0].codes)
+        tiles = len(together[0].words)
         flat = [share for part in of_set for share in part]
         shares = padded_table(flat, division.words, device)
         sums = tiles * division.parts * rows * TILE if division.parts > 1 else 0
@@ -328,11 +355,25 @@ def _fill(
                 each=each,
                 first_cta=NO_CTA if index else ctas,
             )
-        ctas += -(-tiles // each)
+        ctas += -(-tiles // (division.rounds * each))
     if product.norm is not None:
         weight = product.norm.weight[product.order].contiguous()
         tensors += fill(entry, norm=weight, eps=product.norm.eps)
     return tensors
+
+
+def _cover(stages: np.ndarray, product: FusedLinear, division: _Division) -> None:
+    """Make the rounds of a product of its first `Stage`, each with its tiles of all matrices."""
+    stages[1:] = stages[0]
+    index = 0
+    for together, each in zip(_sets(product), division.each, strict=True):
+        tiles = len(together[0].words)
+        of_round = -(-tiles // (division.rounds * each)) * each
+        for _ in together:
+            of = stages["of"][:, index]
+            of["first_tile"] = [min(tiles, turn * of_round) for turn in range(len(stages))]
+            of["tiles"] = [min(tiles, (turn + 1) * of_round) for turn in range(len(stages))]
+            index += 1
 
 
 def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> list[torch.Tensor]:
@@ -352,11 +393,13 @@ def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> li
 
 def _tiles_each(
     sets: Sequence[Sequence[PackedMatrix]], tiles: Sequence[int], ctas: float
-) -> list[int]:
-    """Return the tiles per CTA of each set, giving each set CTAs in proportion to its bytes."""
-    sizes = [sum(matrix.codes.numel() for matrix in together) for together in sets]
-    most, tiles_each = MOST_TILES // len(sets[0]), []
-    for count, size in zip(tiles, sizes, strict=True):
-        share = max(1, int(ctas * size / sum(sizes) + 0.01))
-        tiles_each.append(-(-count // (share * -(-count // (share * most)))))
-    return tiles_each
+) -> tuple[list[int], int]:
+    """Return the tiles per CTA and round of each set, and the number of rounds.
+
+    Sets have CTAs in proportion to their bytes.
+    """
+    sizes = [sum(matrix.words.numel() for matrix in together) for together in sets]
+    most = MOST_TILES // len(sets[0])
+    shares = [max(1, int(ctas * size / sum(sizes) + 0.01)) for size in sizes]
+    rounds = max(-(-count // (share * most)) for count, share in zip(tiles, shares, strict=True))
+    return [-(-c // (share * rounds)) for c, share in zip(tiles, shares, strict=True)], rounds

@@ -1,65 +1,73 @@
-"""Split-K among the warps of a CTA: equal shares of its panels, in steps."""
+"""Split-K among the warps of a CTA: equal shares of its blocks, in steps."""
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
-from operator import itemgetter
+from itertools import accumulate, pairwise
 
 from exl2flow.kernels.interface.groups import PANEL_ROWS
-from exl2flow.kernels.interface.packed import PackedMatrix
+from exl2flow.kernels.interface.packed import (
+    BLOCK_PANELS,
+    BLOCK_WORDS,
+    LANES,
+    PackedMatrix,
+    Panel,
+)
 from exl2flow.kernels.plans.sources import struct
 
 WARPS = 16  # per CTA
-STEP = 2048  # bytes of codes that a warp fetches at once
-MOST_PANELS = 4  # per step
+STEP = 4 * BLOCK_WORDS  # most bytes of codes that a warp fetches at once
 HEADER = struct("work.cuh", "Share").itemsize // 4 - 1  # ints before its steps
 
 
+def slot_bytes(matrix: PackedMatrix, step: int = STEP) -> int:
+    """Return the bytes of a warp's step of up to `step` bytes of codes, with scales of a block."""
+    return step + BLOCK_PANELS * 4 * matrix.scale_words
+
+
 def shares_of(
-    together: Sequence[PackedMatrix], each: int, part: int, length: int
+    together: Sequence[PackedMatrix], each: int, part: int, length: int, step: int = STEP
 ) -> list[tuple[int, ...]]:
-    """Return each warp's share of a part of `length` panels: `Share` in work.cuh."""
-    size = together[0].scale_bytes
+    """Return each warp's share of a part of `length` panels: `Share` in work.cuh.
+
+    Shares consist of whole blocks, unless there are fewer than warps; step: most bytes of codes.
+    """
     of_part = [matrix.panels()[part * length : (part + 1) * length] for matrix in together]
-    held, tiles = len(of_part[0]), each * len(together)
-    begins = [
-        x
-        for panels in (of_part[0], of_part[-1])
-        for x in (4 * panels[0][1], size * panels[0][2], _groups(panels) * size)
-    ]
-    cuts = [held * tiles * warp // WARPS for warp in range(WARPS + 1)]
+    units = [_block_starts(panels) for panels in of_part]
+    if each * sum(map(len, units)) < WARPS:
+        units = [range(len(panels)) for panels in of_part]
+    begins = [4 * panels[0].word for panels in (of_part[0], of_part[-1])]
+    counts = [len(units[0]), len(units[-1])]
+    first_units = [*accumulate((len(of) for of in units * each), initial=0)]
     shares = []
-    for begin, end in pairwise(cuts):
+    for begin, end in pairwise(first_units[-1] * warp // WARPS for warp in range(WARPS + 1)):
         kinds: list[int] = []
-        scales: list[int] = []  # bytes of each segment
-        at = begin
-        while at < end:
-            tile, row = divmod(at, held)
-            run = of_part[tile % len(together)][row : min(held, row + end - at)]
-            kinds += kinds_of(run)
-            scales.append(size * _groups(run))
-            at += len(run)
-        tile, row = divmod(begin, held)
-        _, word, group = of_part[tile % len(together)][row] if scales else (0, 0, 0)
-        header = (tile, len(scales), 4 * word, size * group, row * PANEL_ROWS)
-        ends = (scales[0], scales[-1]) if scales else (0, 0)
-        shares.append((*header, *ends, *begins, *kinds))
+        header: tuple[int, ...] = (0, 0, 0, 0)
+        for tile, (unit, past) in enumerate(pairwise(first_units)):
+            own, stop = max(begin, unit), min(end, past)
+            if own >= stop:
+                continue
+            panels, starts = of_part[tile % len(together)], units[tile % len(together)]
+            row = starts[own - unit]
+            run = panels[row : starts[stop - unit] if stop < past else len(panels)]
+            first = header if kinds else (tile, 0, 4 * run[0].word, row * PANEL_ROWS)
+            header = (first[0], first[1] + 1, *first[2:])
+            kinds += kinds_of(run, step)
+        shares.append((*header, *begins, *counts, *kinds))
     return shares
 
 
-def _groups(panels: Sequence[tuple[int, int, int]]) -> int:
-    return panels[-1][2] + 1 - panels[0][2]
-
-
-def kinds_of(run: Sequence[tuple[int, int, int]]) -> list[int]:
+def kinds_of(run: Sequence[Panel], step: int = STEP) -> list[int]:
     """Return the steps of a run of panels, the last one marked: see `Share` in work.cuh."""
     kinds, first = [], 0
     while first < len(run):
-        bits, _, group = run[first]
-        most = min(MOST_PANELS, STEP // (128 * bits))
-        step = next([*same] for _, same in groupby(run[first : first + most], itemgetter(0)))
-        first += len(step)
-        is_end = first == len(run)
-        of_panels = sum((of - group) << 2 * i for i, (_, _, of) in enumerate(step))
-        ended = (run[-1][2] + 1 if is_end else run[first][2]) - group
-        kinds.append(bits | len(step) << 4 | is_end << 7 | of_panels << 8 | ended << 16)
+        bits, rest = run[first].bits, run[first].rest
+        count = min(rest + 1, len(run) - first, step // (4 * LANES * bits))
+        places = sum(panel.place << 2 * i for i, panel in enumerate(run[first : first + count]))
+        block = (rest + 1 - count) << 16 | (run[first].groups - 1) << 18
+        first += count
+        kinds.append(bits | count << 4 | (first == len(run)) << 7 | places << 8 | block)
     return kinds
+
+
+def _block_starts(panels: Sequence[Panel]) -> list[int]:
+    """Return the panels of a part that begin a block, and the first one."""
+    return [i for i in range(len(panels)) if i == 0 or not panels[i - 1].rest]

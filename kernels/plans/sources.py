@@ -3,10 +3,12 @@
 import re
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+Entry = TypeVar("Entry", np.void, np.ndarray)
 FOLDER = Path(__file__).parents[1] / "csrc"
 NUMBERS = {"int": np.int32, "unsigned": np.uint32, "float": np.float32, "integer": np.int64}
 
@@ -39,8 +41,8 @@ def struct(file: str, name: str, **lengths: int) -> np.dtype[np.void]:
     return np.dtype(fields, align=True)
 
 
-def filled(entry: np.void, **values: torch.Tensor | float) -> np.void:
-    """Set fields of a kernel's struct to numbers, or to addresses of contiguous tensors."""
+def filled(entry: Entry, **values: torch.Tensor | float) -> Entry:
+    """Set fields of a kernel's struct, or of several, to numbers, or to addresses of tensors."""
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             assert value.is_contiguous(), f"{name} is not contiguous"

@@ -86,7 +86,7 @@ def key_of(products: Sequence[FusedLinear], rows: int, *, gpu: str, kernel: obje
 def _shape(matrix: PackedMatrix) -> object:
     kinds = groupby((group.bits, group.rows) for group in matrix.groups)
     groups = [[*kind, len(list(same))] for kind, same in kinds]
-    return [*matrix.shape, len(matrix.codes), matrix.has_zeros, matrix.bias is not None, groups]
+    return [*matrix.shape, len(matrix.words), matrix.has_zeros, matrix.bias is not None, groups]
 
 
 @cache

@@ -53,7 +53,7 @@ class Ops:
     gated = staticmethod(torch_steps.gated)
     activated = staticmethod(torch_steps.activated)
     rotate = staticmethod(torch_steps.rotate)
-    joined = staticmethod(torch_steps.joined)
+    pack_blocks = staticmethod(torch_steps.joined)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)
@@ -343,21 +343,28 @@ class Ops:
         return matrix
 
     def lay_out(
-        self, words: torch.Tensor, groups: Sequence[Group], order: torch.Tensor | None = None
+        self,
+        words: torch.Tensor,
+        groups: Sequence[Group],
+        scales: torch.Tensor,
+        order: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Convert a file's words to `PackedMatrix.codes`; zero columns fill the last tile.
+        """Convert a file's words to `PackedMatrix.words`; zero columns fill the last tile.
 
         Args:
             words: int32 (sum of rows * bits / 32, n).
             groups: of the result, in whole panels.
+            scales: of whole tiles, from `lay_out_scales` or `pack_zeros`.
             order: int64 (k,), the file's row for each row, all of 4 bits; None: unchanged.
         """
         codes = self.unpack(words, groups)  # of one width, so any groups do
         codes = codes if order is None else codes[order]
-        return packed.pack_codes(packed.whole_tiles(codes), groups)
+        return packed.pack_blocks(
+            packed.pack_codes(packed.whole_tiles(codes), groups), scales, groups
+        )
 
     def lay_out_scales(self, words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:
-        """Convert codes int32 (g, n / 8) and maxima fp16 (g,) to `PackedMatrix.scales`."""
+        """Convert codes int32 (g, n / 8) and maxima fp16 (g,): see `packed.pack_scales`."""
         return packed.pack_scales(packed.whole_tiles(self.unpack_scales(words)), max_scales)
 
     def repeat(self, work: Callable[[], None], times: int) -> None:

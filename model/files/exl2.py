@@ -286,8 +286,9 @@ class QuantizedMatrix:
         """Return the matrix in the layout of the inference kernels, with `order` on its device."""
         ops, groups = get_ops(self.packed.device), self.groups
         return PackedMatrix(
-            codes=ops.lay_out(self.packed, groups),
-            scales=ops.lay_out_scales(self.scale_codes, self.max_scales),
+            words=ops.lay_out(
+                self.packed, groups, ops.lay_out_scales(self.scale_codes, self.max_scales)
+            ),
             groups=groups,
             order=order,
             columns=self.shape[1],

@@ -125,12 +125,13 @@ class GptqMatrix:
             Group(bits=BITS, start=stop - count, rows=count)
             for count, stop in zip(rows, accumulate(rows), strict=True)
         )
+        scales = pack_zeros(whole_tiles(self.scales), whole_tiles(self.whole_zeros))
         return PackedMatrix(
-            codes=get_ops(self.packed.device).lay_out(self.packed, groups, order),
-            scales=pack_zeros(whole_tiles(self.scales), whole_tiles(self.whole_zeros)),
+            words=get_ops(self.packed.device).lay_out(self.packed, groups, scales, order),
             groups=groups,
             order=order,
             columns=self.shape[1],
+            has_zeros=True,
         )
 
 

@@ -37,10 +37,11 @@ def random_words(*shape: int) -> torch.Tensor:
 
 def check(groups: tuple[Group, ...], n: int) -> None:
     words = random_words(sum(group.rows * group.bits for group in groups) // 32, n)
+    scales = random_words(-(-n // 32), len(groups), 8)
 
-    found = get_ops(DEVICE).lay_out(words.to(DEVICE), groups)
+    found = get_ops(DEVICE).lay_out(words.to(DEVICE), groups, scales.to(DEVICE))
 
-    assert torch.equal(found.cpu(), TORCH_OPS.lay_out(words, groups))
+    assert torch.equal(found.cpu(), TORCH_OPS.lay_out(words, groups, scales))
 
 
 @pytest.mark.parametrize("n", COLUMNS)
@@ -62,11 +63,11 @@ def test_a_large_matrix_is_laid_out() -> None:
 @pytest.mark.parametrize("n", COLUMNS)
 def test_rows_are_laid_out_in_another_order(n: int) -> None:
     groups, order = groups_of((4, 128), (4, 128), (4, 64)), torch.randperm(320)
-    words = random_words(40, n)
+    words, scales = random_words(40, n), random_words(-(-n // 32), len(groups), 8, 4)
 
-    found = get_ops(DEVICE).lay_out(words.to(DEVICE), groups, order.to(DEVICE))
+    found = get_ops(DEVICE).lay_out(words.to(DEVICE), groups, scales.to(DEVICE), order.to(DEVICE))
 
-    assert torch.equal(found.cpu(), TORCH_OPS.lay_out(words, groups, order))
+    assert torch.equal(found.cpu(), TORCH_OPS.lay_out(words, groups, scales, order))
 
 
 @pytest.mark.parametrize("n", COLUMNS)

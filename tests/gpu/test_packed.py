@@ -16,6 +16,7 @@ from exl2flow.kernels import (
     NormArgs,
     PackedMatrix,
     get_ops,
+    pack_blocks,
     pack_codes,
     pack_scales,
     pack_zeros,
@@ -55,9 +56,10 @@ def packed(k: int, n: int, *kinds: tuple[int, int], zeros: bool = False) -> Pack
     maxima = (torch.rand(count, device=DEVICE) * 0.05 + 1e-5).half()
     found = torch.rand(count, wide, device=DEVICE).half()
     lower = torch.randint(0, 17, (count, wide), device=DEVICE).half()
+    scales = pack_zeros(found, lower) if zeros else pack_scales(scale_codes, maxima)
     return PackedMatrix(
-        codes=pack_codes(codes, groups),
-        scales=pack_zeros(found, lower) if zeros else pack_scales(scale_codes, maxima),
+        words=pack_blocks(pack_codes(codes, groups), scales, groups),
+        has_zeros=zeros,
         groups=tuple(groups),
         order=torch.randperm(k, device=DEVICE),
         columns=n,

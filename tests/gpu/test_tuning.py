@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2flow.kernels import FusedLinear, Group, NormArgs, PackedMatrix, get_ops
+from exl2flow.kernels import FusedLinear, Group, NormArgs, PackedMatrix, get_ops, pack_blocks
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.compiler import limits
 from exl2flow.kernels.plans import tuning
@@ -47,9 +47,10 @@ def packed(k: int, n: int, bits: int = 4) -> PackedMatrix:
     groups = tuple(Group(bits=bits, start=start, rows=128) for start in range(0, k, 128))
     shape = (n // 32, len(groups), 8)
     unit = 0x0101 << 16  # fp16 1.5e-5, times squares up to 256
+    codes = torch.randint(-(2**31), 2**31, (n // 32, k * bits), dtype=torch.int32, device=DEVICE)
+    scales = torch.randint(0, 1 << 16, shape, dtype=torch.int32, device=DEVICE) | unit
     return PackedMatrix(
-        codes=torch.randint(-(2**31), 2**31, (n // 32, k * bits), dtype=torch.int32, device=DEVICE),
-        scales=torch.randint(0, 1 << 16, shape, dtype=torch.int32, device=DEVICE) | unit,
+        words=pack_blocks(codes, scales, groups),
         groups=groups,
         order=torch.randperm(k, device=DEVICE),
         columns=n,

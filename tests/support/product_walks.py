@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
 
 from exl2flow.kernels import FusedLinear, Group, PackedMatrix
+from exl2flow.kernels.interface.packed import SCALE_WORDS, ZERO_WORDS, laid_panels
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 from exl2flow.kernels.plans.shares import HEADER, WARPS
 
@@ -22,14 +22,15 @@ def matrix(k: int, columns: int, *kinds: Kind, zeros: bool = False) -> PackedMat
     while (start := sum(group.rows for group in groups)) < k:
         bits, rows = kinds[start * len(kinds) // k]
         groups.append(Group(bits=bits, start=start, rows=min(rows, k - start)))
-    tiles, words = -(-columns // 32), sum(group.rows * group.bits for group in groups)
-    of_group = (8, 4) if zeros else (8,)
+    panels = laid_panels(tuple(groups), ZERO_WORDS if zeros else SCALE_WORDS)
+    last = panels[-1]
+    words = last.scales + last.groups * (ZERO_WORDS if zeros else SCALE_WORDS)
     return PackedMatrix(
-        codes=torch.empty(tiles, words, dtype=torch.int32),
-        scales=torch.empty(tiles, len(groups), *of_group, dtype=torch.int32),
+        words=torch.empty(-(-columns // 32), words, dtype=torch.int32),
         groups=tuple(groups),
         order=torch.randperm(k),
         columns=columns,
+        has_zeros=zeros,
     )
 
 
@@ -62,6 +63,10 @@ class Case:
     most_shared: int
     plan: LaunchPlan
 
+    def product_of(self, index: int) -> int:
+        """Return the product of a stage."""
+        return next(i for i, own in enumerate(self.plan.stages) if index < own.stop)
+
 
 def case_of(products: Sequence[FusedLinear], rows: int, device: tuple[int, int]) -> Case:
     plan = plan_of(products, rows, device)
@@ -78,12 +83,12 @@ class Work:
         self.together = 2 if stage["activation"] else 1
         self.which = max(i for i, of in enumerate(stage["of"]) if i == 0 or cta >= of["first_cta"])
         of = stage["of"][self.which]
-        self.first = int((cta - of["first_cta"]) * of["each"])
+        self.first = int(of["first_tile"] + (cta - of["first_cta"]) * of["each"])
         is_there = self.part < stage["parts"]
-        self.tiles = int(min(of["each"], of["tiles"] - self.first)) * self.together * is_there
+        held = max(0, min(int(of["each"]), int(of["tiles"]) - self.first))
+        self.tiles = held * self.together * is_there
+        self.each = int(of["each"])
         self.begin = self.part * int(stage["length"])  # panel
-        self.held = min(int(stage["length"]), int(stage["k"]) // 32 - self.begin)
-        self.panels = int(of["each"]) * self.together * self.held
 
     def matrix_of(self, index: int) -> int:
         return self.which + (index % 2 if self.together == 2 else 0)
@@ -91,12 +96,14 @@ class Work:
     def tile_of(self, index: int) -> int:
         return self.first + index // self.together
 
-    def summed(self, index: int) -> set[tuple[str, int]]:
+    def summed(self, index: int, share: list[int]) -> set[tuple[str, int]]:
         """Return which sums are those of a tile: see `Parts` and `finish`."""
         found = set()
-        begin, end = index * self.held, (index + 1) * self.held
+        units = share[6 : 6 + self.together]
+        begin = index // self.together * sum(units) + sum(units[: index % self.together])
+        end, of_all = begin + units[index % self.together], self.each * sum(units)
         for warp in range(WARPS):
-            own, stop = (self.panels * w // WARPS for w in (warp, warp + 1))
+            own, stop = (of_all * w // WARPS for w in (warp, warp + 1))
             if max(own, begin) < min(stop, end):
                 found.add(("ended", index) if stop > end else ("last", warp))
         return found
@@ -136,25 +143,22 @@ def shares_of(case: Case, index: int) -> Iterator[tuple[int, Work, int, list[int
 
 def steps_of(case: Case, index: int) -> Iterator[Step]:
     """Yield what all warps do of a stage, in the order of CTAs, warps and time."""
-    size = case.products[index].matrices[0].scale_bytes
+    size = 4 * case.products[case.product_of(index)].matrices[0].scale_words
     for block, work, warp, share in shares_of(case, index):
         yield from warp_steps(work, share, size, block, warp)
 
 
 def warp_steps(work: Work, share: list[int], size: int, block: int, warp: int) -> Iterator[Step]:
-    first, segments, codes, _, row, *_ = share
-    begins, kinds = (share[7:10], share[10:13]), iter(share[HEADER:])
-    brought, used = list(brought_scales(work, share, size)), 0
+    first, segments, word, row, *begins = share[:6]
+    kinds = iter(share[HEADER:])
     for index in range(first, first + min(segments, work.tiles - first)):
         of = work.matrix_of(index)
-        begin = begins[of if work.together == 2 else 0]
-        at, panel = begin[0], work.begin
+        at, panel = begins[of if work.together == 2 else 0], work.begin
         if index == first:
-            at, panel = codes, work.begin + row // 32
+            at, panel = word, work.begin + row // 32
         for kind in kinds:
-            bits, panels, ended = kind & 15, kind >> 4 & 7, kind >> 16
-            own = [brought[used + (kind >> 8 + 2 * i & 3)] for i in range(panels)]
-            assert {i for i, _ in own} == {index}
+            bits, panels, rest = kind & 15, kind >> 4 & 7, kind >> 16 & 3
+            scales = at + (panels + rest) * bits * 128
             yield Step(
                 block=block,
                 warp=warp,
@@ -165,30 +169,17 @@ def warp_steps(work: Work, share: list[int], size: int, block: int, warp: int) -
                 bits=bits,
                 count=panels,
                 codes=at,
-                scales=[byte for _, byte in own],
+                scales=[scales + size * (kind >> 8 + 2 * i & 3) for i in range(panels)],
                 sums=("ended", index) if index + 1 < first + segments else ("last", warp),
             )
-            at, panel, used = at + bits * panels * 128, panel + panels, used + ended
+            at, panel = at + bits * panels * 128, panel + panels
+            at += 0 if rest else size * ((kind >> 18 & 3) + 1)
             if kind >> 7 & 1:
                 break
-    assert used == len(brought)
-
-
-def brought_scales(work: Work, share: list[int], size: int) -> Iterator[tuple[int, int]]:
-    """Yield the tile, and its bytes, of each group whose scales a warp brings, in order."""
-    first, segments, _, scales, _, first_scales, last_scales = share[:7]
-    begins = (share[7:10], share[10:13])
-    for segment in range(min(segments, work.tiles - first)):
-        index = first + segment
-        begin = begins[work.matrix_of(index) if work.together == 2 else 0]
-        at, size_there = begin[1:]
-        if segment == 0:
-            at, size_there = scales, first_scales
-        elif segment + 1 == segments:
-            size_there = last_scales
-        assert size_there % size == 0
-        yield from ((index, at + byte) for byte in range(0, size_there, size))
 
 
 def stages(case: Case) -> Iterator[tuple[int, FusedLinear, np.void]]:
-    return zip(count(), case.products, case.plan.argument["stages"], strict=False)
+    entries = case.plan.argument["stages"]
+    for product, of_product in zip(case.products, case.plan.stages, strict=True):
+        for index in range(of_product.start, of_product.stop):
+            yield index, product, entries[index]

@@ -4,13 +4,14 @@ import ctypes
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
 import torch
 from product_walks import chain, matrix, product
 
-from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs, PackedMatrix
+from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs, PackedMatrix, pack_blocks, pack_codes
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.interface.packed import decode_packed
@@ -24,7 +25,7 @@ class Device:
 
     def __init__(self, products: Sequence[FusedLinear]) -> None:
         matrices = [matrix for p in products for matrix in p.matrices]
-        self._of = {matrix.codes.data_ptr(): matrix for matrix in matrices}
+        self._of = {matrix.words.data_ptr(): matrix for matrix in matrices}
         self.found: list[tuple[str, tuple[int, ...]]] = []
 
     def launch(
@@ -35,17 +36,15 @@ class Device:
         self.found.append((name, grid))
         parts = work["of"][: work["count"]]
         for part, end in zip(parts, [*parts["first"][1:], grid[0]], strict=True):
-            one = self._of[int(part["codes"])]
-            where = [part[name] for name in ("scales", "order")]
-            assert where == [one.scales.data_ptr(), one.order.data_ptr()]
+            one = self._of[int(part["words"])]
+            assert part["order"] == one.order.data_ptr()
             assert one.has_zeros is (name == "decode_gptq")
-            assert part["tiles"] == len(one.codes)
-            assert part["groups"] == len(one.groups)
-            assert part["tile_bytes"] == 4 * one.codes.shape[1]
-            assert end - part["first"] == -(-len(one.codes) // 16)
-            k, columns, step = len(one.order), 32 * len(one.codes), int(work["step"])
-            table = _at(int(part["table"]), torch.int64, 3 * k // 32)
-            assert table.view(-1, 3).tolist() == _panels(one)
+            assert part["tiles"] == len(one.words)
+            assert part["tile_bytes"] == 4 * one.words.shape[1]
+            assert end - part["first"] == -(-len(one.words) // 16)
+            k, columns, step = len(one.order), 32 * len(one.words), int(work["step"])
+            table = _at(int(part["table"]), torch.int64, 4 * k // 32)
+            assert table.view(-1, 4).tolist() == _panels(one)
             at = int(work["y"]) + 2 * int(part["column"])
             room = _at(at, torch.float16, (k - 1) * step + columns)
             values = decode_packed(replace(one, columns=columns))
@@ -59,7 +58,12 @@ def _at(where: int, dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def _panels(one: PackedMatrix) -> list[list[int]]:
-    return [[bits, word // 32, group] for bits, word, group in one.panels()]
+    size, panels = one.scale_words, one.panels()
+    begins = accumulate((panel.bits for panel in panels), initial=0)
+    return [
+        [panel.bits, begin, 4 * panel.word, 4 * (panel.scales + size * panel.place)]
+        for panel, begin in zip(panels, begins, strict=False)
+    ]
 
 
 @pytest.fixture
@@ -87,13 +91,14 @@ def random_like(products: Sequence[FusedLinear]) -> list[FusedLinear]:
     """Give the matrices of products codes and scales other than zero."""
 
     def drawn(one: PackedMatrix) -> PackedMatrix:
-        codes = torch.randint(-(2**31), 2**31, one.codes.shape, dtype=torch.int32)
+        tiles, k, count = len(one.words), len(one.order), len(one.groups)
+        codes = torch.randint(0, 1 << 2, (k, 32 * tiles), dtype=torch.uint8)
         if one.has_zeros:
-            scales = torch.rand(*one.scales.shape[:3], 8).half().view(torch.int32)
+            scales = torch.rand(tiles, count, 8, 8).half().view(torch.int32)
         else:
             unit = int(torch.tensor(1e-4).half().view(torch.int16)) << 16
-            scales = torch.randint(0, 1 << 16, one.scales.shape, dtype=torch.int32) | unit
-        return replace(one, codes=codes, scales=scales)
+            scales = torch.randint(0, 1 << 16, (tiles, count, 8), dtype=torch.int32) | unit
+        return replace(one, words=pack_blocks(pack_codes(codes, one.groups), scales, one.groups))
 
     return [replace(p, matrices=tuple(map(drawn, p.matrices))) for p in products]
 

@@ -9,7 +9,12 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from exl2flow.kernels import ACTIVATIONS, FusedLinear, Group, NormArgs, PackedMatrix, get_ops
 from exl2flow.kernels.interface.packed import (
+    BLOCK_PANELS,
+    BLOCK_WORDS,
+    SCALE_WORDS,
     decoded_scales,
+    laid_panels,
+    pack_blocks,
     pack_codes,
     pack_scales,
     pack_zeros,
@@ -41,8 +46,7 @@ def exl2(n: int = 64) -> tuple[PackedMatrix, torch.Tensor, torch.Tensor, torch.T
     maxima = (torch.rand(len(groups)) * 0.1).half()
     maxima[0] = 4e-4  # its unit and small scales are subnormal
     matrix = PackedMatrix(
-        codes=pack_codes(codes, groups),
-        scales=pack_scales(scale_codes, maxima),
+        words=pack_blocks(pack_codes(codes, groups), pack_scales(scale_codes, maxima), groups),
         groups=groups,
         order=torch.randperm(k),
         columns=n,
@@ -65,30 +69,64 @@ def test_each_bit_of_a_lane_s_words_has_one_owner(bits: int) -> None:
 def test_codes_come_back() -> None:
     matrix, codes, _, _ = exl2()
 
-    assert matrix.codes.shape == (2, sum(bits * rows for bits, rows in MIXED))
     assert torch.equal(unpack_codes(matrix), codes)
+
+
+@pytest.mark.parametrize("scale_words", [8, 32])
+def test_blocks_fill_a_tile_with_the_scales_of_their_panels_behind_the_codes(
+    scale_words: int,
+) -> None:
+    groups = groups_of(*MIXED, (4, 32), (5, 128), (2, 256))
+    panels, word, index = laid_panels(groups, scale_words), 0, 0
+    of_rows = [(g.bits, i) for i, g in enumerate(groups) for _ in range(g.rows // 32)]
+    assert [(panel.bits, panel.group) for panel in panels] == of_rows
+    while index < len(panels):
+        block = panels[index : index + 1 + panels[index].rest]
+        bits, first = block[0].bits, block[0].group
+        assert {panel.bits for panel in block} == {bits}
+        assert len(block) <= BLOCK_PANELS
+        assert 32 * bits * len(block) <= BLOCK_WORDS
+        for i, panel in enumerate(block):
+            assert (panel.word, panel.rest) == (word + 32 * bits * i, len(block) - 1 - i)
+            assert panel.scales == word + 32 * bits * len(block)
+            assert (panel.place, panel.groups) == (panel.group - first, block[-1].group + 1 - first)
+        word, index = block[0].scales + scale_words * block[0].groups, index + len(block)
+
+
+def test_a_group_of_several_blocks_has_its_scales_in_each() -> None:
+    groups = groups_of((8, 160), (5, 128))
+    codes, scales = random_codes(groups, 32), torch.randint(0, 1 << 16, (1, 2, 8)).int()
+
+    words = pack_blocks(pack_codes(codes, groups), scales, groups)
+
+    blocks = {panel.scales: panel for panel in laid_panels(groups, SCALE_WORDS)}
+    assert [panel.group for panel in blocks.values()] == [0, 0, 0, 1, 1]
+    for at, panel in blocks.items():
+        assert torch.equal(words[0, at : at + SCALE_WORDS], scales[0, panel.group])
+    assert words.shape[1] == 8 * 160 + 5 * 128 + 5 * SCALE_WORDS
 
 
 def test_words_of_a_file_are_laid_out_in_whole_tiles() -> None:
     groups = groups_of(*MIXED)
-    codes = random_codes(groups, 40)
+    codes, scales = random_codes(groups, 40), torch.randint(0, 99, (2, len(MIXED), 8)).int()
 
-    found = OPS.lay_out(OPS.pack(codes, groups), groups)
+    found = OPS.lay_out(OPS.pack(codes, groups), groups, scales)
 
-    assert torch.equal(found[:1], pack_codes(codes[:, :32].contiguous(), groups))
+    first = pack_codes(codes[:, :32].contiguous(), groups)
+    assert torch.equal(found[:1], pack_blocks(first, scales[:1], groups))
     rest = torch.zeros(len(codes), 32, dtype=torch.uint8)
     rest[:, :8] = codes[:, 32:]
-    assert torch.equal(found[1:], pack_codes(rest, groups))
+    assert torch.equal(found[1:], pack_blocks(pack_codes(rest, groups), scales[1:], groups))
 
 
 def test_rows_of_a_file_are_laid_out_in_another_order() -> None:
     groups, order = groups_of((4, 128), (4, 64)), torch.randperm(192)
-    codes = random_codes(groups, 32)
+    codes, scales = random_codes(groups, 32), torch.randint(0, 99, (1, 2, 8, 4)).int()
     words = OPS.pack(codes, groups_of((4, 192)))
 
-    found = OPS.lay_out(words, groups, order)
+    found = OPS.lay_out(words, groups, scales, order)
 
-    assert torch.equal(found, pack_codes(codes[order], groups))
+    assert torch.equal(found, pack_blocks(pack_codes(codes[order], groups), scales, groups))
 
 
 def test_scales_of_a_file_are_laid_out_in_whole_tiles() -> None:
@@ -209,11 +247,11 @@ def test_gptq_scales_and_zeros_come_back() -> None:
     scales, zeros = torch.rand(2, n).half(), torch.randint(0, 17, (2, n)).half()
     codes = random_codes(groups, n)
     matrix = PackedMatrix(
-        codes=pack_codes(codes, groups),
-        scales=pack_zeros(scales, zeros),
+        words=pack_blocks(pack_codes(codes, groups), pack_zeros(scales, zeros), groups),
         groups=groups,
         order=order,
         columns=n,
+        has_zeros=True,
     )
 
     found = decoded_scales(matrix)

