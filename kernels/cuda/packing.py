@@ -12,31 +12,31 @@ from exl2flow.kernels.streams import device_cache, device_table
 
 
 def lay_out(
-    packed: torch.Tensor,
+    words: torch.Tensor,
     groups: Sequence[Group],
     scales: torch.Tensor,
     order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Ops.lay_out`."""
-    n, device, own, groups = packed.shape[1], packed.device, scales.flatten(2), tuple(groups)
+    n, device, own, groups = words.shape[1], words.device, scales.flatten(2), tuple(groups)
     table = panel_table(groups, own.shape[2], device)
     places, of_group = scale_places(groups, own.shape[2], device)
     length = sum(group.rows * group.bits for group in groups) + places.numel()
-    words = torch.empty(len(own), length, dtype=torch.int32, device=device)
+    laid = torch.empty(len(own), length, dtype=torch.int32, device=device)
     launch(
         "lay_out.cu",
         "lay_out",
         (len(own), -(-len(table) // (THREADS // LANES))),
-        packed.contiguous(),
+        words.contiguous(),
         table,
         0 if order is None else order,
-        words,
+        laid,
         n,
         len(table),
         4 * length,
     )
-    words[:, places] = own[:, of_group]
-    return words
+    laid[:, places] = own[:, of_group]
+    return laid
 
 
 def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,9 @@ def test_a_plan_has_the_parts_that_it_is_told() -> None:
         stages = plan.argument["stages"]
         assert [
             (count - 1) * int(length) < panels <= count * int(length)
-            for count, length, panels in zip(parts, stages["length"], (32, 32, 88, 32), strict=False)
+            for count, length, panels in zip(
+                parts, stages["length"], (32, 32, 88, 32), strict=False
+            )
         ] == [True] * 4
 
 
