@@ -53,7 +53,7 @@ class Ops:
     gated = staticmethod(torch_steps.gated)
     activated = staticmethod(torch_steps.activated)
     rotate = staticmethod(torch_steps.rotate)
-    pack_blocks = staticmethod(torch_steps.joined)
+    joined = staticmethod(torch_steps.joined)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)

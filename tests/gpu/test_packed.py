@@ -271,4 +271,4 @@ def test_matrices_are_decoded_side_by_side(
     begin = 0
     for matrix in matrices:
         assert torch.equal(found[:, begin : begin + matrix.columns], decode_packed(matrix))
-        begin += 32 * len(matrix.codes)
+        begin += 32 * len(matrix.words)
