@@ -20,9 +20,8 @@ class CudaGraph(Generic[T]):
 
     A launch that the driver refuses (`LaunchRefused`) is refused in the warm-up, which launches
     what the capture does, on the same device. What runs instead is remembered with the plans, so
-    the capture does not try again. A launch that is refused only during the capture is replaced,
-    too; if the driver has ended the capture by then, making the graph raises, and `GraphPool`
-    launches the step instead.
+    the capture does not try again. A refusal that comes only during the capture ends it, because
+    the tables of other plans cannot be copied to the device then; `GraphPool` launches the step.
     """
 
     def __init__(self, work: Callable[[], T], beside: "CudaGraph[T] | None" = None) -> None:
