@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo dev test test-all test-gpu sanitize test-lowest check format build clean
+.PHONY: demo dev test test-all test-gpu test-cards sanitize test-lowest check format build clean
 
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
@@ -46,6 +46,16 @@ test-all: dev
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m "gpu" tests/gpu $(ARGS)
+
+# The tests of products, attention, decoding, cache, sampler and quantization as on another card than the GPU at hand:
+# `CARD=3090` has that card's multiprocessors and shared memory (tests/support/cards.py), `CARD=sm_80` the kernels of
+# that architecture. Loading, validation, memory and several GPUs do not depend on either.
+CARD_TESTS := $(patsubst %,tests/gpu/test_%.py,packed lay_out chains tuning refused_launches attend cache elementwise \
+    step drafts sampler sampler_kernels cuda cuda_ops families)
+test-cards: $(DEV)
+	$(if $(CARD),,$(error say which card, for instance CARD=3090 or CARD=sm_80))
+	$(if $(filter sm_%,$(CARD)),EXL2FLOW_VIRTUAL_ARCH=$(CARD:sm_%=%),EXL2FLOW_TEST_CARD=$(CARD)) \
+	    $(BIN)/python -m pytest -m "gpu" $(CARD_TESTS) $(ARGS)
 
 # One small test of each kernel: accesses out of bounds, races in shared memory, misused barriers.
 # Kernels of torch and cuBLAS are left out: they take most of the time.

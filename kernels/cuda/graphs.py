@@ -16,7 +16,13 @@ T = TypeVar("T")
 
 
 class CudaGraph(Generic[T]):
-    """A captured CUDA graph; `result` is overwritten by every replay, also by one of its pool."""
+    """A captured CUDA graph; `result` is overwritten by every replay, also by one of its pool.
+
+    A launch that the driver refuses (`LaunchRefused`) is refused in the warm-up, which launches
+    what the capture does, on the same device. What runs instead is remembered with the plans, so
+    the capture does not try again. A refusal that comes only during the capture ends it, because
+    the tables of other plans cannot be copied to the device then; `GraphPool` launches the step.
+    """
 
     def __init__(self, work: Callable[[], T], beside: "CudaGraph[T] | None" = None) -> None:
         """Record work, in the memory of `beside` if the two never run at the same time.

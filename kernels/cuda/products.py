@@ -8,10 +8,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from exl2flow.core.options.config import tuning_file
+from exl2flow.core.options.config import tuning_file, virtual_architecture
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
-from exl2flow.kernels.cuda.compiler import OPTIONS, launch, limits
+from exl2flow.kernels.cuda.compiler import (
+    OPTIONS,
+    LaunchRefused,
+    launch,
+    limits,
+    tell_refusal,
+)
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.kernels.cuda.steps import activated, norm
 from exl2flow.kernels.interface.packed import FEW_ROWS, FusedLinear
@@ -35,7 +41,11 @@ OF_CACHE = 2  # a pass reads this many times the cache size
 def multiply(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """See `Ops.multiply`."""
+    """See `Ops.multiply`.
+
+    If a launch is impossible or refused, the products of a chain run one by one, more than
+    `MOST_ROWS` rows half of them at a time, and fewer rows with decoded matrices.
+    """
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     if len(x) > FEW_ROWS or not is_one_form:
         return cuda_prompts.multiply(x, products, hidden)
@@ -43,8 +53,13 @@ def multiply(
     if len(runs) == 1 and fuses_all(products, len(x)):
         plan = _plan(tuple(products), bucket(len(x)))
         if plan is not None:
-            return _launched(plan, x, products, hidden)
+            try:
+                return _launched(plan, x, products, hidden)
+            except LaunchRefused as refusal:
+                _forget(plan, tuple(products), bucket(len(x)), refusal.reason)
         if len(products) == 1:
+            if len(x) <= MOST_ROWS:
+                return cuda_prompts.multiply(x, products, hidden)
             return _halved(x, products, hidden)
         runs = [[product] for product in products]
     results: list[torch.Tensor] = [x]
@@ -56,7 +71,7 @@ def multiply(
 def _halved(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Multiply rows that need more shared memory than a CTA has, half of them at a time."""
+    """Multiply rows for which no launch is possible, half of them at a time."""
     half = bucket(len(x)) // 2
     states = [None, None] if hidden is None else [hidden[:half], hidden[half:]]
     parts = [
@@ -191,6 +206,13 @@ def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | None:
     return plans[key]
 
 
+def _forget(plan: LaunchPlan, products: tuple[FusedLinear, ...], rows: int, reason: str) -> None:
+    """Drop a plan whose launch was refused, for good: launches by turns would change last bits."""
+    _PLANS[products[0]][rows, *products[1:]] = None
+    few = "decoded matrices" if rows <= MOST_ROWS else "half the rows at a time"
+    tell_refusal(plan.file, reason, few if len(products) == 1 else "its products one by one")
+
+
 def _parts(products: Sequence[FusedLinear], rows: int) -> Parts | None:
     """Return how many parts to divide rows into, measured at the next power of two of `rows`.
 
@@ -211,16 +233,16 @@ def _parts(products: Sequence[FusedLinear], rows: int) -> Parts | None:
 
 @cache
 def _kernel() -> str:
-    return digest_of([source("product.cu"), OPTIONS])
+    return digest_of([source("product.cu"), OPTIONS, virtual_architecture()])
 
 
 _tuning = cache(Tuning)
 
 
 def _measured(products: Sequence[FusedLinear], rows: int) -> Parts | None:
-    """Return the fastest parts; None during stream capture or when memory is short."""
+    """Return the fastest parts; None during capture, when memory is short or a launch refused."""
     device = _device(products)
-    with torch.cuda.device(device), suppress(torch.OutOfMemoryError):
+    with torch.cuda.device(device), suppress(torch.OutOfMemoryError, LaunchRefused):
         if torch.cuda.is_current_stream_capturing():
             return None
         plans = candidates(products, rows, limits(device.index))

@@ -12,8 +12,10 @@ from exl2flow.kernels.cuda.compiler import (
     SELECT_THREADS,
     STRETCH,
     TEAM,
+    LaunchRefused,
     launch,
     limits,
+    tell_refusal,
 )
 from exl2flow.kernels.interface.sampling import SampledTokens, SamplerState, SamplerSteps
 from exl2flow.kernels.plans.sources import filled, struct
@@ -30,7 +32,7 @@ CALL = struct("sampler.cuh", "Sampler")
 def sample(
     logits: torch.Tensor, state: SamplerState, draws: torch.Tensor, steps: SamplerSteps
 ) -> SampledTokens:
-    """See `Ops.sample`."""
+    """See `Ops.sample`; its torch version runs if the device has no room for a team of CTAs."""
     n, vocab = len(logits), state.vocab_size
     most = min(steps.most or vocab, vocab)
     top, is_few = min(steps.top, most), most <= MOST_FEW
@@ -68,7 +70,8 @@ def sample(
         _choose_few(call, n, vocab, most, is_adjusted=adjusted is not None)
     else:
         assert adjusted is not None
-        _choose_all(call, adjusted, most)
+        if not _choose_all(call, adjusted, most):
+            return torch_sampler.sample(logits, state, draws, steps)
     return SampledTokens(
         ids=ids,
         probabilities=probabilities if steps.probabilities else None,
@@ -135,15 +138,26 @@ def _choose_few(call: _SampleCall, n: int, vocab: int, most: int, *, is_adjusted
     call.run("choose.cu", "choose_few", (n,), threads=threads, shared=FEW_BYTES * room)
 
 
-def _choose_all(call: _SampleCall, adjusted: torch.Tensor, most: int) -> None:
-    """Sort, then teams of CTAs take row by row."""
+_MOST_TEAMS: dict[torch.device, int] = {}  # that are resident together, after a refused launch
+
+
+def _choose_all(call: _SampleCall, adjusted: torch.Tensor, most: int) -> bool:
+    """Sort, then teams of CTAs take row by row; return whether a team has room on the device."""
     order, ordered = torch_sampler.rank(adjusted, most)
-    teams = max(1, min(len(adjusted), limits(call.device.index)[0] // TEAM))
-    call.set(
-        order=order.contiguous(),
-        ordered=ordered.contiguous(),
-        meetings=torch.zeros(teams, dtype=torch.int32, device=call.device),
-    )
-    call.new("scratch", teams, 5, most, dtype=torch.float64)
-    call.new("partial", teams, 6, TEAM, dtype=torch.float64)
-    call.run("choose.cu", "choose_all", (TEAM, teams), threads=WIDE_THREADS, together=True)
+    call.set(order=order.contiguous(), ordered=ordered.contiguous())
+    reported = max(1, limits(call.device.index)[0] // TEAM)
+    teams = min(len(adjusted), _MOST_TEAMS.get(call.device, reported))
+    while teams:
+        call.set(meetings=torch.zeros(teams, dtype=torch.int32, device=call.device))
+        call.new("scratch", teams, 5, most, dtype=torch.float64)
+        call.new("partial", teams, 6, TEAM, dtype=torch.float64)
+        try:
+            call.run("choose.cu", "choose_all", (TEAM, teams), threads=WIDE_THREADS, together=True)
+        except LaunchRefused as refusal:
+            teams //= 2
+            _MOST_TEAMS[call.device] = teams
+            instead = "fewer teams of CTAs" if teams else "the torch version"
+            tell_refusal("choose.cu", refusal.reason, instead)
+        else:
+            return True
+    return False

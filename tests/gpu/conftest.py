@@ -1,14 +1,17 @@
 """What the tests on a GPU share: they leave torch as they found it."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from cards import CARDS
 from conversions import small_config
 from stage_runs import run_until
 from tiny import make_tiny
@@ -18,6 +21,7 @@ from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.kernels.cuda.graphs import CudaGraph
 
 MANY = 200  # tests of a run
+CARD = "EXL2FLOW_TEST_CARD"  # set by `make test-cards`
 
 
 def torch_state() -> dict[str, object]:
@@ -34,6 +38,34 @@ def torch_state() -> dict[str, object]:
         "TF32 convolutions": torch.backends.cudnn.allow_tf32,
         "threads": torch.get_num_threads(),
     }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _limits_of_a_card() -> Iterator[None]:
+    """Plan launches for the limits of the card that `make test-cards` names, where it names one.
+
+    No limit exceeds that of the GPU at hand: CTAs that wait for each other must be resident on it,
+    so a 5090 with its 170 multiprocessors has 132 on an H100.
+    """
+    name = os.environ.get(CARD)
+    if name is None:
+        yield
+        return
+    if name not in CARDS:
+        pytest.exit(f"no card `{name}`; there are {', '.join(CARDS)} and sm_80", returncode=4)
+    from exl2flow.kernels.cuda import compiler
+
+    of_device = compiler.limits
+
+    def of_card(device: int) -> tuple[int, int]:
+        processors, shared = map(min, CARDS[name].limits, of_device(device))
+        return processors, shared
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in [*sys.modules.values()]:  # all that have imported it
+            if isinstance(module, ModuleType) and vars(module).get("limits") is of_device:
+                patch.setattr(module, "limits", of_card)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,9 @@ import torch
 from product_walks import H200, chain, matrix, product
 
 from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs
+from exl2flow.kernels.cuda import compiler
 from exl2flow.kernels.cuda import products as cuda_products
+from exl2flow.kernels.cuda.compiler import LaunchRefused
 from exl2flow.kernels.cuda.products import multiply
 from exl2flow.kernels.plans.product import MOST_ROWS
 
@@ -330,3 +332,89 @@ def test_a_plan_without_the_rest_of_a_product_is_made_once(
     launches.clear()
     gc.collect()
     assert len(cuda_products._CORES) == before - 1
+
+
+class Refusal:
+    """A device that refuses launches; `tried`: rows and products of each."""
+
+    def __init__(self, launch: Callable[..., None], *, together_only: bool) -> None:
+        self.tried: list[tuple[int, int]] = []
+        self._launch, self._together_only = launch, together_only
+
+    def __call__(self, file: str, name: str, *given: Any, **how: Any) -> None:
+        if how["together"] or not self._together_only:
+            argument = given[1]
+            self.tried.append((int(argument["rows"]), int(argument["count"])))
+            raise LaunchRefused(f"{name} of {file}", reason="no room")
+        self._launch(file, name, *given, **how)
+
+
+@pytest.fixture
+def refusal(launches: list, monkeypatch: pytest.MonkeyPatch) -> Refusal:
+    found = Refusal(cuda_products.launch, together_only=True)
+    monkeypatch.setattr(cuda_products, "launch", found)
+    compiler.tell_refusal.cache_clear()
+    return found
+
+
+def test_a_refused_chain_runs_product_by_product_from_then_on(
+    launches: list, refusal: Refusal, caplog: pytest.LogCaptureFixture
+) -> None:
+    products, hidden = chain(64, 96, 32), inputs(2, 64)
+
+    for _ in range(3):
+        launches.clear()
+        found, last = multiply(inputs(2, 64), products, hidden)
+
+    first, gated, down, outputs = (argument["stages"][0]["of"] for argument, _ in launches)
+    assert refusal.tried == [(2, 4)]
+    assert first["residual"].tolist() == [hidden.data_ptr(), 0, 0]
+    assert gated["residual"].tolist() == [0, 0, 0]
+    assert down["residual"].tolist() == [first["y"][0], 0, 0]
+    assert down["y"][0] == last.data_ptr()
+    assert outputs["y"].tolist() == where(*found)
+    assert caplog.messages == ["launch=product.cu refused=no room instead=its products one by one"]
+
+
+def test_refused_batched_products_run_with_fewer_rows(
+    launches: list, refusal: Refusal, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, x, hidden = product(matrix(64, 32, (4, 32)), adds=True), inputs(17, 64), inputs(17, 32)
+
+    for _ in range(2):
+        launches.clear()
+        [y], last = multiply(x, [one], hidden)
+
+    rows = [int(argument["rows"]) for argument, _ in launches]
+    firsts = [sum(rows[:index]) for index in range(len(rows))]
+    stages = [argument["stages"][0] for argument, _ in launches]
+    assert max(rows) <= MOST_ROWS
+    assert sum(rows) == 17
+    assert refusal.tried == [(17, 1), (12, 1), (8, 1)]  # once for each bucket
+    assert [stage["x"] for stage in stages] == where(*(x[first:] for first in firsts))
+    assert [stage["of"][0]["residual"] for stage in stages] == where(
+        *(hidden[first:] for first in firsts)
+    )
+    assert y.shape == last.shape == (17, 32)
+    assert caplog.messages == ["launch=batched.cu refused=no room instead=half the rows at a time"]
+
+
+def test_a_product_that_no_launch_fits_is_multiplied_decoded(
+    launches: list, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusal._together_only = False
+    decoded: list[tuple[int, int]] = []
+
+    def kept(x: torch.Tensor, products: list, hidden: torch.Tensor | None) -> Any:
+        decoded.append((len(x), len(products)))
+        y = x.new_zeros(len(x), products[0].matrices[0].columns)
+        return [y], y
+
+    monkeypatch.setattr(cuda_products.cuda_prompts, "multiply", kept)
+
+    for _ in range(2):
+        [y], _ = multiply(inputs(3, 64), [product(matrix(64, 32, (4, 32)))])
+
+    assert decoded == [(3, 1)] * 2
+    assert y.shape == (3, 32)
+    assert launches == []

@@ -10,8 +10,9 @@ from sampled import PLAIN, slots_of
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels.cuda import sampler as cuda_sampler
-from exl2flow.kernels.cuda.compiler import STRETCH
+from exl2flow.kernels.cuda.compiler import STRETCH, LaunchRefused
 from exl2flow.kernels.interface.sampling import MOST_REPEATED
+from exl2flow.kernels.reference import sampler as torch_sampler
 
 VOCABULARY = 40_000
 GREEDY = SamplingSettings.greedy()
@@ -90,3 +91,51 @@ def test_every_repetition_of_the_settings_fits() -> None:
     SamplingSettings(dry_multiplier=1.0, dry_max_ngram=MOST_REPEATED)
     with pytest.raises(ConfigError, match="dry_max_ngram"):
         SamplingSettings(dry_multiplier=1.0, dry_max_ngram=MOST_REPEATED + 1)
+
+
+@pytest.mark.parametrize(("most", "tried"), [(16, [16]), (5, [16, 8, 4]), (0, [16, 8, 4, 2, 1])])
+def test_fewer_teams_work_where_all_are_refused(
+    most: int, tried: list[int], launches: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, launch = list[int](), cuda_sampler.launch
+
+    def refusing(file: str, name: str, grid: tuple[int, ...], *given: Any, **how: Any) -> None:
+        if name == "choose_all":
+            asked.append(grid[1])
+            if grid[1] > most:
+                raise LaunchRefused(name, reason="no room")
+        launch(file, name, grid, *given, **how)
+
+    monkeypatch.setattr(cuda_sampler, "launch", refusing)
+    monkeypatch.setattr(cuda_sampler, "_MOST_TEAMS", {})
+
+    sample(PLAIN, 16)
+    assert asked == tried
+    assert launches.get("choose_all", ((8, 0), 0))[0] == (8, tried[-1] if most else 0)
+
+    asked.clear()
+    sample(PLAIN, 16)
+    assert asked == tried[-1:] * (most > 0)  # remembered
+
+
+@torch.inference_mode()
+def test_without_any_team_the_torch_version_samples(
+    launches: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(file: str, name: str, *given: Any, **how: Any) -> None:
+        if name == "choose_all":
+            raise LaunchRefused(name, reason="no room")
+
+    monkeypatch.setattr(cuda_sampler, "launch", refusing)
+    monkeypatch.setattr(cuda_sampler, "_MOST_TEAMS", {})
+    logits, settings = torch.randn(3, VOCABULARY), [PLAIN] * 3
+    here, there = (slots_of(settings, VOCABULARY) for _ in range(2))
+    kind, draws = Kind.of(settings, probabilities=True), torch.rand(3, dtype=torch.float64)
+
+    found = cuda_sampler.sample(logits, here.state(3, kind), draws, kind)
+
+    expected = torch_sampler.sample(logits, there.state(3, kind), draws, kind)
+    assert torch.equal(found.ids, expected.ids)
+    assert found.probabilities is not None
+    assert torch.equal(found.probabilities, expected.probabilities)
+    assert torch.equal(here.history, there.history)
