@@ -83,7 +83,7 @@ __device__ __forceinline__ void decode_tiles(Tiles from, int count, int lane, ha
 
 struct Part {  // a matrix: see PackedMatrix
     const byte* words;
-    const integer *table, *order;  // table (panels, 4): see panel_table in packing.py
+    const integer *table, *order;  // table (panels, 4): see laid_table in packing.py
     integer tile_bytes;
     int tiles, column, first;  // where it begins in y, and its first CTA in a row of them
 };

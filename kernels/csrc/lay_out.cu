@@ -97,7 +97,7 @@ __device__ __forceinline__ void lay_panel(const u32* panel, const integer* rows,
     write_words<B>(to, lane, w);
 }
 
-// packed (words, n), table int64 (panels, 4): see panel_table in packing.py; order int64 (k,) or 0,
+// packed (words, n), table int64 (panels, 4): see laid_table in packing.py; order int64 (k,) or 0,
 // for one group of 4 bits -> the codes of `words`, tile_bytes per tile
 extern "C" __global__ void lay_out(const u32* packed, const integer* table, const integer* order,
                                    byte* words, integer n, integer panels, integer tile_bytes) {

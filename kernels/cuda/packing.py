@@ -7,7 +7,13 @@ import torch
 
 from exl2flow.kernels.cuda.compiler import THREADS, launch
 from exl2flow.kernels.interface.groups import Group
-from exl2flow.kernels.interface.packed import LANES, TILE, laid_panels, scale_places
+from exl2flow.kernels.interface.packed import (
+    LANES,
+    SCALE_WORDS,
+    TILE,
+    laid_panels,
+    scale_places,
+)
 from exl2flow.kernels.streams import device_cache, device_table
 
 
@@ -19,7 +25,7 @@ def lay_out(
 ) -> torch.Tensor:
     """See `Ops.lay_out`."""
     n, device, own, groups = words.shape[1], words.device, scales.flatten(2), tuple(groups)
-    table = panel_table(groups, own.shape[2], device)
+    table = laid_table(groups, own.shape[2], device)
     places, of_group = scale_places(groups, own.shape[2], device)
     length = sum(group.rows * group.bits for group in groups) + places.numel()
     laid = torch.empty(len(own), length, dtype=torch.int32, device=device)
@@ -59,8 +65,17 @@ def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tenso
 
 
 @device_cache
-def panel_table(groups: tuple[Group, ...], scale_words: int, device: torch.device) -> torch.Tensor:
-    """Return where panels are, int64 (panels, 4).
+def panel_table(groups: tuple[Group, ...], device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return bits, first word and group of a file's panels, int64 (panels, 3), and all words."""
+    panels = laid_panels(groups, SCALE_WORDS)
+    begins = [*accumulate((panel.bits for panel in panels), initial=0)]
+    values = [(p.bits, begin, p.group) for p, begin in zip(panels, begins, strict=False)]
+    return device_table(tuple(chain.from_iterable(values)), device).view(-1, 3), begins[-1]
+
+
+@device_cache
+def laid_table(groups: tuple[Group, ...], scale_words: int, device: torch.device) -> torch.Tensor:
+    """Return where laid out panels are, int64 (panels, 4).
 
     The columns: bits; first word in the file; bytes from the begin of a tile to codes; to scales.
     """

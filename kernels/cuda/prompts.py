@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exl2flow.kernels.cuda.compiler import DECODE_TILES, DECODE_WARPS, launch
-from exl2flow.kernels.cuda.packing import panel_table
+from exl2flow.kernels.cuda.packing import laid_table
 from exl2flow.kernels.cuda.steps import activated, add_normed, gated, norm
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.interface.packed import MOST_BESIDE, TILE, FusedLinear, PackedMatrix
@@ -122,7 +122,7 @@ def _works(matrices: Sequence[PackedMatrix]) -> list[_Work]:
             filled(
                 work["of"][count],
                 words=matrix.words,
-                table=panel_table(matrix.groups, matrix.scale_words, matrix.words.device),
+                table=laid_table(matrix.groups, matrix.scale_words, matrix.words.device),
                 order=matrix.order,
                 tile_bytes=4 * length,
                 tiles=tiles,

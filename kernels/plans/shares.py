@@ -33,7 +33,7 @@ def shares_of(
     of_part = [matrix.panels()[part * length : (part + 1) * length] for matrix in together]
     units = [_block_starts(panels) for panels in of_part]
     if each * sum(map(len, units)) < WARPS:
-        units = [range(len(panels)) for panels in of_part]
+        units = [[*range(len(panels))] for panels in of_part]
     begins = [4 * panels[0].word for panels in (of_part[0], of_part[-1])]
     counts = [len(units[0]), len(units[-1])]
     first_units = [*accumulate((len(of) for of in units * each), initial=0)]

@@ -105,7 +105,7 @@ class PackedLinear:
     @property
     def weight(self) -> torch.Tensor:
         """The decoded matrix fp16 (n, k), decoded on every access."""
-        return get_ops(self.matrix.codes.device).decode_packed(self.matrix).T
+        return get_ops(self.matrix.words.device).decode_packed(self.matrix).T
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
