@@ -1,8 +1,9 @@
 """CUDA graphs: GPU work that is captured once and replayed, so the host launches nothing."""
 
+import gc
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -35,13 +36,25 @@ class CudaGraph(Generic[T]):
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
         here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
-        with here, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with _uncollected(), here, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.result = work()
 
     def replay(self) -> T:
         """Replay the work."""
         self._graph.replay()
         return self.result
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keep Python from freeing unreachable graphs meanwhile, which would end a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphPool:
