@@ -36,7 +36,11 @@ class CudaGraph(Generic[T]):
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
         here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
-        with _uncollected(), here, torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with (
+            _uncollected(),
+            here,
+            torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+        ):
             self.result = work()
 
     def replay(self) -> T:
