@@ -295,7 +295,9 @@ def _chain(
         if index:
             tensors += fill(stages[index - 1], to=torch.argsort(product.order).int())
             tensors += _fill_after(entry, products[index - 1], product)
-    return argument, tensors + fill(stages[0], place=torch.argsort(products[0].order).int())
+    if not products[0].is_ordered:
+        tensors += fill(stages[0], place=torch.argsort(products[0].order).int())
+    return argument, tensors
 
 
 def _fill(
