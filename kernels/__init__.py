@@ -44,7 +44,6 @@ from exl2flow.kernels.interface.sampling import (
     SamplerSteps,
 )
 from exl2flow.kernels.plans.product import MOST_MATRICES
-from exl2flow.kernels.reference.cache import placed
 from exl2flow.kernels.reference.ops import Ops
 from exl2flow.kernels.reference.refit import times_output
 from exl2flow.kernels.reference.steps import halved
@@ -95,7 +94,6 @@ __all__ = [
     "pack_codes",
     "pack_scales",
     "pack_zeros",
-    "placed",
     "record_stream",
     "resolve_device",
     "run_concurrently",

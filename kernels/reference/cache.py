@@ -112,15 +112,11 @@ def attend_step(
         slots = _slots(cache.tables[row], length + q.shape[1])
         keys, values = (x.float() for x in read_cache(cache.store, slots))
         outputs.append(_attention(q[row].float(), keys, values, rule))
-    return placed(torch.stack(outputs).to(q.dtype), cache.to)
-
-
-def placed(x: torch.Tensor, to: torch.Tensor | None) -> torch.Tensor:
-    """Return (b, t, heads, head_dim) with each element of a token at its place; see `StepCache`."""
-    if to is None:
-        return x
-    flat = x.flatten(2)
-    return torch.empty_like(flat).index_copy_(2, to.long(), flat).view_as(x)
+    found = torch.stack(outputs).to(q.dtype)
+    if cache.to is None:
+        return found
+    of_tokens = found.flatten(2)
+    return torch.empty_like(of_tokens).index_copy_(2, cache.to.long(), of_tokens).view_as(found)
 
 
 def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:
