@@ -76,10 +76,17 @@ def test_chains_go_on_from_a_cache(family: str, tmp_path: Path) -> None:
         close(found, plain.read(partial(one_by_one, sublayers), hidden))
 
 
-@pytest.mark.parametrize(("batch", "is_ordered"), [(2, True), (FEW_ROWS + 1, False)])
+@pytest.mark.parametrize(
+    ("batch", "count", "is_ordered"), [(2, 1, True), (FEW_ROWS // 4, 4, True), (5, 7, False)]
+)
 @pytest.mark.parametrize("family", LINKS)
 def test_attention_of_few_rows_writes_in_the_order_of_what_reads_it(
-    family: str, batch: int, is_ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    batch: int,
+    count: int,
+    is_ordered: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spec, orders = make_packed(family, tmp_path), list[torch.Tensor | None]()
     chains = Chains.of(sublayers_of(spec))
@@ -92,9 +99,9 @@ def test_attention_of_few_rows_writes_in_the_order_of_what_reads_it(
 
     monkeypatch.setattr(Ops, "attend_step", staticmethod(seen))
     for _ in range(2):
-        hidden, found = torch.randn(batch, 1, 64).half(), []
+        hidden, found = torch.randn(batch, count, 64).half(), []
         for sequences, of in ((mine, chains), (plain, replace(chains, ordered=None))):
-            found.append(sequences.read(partial(through, of), hidden))
+            found.append(sequences.read(partial(through, of), hidden, is_step=True))
 
         assert torch.equal(*found)
     readers = [*(link.chain for link in chains.links[1:]), chains.last]
