@@ -47,6 +47,8 @@ def measured(
     pages = -(-context // PAGE_TOKENS)
     layers = layers_of(name, pages=batch * pages, kv_heads=kv_heads)
     tables = torch.randperm(batch * pages, device="cuda").view(batch, pages).int()
+    size = queries * HEAD_DIM
+    orders = [torch.randperm(size, device="cuda").int() for _ in layers]  # as o of each reads them
     ops = get_ops("cuda")
 
     def microseconds(count: int) -> float:
@@ -59,8 +61,8 @@ def measured(
         rule = AttentionRule(scale=HEAD_DIM**-0.5)
 
         def step() -> None:
-            for layer in layers:
-                cache = StepCache(store=layer, tables=tables, lengths=lengths, slots=slots)
+            for layer, to in zip(layers, orders, strict=True):
+                cache = StepCache(store=layer, tables=tables, lengths=lengths, slots=slots, to=to)
                 ops.attend_step(q, k, v, cache, *angles, rule=rule)
 
         return 1e3 * milliseconds(step) / LAYERS

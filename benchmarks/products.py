@@ -47,7 +47,11 @@ def chains(shape: str, allocation: Allocation) -> list[list[FusedLinear]]:
         )
         activation = "silu" if "gate" in columns else None
         return FusedLinear(
-            matrices=matrices, norm=None if adds else norm, activation=activation, adds=adds
+            matrices=matrices,
+            norm=None if adds else norm,
+            activation=activation,
+            adds=adds,
+            is_ordered="o" in columns,  # attention writes what o reads so
         )
 
     found: list[list[FusedLinear]] = [[]]

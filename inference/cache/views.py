@@ -46,6 +46,8 @@ class StepView:
     int64 (b, count), of the new tokens.
     """
 
+    orders_results = True
+
     def __init__(
         self, cache: PagedCache, tables: Tensor, lengths: Tensor, *, count: int = 1
     ) -> None:
@@ -62,10 +64,17 @@ class StepView:
         return _Layer(partial(self.attend, store), partial(_store, store, self.slots.flatten()))
 
     def attend(
-        self, store: LayerStore, *new: Tensor, table: RopeTable, rule: AttentionRule
+        self,
+        store: LayerStore,
+        *new: Tensor,
+        table: RopeTable,
+        rule: AttentionRule,
+        to: Tensor | None = None,
     ) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in new)
-        cache = StepCache(store=store, tables=self.tables, lengths=self.lengths, slots=self.slots)
+        cache = StepCache(
+            store=store, tables=self.tables, lengths=self.lengths, slots=self.slots, to=to
+        )
         out = get_ops(q.device).attend_step(
             q, k, v, cache, table.cos, table.sin, rule=rule, interleaved=table.interleaved
         )
@@ -109,6 +118,8 @@ class PromptView:
     alone: the range of a segment in the pass, and the cache slots of all positions up to its end;
     None if it begins its sequence.
     """
+
+    orders_results = False
 
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
         device = cache.device

@@ -167,6 +167,8 @@ class Runner:
 class _LayerViews:
     """A `KvCache` whose layers are seen by views on their own devices."""
 
+    orders_results = False
+
     def __init__(self, of_layer: Iterator[PromptView]) -> None:
         self._of_layer = [*of_layer]
 

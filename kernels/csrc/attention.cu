@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(
     const u32 padded = (width + 63) / 64 * 64;
     const Keys keys(call.keys, padded, first_element, offset, offset + HEADS * dim, lane);
     const Values values(call.values, padded, first_element, offset, offset + HEADS * dim, lane);
+    if (split == 0) prefetch_places(call, team * group * dim, group * dim);
     overlap_launches();
     const int length = call.lengths[row];
     const integer first_row = (integer)row * tokens;
@@ -206,6 +207,6 @@ __global__ void __launch_bounds__(
     } else {
         __syncthreads();
     }
-    add_parts<WIDTH, COLUMNS, is_rotated<VE>()>(call, parts, columns, call.out + own_q, window,
-                                                offset);
+    half_bits* const out = call.out + first_row * call.heads * dim;
+    add_parts<WIDTH, COLUMNS, is_rotated<VE>()>(call, parts, columns, out, window, offset);
 }

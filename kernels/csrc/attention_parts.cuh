@@ -31,6 +31,7 @@ struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv
     float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 2)
     int* arrived;                 // (b, kv_heads, parts), zero before and after
     half_bits* out;
+    const int* to;  // (heads · head_dim), place of each element in a token's row of out; or null
     const float *cosines, *sines;  // (b or 1, tokens, half), of the new positions
     const integer* slots;          // (b, tokens), where the new keys and values are stored
     const float* sinks;            // (heads), scores without a value; or null
@@ -81,8 +82,14 @@ template <int TOKENS> struct Columns {
     __device__ __forceinline__ int in_group(int column) const { return (first + column) % group; }
 };
 
+// Prefetch to L2 the places of a group's elements, which are constant.
+__device__ __forceinline__ void prefetch_places(const Call& call, int first, int count) {
+    for (int i = threadIdx.x * 32; call.to && i < count; i += blockDim.x * 32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(call.to + first + i));
+}
+
 // Add up the parts (splits, COLUMNS · WIDTH sums of values, COLUMNS maxima, COLUMNS totals) by one
-// CTA. out: of the sequence's and group's first head; window: scratch.
+// CTA. out: of the sequence; window: scratch.
 template <int WIDTH, int COLUMNS, bool IS_ROTATED, int TOKENS>
 __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
                                           const Columns<TOKENS>& columns, half_bits* out,
@@ -91,6 +98,7 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
     __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int sums = columns.count * WIDTH;  // may be fewer than threads
+    const int first_head = blockIdx.y / call.parts * columns.group;
     float early[4];  // of the first parts, which are all for short sequences
     auto begin_sum = [&](int i) {
 #pragma unroll
@@ -98,6 +106,14 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
             early[from] = from < call.splits && i < sums ? __ldcg(parts + from * PART + i) : 0.0f;
     };
     begin_sum(threadIdx.x);
+    auto element = [&](int i) { return i % (WIDTH / 64) * 64 + 2 * lane - offset; };
+    auto places_of = [&](int i) {  // of two elements
+        const int column = i / (WIDTH / 64), e = element(i);
+        if (!call.to || column >= columns.count || e < 0 || e >= call.head_dim) return int2{0, 0};
+        const int head = first_head + columns.in_group(column);
+        return __ldg((const int2*)(call.to + head * call.head_dim + e));
+    };
+    int2 next = places_of(warp);
     for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
         const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
         const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
@@ -106,8 +122,7 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
         for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
         float sink = NOTHING;
         if (call.sinks) {
-            const int kv = blockIdx.y / call.parts;
-            sink = call.sinks[kv * columns.group + columns.in_group(column)] * LOG2_E;
+            sink = call.sinks[first_head + columns.in_group(column)] * LOG2_E;
             m = fmaxf(m, sink);
         }
         const float weight = power(part_most - m);
@@ -130,11 +145,18 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
     }
     __syncthreads();
     for (int i = warp; i < columns.count * (WIDTH / 64); i += warps) {
-        const int column = i / (WIDTH / 64), at = i % (WIDTH / 64) * 64 + 2 * lane;
-        const int e = at - offset;
-        float two[2] = {window[column][at], window[column][at + 1]};
+        const int column = i / (WIDTH / 64), e = element(i);
+        const int2 places = next;
+        next = places_of(i + warps);
+        float two[2] = {window[column][e + offset], window[column][e + offset + 1]};
         if constexpr (IS_ROTATED) rotate_unit(two, lane);
-        if (e >= 0 && e < call.head_dim)
-            *(u32*)(out + columns.head(column) * call.head_dim + e) = halves(two[0], two[1]);
+        if (e < 0 || e >= call.head_dim) continue;
+        const u32 pair = halves(two[0], two[1]);
+        if (call.to) {
+            half_bits* const row = out + columns.token(column) * call.heads * call.head_dim;
+            row[places.x] = (half_bits)pair, row[places.y] = (half_bits)(pair >> 16);
+        } else {
+            *(u32*)(out + (first_head + columns.head(column)) * call.head_dim + e) = pair;
+        }
     }
 }

@@ -158,6 +158,7 @@ def attend_step(
         partial=partial,
         arrived=arrived,
         out=out,
+        to=0 if cache.to is None else cache.to,
         # without rotation, the first angle is read all the same
         cosines=cos if cos.numel() else q,
         sines=sin if cos.numel() else q,

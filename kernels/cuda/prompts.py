@@ -24,7 +24,8 @@ def multiply(
     """See `Ops.multiply`."""
     results, is_own = [x], False  # whether the hidden state was made here
     for p in products:
-        x = results[0] if p.norm is None else norm(results[0], p.norm)
+        x = p.in_natural_order(results[0])
+        x = x if p.norm is None else norm(x, p.norm)
         is_plain = p.after is None and p.activation is None and p.matrices[0].bias is None
         if hidden is not None and p.adds and is_plain:  # cuBLAS adds it
             weight = _decoded(p.matrices)

@@ -126,12 +126,14 @@ class StepCache:
     tables: int32 (b, pages), each sequence's pages in order; lengths: int32 (b,), its stored
     positions before the new tokens; slots: int64 (b, t), those of the new positions. Duplicates, as
     idle rows have them on a spare page, hold any of their tokens afterwards.
+    to: int32 (heads · head_dim,), the place of each element in a token's result; None: its own.
     """
 
     store: LayerStore
     tables: torch.Tensor
     lengths: torch.Tensor
     slots: torch.Tensor
+    to: torch.Tensor | None = None
 
 
 def padded_width(width: int) -> int:

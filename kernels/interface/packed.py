@@ -107,6 +107,7 @@ class FusedLinear:
     adds: add the result, if it is one, to the hidden state; the sum is the next hidden state.
     exact: give results in fp32 as they are summed; only without activation, `after` and `adds`, at
         the end.
+    is_ordered: x is given in the order of the rows; only without `norm`, as the first product.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -116,6 +117,7 @@ class FusedLinear:
     multiplier: float = 1.0
     adds: bool = False
     exact: bool = False
+    is_ordered: bool = False
 
     @property
     def order(self) -> torch.Tensor:
@@ -126,6 +128,10 @@ class FusedLinear:
     def is_gated(self) -> bool:
         """Whether one matrix gates the other."""
         return self.activation is not None and len(self.matrices) == 2
+
+    def in_natural_order(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the product is given, (rows, k), in the order of in-features."""
+        return torch.empty_like(x).index_copy_(1, self.order, x) if self.is_ordered else x
 
 
 @lru_cache(maxsize=1024)

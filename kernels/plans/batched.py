@@ -79,12 +79,13 @@ def plan_of(
         if divisions is None:
             return None
         divided.append(divisions)
+    gathers = [product is products[0] and not product.is_ordered for product in products]
     lists = [
         [
-            lists_of(matrix, division.parts, product.order if product is products[0] else None)
+            lists_of(matrix, division.parts, product.order if is_gathered else None)
             for matrix, division in zip(product.matrices, divisions, strict=True)
         ]
-        for product, divisions in zip(products, divided, strict=True)
+        for product, divisions, is_gathered in zip(products, divided, gathers, strict=True)
     ]
     words = [max(len(part) for matrix in of for part in matrix) for of in lists]
     x_bytes = panel_bytes * max(division.panels for of in divided for division in of)
@@ -130,7 +131,7 @@ def _chain(
     ):
         entry = stages[index]
         tensors += _fill(entry, product, divisions, of_lists, scratch[2 * squares :], held)
-        filled(entry, list_at=list_at, gathers=index == 0)
+        filled(entry, list_at=list_at, gathers=index == 0 and not product.is_ordered)
         list_at += entry["words"]
         if index:
             before = stages[index - 1], products[index - 1]

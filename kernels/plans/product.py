@@ -315,7 +315,7 @@ def _chain(
         filled(entry, share_at=share_at)
         if number:
             tensors += _fill_after(entry, products[number - 1], product)
-        else:
+        elif not product.is_ordered:
             tensors += fill(entry, place=torch.argsort(product.order).int())
         if number + 1 < len(products):
             tensors += fill(entry, to=torch.argsort(products[number + 1].order).int())

@@ -94,7 +94,7 @@ def attend_step(
         q: queries (b, t, heads, head_dim) before rotation; kernels take up to `STEP_TOKENS`.
         k: keys (b, t, kv_heads, head_dim) before rotation.
         v: values, of the same shape as the keys.
-        cache: the cache of one layer, and where the new tokens go.
+        cache: the cache of one layer, and where the new tokens and the results go.
         cos: of the new positions, without any columns too; see `Ops.rotate`.
         sin: of the same shape.
         rule: what happens to the scores.
@@ -112,7 +112,11 @@ def attend_step(
         slots = _slots(cache.tables[row], length + q.shape[1])
         keys, values = (x.float() for x in read_cache(cache.store, slots))
         outputs.append(_attention(q[row].float(), keys, values, rule))
-    return torch.stack(outputs).to(q.dtype)
+    found = torch.stack(outputs).to(q.dtype)
+    if cache.to is None:
+        return found
+    of_tokens = found.flatten(2)
+    return torch.empty_like(of_tokens).index_copy_(2, cache.to.long(), of_tokens).view_as(found)
 
 
 def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:

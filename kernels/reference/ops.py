@@ -64,7 +64,7 @@ class Ops:
         """Return x Q + bias of packed matrices, summed in fp32; chain several products.
 
         Args:
-            x: fp16 (rows, k).
+            x: fp16 (rows, k), in the order of in-features unless the first product `is_ordered`.
             products: each reads the previous result; up to three matrices each, one
                 result in all but the last.
             hidden: fp16 (rows, columns), results are added to it; None: zeros.
@@ -75,7 +75,8 @@ class Ops:
         """
         results = [x]
         for p in products:
-            x = results[0] if p.norm is None else self.norm(results[0], p.norm)
+            x = p.in_natural_order(results[0])
+            x = x if p.norm is None else self.norm(x, p.norm)
             dtype = torch.float32 if p.exact else torch.float16
             results = [(x.float() @ packed.decode_packed(m).float()).to(dtype) for m in p.matrices]
             results = [

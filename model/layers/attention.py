@@ -38,6 +38,7 @@ class LayerCache(Protocol):
         *,
         table: RopeTable,
         rule: AttentionRule,
+        to: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add keys and values, then attend to all of them; see `attend`.
 
@@ -47,6 +48,8 @@ class LayerCache(Protocol):
             v: values, shaped as the keys.
             table: how queries and keys are rotated.
             rule: what happens to the scores.
+            to: where the elements of a token's result go, see `StepCache`; None: in order. Only
+                of a `KvCache` that `orders_results`.
         """
         ...
 
@@ -56,7 +59,9 @@ class LayerCache(Protocol):
 
 
 class KvCache(Protocol):
-    """One `LayerCache` per layer."""
+    """One `LayerCache` per layer; orders_results: whether their `attend` takes `to`."""
+
+    orders_results: bool
 
     def layer(self, index: int) -> LayerCache: ...
 
@@ -100,15 +105,25 @@ class AttentionSublayer(Sublayer):
         return Projected(q=q, k=k, v=v)
 
     def attend(
-        self, projected: Projected, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+        self,
+        projected: Projected,
+        *,
+        start: int | RopeTable = 0,
+        cache: LayerCache | None = None,
+        to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention output (b, t, heads · dim) of given projection outputs."""
+        """Return the attention output (b, t, heads · dim) of given projection outputs.
+
+        to: as in `LayerCache.attend`; only with a cache.
+        """
         q, k, v, table = self._inputs(projected, start, with_cache=cache is not None)
         rule = self.attention.rule
         if cache is None:
             result = attend(q, k, v, rule)  # (b, h, t, d)
-        else:
+        elif to is None:
             result = cache.attend(q, k, v, table=table, rule=rule)
+        else:
+            result = cache.attend(q, k, v, table=table, rule=rule, to=to)
         return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
 
     def store(self, projected: Projected, *, start: int | RopeTable, cache: LayerCache) -> None:

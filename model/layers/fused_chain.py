@@ -3,16 +3,16 @@
 From an attention's output to the next queries, keys and values, each product reads what the one
 before it writes, so a GPU runs the chain of few tokens in one launch (`Ops.multiply`) where its
 kernel knows all of it. Before a parallel block a chain ends with the hidden state, which both of
-its parts read.
+its parts read. In a decode step, attention writes what a chain reads in the order of its rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
-from exl2flow.kernels import FusedLinear, get_ops
+from exl2flow.kernels import FEW_ROWS, FusedLinear, get_ops
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache, Projected
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -26,6 +26,7 @@ class Link:
 
     inputs: of a parallel block, whose chain ends with hidden states; it computes queries, keys and
     values, and mlp the block's MLP, both from the norm of these.
+    to: where the elements of an attention output go, see `StepCache`; None: in order.
     """
 
     attention: AttentionSublayer
@@ -33,6 +34,7 @@ class Link:
     norm: Norm | None = None
     inputs: FusedLinear | None = None
     mlp: Sequence[FusedLinear] = ()
+    to: torch.Tensor | None = None
 
     def project(
         self, x: torch.Tensor, states: torch.Tensor
@@ -40,7 +42,7 @@ class Link:
         """Return queries, keys and values, what `mlp` reads, and hidden states, (rows, columns).
 
         Args:
-            x: what the chain reads, fp16 (rows, k).
+            x: what the chain reads, fp16 (rows, k); see `FusedLinear.is_ordered`.
             states: hidden states before it, (rows, hidden).
         """
         ops = get_ops(x.device)
@@ -76,7 +78,8 @@ class Link:
         index = self.attention.spec.layer_index
         layer = None if cache is None else cache.layer(index)
         projected = _projected(qkv, shape)
-        inner = self.attention.attend(projected, start=at_layer(start, index), cache=layer)
+        table = at_layer(start, index)
+        inner = self.attention.attend(projected, start=table, cache=layer, to=self.to)
         return inner.reshape(-1, inner.shape[-1]), states
 
     def fill(
@@ -101,10 +104,14 @@ def _projected(qkv: Sequence[torch.Tensor], shape: torch.Size) -> Projected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The attentions with what leads to them, and the products after the last one."""
+    """The attentions with what leads to them, and the products after the last one.
+
+    ordered: the same, where each attention writes its output in the order of o's rows.
+    """
 
     links: Sequence[Link]
     last: Sequence[FusedLinear]
+    ordered: Self | None = None
 
     @classmethod
     def of(cls, sublayers: Sequence[Sublayer]) -> Self | None:
@@ -128,7 +135,23 @@ class Chains:
                 chain = [last]
             else:
                 chain += products
-        return cls(links=links, last=chain) if links else None
+        if not links:
+            return None
+        return cls(links=links, last=chain, ordered=cls._ordered(links, chain))
+
+    @classmethod
+    def _ordered(cls, links: Sequence[Link], last: Sequence[FusedLinear]) -> Self:
+        """Return links whose attentions write their outputs in the order of what reads them."""
+        readers = [
+            [replace(first, is_ordered=True), *others]
+            for first, *others in (*(link.chain for link in links[1:]), last)
+        ]
+        chains = [links[0].chain, *readers[:-1]]
+        ordered = [
+            replace(link, chain=chain, to=torch.argsort(reader[0].order).int())
+            for link, chain, reader in zip(links, chains, readers, strict=True)
+        ]
+        return cls(links=ordered, last=readers[-1])
 
     def __call__(
         self, hidden: torch.Tensor, *, start: int | RopeTables = 0, cache: KvCache | None = None
@@ -136,16 +159,23 @@ class Chains:
         """Map hidden states fp16 (b, t, hidden) to those that the head reads; see `Sublayer`."""
         shape = hidden.shape
         x = states = hidden.reshape(-1, shape[-1])
-        for link in self.links:
+        chains = self._for(len(x), cache)
+        for link in chains.links:
             x, states = link.attended(x, states, shape, start, cache)
-        _, states = get_ops(x.device).multiply(x, self.last, states)
+        _, states = get_ops(x.device).multiply(x, chains.last, states)
         return states.view(shape)
 
     def fill(self, hidden: torch.Tensor, *, start: int | RopeTables, cache: KvCache) -> None:
         """Add the keys and values of hidden states to a cache; see `Decoder.fill`."""
         shape = hidden.shape
         x = states = hidden.reshape(-1, shape[-1])
-        *links, last = self.links
+        *links, last = self._for(len(x), cache).links
         for link in links:
             x, states = link.attended(x, states, shape, start, cache)
         last.fill(x, states, shape, start, cache)
+
+    def _for(self, rows: int, cache: KvCache | None) -> "Chains":
+        """Return the ordered chains if attention can write so, and few rows are read so."""
+        if self.ordered is None or cache is None or rows > FEW_ROWS:
+            return self
+        return self.ordered if cache.orders_results else self

@@ -1,6 +1,7 @@
 """The cache's contents, and attention to it, on the GPU against the torch twins."""
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,7 @@ class Steps:
         self.held = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
         places = self.held.long()[:, None] + torch.arange(self.new, device=DEVICE)
         self.slots = slots_at(self.tables, places)
+        self.to: torch.Tensor | None = None
 
     def step(self, begin: int, end: int, *, twin: bool = False, **rule: Any) -> torch.Tensor:
         """Return what the new tokens `begin` to `end` see; those before are in the cache."""
@@ -153,6 +155,7 @@ class Steps:
             tables=self.tables,
             lengths=self.held + begin,
             slots=self.slots[:, part].contiguous(),
+            to=self.to,
         )
         return ops.attend_step(*new, cache, *angles, rule=given)
 
@@ -247,6 +250,27 @@ def test_a_step_is_the_twins_step(name: str, head_dim: int, heads: tuple[int, in
                 torch.testing.assert_close(ours, twin, rtol=2e-3, atol=0)
         error = (found.float() - expected.float()).norm() / expected.float().norm()
         assert float(error) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "heads"),
+    [
+        *pairs_of(GPU_FORMATS, [48, 64, 80, 128, 256], [(3, 3), (4, 2), (28, 4), (32, 2)]),
+        *product(["q8", "q4"], [128], [(3, 3), (8, 8), (4, 2), (16, 4), (6, 2), (32, 8)]),
+    ],
+)
+def test_results_go_where_they_are_read(
+    name: str, head_dim: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=head_dim // 2)
+    order = torch.randperm(heads[0] * head_dim, device=DEVICE)
+    for new, wide_from in ((1, 1 << 14), (4, 1 << 14), (8, 0)):  # two sets, if it can
+        monkeypatch.setattr(cuda_cache, "WIDE_FROM", wide_from)
+        steps.to = None
+        expected = steps.step(0, new).flatten(2)[..., order]
+
+        steps.to = torch.argsort(order).int()
+        assert torch.equal(steps.step(0, new).flatten(2), expected), new
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,34 @@ def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> N
 
 
 @pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 40])
+@pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
+def test_a_chain_may_be_given_rows_in_the_order_of_its_first_matrix(
+    hidden: int, mlp: int, rows: int, zeros: bool
+) -> None:
+    def made(k: int, n: int, *kinds: tuple[int, int]) -> PackedMatrix:
+        return packed(k, n, *([(4, 128)] if zeros else kinds), zeros=zeros)
+
+    gate, up = made(hidden, mlp, (4, 128)), made(hidden, mlp, (3, 32), (5, 64))
+    out = FusedLinear(matrices=(made(hidden, hidden, (4, 128), (3, 32)),), adds=True)
+    norm = NormArgs(weight=torch.rand(hidden, device=DEVICE).half(), eps=1e-5)
+    others = [
+        FusedLinear(matrices=(gate, replace(up, order=gate.order)), norm=norm, activation="silu"),
+        FusedLinear(matrices=(made(mlp, hidden, (6, 32), (4, 128)),), adds=True),
+        FusedLinear(matrices=(made(hidden, 96, (4, 128)),), norm=norm),
+    ]
+    x, states = (torch.randn(rows, hidden, device=DEVICE).half() for _ in range(2))
+    ops, ordered = get_ops(DEVICE), replace(out, is_ordered=True)
+
+    for behind in (others, []):  # a chain, and a product alone
+        found, after = ops.multiply(x[:, out.order].contiguous(), [ordered, *behind], states)
+
+        expected, grown = ops.multiply(x, [out, *behind], states)
+        for y, z in zip([*found, after], [*expected, grown], strict=True):
+            assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
 def test_decoded_values_are_exact(zeros: bool) -> None:
     for bits in (4,) if zeros else BITS:
         matrix = packed(352, 100, (bits, 32), (bits, 128), zeros=zeros)

@@ -19,7 +19,7 @@ Work = Callable[[torch.Tensor, KvCache, RopeTables], torch.Tensor]
 class Sequences:
     """Sequences whose pages are shuffled; `length` positions of each are stored.
 
-    Parts of several tokens are read as prompts, single tokens as steps.
+    Parts of several tokens are read as prompts unless `is_step`; single tokens are steps.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class Sequences:
         self.angles = RopeTables.of(spec, tokens, torch.device(device))
         self.length = 0
 
-    def read(self, work: Work, x: torch.Tensor) -> torch.Tensor:
+    def read(self, work: Work, x: torch.Tensor, *, is_step: bool = False) -> torch.Tensor:
         """Return what `work(x, view, table)` makes of the next tokens: (b, t, …) → (b, t, …)."""
         batch, count = x.shape[:2]
-        if count == 1:
+        if is_step or count == 1:
             lengths = self.tables.new_full((batch,), self.length)
-            step = StepView(self.cache, self.tables, lengths)
+            step = StepView(self.cache, self.tables, lengths, count=count)
             found = work(x, step, self.angles.at(step.positions))
         else:
             begin, end = self.length, self.length + count

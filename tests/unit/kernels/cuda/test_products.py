@@ -164,6 +164,42 @@ def test_a_launch_has_as_many_rows_as_there_is_memory_for(
     assert y.shape == last.shape == (rows, 32)
 
 
+@pytest.mark.parametrize(("rows", "field"), [(1, "place"), (9, "gathers")])
+def test_x_is_brought_to_the_order_of_the_rows_unless_it_comes_so(
+    launches: list, rows: int, field: str
+) -> None:
+    products = chain(64, 96, 32)
+    ordered = [replace(products[0], is_ordered=True), *products[1:]]
+    x = inputs(rows, 64)
+
+    for given in (products, ordered, products):
+        multiply(x, given, inputs(rows, 64))
+
+    assert [bool(argument["stages"][0][field]) for argument, _ in launches] == [True, False, True]
+    assert [argument["stages"][0]["x"] for argument, _ in launches] == where(x) * 3
+
+
+def test_only_the_first_of_single_launches_reads_rows_in_order(launches: list) -> None:
+    out, gated, down, last = chain(64, 96, 32)
+    products = [replace(out, is_ordered=True), replace(gated, norm=CENTERED), down, last]
+
+    multiply(inputs(2, 64), products, inputs(2, 64))
+
+    assert names(launches) == [1, "norm", 3]
+    assert [bool(launches[i][0]["stages"][0]["place"]) for i in (0, 2)] == [False, True]
+
+
+def test_halves_of_the_rows_are_both_in_order(
+    launches: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_products, "limits", lambda device: (28, 99 << 10))
+    one = replace(product(matrix(14336, 32, (4, 32))), is_ordered=True)
+
+    multiply(inputs(FEW_ROWS, 14336), [one])
+
+    assert [bool(argument["stages"][0]["gathers"]) for argument, _ in launches] == [False, False]
+
+
 RMS = NormArgs(weight=inputs(1, 64)[0], eps=1e-5)
 CENTERED = replace(RMS, centered=True)
 

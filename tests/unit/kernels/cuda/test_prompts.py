@@ -138,6 +138,14 @@ def test_a_chain_of_many_rows_is_what_the_specification_says(
     assert {name for name, _ in device.found} == {"decode_exl2"}
 
 
+def test_many_rows_in_the_order_of_a_matrix_are_brought_to_that_of_in_features(
+    steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, *others = chain(64, 96, 32)
+
+    check([replace(out, is_ordered=True), *others], monkeypatch, adds=True)
+
+
 def test_norms_and_biases_are_added_after_cublas(
     steps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,6 +233,19 @@ def test_a_chain_goes_on_with_what_comes_out(has_hidden: bool) -> None:
     assert (y.float() - expected).norm() <= 2e-3 * expected.norm()
 
 
+def test_a_chain_may_be_given_rows_in_the_order_of_its_first_matrix() -> None:
+    first, second = (of_order(torch.randperm(512), n=512) for _ in range(2))
+    x, hidden = torch.randn(3, 512).half() / 64, torch.randn(3, 512).half()
+    chain = [FusedLinear(matrices=(first,), adds=True), FusedLinear(matrices=(second,))]
+    ordered = [replace(chain[0], is_ordered=True), chain[1]]
+
+    [y], last = OPS.multiply(x[:, first.order], ordered, hidden)
+
+    [expected], states = OPS.multiply(x, chain, hidden)
+    assert torch.equal(y, expected)
+    assert torch.equal(last, states)
+
+
 def test_a_product_that_adds_nothing_leaves_the_hidden_state() -> None:
     matrix, hidden = exl2()[0], torch.randn(3, 64).half()
 

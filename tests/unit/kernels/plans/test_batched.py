@@ -194,6 +194,22 @@ def test_the_first_x_is_gathered_by_the_lists() -> None:
     assert not plan.argument["stages"]["gathers"][1:].any()
 
 
+def test_x_in_the_order_of_the_rows_is_not_gathered() -> None:
+    products, rows, limits, plan = made("long chain")
+    ordered = plan_of([replace(products[0], is_ordered=True), *products[1:]], rows, limits)
+    assert ordered is not None
+
+    stage, gathering = ordered.argument["stages"][0], plan.argument["stages"][0]
+
+    assert not ordered.argument["stages"]["gathers"].any()
+    assert stage["words"] < gathering["words"]
+    found, expected = (
+        lists(ordered, stage, stage["of"][0]),
+        lists(plan, gathering, gathering["of"][0]),
+    )
+    assert found == expected
+
+
 def test_results_and_norms_are_in_the_order_of_the_product_behind() -> None:
     products = chain(64, 96, 32)
     norm, after = (NormArgs(weight=torch.randn(64).half(), eps=eps) for eps in (1e-3, 1e-4))

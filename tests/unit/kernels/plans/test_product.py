@@ -235,6 +235,17 @@ def test_the_first_input_is_brought_to_the_order_of_the_rows() -> None:
     assert second["place"] == 0
 
 
+def test_an_input_in_the_order_of_the_rows_stays_as_it_is() -> None:
+    products = chain(64, 96, 32)
+    ordered = [replace(products[0], is_ordered=True), *products[1:]]
+
+    plan = case_of(ordered, 1, H200).plan
+
+    assert not plan.argument["stages"]["place"].any()
+    assert all(plan.argument["stages"]["to"][:3])
+    assert plan.parts == case_of(products, 1, H200).plan.parts
+
+
 def test_a_norm_lies_in_the_order_of_the_rows() -> None:
     norm = NormArgs(weight=torch.randn(64).half(), eps=1e-3)
     normed = replace(product(matrix(64, 32, (4, 32))), norm=norm)

@@ -339,6 +339,23 @@ def test_neighbours_are_rotated_as_pairs() -> None:
     torch.testing.assert_close(found[0], expected, **near(expected, DIM, 6))
 
 
+@pytest.mark.parametrize("new", [1, 4])
+def test_results_go_where_they_are_read(new: int) -> None:
+    lengths = torch.tensor([40, 0], dtype=torch.int32)
+    store, tables, _ = paged("fp16", lengths.tolist(), pages=1)
+    q, (k, v) = torch.randn(2, new, 3 * HEADS, DIM), torch.randn(2, 2, new, HEADS, DIM)
+    slots = slots_at(tables, lengths[:, None] + torch.arange(new))
+    cache = StepCache(store=store, tables=tables, lengths=lengths, slots=slots)
+    to, rule = torch.randperm(3 * HEADS * DIM).int(), AttentionRule(scale=0.2)
+    plainly = get_ops("cpu").attend_step(q, k, v, cache, *plain(q), rule=rule)
+
+    found = get_ops("cpu").attend_step(q, k, v, replace(cache, to=to), *plain(q), rule=rule)
+
+    assert found.shape == plainly.shape
+    for e, place in enumerate(to.tolist()):
+        assert torch.equal(found.flatten(2)[..., place], plainly.flatten(2)[..., e])
+
+
 def test_idle_rows_may_share_a_spare_page() -> None:
     store, tables, _ = paged("q8", [300, 0], pages=2)
     q, k, v = torch.randn(3, 3, 2, HEADS, DIM)

@@ -1,5 +1,6 @@
 """Few tokens through the products between attentions: as sublayer after sublayer."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from packed_models import LINKS, decoder_of, make_packed, quantized, sublayers_o
 from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE
 
-from exl2flow.kernels import FEW_ROWS, slots_of
-from exl2flow.kernels.reference.cache import read_cache
+from exl2flow.kernels import FEW_ROWS, Ops, StepCache, slots_of
+from exl2flow.kernels.reference.cache import attend_step, read_cache
 from exl2flow.model import (
     DenseLinear,
     KvCache,
@@ -34,6 +35,12 @@ def one_by_one(
         layer = None if cache is None else cache.layer(index)
         hidden = sublayer(hidden, start=at_layer(table or 0, index), cache=layer)
     return hidden
+
+
+def through(
+    chains: Chains, hidden: torch.Tensor, cache: KvCache, table: RopeTables
+) -> torch.Tensor:
+    return chains(hidden, start=table, cache=cache)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -65,8 +72,43 @@ def test_chains_go_on_from_a_cache(family: str, tmp_path: Path) -> None:
 
     for count in (4, 1, 3):
         hidden = torch.randn(2, count, 64).half()
-        found = mine.read(lambda x, cache, table: chains(x, start=table, cache=cache), hidden)
+        found = mine.read(partial(through, chains), hidden)
         close(found, plain.read(partial(one_by_one, sublayers), hidden))
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "is_ordered"), [(2, 1, True), (FEW_ROWS // 4, 4, True), (5, 7, False)]
+)
+@pytest.mark.parametrize("family", LINKS)
+def test_attention_of_few_rows_writes_in_the_order_of_what_reads_it(
+    family: str,
+    batch: int,
+    count: int,
+    is_ordered: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec, orders = make_packed(family, tmp_path), list[torch.Tensor | None]()
+    chains = Chains.of(sublayers_of(spec))
+    assert chains is not None
+    mine, plain = (Sequences(spec, batch=batch, tokens=64, name="fp16") for _ in range(2))
+
+    def seen(*given: torch.Tensor | StepCache, **options: object) -> torch.Tensor:
+        orders.append(given[3].to)
+        return attend_step(*given, **options)
+
+    monkeypatch.setattr(Ops, "attend_step", staticmethod(seen))
+    for _ in range(2):
+        hidden, found = torch.randn(batch, count, 64).half(), []
+        for sequences, of in ((mine, chains), (plain, replace(chains, ordered=None))):
+            found.append(sequences.read(partial(through, of), hidden, is_step=True))
+
+        assert torch.equal(*found)
+    readers = [*(link.chain for link in chains.links[1:]), chains.last]
+    ways = [torch.argsort(chain[0].order) if is_ordered else None for chain in readers]
+    for to, way in zip(orders[: len(ways)], ways, strict=True):
+        assert to is way is None or torch.equal(to.long(), way)
+    assert orders[len(ways) : 2 * len(ways)] == [None] * len(ways)
 
 
 def test_the_hidden_state_that_comes_in_is_kept(tmp_path: Path) -> None:
