@@ -4,6 +4,7 @@ Every default lives here and nowhere else.
 """
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -11,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonValue
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
@@ -30,6 +32,7 @@ SIZE_CHOICES: list[JsonValue] = [
     {"type": "integer", "minimum": 1},
 ]
 DEFAULT_HEAD_BITS = 6
+LEAST_ARCHITECTURE = 80  # sm_80, the oldest that the kernels support
 LossySource = Annotated[
     bool,
     Option(panel="Source", rare=True),
@@ -478,3 +481,22 @@ def tuning_file() -> Path | None:
         return None if given == "off" else Path(os.path.expanduser(given))
     folder = cache_folder()
     return folder / "tuning.json" if folder is not None else None
+
+
+def virtual_architecture() -> int | None:
+    """Return the architecture to compile kernels for, such as 80; None: that of the GPU.
+
+    `EXL2FLOW_VIRTUAL_ARCH` is its number. It lets a GPU run the code of older ones.
+
+    Raises:
+        ConfigError: it is not a number, or older than what the kernels support.
+    """
+    given = os.environ.get("EXL2FLOW_VIRTUAL_ARCH")
+    if not given:
+        return None
+    if not re.fullmatch("[0-9]{2,3}", given) or int(given) < LEAST_ARCHITECTURE:
+        raise ConfigError(
+            f"`EXL2FLOW_VIRTUAL_ARCH` is `{given}`; set an architecture from "
+            f"{LEAST_ARCHITECTURE} on, such as `80` for sm_80, or unset it"
+        )
+    return int(given)

@@ -1,9 +1,11 @@
 """Compile the functions of the CUDA sources in `csrc/` on first use, and launch them.
 
-CuPy compiles with NVRTC for the current device and caches the result on disk.
+CuPy compiles with NVRTC for the current device and caches the result on disk; for another
+architecture, `ptx.py` does.
 """
 
 import ctypes
+import logging
 import sys
 import threading
 from functools import cache
@@ -12,6 +14,9 @@ import cupy
 import numpy as np
 import torch
 
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.config import virtual_architecture
+from exl2flow.kernels.cuda.ptx import ptx_file
 from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
@@ -36,6 +41,12 @@ PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
 COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
 STRETCH = 2048  # positions of a history that a CTA searches for repetitions
 TEAM = 8  # CTAs for a row of many candidates
+# CUDA errors of a launch that cannot run as it is; another one may
+REFUSALS = {
+    2: "too little memory",
+    701: "too few registers or too little shared memory",
+    720: "too few free multiprocessors for CTAs that wait for each other",
+}
 
 DEFINITIONS = {
     "PANEL_ROWS": PANEL_ROWS,
@@ -89,6 +100,15 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
+log = logging.getLogger(__name__)
+
+
+class LaunchRefused(RuntimeError):
+    """The driver refused a launch, of which nothing ran; `reason` is one of `REFUSALS`."""
+
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @cache
@@ -100,6 +120,9 @@ def module(file: str, instance: str | None = None) -> cupy.RawModule:
         instance: of a template, such as `attend<128, HALF, HALF>`; only it is built, because all
             instances of a file take 10 s. None: the functions that are not templates.
     """
+    architecture = virtual_architecture()
+    if architecture is not None:
+        return cupy.RawModule(path=ptx_file(source(file), OPTIONS, architecture, instance)[0])
     names = None if instance is None else (instance,)
     return cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
 
@@ -107,11 +130,15 @@ def module(file: str, instance: str | None = None) -> cupy.RawModule:
 @cache
 def function(file: str, name: str) -> cupy.RawKernel:
     """Return a function of a source, or an instance of a template."""
-    return module(file, name if "<" in name else None).get_function(name)
+    instance, architecture = name if "<" in name else None, virtual_architecture()
+    if instance is not None and architecture is not None:
+        name = ptx_file(source(file), OPTIONS, architecture, instance)[1]
+    return module(file, instance).get_function(name)
 
 
 def build(file: str, name: str, device: int) -> None:
     """Build a function for a device unless that is done; launches then find it."""
+    capability(device)
     with cupy.cuda.Device(device):
         _ = function(file, name).kernel
 
@@ -140,6 +167,9 @@ def launch(
         shared: bytes of dynamic shared memory per CTA.
         device: where to launch, if no argument is a tensor.
         together: its CTAs wait for each other, so all must be resident at once.
+
+    Raises:
+        LaunchRefused: it does not fit on the device as it is now.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
     call, words, others = _CALL, _CALL.words, list[tuple[int, np.ndarray]]()
@@ -165,7 +195,16 @@ def launch(
     for place, _ in others:
         call.pointers[place] = call.places[place]
     if status:
-        raise RuntimeError(f"{name} of {file} could not be launched: CUDA error {status}")
+        message = f"{name} of {file} could not be launched: CUDA error {status}"
+        if status in REFUSALS:
+            raise LaunchRefused(message, reason=REFUSALS[status])
+        raise RuntimeError(message)
+
+
+@cache  # so each of them is told once per process
+def tell_refusal(file: str, reason: str, instead: str) -> None:
+    """Log that launches of a source are refused, and what runs instead."""
+    log.warning("launch=%s refused=%s instead=%s", file, reason, instead)
 
 
 def whole_warps(threads: int) -> int:
@@ -195,9 +234,24 @@ def limits(device: int) -> tuple[int, int]:
 
 
 @cache
+def capability(device: int) -> int:
+    """Return the compute capability, such as 90, of the kernels that a device runs.
+
+    Raises:
+        ConfigError: a virtual architecture is set that is newer than the device.
+    """
+    own, wanted = int(cupy.cuda.Device(device).compute_capability), virtual_architecture()
+    if wanted is not None and wanted > own:
+        raise ConfigError(
+            f"`EXL2FLOW_VIRTUAL_ARCH` is `{wanted}`, but GPU {device} is an sm_{own} and runs "
+            f"no newer kernels; set {own} or less, or unset it"
+        )
+    return own if wanted is None else wanted
+
+
+@cache
 def _is_early(file: str, device: int) -> bool:
-    waits = "void wait_for_input" in source(file)
-    return waits and int(cupy.cuda.Device(device).compute_capability) >= 90
+    return capability(device) >= 90 and "void wait_for_input" in source(file)
 
 
 class _Attribute(ctypes.Structure):

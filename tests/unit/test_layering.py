@@ -49,7 +49,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         for n in ("tokenizer", "pieces", "sentencepiece_model", "tekken", "tokenizer_program")
     ),
     "typer": ("flows/cli/",),
-    "cupy": ("kernels/cuda/ops.py", "kernels/cuda/compiler.py"),
+    "cupy": ("kernels/cuda/ops.py", "kernels/cuda/compiler.py", "kernels/cuda/ptx.py"),
     "huggingface_hub": ("tasks/",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
     "fastapi": ("flows/webhook.py",),

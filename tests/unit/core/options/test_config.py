@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import (
     HEAD_BITS,
     TARGETS,
@@ -15,6 +16,7 @@ from exl2flow.core.options.config import (
     FitOptions,
     Options,
     tuning_file,
+    virtual_architecture,
 )
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
@@ -371,3 +373,22 @@ def test_forms_ask_for_a_size_by_one_choice_with_names(
 
     assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", *others]
     assert "24GB" in asked["description"]
+
+
+@pytest.mark.parametrize(("given", "expected"), [("", None), ("80", 80), ("120", 120)])
+def test_kernels_are_for_the_architecture_of_the_environment(
+    given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", given)
+
+    assert virtual_architecture() == expected
+
+
+@pytest.mark.parametrize("given", ["sm_80", "75", "8.0", "ampere", "\u0668\u0660"])
+def test_an_architecture_of_no_kernel_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", given)
+
+    with pytest.raises(ConfigError, match=f"`{given}`; set an architecture from 80 on"):
+        virtual_architecture()

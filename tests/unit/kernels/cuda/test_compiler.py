@@ -1,8 +1,13 @@
-"""The arguments a launch passes to the driver, without one: the call is recorded, not made."""
+"""The arguments a launch passes to the driver, without one: the call is recorded, not made.
+
+Also the architecture that a source is compiled for, and what a launch that fails raises.
+"""
 
 import ctypes
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from exl2flow.core.errors import ConfigError, KernelError
 from exl2flow.kernels.cuda import compiler
+from exl2flow.kernels.cuda.ptx import ptx_file, ptx_of
+from exl2flow.kernels.plans.sources import source
 
 
 @pytest.fixture
@@ -84,3 +92,73 @@ def test_each_thread_has_arguments_of_its_own() -> None:
         there = pool.submit(lambda: ctypes.addressof(compiler._CALL.words)).result()
 
     assert there != ctypes.addressof(compiler._CALL.words)
+
+
+@pytest.mark.parametrize("status", [2, 701, 720])
+def test_a_launch_that_does_not_fit_is_refused(
+    calls: list, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SimpleNamespace(cuLaunchKernelEx=lambda *given: status)
+    monkeypatch.setattr(compiler, "_driver", lambda: driver)
+
+    with pytest.raises(compiler.LaunchRefused, match=rf"any of any\.cu .* {status}") as found:
+        compiler.launch("any.cu", "any", (1,), torch.zeros(1), together=True)
+
+    assert found.value.reason == compiler.REFUSALS[status]
+
+
+def test_another_failure_of_a_launch_is_no_refusal(
+    calls: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = SimpleNamespace(cuLaunchKernelEx=lambda *given: 1)
+    monkeypatch.setattr(compiler, "_driver", lambda: driver)
+
+    with pytest.raises(RuntimeError, match="CUDA error 1") as found:
+        compiler.launch("any.cu", "any", (1,), torch.zeros(1))
+
+    assert found.type is RuntimeError
+
+
+@pytest.fixture
+def sm_90(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(compute_capability="90")
+    monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: device)
+    for name in ("capability", "_is_early"):
+        monkeypatch.setattr(compiler, name, getattr(compiler, name).__wrapped__)
+
+
+@pytest.mark.parametrize(("virtual", "found"), [("", 90), ("80", 80), ("90", 90)])
+def test_a_virtual_architecture_is_that_of_all_kernels(
+    sm_90: None, virtual: str, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", virtual)
+
+    assert compiler.capability(0) == found
+    assert compiler._is_early("product.cu", 0) is (found == 90)
+
+
+def test_a_newer_architecture_than_the_gpu_s_is_refused(
+    sm_90: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", "120")
+
+    with pytest.raises(ConfigError, match="`120`, but GPU 0 is an sm_90"):
+        compiler.build("product.cu", "product<1, false>", 0)
+
+
+def test_a_source_becomes_ptx_of_a_virtual_architecture() -> None:
+    code = source("product.cu")
+
+    path, name = ptx_file(code, compiler.OPTIONS, 80, "product<1, false>")
+
+    ptx = Path(path).read_text()
+    assert ".target sm_80\n" in ptx
+    assert re.search(rf"\.entry {name}\(", ptx)
+    assert "cp.async.cg" in ptx
+    assert "cp.async.bulk" not in ptx
+    assert "griddepcontrol" not in ptx
+
+
+def test_an_architecture_that_nobody_knows_is_an_error_that_names_it() -> None:
+    with pytest.raises(KernelError, match=r"compute_85.*architecture"):
+        ptx_of("", (), 85, None)
