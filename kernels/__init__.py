@@ -15,6 +15,7 @@ from exl2flow.kernels.interface.cache_formats import (
     slots_at,
     slots_of,
 )
+from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,
@@ -73,6 +74,7 @@ __all__ = [
     "AttentionRule",
     "BegunGroups",
     "CacheFormat",
+    "CardFacts",
     "Element",
     "FusedLinear",
     "Group",
@@ -80,6 +82,7 @@ __all__ = [
     "NormArgs",
     "Ops",
     "PackedMatrix",
+    "PlanFacts",
     "SampledTokens",
     "SamplerState",
     "SamplerSteps",

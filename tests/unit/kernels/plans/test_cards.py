@@ -9,9 +9,9 @@ import pytest
 from cards import CARDS
 from product_walks import matrix, product
 
-from exl2flow.kernels import FusedLinear, PackedMatrix
+from exl2flow.kernels import FusedLinear, PackedMatrix, PlanFacts
 from exl2flow.kernels.plans import batched
-from exl2flow.kernels.plans.facts import PlanFacts
+from exl2flow.kernels.plans.fill import facts_of
 from exl2flow.kernels.plans.product import BATCHED_ROWS, LEAST_SLOTS, LaunchPlan, plan_of
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
@@ -72,7 +72,7 @@ def chain(shape: str, bpw: float, depth: str) -> list[FusedLinear]:
 
 
 def told(plan: LaunchPlan, card: str) -> PlanFacts:
-    facts = PlanFacts.of(plan, products=CHAINED, processors=CARDS[card].processors)
+    facts = facts_of(plan, products=CHAINED, processors=CARDS[card].processors)
     print(facts)  # how well a card is filled is told, not bounded
     return facts
 

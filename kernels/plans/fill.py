@@ -1,40 +1,23 @@
-"""What a launch plan makes of a GPU: figures that say why a model is slow on a card."""
-
-from dataclasses import dataclass
+"""How full a launch plan makes a GPU: figures that say why a model is slow on a card."""
 
 import numpy as np
 
+from exl2flow.kernels.interface.facts import PlanFacts
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.kernels.plans.product import LaunchPlan
 from exl2flow.kernels.plans.shares import WARPS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFacts:
-    """Figures of a launch.
-
-    kernel: the instance; products: fused linears in it; slots: steps that a warp has in flight;
-    ctas, shared: the number of CTAs, and bytes of shared memory of each; fill: see `fill_of`.
-    """
-
-    kernel: str
-    products: int
-    slots: int
-    ctas: int
-    shared: int
-    fill: float
-
-    @classmethod
-    def of(cls, plan: LaunchPlan, *, products: int, processors: int) -> "PlanFacts":
-        """Return the figures of a plan for so many products on a GPU with `processors`."""
-        return cls(
-            kernel=plan.name,
-            products=products,
-            slots=int(plan.argument["slots"]),
-            ctas=plan.ctas,
-            shared=plan.shared,
-            fill=fill_of(plan, processors),
-        )
+def facts_of(plan: LaunchPlan, *, products: int, processors: int) -> PlanFacts:
+    """Return the facts of a plan for so many products on a GPU with `processors`."""
+    return PlanFacts(
+        kernel=plan.name,
+        products=products,
+        slots=int(plan.argument["slots"]),
+        ctas=plan.ctas,
+        shared=plan.shared,
+        fill=fill_of(plan, processors),
+    )
 
 
 def fill_of(plan: LaunchPlan, processors: int) -> float:

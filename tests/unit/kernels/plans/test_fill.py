@@ -6,7 +6,7 @@ from product_walks import chain, matrix, product
 
 from exl2flow.kernels import FusedLinear
 from exl2flow.kernels.plans import batched
-from exl2flow.kernels.plans.facts import PlanFacts, work_of
+from exl2flow.kernels.plans.fill import facts_of, work_of
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 
 ROOM = 227 << 10  # bytes of shared memory
@@ -46,7 +46,7 @@ def test_a_cta_has_the_panels_of_its_tiles(
     plan = planned(processors, one)
 
     assert shares(plan, panel_bytes(one)) == held
-    assert PlanFacts.of(plan, products=1, processors=processors).fill == pytest.approx(fill)
+    assert facts_of(plan, products=1, processors=processors).fill == pytest.approx(fill)
 
 
 def test_parts_of_rows_have_their_share_of_a_tile() -> None:
@@ -55,7 +55,7 @@ def test_parts_of_rows_have_their_share_of_a_tile() -> None:
     plan = planned(132, one)
 
     assert shares(plan, panel_bytes(one)) == [43, 43, 43, 43, 41, 41]
-    facts = PlanFacts.of(plan, products=1, processors=132)
+    facts = facts_of(plan, products=1, processors=132)
     assert facts.fill == pytest.approx(2 * 127 / (132 * 43))
 
 
@@ -64,7 +64,7 @@ def test_more_tiles_than_ctas_hold_at_once_take_turns() -> None:
 
     plan = planned(2, one)
 
-    facts = PlanFacts.of(plan, products=1, processors=2)
+    facts = facts_of(plan, products=1, processors=2)
     assert facts.fill == pytest.approx(43 / (2 * 22))  # 22 and 21 tiles
 
 
@@ -76,7 +76,7 @@ def test_stages_of_a_chain_count_together() -> None:
 
     # tiles of both matrices alternate: 2 · 2 panels; then 2 tiles of 3 panels
     assert shares(plan, panel_bytes(last)) == [7, 7, 4]
-    facts = PlanFacts.of(plan, products=2, processors=4)
+    facts = facts_of(plan, products=2, processors=4)
     assert facts.fill == pytest.approx(18 / (4 * 7))
 
 
@@ -86,7 +86,7 @@ def test_a_cta_of_more_rows_has_a_tile_for_each_warp() -> None:
     plan = planned(3, one, rows=8)
 
     assert shares(plan, panel_bytes(one)) == [32, 32, 2]
-    facts = PlanFacts.of(plan, products=1, processors=3)
+    facts = facts_of(plan, products=1, processors=3)
     assert facts.fill == pytest.approx(33 / (3 * 16))
 
 
@@ -108,7 +108,7 @@ def test_all_ctas_together_read_each_matrix_once(rows: int) -> None:
 def test_figures_are_those_of_the_launch(rows: int, kernel: str) -> None:
     plan = planned(132, *chain(1024, 2816, 256), rows=rows)
 
-    facts = PlanFacts.of(plan, products=4, processors=132)
+    facts = facts_of(plan, products=4, processors=132)
 
     assert (facts.kernel, facts.products) == (kernel, 4)
     assert (facts.slots, facts.ctas) == (plan.argument["slots"], plan.ctas)
