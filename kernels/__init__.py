@@ -15,6 +15,7 @@ from exl2flow.kernels.interface.cache_formats import (
     slots_at,
     slots_of,
 )
+from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
     CHUNK_ELEMENTS,
     MOST_COLUMNS,
@@ -74,6 +75,7 @@ __all__ = [
     "AttentionRule",
     "BegunGroups",
     "CacheFormat",
+    "CardFacts",
     "Element",
     "FusedLinear",
     "Group",
@@ -81,6 +83,7 @@ __all__ = [
     "NormArgs",
     "Ops",
     "PackedMatrix",
+    "PlanFacts",
     "SampledTokens",
     "SamplerState",
     "SamplerSteps",

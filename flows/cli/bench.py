@@ -23,7 +23,7 @@ def bench_command(
 
     What would take too long on this machine is shortened or left out, with a note. On a GPU, the
     rate at which decoding reads weights, keys and values is given as a share of the rate at which a
-    copy reads and writes memory.
+    copy reads and writes memory, and a second table tells how the products of a layer are launched.
     """
     counts = _counts(options.rows)
     from exl2flow.flows.cli.loading import split_of  # these import torch

@@ -13,7 +13,7 @@ from exl2flow.core.options.sweep import REPORT_PAGE
 from exl2flow.core.store.files import replacing
 from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 from exl2flow.flows.cli.tables import plan_table, table_of
-from exl2flow.inference.bench import Speed, Timing
+from exl2flow.inference.bench import DecodePlan, Speed, Timing
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import (
     MatrixCost,
@@ -114,6 +114,8 @@ def show_speed(speed: Speed) -> None:
     """Print how fast a model loads, reads and decodes."""
     show(plan_table(_speed_summary(speed)))
     show(table_of([_timing_row(timing, speed) for timing in speed.timings]))
+    if speed.plans:
+        show(table_of([_plan_row(plan) for plan in speed.plans], "Products of a layer"))
     for text in speed.omitted:
         say(f"left out: {text}", style="yellow")
 
@@ -136,7 +138,17 @@ def _speed_summary(speed: Speed) -> list[tuple[str, str]]:
             for count in (speed.memory.weights, speed.memory.cache, speed.memory.peak)
         )
         lines.append(("memory", f"weights {weights}, cache at most {cache}, peak {peak}"))
-    return [*lines, ("cache", speed.cache)]
+    return [*lines, ("cache", speed.cache), ("path", _path(speed))]
+
+
+def _path(speed: Speed) -> str:
+    """Return what kernels are compiled for, and their limits, for each kind of GPU."""
+    cards = [
+        f"sm_{card.capability} with {card.copies}, {card.processors} multiprocessors, "
+        f"{card.shared >> 10} KB of shared memory per CTA"
+        for card in speed.cards
+    ]
+    return "; ".join(dict.fromkeys(cards)) or "torch, without a GPU"
 
 
 def _timing_row(timing: Timing, speed: Speed) -> dict[str, str]:
@@ -152,6 +164,21 @@ def _timing_row(timing: Timing, speed: Speed) -> dict[str, str]:
         share = timing.share_of_copy(speed.copy_rate)
         row["share of a copy"] = "" if share is None else words.percent(share, 0)
     return row
+
+
+def _plan_row(plan: DecodePlan) -> dict[str, str]:
+    """Return how a layer's products run for a number of rows."""
+    many = "one by one" if plan.launches else "decoded"
+    return {
+        "rows": str(plan.rows),
+        "products": "chain" if plan.launches == 1 else many,
+        "launches": str(plan.launches or ""),
+        "kernel": " ".join(plan.kernels),
+        "slots": "" if plan.slots is None else str(plan.slots),
+        "CTAs": "" if plan.ctas is None else str(plan.ctas),
+        "KB": "" if plan.shared is None else str(-(-plan.shared >> 10)),
+        "fill": "" if plan.fill is None else words.percent(plan.fill, 0),
+    }
 
 
 def show_contents(contents: ModelContents, *, matrices: bool) -> None:

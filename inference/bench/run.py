@@ -13,12 +13,13 @@ import torch
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.bench.batch import DecodeBatch
+from exl2flow.inference.bench.decode_plan import decode_plans
 from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, device_name
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of
 from exl2flow.inference.loading.layer_split import Split
 from exl2flow.inference.loading.load import LoadedModel, load_model
-from exl2flow.kernels import PAGE_TOKENS, resolve_device
+from exl2flow.kernels import PAGE_TOKENS, get_ops, resolve_device
 from exl2flow.model import CanonicalTensors, Decoder
 from exl2flow.model.layers.linear import DenseLinear
 from exl2flow.model.memory.footprint import exact_format
@@ -71,6 +72,8 @@ def bench(
     session = BenchSession(model, cache=form, seconds=max(LEAST, WHOLE - taken), report=report)
     with torch.cuda.device(devices[-1]) if place.type == "cuda" else nullcontext():  # ends last
         session.run(context, rows)
+    cards = [get_ops(used).card(used) for used in devices]
+    steps = [timing.rows for timing in session.timings if timing.work == "decode"]
     memory = session.memory()  # the copy needs some of its own
     return Speed(
         model=str(folder),
@@ -82,6 +85,8 @@ def bench(
         timings=tuple(session.timings),
         memory=memory,
         copy_rate=copy_rate() if place.type == "cuda" else None,
+        cards=tuple(card for card in cards if card is not None),
+        plans=decode_plans(model.decoder, steps) if session.on_gpu else (),
         omitted=tuple(session.omitted),
     )
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.store.manifest import versions
+from exl2flow.inference.bench.decode_plan import DecodePlan
+from exl2flow.kernels import CardFacts
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -57,8 +59,9 @@ class Memory:
 class Speed:
     """The result for one model.
 
-    file_bytes: of all tensors in its files; memory, copy_rate (GB/s): None on a CPU; omitted: what
-    was left out, and why.
+    file_bytes: of all tensors in its files; memory, copy_rate (GB/s): None on a CPU; cards, plans:
+    of the GPUs, and of the decode steps in `timings`, none on a CPU; omitted: what was left out,
+    and why.
     """
 
     model: str
@@ -70,6 +73,8 @@ class Speed:
     timings: tuple[Timing, ...]
     memory: Memory | None = None
     copy_rate: float | None = None
+    cards: tuple[CardFacts, ...] = ()
+    plans: tuple[DecodePlan, ...] = ()
     omitted: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:

@@ -20,8 +20,17 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda import steps as cuda_steps
-from exl2flow.kernels.cuda.compiler import GRID_TOGETHER, THREADS, build, launch, whole_warps
+from exl2flow.kernels.cuda.compiler import (
+    GRID_TOGETHER,
+    THREADS,
+    build,
+    capability,
+    launch,
+    limits,
+    whole_warps,
+)
 from exl2flow.kernels.cuda.packing import panel_table
+from exl2flow.kernels.interface.facts import CardFacts
 from exl2flow.kernels.interface.groups import (
     MOST_COLUMNS,
     PANEL_ROWS,
@@ -60,6 +69,7 @@ class CudaOps(Ops):
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_prompts.decode_packed)
     multiply = staticmethod(cuda_products.multiply)
+    launches = staticmethod(cuda_products.launches)
     sample = staticmethod(cuda_sampler.sample)
 
     def _grid_costs(
@@ -242,6 +252,12 @@ class CudaOps(Ops):
         grid = (_tiles(n), len(table))
         launch("pack.cu", "decode", grid, codes.contiguous(), scales.contiguous(), table, matrix, n)
         return matrix
+
+    def card(self, device: torch.device) -> CardFacts | None:
+        """See `Ops.card`."""
+        index = torch.cuda.current_device() if device.index is None else device.index
+        processors, shared = limits(index)
+        return CardFacts(capability=capability(index), processors=processors, shared=shared)
 
     def prepare(self) -> None:
         """See `Ops.prepare`."""

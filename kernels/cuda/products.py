@@ -20,8 +20,10 @@ from exl2flow.kernels.cuda.compiler import (
 )
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.kernels.cuda.steps import activated, norm
+from exl2flow.kernels.interface.facts import PlanFacts
 from exl2flow.kernels.interface.packed import FEW_ROWS, FusedLinear
 from exl2flow.kernels.plans import batched
+from exl2flow.kernels.plans.fill import facts_of
 from exl2flow.kernels.plans.product import (
     MOST_ROWS,
     LaunchPlan,
@@ -114,6 +116,24 @@ def _run(
         y = activated(y, last.activation)
     results = cuda_prompts.finished(last, [y], hidden if last.adds else None)
     return results, results[0] if last.adds else hidden
+
+
+def launches(products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
+    """See `Ops.launches`: those of `multiply`, whose plans they are."""
+    rows = bucket(rows)
+    if rows > FEW_ROWS or len({matrix.has_zeros for p in products for matrix in p.matrices}) > 1:
+        return []
+    runs = [*_runs(products, rows)]
+    if len(runs) == 1 and fuses_all(products, rows):
+        plan = _plan(tuple(products), rows)
+        if plan is not None:
+            processors, _ = limits(_device(products).index)
+            return [facts_of(plan, products=len(products), processors=processors)]
+        if len(products) == 1:
+            return [] if rows <= MOST_ROWS else 2 * launches(products, rows // 2)
+        runs = [[product] for product in products]
+    cores = ([_core(one, is_last=one is run[-1]) for one in run] for run in runs)
+    return [facts for core in cores for facts in launches(core, rows)]
 
 
 _CORES: WeakKeyDictionary[FusedLinear, dict[bool, FusedLinear]] = WeakKeyDictionary()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from exl2flow.kernels.interface import packed
+from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
     PANEL_ROWS,
     SCALE_LEVELS,
@@ -95,6 +96,17 @@ class Ops:
                 results = [results[0] if hidden is None else results[0] + hidden]
                 hidden = results[0]
         return results, results[0] if hidden is None else hidden
+
+    def launches(self, products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
+        """Return the launches in which `multiply` computes a chain for so many rows.
+
+        None: matrices are decoded first, or torch multiplies.
+        """
+        return []
+
+    def card(self, device: torch.device) -> CardFacts | None:
+        """Return what decides on a GPU how products are launched; None without one."""
+        return None
 
     def search_grid(
         self, x: torch.Tensor, groups: Sequence[Group]

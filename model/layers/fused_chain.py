@@ -36,6 +36,12 @@ class Link:
     mlp: Sequence[FusedLinear] = ()
     to: torch.Tensor | None = None
 
+    @property
+    def calls(self) -> list[Sequence[FusedLinear]]:
+        """The products of each call of `Ops.multiply`."""
+        inputs = [] if self.inputs is None else [self.inputs]
+        return [products for products in (self.chain, inputs, self.mlp) if products]
+
     def project(
         self, x: torch.Tensor, states: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:

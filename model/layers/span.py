@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
 from exl2flow.model.layers.fused_chain import Chains
@@ -53,6 +54,13 @@ class Span:
         sublayer = self._sublayers[last]
         assert isinstance(sublayer, AttentionSublayer | ParallelSublayer)
         sublayer.fill(hidden, start=at_layer(start, index), cache=cache.layer(index))
+
+    def calls(self) -> list[list[Sequence[FusedLinear]]]:
+        """Return the products between two attentions, for each pair, by call of `Ops.multiply`.
+
+        None unless all linears are packed.
+        """
+        return [link.calls for link in self._chains.links[1:]] if self._chains else []
 
     def _through(
         self,

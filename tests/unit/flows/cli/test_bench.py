@@ -1,15 +1,18 @@
 """`exl2flow bench`: its table, its JSON, and what it refuses."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.results import _speed_summary, _timing_row
-from exl2flow.inference.bench import Memory, Speed, Timing
+from exl2flow.flows.cli.results import _plan_row, _speed_summary, _timing_row, show_speed
+from exl2flow.inference.bench import DecodePlan, Memory, Speed, Timing
+from exl2flow.kernels import CardFacts
 
 DEMO = Path(__file__).parents[4] / "demo" / "model"
 
@@ -32,7 +35,9 @@ def test_the_table_has_a_line_for_each_piece_of_work(folder: Path) -> None:
     assert ["device", "CPU,"] in [line[:2] for line in lines]
     works = [line[:3] for line in lines if line and line[0] in ("prompt", "decode")]
     assert works == [["prompt", "1", "255"], ["decode", "1", "30"], ["decode", "2", "30"]]
+    assert ["path", "torch,", "without", "a", "GPU"] in lines
     assert "copy" not in done.stdout
+    assert "slots" not in done.stdout
     assert "decoding 2 rows" in done.stderr
 
 
@@ -46,6 +51,7 @@ def test_json_is_one_object_for_the_demo_model() -> None:
         ("decode", 2, 16),
     ]
     assert found["cache"] == "q4"
+    assert (found["cards"], found["plans"]) == ([], [])
     assert set(found["versions"]) == {"exl2flow", "torch", "python"}
     assert done.stderr == ""
 
@@ -78,6 +84,56 @@ def test_a_gpu_has_more_columns() -> None:
     assert lines["device"] == "H200, 141 GiB, copies at 4,500 GB/s"
     assert lines["load"] == "1.20 s, 3.60 GB, 3.00 GB/s"
     assert lines["memory"] == "weights 3.90 GB, cache at most 1.00 GB, peak 6.00 GB"
+
+
+CARD = CardFacts(capability=86, processors=82, shared=99 << 10)
+CHAIN = DecodePlan(
+    rows=1,
+    launches=1,
+    kernels=("product<1, false>",),
+    slots=3,
+    ctas=82,
+    shared=98 << 10,
+    fill=0.914,
+)
+
+
+def test_the_path_names_each_kind_of_gpu_once() -> None:
+    newer = CardFacts(capability=90, processors=132, shared=227 << 10)
+
+    assert dict(_speed_summary(speed_of(cards=(CARD, CARD, newer))))["path"] == (
+        "sm_86 with cp.async, 82 multiprocessors, 99 KB of shared memory per CTA; "
+        "sm_90 with bulk copies, 132 multiprocessors, 227 KB of shared memory per CTA"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "cells"),
+    [
+        (CHAIN, ["1", "chain", "1", "product<1, false>", "3", "82", "98", "91 %"]),
+        (
+            replace(CHAIN, rows=4, launches=4, shared=1 + (98 << 10)),
+            ["4", "one by one", "4", "product<1, false>", "3", "82", "99", "91 %"],
+        ),
+        (DecodePlan(rows=64), ["64", "decoded", "", "", "", "", "", ""]),
+    ],
+)
+def test_a_plan_says_how_products_run(plan: DecodePlan, cells: list[str]) -> None:
+    assert [*_plan_row(plan).values()] == cells
+
+
+def test_plans_follow_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    step = Timing(work="decode", rows=1, context=512, seconds=0.002)
+
+    show_speed(speed_of(timings=(step,), cards=(CARD,), plans=(CHAIN,)))
+
+    shown = capsys.readouterr().out
+    assert shown.index("decode") < shown.index("Products of a layer") < shown.index("91 %")
+
+
+def speed_of(**known: Any) -> Speed:
+    facts: dict[str, Any] = {"model": "m", "device": "d", "versions": {}, "cache": "fp16"}
+    return Speed(**facts | {"load_seconds": 1.0, "file_bytes": 10**9, "timings": ()} | known)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from exl2flow.inference.bench import Memory, Speed, Timing
+from exl2flow.inference.bench import DecodePlan, Memory, Speed, Timing
 from exl2flow.inference.bench.speed import driver_version
+from exl2flow.kernels import CardFacts
 
 OPEN = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.124.06  Release Build  (dvs)\n"
@@ -43,12 +44,24 @@ def test_json_has_tokens_per_second_and_share_of_the_copy_rate() -> None:
         timings=(timing,),
         memory=Memory(weights=1, cache=2, peak=3),
         copy_rate=4.0,
+        cards=(CardFacts(capability=90, processors=132, shared=232448),),
+        plans=(DecodePlan(rows=64),),
     )
 
     found = json.loads(json.dumps(speed.to_json()))
 
     assert found["timings"][0]["tokens_per_second"] == 4
     assert found["timings"][0]["share_of_copy"] == 0.5
+    assert found["cards"] == [{"capability": 90, "processors": 132, "shared": 232448}]
+    assert found["plans"][0] == {
+        "rows": 64,
+        "launches": 0,
+        "kernels": [],
+        "slots": None,
+        "ctas": None,
+        "shared": None,
+        "fill": None,
+    }
     assert found["memory"] == {"weights": 1, "cache": 2, "peak": 3}
 
 
