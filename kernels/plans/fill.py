@@ -49,7 +49,7 @@ def _product_bytes(stage: np.void, block: np.ndarray) -> np.ndarray:
     found = np.zeros(len(block))
     for of in stage["of"]:
         first = stage["of"][0]["first_cta"] if stage["activation"] else of["first_cta"]
-        begin = (cta - first) * of["each"]
+        begin = of["first_tile"] + (cta - first) * of["each"]
         tiles = np.clip(of["tiles"] - begin, 0, of["each"]) * (cta >= first)
         found += share * tiles * of["tile_bytes"]
     return found

@@ -113,3 +113,12 @@ def test_figures_are_those_of_the_launch(rows: int, kernel: str) -> None:
     assert (facts.kernel, facts.products) == (kernel, 4)
     assert (facts.slots, facts.ctas) == (plan.argument["slots"], plan.ctas)
     assert facts.shared == plan.shared <= ROOM
+
+
+def test_rounds_of_many_tiles_read_each_tile_once() -> None:
+    products = chain(4096, 14336, 1024)
+
+    plan = planned(28, *products)
+
+    whole = sum(own.words.nbytes for one in products for own in one.matrices)
+    np.testing.assert_allclose(work_of(plan).sum(), whole)
