@@ -48,15 +48,14 @@ def decode_plans(decoder: Decoder, rows: Iterable[int]) -> tuple[DecodePlan, ...
 
     Plans are those of steps that ran before.
     """
-    layers = [(span.device, layer) for span in decoder.spans for layer in span.calls()]
 
-    def plan(count: int) -> DecodePlan:
-        return DecodePlan.of(
-            count,
-            (
-                [facts for call in layer for facts in get_ops(device).launches(call, count)]
-                for device, layer in layers
-            ),
+    def plan(count: int) -> DecodePlan | None:
+        layers = [(span.device, layer) for span in decoder.spans for layer in span.calls(count)]
+        facts = (
+            [facts for call in layer for facts in get_ops(device).launches(call, count)]
+            for device, layer in layers
         )
+        return DecodePlan.of(count, facts) if layers else None
 
-    return tuple(map(plan, dict.fromkeys(rows))) if layers else ()
+    plans = map(plan, dict.fromkeys(rows))
+    return tuple(plan for plan in plans if plan is not None)

@@ -180,8 +180,9 @@ class Chains:
             x, states = link.attended(x, states, shape, start, cache)
         last.fill(x, states, shape, start, cache)
 
+    def of_step(self, rows: int) -> "Chains":
+        """Return the chains of a step whose attention can write in order: few rows are read so."""
+        return self if self.ordered is None or rows > FEW_ROWS else self.ordered
+
     def _for(self, rows: int, cache: KvCache | None) -> "Chains":
-        """Return the ordered chains if attention can write so, and few rows are read so."""
-        if self.ordered is None or cache is None or rows > FEW_ROWS:
-            return self
-        return self.ordered if cache.orders_results else self
+        return self if cache is None or not cache.orders_results else self.of_step(rows)

@@ -55,12 +55,13 @@ class Span:
         assert isinstance(sublayer, AttentionSublayer | ParallelSublayer)
         sublayer.fill(hidden, start=at_layer(start, index), cache=cache.layer(index))
 
-    def calls(self) -> list[list[Sequence[FusedLinear]]]:
-        """Return the products between two attentions, for each pair, by call of `Ops.multiply`.
+    def calls(self, rows: int) -> list[list[Sequence[FusedLinear]]]:
+        """Return a step's products between attentions, for each pair, by call of `multiply`.
 
         None unless all linears are packed.
         """
-        return [link.calls for link in self._chains.links[1:]] if self._chains else []
+        chains = self._chains.of_step(rows) if self._chains else None
+        return [link.calls for link in chains.links[1:]] if chains else []
 
     def _through(
         self,
