@@ -178,7 +178,7 @@ def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> N
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 40])
-@pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
+@pytest.mark.parametrize(("hidden", "mlp"), [(512, 1376), (96, 160)])
 def test_a_chain_may_be_given_rows_in_the_order_of_its_first_matrix(
     hidden: int, mlp: int, rows: int, zeros: bool
 ) -> None:
