@@ -1,9 +1,9 @@
 """Fused linears at small batch size on a GPU: kernels that read packed codes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,10 +34,20 @@ from exl2flow.kernels.plans.product import (
 )
 from exl2flow.kernels.plans.shares import WARPS
 from exl2flow.kernels.plans.sources import filled, source
-from exl2flow.kernels.plans.tuning import Parts, Tuning, candidates, fastest, key_of
+from exl2flow.kernels.plans.tuning import (
+    APART,
+    BATCHED,
+    DECODED,
+    Choice,
+    Tuning,
+    candidates,
+    fastest,
+    key_of,
+)
 
 PASSES = 16  # reads of other memory before measured work: the host has launched it by their end
 OF_CACHE = 2  # a pass reads this many times the cache size
+MANY_ROWS = 17  # from here on, decoded matrices may be faster
 
 
 def multiply(
@@ -54,7 +64,9 @@ def multiply(
     runs = [*_runs(products, len(x))]
     if len(runs) == 1 and fuses_all(products, len(x)):
         plan = _plan(tuple(products), bucket(len(x)))
-        if plan is not None:
+        if plan == DECODED:
+            return cuda_prompts.multiply(x, products, hidden)
+        if isinstance(plan, LaunchPlan):
             try:
                 return _launched(plan, x, products, hidden)
             except LaunchRefused as refusal:
@@ -64,6 +76,13 @@ def multiply(
                 return cuda_prompts.multiply(x, products, hidden)
             return _halved(x, products, hidden)
         runs = [[product] for product in products]
+    return _by_turns(runs, x, hidden)
+
+
+def _by_turns(
+    runs: Iterable[Sequence[FusedLinear]], x: torch.Tensor, hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Multiply runs of a chain, each with launches of its own."""
     results: list[torch.Tensor] = [x]
     for run in runs:
         results, hidden = _run(results[0], run, hidden)
@@ -126,7 +145,9 @@ def launches(products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
     runs = [*_runs(products, rows)]
     if len(runs) == 1 and fuses_all(products, rows):
         plan = _plan(tuple(products), rows)
-        if plan is not None:
+        if plan == DECODED:
+            return []
+        if isinstance(plan, LaunchPlan):
             processors, _ = limits(_device(products).index)
             return [facts_of(plan, products=len(products), processors=processors)]
         if len(products) == 1:
@@ -210,20 +231,33 @@ def _launched(
     return results, results[0] if hidden is None else hidden
 
 
-_PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | None]] = WeakKeyDictionary()
+# None: no launch runs all of them; or `DECODED`
+_PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | str | None]] = WeakKeyDictionary()
 
 
-def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | None:
+def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | str | None:
     """Return the launch plan for up to this many rows; computed once."""
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
-        of_device = limits(_device(products).index)
-        if rows > MOST_ROWS:
-            plans[key] = batched.plan_of(products, rows, of_device)
-        else:
-            plans[key] = plan_of(products, rows, of_device, _parts(products, rows))
+        plans[key] = _planned(products, rows, _choice(products, rows))
     return plans[key]
+
+
+def _planned(
+    products: Sequence[FusedLinear], rows: int, choice: Choice | None
+) -> LaunchPlan | str | None:
+    """Return the plan of a choice; None: a chain in one launch if it fits, else batched."""
+    of_device = limits(_device(products).index)
+    if choice == DECODED:
+        return DECODED
+    if choice == APART:
+        return None
+    if rows <= MOST_ROWS and not isinstance(choice, str):
+        plan = plan_of(products, rows, of_device, choice)
+        if plan is not None or rows == 1 or len(products) == 1:
+            return plan
+    return batched.plan_of(products, max(rows, MOST_ROWS + 1), of_device)
 
 
 def _forget(plan: LaunchPlan, products: tuple[FusedLinear, ...], rows: int, reason: str) -> None:
@@ -233,13 +267,10 @@ def _forget(plan: LaunchPlan, products: tuple[FusedLinear, ...], rows: int, reas
     tell_refusal(plan.file, reason, few if len(products) == 1 else "its products one by one")
 
 
-def _parts(products: Sequence[FusedLinear], rows: int) -> Parts | None:
-    """Return how many parts to divide rows into, measured at the next power of two of `rows`.
-
-    None: the default.
-    """
+def _choice(products: Sequence[FusedLinear], rows: int) -> Choice | None:
+    """Return how products run, measured at the next power of two of `rows`; None: the default."""
     file = tuning_file()
-    if file is None:
+    if file is None or MOST_ROWS < rows < MANY_ROWS:
         return None
     rows, device = 1 << (rows - 1).bit_length(), _device(products)
     key = key_of(
@@ -253,32 +284,50 @@ def _parts(products: Sequence[FusedLinear], rows: int) -> Parts | None:
 
 @cache
 def _kernel() -> str:
-    return digest_of([source("product.cu"), OPTIONS, virtual_architecture()])
+    sources = [source(file) for file in ("product.cu", "batched.cu", "decode.cu")]
+    return digest_of([sources, OPTIONS, virtual_architecture()])
 
 
 _tuning = cache(Tuning)
 
 
-def _measured(products: Sequence[FusedLinear], rows: int) -> Parts | None:
-    """Return the fastest parts; None during capture, when memory is short or a launch refused."""
+def _measured(products: Sequence[FusedLinear], rows: int) -> Choice | None:
+    """Return the fastest way; None during capture, when memory is short or a launch refused."""
     device = _device(products)
     with torch.cuda.device(device), suppress(torch.OutOfMemoryError, LaunchRefused):
         if torch.cuda.is_current_stream_capturing():
             return None
-        plans = candidates(products, rows, limits(device.index))
-        if not plans:
-            return None
         draws = torch.Generator(device).manual_seed(0)  # leaves the user's random draws unchanged
         x = torch.randn(rows, len(products[0].order), generator=draws, device=device).half()
         sums = [x.new_zeros(rows, p.matrices[0].columns) for p in products if p.adds]
-        hidden = sums[0] if sums else None
+        works = _ways(x, products, sums[0] if sums else None)
+        if len(works) < 2:
+            return next(iter(works), None)
         cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         other = torch.zeros(OF_CACHE * cache_bytes // 4, device=device)
-        return fastest(
-            plans,
-            lambda plan: _milliseconds(lambda: _launched(plan, x, products, hidden), other),
-        ).parts
+        return fastest([*works], lambda choice: _milliseconds(works[choice], other))
     return None
+
+
+def _ways(
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
+) -> dict[Choice, Callable[[], object]]:
+    """Return the ways to multiply that are worth measuring, the default first."""
+    rows, of_device = len(x), limits(x.device.index)
+    few, several = rows <= MOST_ROWS, len(products) > 1
+    works: dict[Choice, Callable[[], object]] = {}
+    if few:
+        for plan in candidates(products, rows, of_device):
+            works[plan.parts] = partial(_launched, plan, x, products, hidden)
+    if not few or (several and rows > 1):
+        wide = batched.plan_of(products, max(rows, MOST_ROWS + 1), of_device)
+        if wide is not None:
+            works[BATCHED] = partial(_launched, wide, x, products, hidden)
+    if few and several:
+        works[APART] = partial(_by_turns, [[one] for one in products], x, hidden)
+    if not few and works:
+        works[DECODED] = partial(cuda_prompts.multiply, x, products, hidden)
+    return works
 
 
 def _milliseconds(work: Callable[[], object], other: torch.Tensor) -> float:

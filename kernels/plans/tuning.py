@@ -1,7 +1,7 @@
-"""The fastest plan of a launch on a GPU: measured once, kept in a file.
+"""The fastest way to run products on a GPU: measured once, kept in a file.
 
-Another division sums in another order and so changes last bits. A choice once made therefore stays:
-within a process, and for everything that reads the file.
+Another division or kernel sums in another order and so changes last bits. A choice once made
+therefore stays: within a process, and for everything that reads the file.
 """
 
 import logging
@@ -11,14 +11,21 @@ from functools import cache
 from itertools import groupby, product
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 from exl2flow.core.errors import StoreError, WriteFailed
 from exl2flow.core.store.files import digest, digest_of, exclusive, read_json, write_json
 from exl2flow.kernels.interface.packed import FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 
-Parts = tuple[int, ...]  # one number per product of a launch
+Parts = tuple[int, ...]  # one number per product of a launch of `product`
+Choice = Parts | str  # or another way
+T = TypeVar("T")
 
+APART = "apart"  # each product of a chain is a launch
+BATCHED = "batched"  # a launch of `batched`
+DECODED = "decoded"  # matrices are decoded, cuBLAS multiplies
+WAYS = (APART, BATCHED, DECODED)
 MOST_CANDIDATES = 6
 STEPS = (1, -1, 2, 3)  # added to the default number of parts
 ROUNDS = 5  # the median of which counts
@@ -50,15 +57,15 @@ def candidates(
     return list(plans.values())
 
 
-def fastest(plans: Sequence[LaunchPlan], time: Callable[[LaunchPlan], float]) -> LaunchPlan:
-    """Return the fastest plan: the first one unless another gains `LEAST_GAIN`.
+def fastest(options: Sequence[T], time: Callable[[T], float]) -> T:
+    """Return the fastest option: the first one unless another gains `LEAST_GAIN`.
 
-    Plans take turns; the first turn does not count.
+    Options take turns; the first turn does not count.
     """
-    turns = [[time(plan) for plan in plans] for _ in range(1 + ROUNDS)]
-    times = [median(of_plan) for of_plan in zip(*turns[1:], strict=True)]
-    best = min(range(len(plans)), key=times.__getitem__)
-    return plans[best if times[best] < (1 - LEAST_GAIN) * times[0] else 0]
+    turns = [[time(option) for option in options] for _ in range(1 + ROUNDS)]
+    times = [median(of_option) for of_option in zip(*turns[1:], strict=True)]
+    best = min(range(len(options)), key=times.__getitem__)
+    return options[best if times[best] < (1 - LEAST_GAIN) * times[0] else 0]
 
 
 def key_of(products: Sequence[FusedLinear], rows: int, *, gpu: str, kernel: object) -> str:
@@ -92,7 +99,8 @@ def _shape(matrix: PackedMatrix) -> object:
 @cache
 def _planning() -> str:
     """Return a digest of the rules and constants of plans."""
-    return "".join(digest(Path(__file__).with_name(name)) for name in ("product.py", "shares.py"))
+    names = ("product.py", "shares.py", "batched.py")
+    return "".join(digest(Path(__file__).with_name(name)) for name in names)
 
 
 class Tuning:
@@ -104,43 +112,51 @@ class Tuning:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lock = threading.Lock()
-        self._chosen = dict[str, Parts | None]()
+        self._lock = threading.RLock()  # products of a chain are measured within its measurement
+        self._chosen = dict[str, Choice | None]()
 
-    def choice(self, key: str, count: int, measure: Callable[[], Parts | None]) -> Parts | None:
-        """Return the parts of `count` products: those chosen before, or those measured now.
+    def choice(self, key: str, count: int, measure: Callable[[], Choice | None]) -> Choice | None:
+        """Return the way to run `count` products: that chosen before, or that measured now.
 
         None, if nothing can be measured, holds for this process and is not kept in the file.
         """
         with self._lock:
             if key not in self._chosen:
-                self._chosen[key] = self._stored(key, count) or self._recorded(key, measure())
+                self._chosen[key] = self._stored(key, count) or self._recorded(
+                    key, count, measure()
+                )
             return self._chosen[key]
 
-    def _stored(self, key: str, count: int) -> Parts | None:
-        parts = self._read().get(key, ())
-        return parts if len(parts) == count else None
+    def _stored(self, key: str, count: int) -> Choice | None:
+        choice = self._read().get(key)
+        return choice if isinstance(choice, str) or len(choice or ()) == count else None
 
-    def _recorded(self, key: str, parts: Parts | None) -> Parts | None:
+    def _recorded(self, key: str, count: int, choice: Choice | None) -> Choice | None:
         """Keep a choice, or return the one another process has made meanwhile."""
-        if parts is None:
+        if choice is None:
             return None
         try:
             with exclusive(self._path):
-                parts = self._stored(key, len(parts)) or parts
-                write_json(self._path, {**self._read(), key: parts})
+                choice = self._stored(key, count) or choice
+                write_json(self._path, {**self._read(), key: choice})
         except WriteFailed as error:
             log.info("tuning=%s kept=no reason=%s", self._path, error)
-        return parts
+        return choice
 
-    def _read(self) -> dict[str, Parts]:
+    def _read(self) -> dict[str, Choice]:
         try:
             table = read_json(self._path)
         except StoreError:
             return {}
         rows = table.items() if isinstance(table, dict) else ()
-        return {key: tuple(value) for key, value in rows if _is_choice(value)}
+        return {key: _choice_of(value) for key, value in rows if _is_choice(value)}
 
 
 def _is_choice(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(x, int) and x > 0 for x in value)
+    if isinstance(value, list):
+        return all(isinstance(x, int) and x > 0 for x in value)
+    return isinstance(value, str) and value in WAYS
+
+
+def _choice_of(value: list[int] | str) -> Choice:
+    return value if isinstance(value, str) else tuple(value)

@@ -16,6 +16,7 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.compiler import LaunchRefused
 from exl2flow.kernels.cuda.products import multiply
 from exl2flow.kernels.plans.product import MOST_ROWS
+from exl2flow.kernels.plans.tuning import APART, BATCHED, DECODED
 
 
 @pytest.fixture
@@ -454,3 +455,86 @@ def test_a_product_that_no_launch_fits_is_multiplied_decoded(
     assert decoded == [(3, 1)] * 2
     assert y.shape == (3, 32)
     assert launches == []
+
+
+def choose(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let chains run so, and products as by default."""
+    monkeypatch.setattr(
+        cuda_products, "_choice", lambda products, rows: way if len(products) > 1 else None
+    )
+
+
+def test_a_chain_runs_apart_where_that_is_faster(
+    launches: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(APART, monkeypatch)
+    products = chain(64, 96, 32)
+
+    multiply(inputs(1, 64), products, inputs(1, 64))
+
+    assert [argument["count"] for argument, _ in launches] == [1] * len(products)
+    assert [facts.kernel for facts in cuda_products.launches(products, 1)] == [
+        "product<1, false>"
+    ] * len(products)
+
+
+def test_few_rows_are_batched_where_that_is_faster(
+    launches: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(BATCHED, monkeypatch)
+    names: list[str] = []
+    monkeypatch.setattr(
+        cuda_products, "launch", lambda file, name, *rest, **how: names.append(name)
+    )
+
+    multiply(inputs(3, 64), chain(64, 96, 32), inputs(3, 64))
+
+    assert names == ["batched<8, false>"]
+
+
+def test_many_rows_are_decoded_where_that_is_faster(
+    launches: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(DECODED, monkeypatch)
+    taken: list[int] = []
+    expected = [inputs(20, 32)], inputs(20, 64)
+
+    def decoded(x: torch.Tensor, *given: object) -> tuple[list[torch.Tensor], torch.Tensor]:
+        taken.append(len(x))
+        return expected
+
+    monkeypatch.setattr(cuda_products.cuda_prompts, "multiply", decoded)
+    products = chain(64, 96, 32)
+
+    assert multiply(inputs(20, 64), products, inputs(20, 64)) is expected
+    assert taken == [20]
+    assert launches == []
+    assert cuda_products.launches(products, 20) == []
+
+
+def test_four_rows_without_room_for_a_chain_are_batched(
+    launches: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(
+        cuda_products, "launch", lambda file, name, *rest, **how: names.append(name)
+    )
+    monkeypatch.setattr(cuda_products, "plan_of", lambda *given: None)
+
+    multiply(inputs(4, 64), chain(64, 96, 32), inputs(4, 64))
+
+    assert names == ["batched<8, false>"]
+
+
+def test_ways_that_are_measured_begin_with_the_default(launches: list) -> None:
+    products = chain(64, 96, 32)
+
+    def ways(rows: int, count: int = 4) -> list[object]:
+        return [*cuda_products._ways(inputs(rows, 64), products[:count], inputs(rows, 64))]
+
+    assert ways(1)[0] == (1, 1, 1, 1)
+    assert ways(1)[-1] == APART
+    assert ways(4)[0] == (1, 1, 1, 1)
+    assert ways(4)[-2:] == [BATCHED, APART]
+    assert ways(1, 1) == ways(4, 1) == [(1,), (2,)]
+    assert ways(32) == [BATCHED, DECODED]

@@ -12,8 +12,10 @@ import torch
 from exl2flow.kernels import FusedLinear, Group, NormArgs, PackedMatrix
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 from exl2flow.kernels.plans.tuning import (
+    APART,
     LEAST_GAIN,
     MOST_CANDIDATES,
+    WAYS,
     Parts,
     Tuning,
     candidates,
@@ -153,6 +155,27 @@ def test_slow_first_turns_and_outliers_do_not_count() -> None:
 
     assert fastest(plans, time) is plans[1]
     assert seen[: len(plans)] == list(plans)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_way_is_kept_like_parts(tmp_path: Path, way: str) -> None:
+    file = tmp_path / "tuning.json"
+
+    assert Tuning(file).choice("chain", 4, lambda: way) == way
+    assert Tuning(file).choice("chain", 4, lambda: (1, 1, 1, 1)) == way
+    file.write_text('{"chain": "sideways"}')
+    assert Tuning(file).choice("chain", 4, lambda: (1, 1, 1, 1)) == (1, 1, 1, 1)
+
+
+def test_products_are_measured_while_their_chain_is(tmp_path: Path) -> None:
+    tuning = Tuning(tmp_path / "tuning.json")
+
+    def measure() -> str:
+        assert tuning.choice("one", 1, lambda: (2,)) == (2,)
+        return APART
+
+    assert tuning.choice("chain", 2, measure) == APART
+    assert Tuning(tmp_path / "tuning.json").choice("one", 1, lambda: (3,)) == (2,)
 
 
 def test_keys_tell_launches_apart() -> None:
