@@ -25,7 +25,7 @@ def test_every_test_of_the_list_exists() -> None:
     [("3090", "EXL2FLOW_TEST_CARD=3090"), ("sm_80", "EXL2FLOW_VIRTUAL_ARCH=80")],
 )
 def test_every_file_of_a_card_s_tests_exists(card: str, variable: str) -> None:
-    command = ["make", "--dry-run", "test-cards", f"CARD={card}", "BIN=bin"]
+    command = ["make", "--no-print-directory", "--dry-run", "test-cards", f"CARD={card}", "BIN=bin"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
     words = done.stdout.split()
