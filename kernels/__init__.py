@@ -37,6 +37,7 @@ from exl2flow.kernels.interface.packed import (
     pack_zeros,
     whole_tiles,
 )
+from exl2flow.kernels.interface.router import RouterArgs, RouterRule, Routes, Scores
 from exl2flow.kernels.interface.sampling import COLUMNS as SAMPLER_COLUMNS
 from exl2flow.kernels.interface.sampling import (
     NOT_FINITE,
@@ -84,10 +85,14 @@ __all__ = [
     "Ops",
     "PackedMatrix",
     "PlanFacts",
+    "RouterArgs",
+    "RouterRule",
+    "Routes",
     "SampledTokens",
     "SamplerState",
     "SamplerSteps",
     "Scales",
+    "Scores",
     "StepCache",
     "Threads",
     "device_table",

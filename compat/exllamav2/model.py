@@ -56,7 +56,7 @@ class ExLlamaV2Config(SimpleNamespace):
             head_dim=attention.head_dim,
             hidden_size=spec.hidden_size,
             num_hidden_layers=spec.num_layers,
-            intermediate_size=spec.mlp.intermediate_size,
+            intermediate_size=spec.widest_mlp,
             num_attention_heads=attention.num_heads,
             num_key_value_heads=attention.num_kv_heads,
             bos_token_id=spec.bos_token_id,

@@ -84,7 +84,7 @@ class StreamedModel:
             return 1
         spec = self.spec
         attention = max(layer.width for layer in spec.attentions)
-        widest = max(spec.hidden_size, spec.mlp.intermediate_size, attention)
+        widest = max(spec.hidden_size, spec.widest_mlp, attention)
         return rows_together(
             widest,
             tokens,

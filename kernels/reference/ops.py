@@ -22,6 +22,7 @@ from exl2flow.kernels.interface.groups import (
 from exl2flow.kernels.interface.packed import FusedLinear, runs_of
 from exl2flow.kernels.reference import cache as torch_cache
 from exl2flow.kernels.reference import refit as torch_refit
+from exl2flow.kernels.reference import router as torch_router
 from exl2flow.kernels.reference import sampler as torch_sampler
 from exl2flow.kernels.reference import steps as torch_steps
 from exl2flow.kernels.reference.descent import descent_of
@@ -55,6 +56,7 @@ class Ops:
     activated = staticmethod(torch_steps.activated)
     rotate = staticmethod(torch_steps.rotate)
     joined = staticmethod(torch_steps.joined)
+    route = staticmethod(torch_router.route)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)

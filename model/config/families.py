@@ -9,7 +9,15 @@ Names of tensors are those in EXL2 files, which exllamav2 chose; a row says how 
 
 from dataclasses import replace
 
-from exl2flow.model.config.family import Family, HeadNorms, Multipliers, NopeRule, WindowRule
+from exl2flow.model.config.family import (
+    DenseLayers,
+    Experts,
+    Family,
+    HeadNorms,
+    Multipliers,
+    NopeRule,
+    WindowRule,
+)
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
@@ -42,6 +50,41 @@ QWEN3 = replace(
     o_bias="attention_bias",
     head_norms=HeadNorms.HEAD,
     default_head_dim=128,
+)
+QWEN3_MOE = replace(
+    QWEN3,
+    architecture="Qwen3MoeForCausalLM",
+    experts=Experts(default_count=128),
+    defaults=(("num_experts_per_tok", 8), ("norm_topk_prob", False)),
+)
+QWEN2_MOE = replace(
+    QWEN2,
+    architecture="Qwen2MoeForCausalLM",
+    experts=Experts(
+        default_count=60,
+        shared="mlp.shared_expert",
+        shared_width_keys=("shared_expert_intermediate_size",),
+        shared_gate="mlp.shared_expert_gate",
+    ),
+    defaults=(("num_experts_per_tok", 4), ("norm_topk_prob", False)),
+)
+MIXTRAL = replace(
+    MISTRAL,
+    architecture="MixtralForCausalLM",
+    default_window=None,
+    experts=Experts(
+        count_keys=("num_local_experts",),
+        default_count=8,
+        width_key="intermediate_size",
+        dense=DenseLayers.NONE,
+        router="block_sparse_moe.gate",
+        is_normalized=True,
+        experts="block_sparse_moe.experts",
+        linears=(("gate", "w1"), ("up", "w3"), ("down", "w2")),
+    ),
+    default_norm_eps=1e-5,
+    default_theta=1_000_000.0,
+    defaults=(("num_experts_per_tok", 2),),
 )
 
 MINISTRAL = replace(

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from exl2flow.kernels import Scores
+
 
 class HeadNorms(StrEnum):
     """Kinds of norms of queries and keys."""
@@ -42,6 +44,71 @@ class NopeRule(StrEnum):
     FULL_LAYERS_OF_HYBRIDS = "full layers of hybrids"  # the same, unless `sliding_window` is null
     LISTED = "listed"  # 0 in `no_rope_layers`, else every `no_rope_layer_interval`-th layer
     POSITION_TYPE = "position type"  # all, unless `position_embedding_type` is `rope`
+
+
+class DenseLayers(StrEnum):
+    """Which layers have a dense MLP instead of experts."""
+
+    NONE = "none"
+    FIRST = "first"  # the first `first_k_dense_replace`
+    LISTED = "listed"  # `mlp_only_layers`, and all but each `decoder_sparse_step`-th
+    INTERVAL = "interval"  # by `moe_layer_start_index`, `moe_layer_end_index`, `moe_layer_interval`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """A stored tensor that holds projections of all experts of a layer, (experts, …).
+
+    name: in a layer; projections: names of an expert's, whose rows it holds one after the other.
+    is_transposed: each expert's matrix is (in, out); is_interleaved: rows alternate; is_flat: the
+    experts follow each other along the first of two axes.
+    """
+
+    name: str
+    projections: tuple[str, ...]
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    is_flat: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """How a family's experts differ from those of Qwen3-MoE.
+
+    Fields that end in `_key` or `_keys` are config keys; names of tensors are those in a layer of EXL2 files.
+    """
+
+    count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")  # the first that is there
+    default_count: int | None = None
+    top_key: str = "num_experts_per_tok"
+    width_key: str = "moe_intermediate_size"
+    dense: DenseLayers = DenseLayers.LISTED
+    bias: bool | str = False  # of the experts' linears, as the bias fields of `Family`
+
+    # the router
+    router: str = "mlp.gate"
+    router_bias: bool = False
+    scores: Scores = Scores.SOFTMAX
+    # whether the weights of a token are divided by their sum, or the key that decides
+    is_normalized: bool | str = "norm_topk_prob"
+    least_sum: float | str = 0.0  # that they are divided by, or the key of it
+    scaling_key: str | None = None  # what multiplies them
+    group_keys: tuple[str, str] | None = None  # number of groups, and of those that are chosen
+    correction: str | None = None  # tensor that is added to scores where experts are chosen
+    has_wide_correction: bool = False  # it is (1, experts)
+    scales_input: bool = False
+
+    # an expert, and the one that every token passes
+    experts: str = "mlp.experts"
+    linears: tuple[tuple[str, str], ...] = (
+        ("gate", "gate_proj"),
+        ("up", "up_proj"),
+        ("down", "down_proj"),
+    )
+    packings: tuple[Packing, ...] = ()
+    shared: str | None = None
+    shared_width_keys: tuple[str, ...] = ()  # the product of their values is its width
+    shared_gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +176,8 @@ class Family:
     residual_scale: float = 1.0  # a power of two: hidden states are held smaller, to fit fp16
     logit_softcap_key: str | None = None
     unit_head_key: str | None = None  # says whether the head's rows are divided by their norms
+
+    experts: Experts | None = None  # instead of an MLP, in all layers or some
 
     # names of tensors
     prefix: str = "model."  # precedes `layers`

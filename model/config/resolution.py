@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.model.config.experts_config import read_mlps
 from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
-from exl2flow.model.config.layers_config import bias_of, read_attentions
-from exl2flow.model.config.spec import MlpSpec, ModelSpec
+from exl2flow.model.config.layers_config import read_attentions
+from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
@@ -20,6 +21,7 @@ MOST_TOKENS = 1 << 24  # of a vocabulary
 NEAR = 0.75  # how alike names of architectures must be for advice, of 1
 TEXT = "text_config"  # of a wrapper: the keys of its text model
 NEUTRAL = (None, 0, 1)  # values of a key that change nothing; `False` is 0
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 UNSUPPORTED = (  # keys with which the graph would differ, where a family does not know them
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -29,9 +31,7 @@ UNSUPPORTED = (  # keys with which the graph would differ, where a family does n
     "residual_multiplier",
     "logits_scaling",
     "logit_scale",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
+    *EXPERT_COUNTS,
     "scale_emb",
     "scale_depth",
     "scale_attn_by_inverse_layer_idx",
@@ -78,7 +78,6 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
     embedding, residual, logits = _multipliers(config, family.multipliers)
     scale = family.residual_scale
     hidden_size = config.integer("hidden_size", most=WIDEST)
-    inner = family.default_inner * hidden_size or None
     return ModelSpec(
         family=family,
         source_dir=source_dir,
@@ -88,11 +87,8 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         norm_eps=config.number("rms_norm_eps", family.default_norm_eps),
         tied_head=any(part.flag("tie_word_embeddings", False) for part in (whole, config)),
         attentions=attentions,
-        mlp=MlpSpec(
-            intermediate_size=config.integer("intermediate_size", inner, most=WIDEST),
-            activation=_activation(config, family),
-            has_bias=bias_of(config, family.mlp_bias),
-            gated=family.is_gated,
+        mlps=read_mlps(
+            config, family, num_layers=num_layers, activation=_activation(config, family)
         ),
         embedding_multiplier=embedding * scale,
         residual_multiplier=residual * (1.0 if family.post_norms else scale),
@@ -165,12 +161,13 @@ def _names(config: Fields, family: Family) -> dict[str, str]:
 
 def _check_keys(config: Fields, family: Family) -> None:
     """Refuse values that change the graph in ways that it does not know."""
+    known = (*family.known, *(EXPERT_COUNTS if family.experts else ()))
     for key in (*UNSUPPORTED, *EXPECTED):
         value = config.values.get(key)
         is_neutral = value is not True and value in NEUTRAL
         if key in EXPECTED:
             is_neutral = value in (None, True)
-        if key not in family.known and not is_neutral:
+        if key not in known and not is_neutral:
             raise UnsupportedArchitecture(
                 f"{config.named(key)} in `{config.path}` is {value!r}, which is not supported: the "
                 "model would compute something else"

@@ -4,23 +4,27 @@ Sublayers state their projections and what each reads, so nothing downstream bra
 of a sublayer or the name of a family.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from exl2flow.kernels import AttentionRule
-from exl2flow.model.config.family import Family, HeadNorms
+from exl2flow.kernels import AttentionRule, RouterRule
+from exl2flow.model.config.family import Experts, Family, HeadNorms
 from exl2flow.model.config.rope_spec import RopeSpec
 from exl2flow.model.config.sublayer_spec import (
+    ExpertGroup,
     NormRole,
     NormSpec,
     ProjectionSpec,
     Role,
+    RouterSpec,
     SublayerKind,
     SublayerPart,
     SublayerSpec,
 )
+
+GROUP_WEIGHTS = 1 << 27  # as many as the MLP of a 7B has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +68,22 @@ class MlpSpec:
     gated: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsSpec:
+    """Experts of a layer: their router's rule, the shape of each one, and of the shared one."""
+
+    rule: RouterRule
+    expert: MlpSpec
+    shared: MlpSpec | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model as its config describes it.
 
-    attentions: of each layer; config: the raw `config.json`.
+    attentions, mlps: of each layer; config: the raw `config.json`.
+    group_weights: most weights of a group of experts, unless a single one has more; None: a layer's
+    experts are one group. No result depends on it but the shape of errors in reports.
     """
 
     family: Family
@@ -79,7 +94,7 @@ class ModelSpec:
     norm_eps: float
     tied_head: bool
     attentions: tuple[AttentionSpec, ...]
-    mlp: MlpSpec
+    mlps: tuple[MlpSpec | ExpertsSpec, ...]
     max_positions: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -88,12 +103,25 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     has_unit_head: bool = False
+    group_weights: int | None = GROUP_WEIGHTS
     config: Mapping[str, object] = field(compare=False, repr=False)
 
     @cached_property
     def sublayers(self) -> tuple[SublayerSpec, ...]:
         """All sublayers in walk order: attention 0, MLP 0, attention 1, …"""
-        return tuple(s for layer in range(self.num_layers) for s in _layer(self, layer))
+        rows = [s for layer in range(self.num_layers) for s in _layer(self, layer)]
+        return tuple(replace(sublayer, index=index) for index, sublayer in enumerate(rows))
+
+    @property
+    def widest_mlp(self) -> int:
+        """The features of its widest MLP or expert."""
+        widths = [
+            part.intermediate_size
+            for mlp in self.mlps
+            for part in ((mlp,) if isinstance(mlp, MlpSpec) else (mlp.expert, mlp.shared))
+            if part is not None
+        ]
+        return max(widths)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -185,9 +213,19 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for sublayer in spec.sublayers:
         for norm in sublayer.norms:
             shapes |= dict.fromkeys(norm.names, norm.shape)
+        if sublayer.group is not None:
+            shapes |= router_tensors(spec, sublayer.group)
         for projection in sublayer.projections:
             shapes |= _linear_shapes(projection)
     return shapes if spec.tied_head else shapes | _linear_shapes(spec.head)
+
+
+def router_tensors(spec: ModelSpec, group: ExpertGroup) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of a router's tensors, and of the shared expert's gate."""
+    shapes = dict(group.router.tensors(spec.hidden_size))
+    if group.shared_gate is not None:
+        shapes[f"{group.shared_gate}.weight"] = (1, spec.hidden_size)
+    return shapes
 
 
 def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
@@ -211,26 +249,113 @@ _Row = tuple[Role, int, int, bool, str]  # role, in- and out-features, bias, cap
 
 
 def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
-    """Return the sublayers of a layer."""
-    rows: list[tuple[str, SublayerKind, tuple[SublayerPart, ...]]]
+    """Return the sublayers of a layer, all of index 0."""
+    mlp = spec.mlps[layer]
+    if isinstance(mlp, ExpertsSpec):
+        attention = _sublayer(spec, layer, "attention", _attention_part(spec, layer))
+        return (attention, *_expert_groups(spec, layer, mlp))
     if spec.family.is_parallel:
-        attention = _attention_part(spec, layer, inner="self_attn.inner")
-        mlp = _mlp_part(spec, layer, inner="mlp.inner")
-        rows = [(f"{spec.layers_key}{layer}", "parallel", (attention, mlp))]
-    else:
-        attention, mlp = _attention_part(spec, layer), _mlp_part(spec, layer)
-        rows = [(attention.name, "attention", (attention,)), (mlp.name, "mlp", (mlp,))]
-    return tuple(
-        SublayerSpec(
-            index=len(rows) * layer + place,
-            layer_index=layer,
-            name=name,
-            kind=kind,
-            norms=_norms(spec, layer, place),
-            parts=parts,
+        parts = (
+            _attention_part(spec, layer, inner="self_attn.inner"),
+            _mlp_part(spec, layer, mlp, inner="mlp.inner"),
         )
-        for place, (name, kind, parts) in enumerate(rows)
+        return (_sublayer(spec, layer, "parallel", *parts, name=f"{spec.layers_key}{layer}"),)
+    return (
+        _sublayer(spec, layer, "attention", _attention_part(spec, layer)),
+        _sublayer(spec, layer, "mlp", _mlp_part(spec, layer, mlp)),
     )
+
+
+def _sublayer(
+    spec: ModelSpec,
+    layer: int,
+    kind: SublayerKind,
+    *parts: SublayerPart,
+    name: str = "",
+    group: ExpertGroup | None = None,
+) -> SublayerSpec:
+    place = 1 if kind in ("mlp", "experts") else 0
+    return SublayerSpec(
+        index=0,
+        layer_index=layer,
+        name=name or parts[0].name,
+        kind=kind,
+        norms=_norms(spec, layer, place),
+        parts=parts,
+        group=group,
+    )
+
+
+def _expert_groups(spec: ModelSpec, layer: int, experts: ExpertsSpec) -> tuple[SublayerSpec, ...]:
+    """Divide a layer's experts into groups of about equal size, which only shapes decide."""
+    row, rule, start = spec.family.experts, experts.rule, f"{spec.layers_key}{layer}"
+    assert row is not None
+    router = RouterSpec(
+        key=f"{start}.{row.router}",
+        rule=rule,
+        has_bias=row.router_bias,
+        correction=None if row.correction is None else f"{start}.{row.correction}",
+        correction_shape=(1, rule.experts) if row.has_wide_correction else (rule.experts,),
+    )
+    groups = _divided(spec, experts)
+    shared = experts.shared if row.shared else None
+    sublayers = []
+    for place, members in enumerate(groups):
+        is_last = place == len(groups) - 1
+        parts = []
+        if members:
+            named = f"{row.experts}.{members[0]}-{members[-1]}"
+            rows = [p for e in members for p in _expert(spec, layer, experts.expert, row, e)]
+            parts.append(SublayerPart(name=f"{start}.{named}", projections=tuple(rows)))
+        if shared is not None and is_last:
+            own = _shared_expert(spec, layer, shared, row)
+            parts.append(SublayerPart(name=f"{start}.{row.shared}", projections=tuple(own)))
+        group = ExpertGroup(
+            router=router,
+            experts=members,
+            has_shared=shared is not None and is_last,
+            shared_gate=f"{start}.{row.shared_gate}" if row.shared_gate and shared else None,
+            is_first=place == 0,
+            is_last=is_last,
+        )
+        sublayers.append(_sublayer(spec, layer, "experts", *parts, group=group))
+    return tuple(sublayers)
+
+
+def _divided(spec: ModelSpec, experts: ExpertsSpec) -> list[range]:
+    """Return the experts of each group; the last group is that of the shared one, too."""
+    count, most = experts.rule.experts, spec.group_weights
+    if most is None:
+        return [range(count)]
+    weights = _weights(spec, experts.expert)
+    groups = -(-count // max(1, most // weights))
+    size = -(-count // groups)
+    divided = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
+    shared = 0 if experts.shared is None else _weights(spec, experts.shared)
+    if shared and len(divided[-1]) * weights + shared > most:
+        divided.append(range(count, count))
+    return divided
+
+
+def _weights(spec: ModelSpec, mlp: MlpSpec) -> int:
+    return (3 if mlp.gated else 2) * spec.hidden_size * mlp.intermediate_size
+
+
+def _expert(
+    spec: ModelSpec, layer: int, mlp: MlpSpec, row: Experts, expert: int
+) -> Sequence[ProjectionSpec]:
+    """Return the projections of an expert."""
+    names = {role: f"{expert}.{name}" for role, name in row.linears}
+    rows = _mlp_rows(spec, mlp, first=f"{expert}.input", inner=f"{expert}.inner")
+    return _projections(f"{spec.layers_key}{layer}.{row.experts}", names, rows, prefix="experts.")
+
+
+def _shared_expert(
+    spec: ModelSpec, layer: int, mlp: MlpSpec, row: Experts
+) -> Sequence[ProjectionSpec]:
+    rows = _mlp_rows(spec, mlp, first="shared.input", inner="shared.inner")
+    names: dict[str, str] = {role: LINEARS[role].rpartition(".")[2] for role, *_ in rows}
+    return _projections(f"{spec.layers_key}{layer}.{row.shared}", names, rows, prefix="shared.")
 
 
 def _attention_part(spec: ModelSpec, layer: int, inner: str = "inner") -> SublayerPart:
@@ -244,22 +369,35 @@ def _attention_part(spec: ModelSpec, layer: int, inner: str = "inner") -> Sublay
     return _part(spec, f"{spec.layers_key}{layer}", "self_attn", rows)
 
 
-def _mlp_part(spec: ModelSpec, layer: int, inner: str = "inner") -> SublayerPart:
-    hidden, width, bias = spec.hidden_size, spec.mlp.intermediate_size, spec.mlp.has_bias
+def _mlp_part(spec: ModelSpec, layer: int, mlp: MlpSpec, inner: str = "inner") -> SublayerPart:
+    rows = _mlp_rows(spec, mlp, first="input", inner=inner)
+    return _part(spec, f"{spec.layers_key}{layer}", "mlp", rows)
+
+
+def _mlp_rows(spec: ModelSpec, mlp: MlpSpec, *, first: str, inner: str) -> tuple[_Row, ...]:
+    """Return the projections of an MLP that read activations of these names."""
+    hidden, width, bias = spec.hidden_size, mlp.intermediate_size, mlp.has_bias
     rows: tuple[_Row, ...] = (
-        ("gate", hidden, width, bias, "input"),
-        ("up", hidden, width, bias, "input"),
+        ("gate", hidden, width, bias, first),
+        ("up", hidden, width, bias, first),
         ("down", width, hidden, bias, inner),
     )
-    return _part(spec, f"{spec.layers_key}{layer}", "mlp", rows[not spec.mlp.gated :])
+    return rows[not mlp.gated :]
 
 
 def _part(spec: ModelSpec, layer: str, name: str, rows: tuple[_Row, ...]) -> SublayerPart:
     names = LINEARS | dict(spec.family.linears)
-    projections = tuple(
+    return SublayerPart(name=f"{layer}.{name}", projections=_projections(layer, names, rows))
+
+
+def _projections(
+    start: str, names: Mapping[str, str], rows: tuple[_Row, ...], prefix: str | None = None
+) -> tuple[ProjectionSpec, ...]:
+    """Return projections; each has its whole name after `prefix`, or only its last without one."""
+    return tuple(
         ProjectionSpec(
-            name=names[role].rpartition(".")[2],
-            key=f"{layer}.{names[role]}",
+            name=names[role].rpartition(".")[2] if prefix is None else prefix + names[role],
+            key=f"{start}.{names[role]}",
             role=role,
             in_features=in_features,
             out_features=out_features,
@@ -268,7 +406,6 @@ def _part(spec: ModelSpec, layer: str, name: str, rows: tuple[_Row, ...]) -> Sub
         )
         for role, in_features, out_features, has_bias, capture in rows
     )
-    return SublayerPart(name=f"{layer}.{name}", projections=projections)
 
 
 def _norms(spec: ModelSpec, layer: int, place: int) -> tuple[NormSpec, ...]:

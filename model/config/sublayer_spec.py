@@ -1,9 +1,13 @@
 """Sublayers as data: norms and projections, each with its role."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
-SublayerKind = Literal["attention", "mlp", "parallel"]
+from exl2flow.kernels import RouterRule
+
+SublayerKind = Literal["attention", "mlp", "parallel", "experts"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
 NormRole = Literal["before", "after", "q", "k", "final"]
 
@@ -40,7 +44,7 @@ class NormSpec:
 class ProjectionSpec:
     """One linear map.
 
-    name: its last name, which differs from those of the sublayer's other projections.
+    name: the end of its name, which differs from those of the sublayer's other projections.
     role: what it computes. capture: the sublayer's name of the activation that it reads.
     """
 
@@ -79,8 +83,59 @@ class SublayerPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSpec:
+    """A router, whose tensors are stored as they are.
+
+    key: of its weight; correction: name of the tensor that corrects scores where experts are
+    chosen, or None; correction_shape: its shape.
+    """
+
+    key: str
+    rule: RouterRule
+    has_bias: bool = False
+    correction: str | None = None
+    correction_shape: tuple[int, ...] = ()
+
+    def tensors(self, hidden_size: int) -> Mapping[str, tuple[int, ...]]:
+        """Return name → shape of its tensors."""
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{self.key}.weight": (self.rule.experts, hidden_size)
+        }
+        if self.has_bias:
+            shapes[f"{self.key}.bias"] = (self.rule.experts,)
+        if self.correction is not None:
+            shapes[self.correction] = self.correction_shape
+        return shapes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertGroup:
+    """The experts of a sublayer of kind `experts`, some or all of its layer's.
+
+    has_shared: whether it has the layer's shared expert, which every token passes; shared_gate:
+    key of the map to the logit of that one's weight, or None (its weight is 1).
+    is_first, is_last: of the layer's groups.
+    """
+
+    router: RouterSpec
+    experts: range
+    has_shared: bool
+    shared_gate: str | None
+    is_first: bool
+    is_last: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all experts of its layer."""
+        return self.is_first and self.is_last
+
+
+@dataclass(frozen=True, kw_only=True)
 class SublayerSpec:
-    """Attention, an MLP, or both; `index` counts sublayers, `layer_index` layers."""
+    """Attention, an MLP, both, or experts; `index` counts sublayers, `layer_index` layers.
+
+    group: of kind `experts` only.
+    """
 
     index: int
     layer_index: int
@@ -88,8 +143,19 @@ class SublayerSpec:
     kind: SublayerKind
     norms: tuple[NormSpec, ...]
     parts: tuple[SublayerPart, ...]
+    group: ExpertGroup | None = None
 
     @property
+    def has_attention(self) -> bool:
+        """Whether it writes keys and values."""
+        return self.kind in ("attention", "parallel")
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether its states are pairs: what entered the layer's experts, and their sum so far."""
+        return self.group is not None and not self.group.is_whole
+
+    @cached_property
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections, in order."""
         return tuple(p for part in self.parts for p in part.projections)
@@ -100,4 +166,11 @@ class SublayerSpec:
 
     def reading(self, capture: str) -> tuple[ProjectionSpec, ...]:
         """Return the projections that read one activation."""
-        return tuple(p for p in self.projections if p.capture == capture)
+        return self._readers.get(capture, ())
+
+    @cached_property
+    def _readers(self) -> Mapping[str, tuple[ProjectionSpec, ...]]:
+        readers: dict[str, tuple[ProjectionSpec, ...]] = {}
+        for p in self.projections:
+            readers[p.capture] = (*readers.get(p.capture, ()), p)
+        return readers

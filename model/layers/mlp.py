@@ -36,15 +36,7 @@ class MlpSublayer(Sublayer):
         """Return what gate and up read, and the product that down reads."""
         first, last = self.captures
         x = self.normed("before", hidden)
-        return {first: x, last: self.activated(self.apply_linears(first, x))}
-
-    def activated(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what down reads from the outputs of gate, if there is one, and up."""
-        first, *up = outputs  # (b, t, intermediate)
-        ops = get_ops(first.device)
-        if not up:
-            return ops.activated(first, self.activation)
-        return ops.gated(first, up[0], self.activation)
+        return {first: x, last: activated(self.apply_linears(first, x), self.activation)}
 
     def products(self) -> Products:
         """See `Sublayer.products`."""
@@ -55,3 +47,12 @@ class MlpSublayer(Sublayer):
         linears = self.with_roles("gate", "up")
         first = product_of(linears, norm=norm, activation=self.activation)
         return first, self.residual_product("down")
+
+
+def activated(outputs: Sequence[torch.Tensor], activation: str) -> torch.Tensor:
+    """Return what down reads from the outputs of gate, if there is one, and up, (…, width)."""
+    first, *up = outputs
+    ops = get_ops(first.device)
+    if not up:
+        return ops.activated(first, activation)
+    return ops.gated(first, up[0], activation)

@@ -4,7 +4,7 @@ import torch
 
 from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
 from exl2flow.model.layers.fuse import Products
-from exl2flow.model.layers.mlp import MlpSublayer
+from exl2flow.model.layers.mlp import MlpSublayer, activated
 from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
 
@@ -33,7 +33,7 @@ class ParallelSublayer(Sublayer):
         return {
             first: x,
             of_attention: self.attention.attend(projected, start=start, cache=cache),
-            self.mlp.captures[1]: self.mlp.activated(others),
+            self.mlp.captures[1]: activated(others, self.mlp.activation),
         }
 
     def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:

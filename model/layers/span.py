@@ -7,6 +7,7 @@ import torch
 from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
+from exl2flow.model.layers.experts import entering
 from exl2flow.model.layers.fused_chain import Chains
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
@@ -48,7 +49,7 @@ class Span:
         if self._chains and hidden.dtype == torch.float16:
             self._chains.fill(hidden, start=start, cache=cache)
             return
-        last = max(i for i in self._places if self._spec.sublayers[i].kind != "mlp")
+        last = max(i for i in self._places if self._spec.sublayers[i].has_attention)
         before, index = [i for i in self._places if i < last], self.layers[-1]
         hidden = self._through(before, hidden, start, cache)
         sublayer = self._sublayers[last]
@@ -75,5 +76,6 @@ class Span:
             sublayer = self._sublayers[place]
             index = sublayer.spec.layer_index
             layer = None if cache is None else cache.layer(index)
+            hidden = entering(hidden, sublayer.spec, self._spec.hidden_size)
             hidden = sublayer(hidden, start=at_layer(start, index), cache=layer)
-        return hidden
+        return hidden[..., : self._spec.hidden_size]

@@ -5,7 +5,7 @@ caller may run both separately and replace any linear between them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from typing import TYPE_CHECKING, Self
@@ -103,6 +103,26 @@ class Sublayer(ABC):
             start: position of the first token, or the rotation of all tokens.
             cache: receives this call's keys and values and returns all of them.
         """
+
+    def reads_like(
+        self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what the projections read of other states of the same tokens as `reads`."""
+        return self.reads(hidden)
+
+    def of_rows(
+        self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor], places: Sequence[int]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return what the projections read of some rows of hidden states (b, t, hidden).
+
+        Args:
+            hidden: of all rows.
+            reads: of all rows.
+            places: of the rows. Unlike an index, they are not sent to the device.
+        """
+        return {
+            capture: torch.stack([x[place] for place in places]) for capture, x in reads.items()
+        }
 
     @abstractmethod
     def products(self) -> Products:

@@ -2,10 +2,11 @@
 
 import torch
 
-from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.spec import ExpertsSpec, MlpSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
+from exl2flow.model.layers.experts import ExpertsSublayer, load_router
 from exl2flow.model.layers.linear import RowOrders, load_linear
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.norms import Norm, load_norm
@@ -56,11 +57,28 @@ def build_sublayer(
         )
 
     def mlp() -> MlpSublayer:
+        layer = spec.mlps[sublayer.layer_index]
+        assert isinstance(layer, MlpSpec)
         return MlpSublayer(
             sublayer,
             norms=norms,
             linears=linears,
-            activation=spec.mlp.activation,
+            activation=layer.activation,
+            multiplier=multiplier,
+        )
+
+    def experts() -> ExpertsSublayer:
+        assert sublayer.group is not None
+        layer = spec.mlps[sublayer.layer_index]
+        assert isinstance(layer, ExpertsSpec)
+        router, gate = load_router(spec, sublayer.group, tensors, device=device)
+        return ExpertsSublayer(
+            sublayer,
+            norms=norms,
+            linears=linears,
+            router=router,
+            shared_gate=gate,
+            activation=layer.expert.activation,
             multiplier=multiplier,
         )
 
@@ -71,3 +89,5 @@ def build_sublayer(
             return mlp()
         case "parallel":
             return ParallelSublayer(attention(), mlp())
+        case "experts":
+            return experts()

@@ -89,7 +89,7 @@ class DeviceNeed:
         attention = spec.attentions[index]
         largest = max(p.numel for p in matrices)
         beside = min(max(map(_beside, sublayers)), MOST_BESIDE // HALF)
-        widths = 4 * spec.hidden_size + 3 * spec.mlp.intermediate_size + 2 * attention.width
+        widths = 4 * spec.hidden_size + 3 * spec.widest_mlp + 2 * attention.width
         return cls(
             cache=store_bytes(
                 attention.num_kv_heads, attention.head_dim, texts.pages + 1, texts.cache_format

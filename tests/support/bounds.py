@@ -59,7 +59,7 @@ def terms_of(spec: ModelSpec, positions: int) -> int:
         + positions  # a mean of values
         + attention.width  # o
         + 2 * spec.hidden_size  # norm; gate or up
-        + spec.mlp.intermediate_size  # down
+        + spec.widest_mlp  # down
         for attention in spec.attentions
     )
     return sum(each) + 2 * spec.hidden_size  # norm; head

@@ -92,6 +92,10 @@ def _wrapped(kind: str, tower: dict[str, Any], **text: object) -> dict[str, Any]
     return {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
 
 
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 96, "rope_parameters": ROPE}
+
+
 # name → (what its classes' names begin with, whether it is a wrapper, values of its config)
 ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "llama": ("Llama", False, {"rope_parameters": ROPE}),
@@ -223,6 +227,19 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
         _wrapped("ministral3", PIXTRAL, **MINISTRAL3),
     ),
     "gpt2": ("GPT2", False, GPT2),
+    "mixtral": (
+        "Mixtral",
+        False,
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": ROPE},
+    ),
+    "qwen2-moe": ("Qwen2Moe", False, QWEN2_MOE),
+    "qwen2-moe-dense-layers": (
+        "Qwen2Moe",
+        False,
+        QWEN2_MOE | {"norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "qwen3-moe": ("Qwen3Moe", False, MOE | {"head_dim": 24, "norm_topk_prob": True}),
+    "qwen3-moe-sparse-step": ("Qwen3Moe", False, MOE | {"decoder_sparse_step": 2}),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
 }
 CHECKPOINTS = [*ALL, *MAPPED]

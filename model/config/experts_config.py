@@ -1,0 +1,134 @@
+"""Read from `config.json` which layers have experts, how many, of what shape, and their router."""
+
+from math import prod
+
+from exl2flow.core.errors import SourceModelError
+from exl2flow.kernels import RouterRule
+from exl2flow.model.config.family import DenseLayers, Experts, Family
+from exl2flow.model.config.fields import WIDEST, Fields
+from exl2flow.model.config.layers_config import bias_of
+from exl2flow.model.config.spec import ExpertsSpec, MlpSpec
+
+MOST_EXPERTS = 1 << 12  # that can be
+GROUP_SCORES = 2  # a group is ranked by the sum of so many scores
+
+
+def read_mlps(
+    config: Fields, family: Family, *, num_layers: int, activation: str
+) -> tuple[MlpSpec | ExpertsSpec, ...]:
+    """Return the MLP or the experts of each layer.
+
+    Raises:
+        SourceModelError: a key is missing or impossible.
+    """
+    row = family.experts
+    if row is None:
+        return (_dense(config, family, activation),) * num_layers
+    has_experts = [layer_has_experts(config, row, layer) for layer in range(num_layers)]
+    dense = None if all(has_experts) else _dense(config, family, activation)
+    experts = _experts(config, family, row, activation) if any(has_experts) else None
+    mlps = [experts if has else dense for has in has_experts]
+    return tuple(mlp for mlp in mlps if mlp is not None)
+
+
+def layer_has_experts(config: Fields, row: Experts, layer: int) -> bool:
+    """Return whether a layer has experts, by the rule of a row."""
+    match row.dense:
+        case DenseLayers.NONE:
+            return True
+        case DenseLayers.FIRST:
+            return layer >= config.integer("first_k_dense_replace", 0, least=0)
+        case DenseLayers.LISTED:
+            step = config.integer("decoder_sparse_step", 1)
+            return (layer + 1) % step == 0 and layer not in _listed(config, "mlp_only_layers")
+        case DenseLayers.INTERVAL:
+            first = config.integer("moe_layer_start_index", 0, least=0)
+            last = config.integer("moe_layer_end_index", config.integer("num_hidden_layers") - 1)
+            every = config.integer("moe_layer_interval", 1)
+            return first <= layer <= last and (layer + 1) % every == 0
+
+
+def _listed(config: Fields, key: str) -> tuple[int, ...]:
+    """Return a list of layers, which may be absent."""
+    listed = config.values.get(key)
+    if not isinstance(listed, list):
+        return ()
+    most = config.integer("num_hidden_layers") - 1
+    return config.integers(key, len(listed), least=0, most=most)
+
+
+def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
+    inner = family.default_inner * config.integer("hidden_size", most=WIDEST) or None
+    return MlpSpec(
+        intermediate_size=config.integer("intermediate_size", inner, most=WIDEST),
+        activation=activation,
+        has_bias=bias_of(config, family.mlp_bias),
+        gated=family.is_gated,
+    )
+
+
+def _experts(config: Fields, family: Family, row: Experts, activation: str) -> ExpertsSpec:
+    has_bias = bias_of(config, row.bias)
+    shared = prod(config.integer(key, 0, least=0, most=WIDEST) for key in row.shared_width_keys)
+    return ExpertsSpec(
+        rule=_rule(config, row),
+        expert=MlpSpec(
+            intermediate_size=config.integer(row.width_key, most=WIDEST),
+            activation=activation,
+            has_bias=has_bias,
+            gated=family.is_gated,
+        ),
+        shared=MlpSpec(
+            intermediate_size=shared,
+            activation=activation,
+            has_bias=has_bias,
+            gated=family.is_gated,
+        )
+        if row.shared is not None and shared
+        else None,
+    )
+
+
+def _rule(config: Fields, row: Experts) -> RouterRule:
+    counted = next(filter(config.has, row.count_keys), row.count_keys[0])
+    experts = config.integer(counted, row.default_count, most=MOST_EXPERTS)
+    top = config.integer(row.top_key, most=MOST_EXPERTS)
+    if top > experts:
+        raise SourceModelError(
+            f"{config.named(row.top_key)} in `{config.path}` is {top}; it must be at most "
+            f"{config.named(counted)}, {experts}"
+        )
+    groups, top_groups = _groups(config, row, experts, top)
+    floor = row.least_sum
+    return RouterRule(
+        experts=experts,
+        top=top,
+        scores=row.scores,
+        norm=1.0 if bias_of(config, row.is_normalized) else None,
+        least_norm=config.number(floor, 1e-12) if isinstance(floor, str) else floor,
+        scaling=1.0 if row.scaling_key is None else config.number(row.scaling_key, 1.0),
+        groups=groups,
+        top_groups=top_groups,
+        scales_input=row.scales_input,
+    )
+
+
+def _groups(config: Fields, row: Experts, experts: int, top: int) -> tuple[int, int]:
+    """Return the number of groups, and of those of which experts are chosen."""
+    if row.group_keys is None:
+        return 1, 1
+    count, chosen = row.group_keys
+    groups, top_groups = config.integer(count, 1), config.integer(chosen, 1)
+    if groups == 1:
+        return 1, 1
+    if experts % groups or experts // groups < GROUP_SCORES:
+        raise SourceModelError(
+            f"{config.named(count)} in `{config.path}` is {groups}; it must divide "
+            f"{experts}, the number of experts, into groups of {GROUP_SCORES} or more"
+        )
+    if top_groups > groups or top_groups * (experts // groups) < top:
+        raise SourceModelError(
+            f"{config.named(chosen)} in `{config.path}` is {top_groups}; it must be at most "
+            f"{groups}, and so many groups must hold {top} experts"
+        )
+    return groups, top_groups

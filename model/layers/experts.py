@@ -1,0 +1,193 @@
+"""Experts: each token passes those that a router chooses, and the shared one if there is one.
+
+A sublayer has some or all experts of its layer. If some, its states are pairs side by side, the
+hidden state that entered the layer's experts and the sum of what those before it computed. Each
+group evaluates the router anew, from the same state, and adds its experts in order, so the result
+does not depend on how a layer is divided.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from exl2flow.core.errors import TensorShapeError
+from exl2flow.kernels import RouterArgs, Routes, get_ops
+from exl2flow.model.config.spec import ModelSpec, router_tensors
+from exl2flow.model.config.sublayer_spec import ExpertGroup, SublayerSpec
+from exl2flow.model.files.weights import TensorFiles
+from exl2flow.model.layers.attention import LayerCache
+from exl2flow.model.layers.fuse import Products
+from exl2flow.model.layers.linear import Linear
+from exl2flow.model.layers.mlp import activated
+from exl2flow.model.layers.norms import Norm
+from exl2flow.model.layers.rope import RopeTable
+from exl2flow.model.layers.sublayer import Sublayer
+
+SHARED = "shared"
+
+
+class RoutedReads(dict[str, torch.Tensor]):
+    """What experts read, by capture: the tokens of each, (n, k), in order; and all routes."""
+
+    def __init__(self, routes: Routes) -> None:
+        super().__init__()
+        self.routes = routes
+
+
+class ExpertsSublayer(Sublayer):
+    """A `Sublayer` that ignores positions and cache.
+
+    shared_gate: fp32 (1, hidden), or None.
+    """
+
+    def __init__(
+        self,
+        spec: SublayerSpec,
+        *,
+        norms: dict[str, Norm],
+        linears: dict[str, Linear],
+        router: RouterArgs,
+        shared_gate: torch.Tensor | None,
+        activation: str,
+        multiplier: float = 1.0,
+    ) -> None:
+        super().__init__(spec, norms=norms, linears=linears, multiplier=multiplier)
+        assert spec.group is not None
+        self.group: ExpertGroup = spec.group
+        self.router, self.shared_gate, self.activation = router, shared_gate, activation
+
+    def reads(
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+    ) -> RoutedReads:
+        """Return what each expert reads, (n, k) of its n tokens."""
+        x = self._inputs(hidden)
+        return self._reads(x, get_ops(x.device).route(x, self.router))
+
+    def reads_like(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> RoutedReads:
+        """See `Sublayer`: the tokens of each expert are those of `reads`."""
+        assert isinstance(reads, RoutedReads)
+        return self._reads(self._inputs(hidden), reads.routes)
+
+    def of_rows(
+        self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor], places: Sequence[int]
+    ) -> Mapping[str, torch.Tensor]:
+        """See `Sublayer`: computed again, unless these are all rows."""
+        if len(places) == len(hidden):
+            return reads
+        return self.reads(torch.stack([hidden[place] for place in places]))
+
+    def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the next hidden states, (b, t, hidden), or pairs of them; see the module."""
+        assert isinstance(reads, RoutedReads)
+        size = self._hidden_size(hidden)
+        entered, total = hidden[..., :size], hidden[..., size:].reshape(-1, size)
+        if not self.spec.is_paired:
+            total = torch.zeros_like(entered).view(-1, size)
+        for expert, (tokens, weights) in self._assigned(reads.routes):
+            [y] = self.apply_linears(f"{expert}.inner", reads[f"{expert}.inner"])
+            if not self.router.rule.scales_input:
+                y = y * weights[:, None].to(y.dtype)
+            total = total.index_add(0, tokens, y)
+        if self.group.has_shared:
+            [y] = self.apply_linears(f"{SHARED}.inner", reads[f"{SHARED}.inner"])
+            total = total + (y if self.shared_gate is None else y * self._share(hidden))
+        update = total.view(entered.shape)
+        if not self.group.is_last:
+            return torch.cat([entered, update], dim=-1)
+        update = self.normed("after", update)
+        result = entered + (update if self.multiplier == 1.0 else update * self.multiplier)
+        return result if self.group.is_whole else torch.cat([result, torch.zeros_like(result)], -1)
+
+    def products(self) -> Products:
+        """See `Sublayer.products`."""
+        return (None,)
+
+    def counts(self, reads: Mapping[str, torch.Tensor]) -> dict[int, int]:
+        """Return how many tokens each expert of the group reads."""
+        return {expert: len(reads[f"{expert}.input"]) for expert in self.group.experts}
+
+    def _inputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what router and experts read, (b · t, hidden)."""
+        entered = hidden[..., : self._hidden_size(hidden)]
+        return self.normed("before", entered).reshape(-1, entered.shape[-1])
+
+    def _hidden_size(self, hidden: torch.Tensor) -> int:
+        return hidden.shape[-1] // (2 if self.spec.is_paired else 1)
+
+    def _reads(self, x: torch.Tensor, routes: Routes) -> RoutedReads:
+        reads = RoutedReads(routes)
+        for expert, (tokens, weights) in self._assigned(routes):
+            own = x[tokens]
+            if self.router.rule.scales_input:
+                own = own * weights[:, None].to(x.dtype)
+            self._read(reads, str(expert), own)
+        if self.group.has_shared:
+            self._read(reads, SHARED, x)
+        return reads
+
+    def _read(self, reads: RoutedReads, expert: str, x: torch.Tensor) -> None:
+        reads[f"{expert}.input"] = x
+        outputs = self.apply_linears(f"{expert}.input", x)
+        reads[f"{expert}.inner"] = activated(outputs, self.activation)
+
+    def _assigned(self, routes: Routes) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+        """Yield each expert of the group with its tokens in order, and their weights."""
+        ids = routes.ids.flatten()
+        order = ids.argsort(stable=True)
+        counts = torch.bincount(ids, minlength=self.router.rule.experts).tolist()
+        chosen = torch.split(order, counts)
+        weights = routes.weights.flatten()
+        for expert in self.group.experts:
+            places = chosen[expert]
+            yield expert, (places // routes.ids.shape[1], weights[places])
+
+    def _share(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the weight of the shared expert for each token, (b · t, 1)."""
+        assert self.shared_gate is not None
+        x = self._inputs(hidden)
+        return torch.nn.functional.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
+
+
+def load_router(
+    spec: ModelSpec, group: ExpertGroup, tensors: TensorFiles, *, device: torch.device | str
+) -> tuple[RouterArgs, torch.Tensor | None]:
+    """Load a router, and the weight of the shared expert's gate if there is one, in fp32.
+
+    Raises:
+        MissingTensor: one of the tensors is absent.
+        TensorShapeError: one has another shape than the config implies.
+    """
+    loaded = {}
+    for name, shape in router_tensors(spec, group).items():
+        tensor = tensors.read_floating(name)
+        if tuple(tensor.shape) != shape:
+            raise TensorShapeError(
+                f"`{name}` has shape {tuple(tensor.shape)}, `config.json` implies {shape}; check "
+                "that both belong to one model"
+            )
+        loaded[name] = tensor.to(device, torch.float32)
+    router, gate = group.router, group.shared_gate
+    correction = None if router.correction is None else loaded[router.correction].flatten()
+    args = RouterArgs(
+        rule=router.rule,
+        weight=loaded[f"{router.key}.weight"],
+        bias=loaded.get(f"{router.key}.bias"),
+        correction=correction,
+    )
+    return args, None if gate is None else loaded[f"{gate}.weight"]
+
+
+def entering(states: torch.Tensor, spec: SublayerSpec, hidden_size: int) -> torch.Tensor:
+    """Return states, or gradients by them, as a sublayer takes and returns them.
+
+    Args:
+        states: (…, hidden), or pairs (…, 2 · hidden) beside a sum of experts.
+        spec: of the sublayer; states become pairs with a sum of zero, or lose their sum.
+        hidden_size: of a state.
+    """
+    width = hidden_size * (2 if spec.is_paired else 1)
+    if states.shape[-1] == width:
+        return states
+    if states.shape[-1] > width:
+        return states[..., :width].contiguous()
+    return torch.nn.functional.pad(states, (0, width - states.shape[-1]))
