@@ -54,6 +54,7 @@ QWEN3 = replace(
 QWEN3_MOE = replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
+    default_head_dim=None,
     experts=Experts(default_count=128),
     defaults=(("num_experts_per_tok", 8), ("norm_topk_prob", False)),
 )
