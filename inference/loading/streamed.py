@@ -21,6 +21,7 @@ from exl2flow.model import (
     build_head,
     resolve,
 )
+from exl2flow.model.layers.experts import entering
 from exl2flow.model.layers.stream import StreamedSublayers, rows_together
 
 FP32 = torch.float32
@@ -72,11 +73,13 @@ class StreamedModel:
         """
         hidden = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
         for sublayer in self._read():
+            size = self.spec.hidden_size
+            hidden = [entering(states, sublayer.spec, size) for states in hidden]
             for states in hidden:
                 for rows in torch.split(states, self._rows_together(states.shape[1])):
                     look(sublayer.spec)
                     rows.copy_(sublayer(rows))
-        return hidden
+        return [states[..., : self.spec.hidden_size] for states in hidden]
 
     def _rows_together(self, tokens: int) -> int:
         """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""

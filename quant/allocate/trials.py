@@ -65,6 +65,11 @@ class Trials:
         without: dict[str, torch.Tensor] = {}
         for sublayer in self.model.sublayers(self.model.spec.sublayers):
             spec = sublayer.spec
+            seen, reference = (self.model.entering(x, spec) for x in (seen, reference))
+            states, without = (
+                {name: self.model.entering(x, spec) for name, x in streams.items()}
+                for streams in (states, without)
+            )
             hessians, _ = collect_hessians(sublayer, seen, move=True)
             advance(sublayer, reference)
             streams = list(without.values())
@@ -77,6 +82,7 @@ class Trials:
                 for stream in [states[name], *(streams if name == first else [])]:
                     advance(sublayer, stream)
             passed(spec)
+        seen, reference = (self.model.entering(x, None) for x in (seen, reference))
         return self._verdict(seen, reference, states, without, choices)
 
     def _variants(
@@ -130,6 +136,7 @@ class Trials:
         heads = self._round(source, head.linear, wanted)
 
         def compare(final: torch.Tensor, choice: Choice) -> float:
+            final = self.model.entering(final, None)
             rounded = head.with_linear(heads[choice[projection.key]])
             return mean_divergence(head, reference, rounded, final)
 

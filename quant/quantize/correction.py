@@ -42,7 +42,9 @@ class CrossProducts:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Add the quantized model's activations of a row, by capture, (1, t, k).
+        """Add what projections of the quantized model read of a row, see `Sublayer.reads`.
+
+        Experts read the same tokens in the source as in the quantized model.
 
         Source rows pass one at a time here and in `advance_source`, which must agree.
         """
@@ -50,17 +52,15 @@ class CrossProducts:
             return
         place = self.pairs.index(row)
         hidden = self.source[place : place + 1].to(device_of(self.sublayer), non_blocking=True)
-        wanted = self.sublayer.reads(hidden)
-        output = self.sublayer.output(hidden, wanted)[0]
-        self.source[place].copy_(output, non_blocking=True)
+        self.source[place].copy_(self.sublayer(hidden)[0], non_blocking=True)
         if place not in self._fitting:
             return
-        for capture, x in wanted.items():
-            quantized = read[capture][0]
+        for capture, x in self.sublayer.reads_like(hidden, read).items():
+            quantized = read[capture].flatten(0, -2)
             if capture not in self._sums:
                 k = quantized.shape[-1]
                 self._sums[capture] = torch.zeros(k, k, device=quantized.device)
-            self._sums[capture].addmm_(quantized.T, x[0] - quantized)
+            self._sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return capture name → the mean over rows, fp32 (k, k). Consumes the sums."""
