@@ -103,7 +103,7 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     has_unit_head: bool = False
-    group_weights: int | None = GROUP_WEIGHTS
+    group_weights: int | None = None
     config: Mapping[str, object] = field(compare=False, repr=False)
 
     @cached_property

@@ -26,7 +26,7 @@ from exl2flow.quant.walk.walk import advance
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """divergences: nats per token of each allocation; without: those of the first allocation with
-    a single sublayer left unquantized, by the sublayer's name."""
+    a single block left unquantized, by its name (`SublayerSpec.block`)."""
 
     divergences: Mapping[str, float]
     without: Mapping[str, float]
@@ -72,9 +72,11 @@ class Trials:
             )
             hessians, _ = collect_hessians(sublayer, seen, move=True)
             advance(sublayer, reference)
+            plain = without.pop(spec.block, None)  # begun with the first experts of a layer
+            plain = states[first].clone() if plain is None else plain
             streams = list(without.values())
-            without[spec.name] = states[first].clone()
-            advance(sublayer, without[spec.name])
+            without[spec.block] = plain
+            advance(sublayer, plain)
             variants = self._variants(sublayer, hessians, choices)
             for name, choice in choices.items():
                 for p in spec.projections:

@@ -201,7 +201,7 @@ def collect_hessians(
     for rows in row_batches(sublayer, states):
         look()
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
-        read = sublayer.reads(hidden)
+        read: Mapping[str, torch.Tensor] = sublayer.reads(hidden)
         numbers = range(rows.start, rows.stop)
         if observe is not None:
             for row in numbers:
