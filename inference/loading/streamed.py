@@ -42,12 +42,13 @@ class StreamedModel:
         """
         self.folder, self.is_reference = folder, is_reference
         self.device = device
-        self.spec = resolve(folder)
+        on_gpu = device.type == "cuda"
+        packed = on_gpu and not is_reference
+        spec = resolve(folder)
+        self.spec = spec.undivided() if packed else spec  # fp16 sums of experts are not divided
         tensors = CanonicalTensors(self.spec)
         self.bytes = sum(path.stat().st_size for path in tensors.files)
-        on_gpu = device.type == "cuda"
         weights = torch.float16 if on_gpu else FP32
-        packed = on_gpu and not is_reference
         self.dtype = FP32 if is_reference else weights  # of hidden states
         self.embedding = build_embedding(self.spec, tensors, dtype=self.dtype, device=device)
         self._sublayers = StreamedSublayers(

@@ -113,6 +113,15 @@ class ModelSpec:
         return tuple(replace(sublayer, index=index) for index, sublayer in enumerate(rows))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return any(isinstance(mlp, ExpertsSpec) for mlp in self.mlps)
+
+    def undivided(self) -> "ModelSpec":
+        """Return this model with all experts of a layer in one sublayer, as inference runs them."""
+        return replace(self, group_weights=None)
+
+    @property
     def widest_mlp(self) -> int:
         """The features of its widest MLP or expert."""
         widths = [
