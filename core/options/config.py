@@ -181,12 +181,23 @@ class RoundingOptions(Options):
         le=1,
         description="how far matrices compensate for errors of earlier layers, where that helps",
     )
+    expert_tokens: Annotated[int, Option("N", "Quality")] = Field(
+        0,
+        ge=0,
+        description="tokens below which an expert also learns from tokens that nearly chose it; 0: "
+        "as many as it has in-features",
+    )
     fisher_share: float = Field(
         0.5,
         ge=0,
         le=1,
         description="share of the gradient-weighted Hessian in the Hessian used for rounding",
     )
+
+    def fingerprinted(self) -> dict[str, object]:
+        """Return the options that a stage's fingerprint knows; defaults of later ones are not."""
+        exclude = set() if self.expert_tokens else {"expert_tokens"}
+        return self.model_dump(exclude=exclude)
 
 
 class TuneOptions(Options):

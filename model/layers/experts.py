@@ -66,10 +66,28 @@ class ExpertsSublayer(Sublayer):
         self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> RoutedReads:
         """Return what each expert reads, (n, k) of its n tokens."""
-        entered, total = self._halves(hidden)
-        with torch.no_grad():
-            routes = get_ops(hidden.device).route(self.normed("before", entered), self.router)
-        return self._reads(RoutedReads(entered, total, routes))
+        return self._reads(RoutedReads(*self._halves(hidden), self.routes(hidden)))
+
+    @torch.no_grad()
+    def routes(self, hidden: torch.Tensor) -> Routes:
+        """Return the experts that tokens (b, t, hidden), or pairs, choose among their layer's."""
+        return get_ops(hidden.device).route(self.inputs(hidden), self.router)
+
+    @torch.no_grad()
+    def nearly_chosen(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the score of each expert over that of the least chosen one, fp32 (b · t, experts).
+
+        At most 1; 0 where the expert is chosen.
+        """
+        return get_ops(hidden.device).nearly_chosen(self.inputs(hidden), self.router)
+
+    def inputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what router and experts read, (b · t, hidden)."""
+        return self.normed("before", self._halves(hidden)[0])
+
+    def inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what an expert's down reads where it reads x (n, hidden) itself."""
+        return activated(self.apply_linears(f"{expert}.input", x), self.activation)
 
     def reads_like(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> RoutedReads:
         """See `Sublayer`: the tokens of each expert are those of `reads`."""

@@ -21,6 +21,7 @@ from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.measure.measurement import CandidateResult, projection_bits, to_entries
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
     RoundingJob,
@@ -64,7 +65,8 @@ class Estimating(SublayerWork):
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: advance the states unquantized, and try all candidates."""
-        hessians, _ = collect_hessians(sublayer, states, move=True)
+        coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
+        hessians, _ = collect_hessians(sublayer, states, move=True, coverage=coverage)
         factors = self.factors.read(sublayer.spec.index)
         reading, note = sublayer.spec.reading, self.folder.note
         items = {
@@ -236,8 +238,9 @@ def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:
     """Return the options that an estimate depends on."""
-    used = {"scale_search", "damping", "fisher_share", "output_damping"}
-    return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
+    used = {"scale_search", "damping", "fisher_share", "output_damping", "expert_tokens"}
+    known = {name: value for name, value in options.fingerprinted().items() if name in used}
+    return {**known, "two_sided": options.rounds > 0}
 
 
 def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tensor) -> list[str]:

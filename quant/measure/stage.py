@@ -36,6 +36,7 @@ from exl2flow.quant.measure.measurement import (
     read_entries,
     to_entries,
 )
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import (
     BATCH_ELEMENTS,
     BATCH_WEIGHT,
@@ -72,7 +73,8 @@ class Measuring(SublayerWork):
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then advance the states unquantized."""
-        hessians, outputs = collect_hessians(sublayer, states)
+        coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
+        hessians, outputs = collect_hessians(sublayer, states, coverage=coverage)
         reading, note = sublayer.spec.reading, self.folder.note
         factors = {
             capture: shared_factor(reading(capture)[0], hessian, {}, self.options, note=note)
@@ -281,7 +283,9 @@ def _options(config: RunOptions) -> dict[str, object]:
     options: dict[str, object] = {"rope": config.rope.model_dump()}
     if config.sensitivity.kind == "fisher":
         return options | {"rounding": estimate_options(config.rounding)}
-    return options | {"rounding": config.rounding.model_dump(include={"scale_search", "damping"})}
+    used = {"scale_search", "damping", "expert_tokens"}
+    known = config.rounding.fingerprinted()
+    return options | {"rounding": {name: known[name] for name in used if name in known}}
 
 
 MEASURE: Stage[RunOptions] = Stage(
