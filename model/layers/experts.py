@@ -154,10 +154,11 @@ class ExpertsSublayer(Sublayer):
         its gradients are added to those by `entered` in turn, however a layer is divided.
         """
         entered, routes = reads.entered, reads.routes
+        with_gradients = entered.requires_grad
         x = self.normed("before", entered)
         for expert, tokens, weights in self._assigned(routes):
             own = x[tokens]
-            if entered.requires_grad:
+            if with_gradients:
                 own = self.normed("before", entered[tokens])
                 weights = self._weights(own, routes, expert, tokens)
             reads.tokens[expert], reads.weights[expert] = tokens, weights
@@ -165,7 +166,7 @@ class ExpertsSublayer(Sublayer):
                 own = own * weights[:, None].to(x.dtype)
             self._read(reads, str(expert), own)
         if self.group.has_shared:
-            self._read(reads, SHARED, x)
+            self._read(reads, SHARED, self.normed("before", entered) if with_gradients else x)
         return reads
 
     def _weights(
