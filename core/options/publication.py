@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_validator
 
-from exl2flow.core.options.base import Device, Option, Options
+from exl2flow.core.options.base import Device, Option, Options, measurement_path
 
 # The Hub allows 96 characters, no `--` or `..`, no dot or dash at the end and no `.git`
 NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -67,7 +67,7 @@ class PublishConfig(PublishOptions):
         description="output folders of `exl2flow convert` for one source, one per bitrate",
     )
     measurement: Annotated[Path | None, Option("FILE", "Publishing")] = Field(
-        None, description="measurement.json to publish on `main`; empty: none"
+        None, description="measurement.json to publish on `main`, or its folder; empty: none"
     )
     device: Annotated[Device, Option("auto|cpu|cuda", "Publishing")] = Field(
         "auto", description="where to try the downloaded models: auto, cpu or cuda"
@@ -82,3 +82,8 @@ class PublishConfig(PublishOptions):
         description="folder for digests and records of what was verified, with room for one "
         "model; empty: `.exl2flow` beside the first model",
     )
+
+    @field_validator("measurement")
+    @classmethod
+    def _file_in_folder(cls, value: Path | None) -> Path | None:
+        return measurement_path(value)

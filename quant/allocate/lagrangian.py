@@ -66,7 +66,7 @@ def _table(rows: Numbers, dtype: type, rest: float) -> np.ndarray:
     table = np.full((len(rows), lengths.max()), rest, dtype)
     for length in np.unique(lengths):
         same = np.flatnonzero(lengths == length)
-        table[same, :length] = np.array([rows[i] for i in same], dtype)
+        table[same, :length] = np.array([rows[i] for i in same.tolist()], dtype)
     return table
 
 
@@ -102,7 +102,9 @@ def _priced(fronts: _Fronts, budget: int) -> tuple[float, np.ndarray, np.ndarray
 
     def picked(price: float) -> np.ndarray:
         np.multiply(size, price, out=room)
-        return np.add(room, c, out=room).argmin(axis=1)
+        np.add(room, c, out=room)
+        best: np.ndarray = room.argmin(axis=1)
+        return best
 
     above = np.zeros(len(b), np.int64)  # the smallest options, which fit
     low, high = 0.0, float(np.ptp(c[np.isfinite(c)])) + 1e-300  # a bit is worth less
