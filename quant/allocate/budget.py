@@ -14,7 +14,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
-from exl2flow.quant.allocate.knapsack import solve
+from exl2flow.quant.allocate.knapsack import MOST_EXACT, solve
 from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
 from exl2flow.quant.measure.candidates import FAST_GROUP, HEAD_PARAMS, is_allowed
 from exl2flow.quant.measure.measurement import (
@@ -272,6 +272,8 @@ def allocate_total(
     size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb)
     # headers grow by a few digits at most
     overhead = size * 8 - total_bits(least.values())
+    # the digits of very many headers change with every choice: leave them some room
+    room = len(slots) // 64 if len(slots) > MOST_EXACT else 0
     if size > target:
         raise size_unreachable(target, size, config.allocate)
     while True:
@@ -282,7 +284,8 @@ def allocate_total(
         excess = output_bytes(spec, allocation.params, config.shard_size_mb) - target
         if excess <= 0:
             return allocation
-        overhead += 8 * excess
+        overhead += 8 * (excess + room)
+        room *= 2
 
 
 def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
