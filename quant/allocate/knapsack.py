@@ -53,9 +53,11 @@ def solve(bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget
         return _solution(bits, cost, *_exact(bits, cost, budget))
     close = relaxed(bits, cost, budget)
     found = _solution(bits, cost, close.choice.tolist(), close.bound)
-    if found.value - found.bound > MOST_GAP * abs(found.value):
-        gap = MOST_GAP / 2 * abs(found.value)  # of the value that is found, which is no greater
-        found = _solution(bits, cost, *_exact(bits, cost, budget, gap=gap)[:2])
+    for share in (MOST_GAP / 2, MOST_GAP / 2, 0.0):  # of a value that may still be far too great
+        if found.value - found.bound <= MOST_GAP * abs(found.value):
+            break
+        gap = share * abs(found.value)
+        found = _solution(bits, cost, *_exact(bits, cost, budget, gap)[:2])
     return found
 
 
@@ -69,7 +71,7 @@ def _solution(
     """Sum up a choice; without a status, it is how close the choice is to the bound."""
     value = math.fsum(c[i] for c, i in zip(cost, choice, strict=True))
     if not status:
-        bound = min(bound, value)  # but for rounding it is
+        bound = float(min(bound, value))  # but for rounding it is
         gap = (value - bound) / abs(value) if value else 0.0
         status = f"within {gap:.1e} of optimal"
     used = sum(b[i] for b, i in zip(bits, choice, strict=True))

@@ -5,6 +5,7 @@ optimum from below. At the best price one slot alone is undecided, so the more s
 choice gets: exchanges of single options, and of pairs, spend what is left of the budget.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def relaxed(bits: Sequence[Sequence[int]], cost: Numbers, budget: int) -> Relaxe
     picked = _toward(fronts, picked, low, budget)
     priced = fronts.cost + price * fronts.bits
     least = priced.min(axis=1)
-    bound = float(least.sum() - price * budget)
+    bound = math.fsum(least) - price * budget
     picked = _exchanged(fronts, picked, priced - least[:, None], budget, bound)
     return Relaxed(choice=fronts.index[np.arange(len(picked)), picked], bound=bound)
 
