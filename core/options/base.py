@@ -100,6 +100,7 @@ TokenBlock = Annotated[
 ]
 
 
-def measurement_path(path: Path | None) -> Path | None:
+def measurement_path(path: Path) -> Path:
     """Return the file of a measurement, which may be given as its folder."""
-    return path / MEASUREMENT_FILE if path is not None and path.is_dir() else path
+    path = user_path(path)
+    return path / MEASUREMENT_FILE if path.is_dir() else path

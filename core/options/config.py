@@ -13,17 +13,10 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, mo
 from pydantic.config import JsonValue
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.base import (
-    CacheName,
-    DeviceOption,
-    Option,
-    TokenBlock,
-    measurement_path,
-    user_path,
-)
+from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
-from exl2flow.core.options.publication import PublishOptions
+from exl2flow.core.options.publication import MeasurementPath, PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
@@ -371,7 +364,7 @@ class SharedOptions(RunOptions):
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6 with `bpw`, else chosen",
     )
-    measurement: Annotated[Path | None, Option("FILE", "Bit allocation")] = Field(
+    measurement: Annotated[MeasurementPath | None, Option("FILE", "Bit allocation")] = Field(
         None,
         description="use this measurement.json, or the one in this folder, written by "
         "`exl2flow measure` or exllamav2; empty: measure",
@@ -385,11 +378,6 @@ class SharedOptions(RunOptions):
     tune: TuneOptions = TuneOptions()
     allocate: AllocateOptions = AllocateOptions()
     validate_options: ValidateOptions = ValidateOptions()
-
-    @field_validator("measurement")
-    @classmethod
-    def _file_in_folder(cls, value: Path | None) -> Path | None:
-        return measurement_path(value)
 
     @model_validator(mode="after")
     def _check_head_bits(self) -> Self:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field
 
 from exl2flow.core.options.base import Device, Option, Options, measurement_path
 
@@ -21,6 +21,7 @@ def _is_a_name(repo: str) -> str:
 
 # The pattern is for forms: as a constraint of the field it would be the error message
 RepoName = Annotated[str, AfterValidator(_is_a_name), Field(json_schema_extra={"pattern": REPO})]
+MeasurementPath = Annotated[Path, AfterValidator(measurement_path)]
 
 
 class PublishOptions(Options):
@@ -66,7 +67,7 @@ class PublishConfig(PublishOptions):
         min_length=1,
         description="output folders of `exl2flow convert` for one source, one per bitrate",
     )
-    measurement: Annotated[Path | None, Option("FILE", "Publishing")] = Field(
+    measurement: Annotated[MeasurementPath | None, Option("FILE", "Publishing")] = Field(
         None, description="measurement.json to publish on `main`, or its folder; empty: none"
     )
     device: Annotated[Device, Option("auto|cpu|cuda", "Publishing")] = Field(
@@ -82,8 +83,3 @@ class PublishConfig(PublishOptions):
         description="folder for digests and records of what was verified, with room for one "
         "model; empty: `.exl2flow` beside the first model",
     )
-
-    @field_validator("measurement")
-    @classmethod
-    def _file_in_folder(cls, value: Path | None) -> Path | None:
-        return measurement_path(value)

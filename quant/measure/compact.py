@@ -82,15 +82,24 @@ def read_numbers(path: Path, name: str) -> list[float]:
     return [entry[name] for entries in content.values() for entry in entries]
 
 
-def read_results(path: Path, spec: ModelSpec) -> dict[str, Results]:
-    """Read a compact file of `write_results`."""
-    content = read_json(path)
-    maker = _Maker(path, spec, tuple(map(OptionList.from_json, content["options"])))
+def read_results(paths: Iterable[Path], spec: ModelSpec) -> dict[str, Results]:
+    """Read compact files of `write_results`, in order."""
+    projections = slot_projections(spec)
     results: dict[str, Results] = {}
-    for name, slot in content["slots"].items():
-        nats = None if slot["nats"] is None else np.array(slot["nats"])
-        results[name] = maker.results(name, slot["options"], np.array(slot["accuracy"]), nats)
+    for path in paths:
+        content = read_json(path)
+        lists = tuple(map(OptionList.from_json, content["options"]))
+        maker = _Maker(path, projections, lists)
+        for name, slot in content["slots"].items():
+            nats = None if slot["nats"] is None else np.array(slot["nats"])
+            results[name] = maker.results(name, slot["options"], np.array(slot["accuracy"]), nats)
     return results
+
+
+def slot_projections(spec: ModelSpec) -> dict[str, tuple[ProjectionSpec, ...]]:
+    """Return every possible slot: name → projections it chooses for."""
+    slots = {part.name: part.projections for s in spec.sublayers for part in s.parts}
+    return slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
 
 
 def _index(lists: Lists, results: Results) -> int:
@@ -152,7 +161,7 @@ def read_compact(path: Path, entry: Mapping[str, Any], spec: ModelSpec) -> dict[
         ConfigError: see `read_arrays`; or a slot has other bits than in this model.
     """
     measured = read_arrays(path, entry)
-    maker = _Maker(path, spec, measured.lists)
+    maker = _Maker(path, slot_projections(spec), measured.lists)
     accuracy = measured.accuracy.double().numpy()
     nats = None if measured.nats is None else measured.nats.double().numpy()
     results: dict[str, Results] = {}
@@ -167,10 +176,13 @@ def read_compact(path: Path, entry: Mapping[str, Any], spec: ModelSpec) -> dict[
 class _Maker:
     """Makes results whose candidates and bits are shared by all slots that have the same."""
 
-    def __init__(self, path: Path, spec: ModelSpec, lists: tuple[OptionList, ...]) -> None:
-        slots = {part.name: part.projections for s in spec.sublayers for part in s.parts}
-        self.path, self.lists = path, lists
-        self.projections = slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
+    def __init__(
+        self,
+        path: Path,
+        projections: Mapping[str, tuple[ProjectionSpec, ...]],
+        lists: tuple[OptionList, ...],
+    ) -> None:
+        self.path, self.projections, self.lists = path, projections, lists
         self._candidates: dict[tuple[object, ...], tuple[Candidate, ...]] = {}
         self._bits = [np.array(listed.bits, np.int64) for listed in lists]
         self._right: set[tuple[object, ...]] = set()  # lists with the bits of these shapes

@@ -18,6 +18,7 @@ from exl2flow.model import ModelSpec, ProjectionSpec, Role
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.model.files.measured import ARRAYS
 from exl2flow.quant.measure.compact import read_compact
+from exl2flow.quant.measure.compact import slot_projections as slot_projections
 from exl2flow.quant.measure.results import ArrayResults, Results, Slots
 from exl2flow.quant.measure.results import Candidate as Candidate
 from exl2flow.quant.measure.results import CandidateResult as CandidateResult
@@ -47,12 +48,6 @@ class Measurement:
 
     decoder: Slots
     head: Results = ()
-
-
-def slot_projections(spec: ModelSpec) -> dict[str, tuple[ProjectionSpec, ...]]:
-    """Return every possible slot: name → projections it chooses for."""
-    slots = {part.name: part.projections for s in spec.sublayers for part in s.parts}
-    return slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
 
 
 def projection_bits(projection: ProjectionSpec, params: QuantParams) -> int:

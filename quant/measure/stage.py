@@ -42,7 +42,6 @@ from exl2flow.quant.measure.measurement import (
     candidate_bits,
     read_entries,
 )
-from exl2flow.quant.measure.results import Results
 from exl2flow.quant.rounding.error_feedback import (
     BATCH_ELEMENTS,
     BATCH_WEIGHT,
@@ -258,13 +257,10 @@ def merge(
     run: StageRun[RunOptions], spec: ModelSpec, files: Sequence[str], *, compact: bool
 ) -> None:
     """Write the measurement of a model from its sublayers' files, and commit it."""
+    paths = [run.folder.path / file for file in files]
     entries: dict[str, object] = {}
-    slots: dict[str, Results] = {}
-    for path in (run.folder.path / file for file in files):
-        if compact:
-            slots |= read_results(path, spec)
-        else:
-            entries |= read_entries(path)
+    for path in () if compact else paths:
+        entries |= read_entries(path)
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
         "last_module_idx": len(spec.sublayers) + 2,  # embedding, sublayers, norm, head
@@ -279,6 +275,7 @@ def merge(
     if not compact:
         run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
         return
+    slots = read_results(paths, spec)
     for written, sha256 in write_compact(path, slots, measurement).items():
         run.folder.commit(written.name, sha256)
 
