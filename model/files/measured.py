@@ -120,9 +120,11 @@ def read_arrays(path: Path, entry: Mapping[str, Any]) -> MeasuredArrays:
     """
     lists = tuple(map(OptionList.from_json, entry["options"]))
     slots = {name: int(index) for name, index in entry["slots"].items()}
-    lengths = [len(lists[index].options) for index in slots.values()]
-    if not lengths or min(lengths) == 0 or min(slots.values()) < 0:
+    if not slots or not {*slots.values()} <= {
+        i for i, listed in enumerate(lists) if listed.options
+    }:
         raise ValueError("a slot without options")
+    lengths = [len(lists[index].options) for index in slots.values()]
     arrays = checked_arrays(path, entry)
     try:
         tensors = read_tensors(arrays)

@@ -252,6 +252,8 @@ def test_damaged_lists_are_refused(entry: str, value: Any, path: Path, spec: Mod
 
     with pytest.raises(ConfigError, match=f"{MEASUREMENT_FILE}`.*measure again"):
         read_measurement(path, spec)
+    with pytest.raises(ConfigError, match=MEASUREMENT_FILE):
+        measurement_frame(path)
 
 
 def test_a_measurement_of_another_model_is_refused(
