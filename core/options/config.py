@@ -16,7 +16,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
-from exl2flow.core.options.publication import PublishOptions
+from exl2flow.core.options.publication import MeasurementPath, PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
@@ -375,10 +375,10 @@ class SharedOptions(RunOptions):
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6 with `bpw`, else chosen",
     )
-    measurement: Annotated[Path | None, Option("FILE", "Bit allocation")] = Field(
+    measurement: Annotated[MeasurementPath | None, Option("FILE", "Bit allocation")] = Field(
         None,
-        description="use this measurement.json, written by `exl2flow measure` or exllamav2; "
-        "empty: measure",
+        description="use this measurement.json, or the one in this folder, written by "
+        "`exl2flow measure` or exllamav2; empty: measure",
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
