@@ -3,7 +3,8 @@
 import torch
 
 from exl2flow.kernels import RouterArgs
-from exl2flow.model.config.spec import ExpertsSpec, MlpSpec, ModelSpec
+from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
+from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
