@@ -94,6 +94,24 @@ def _wrapped(kind: str, tower: dict[str, Any], **text: object) -> dict[str, Any]
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
 GRANITE_MOE = {"num_local_experts": 6, "num_experts_per_tok": 3}
+SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": ROPE,
+}
+ERNIE_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "rope_parameters": ROPE,
+}
 QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 32, "rope_parameters": ROPE}
 
 
@@ -263,6 +281,70 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
             head_dim=32,
             mlp_only_layers=[0],
         ),
+    ),
+    "olmoe": (
+        "Olmoe",
+        False,
+        {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.9, "rope_parameters": ROPE},
+    ),
+    "olmoe-normalized": (
+        "Olmoe",
+        False,
+        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        | {"attention_bias": True},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        False,
+        SIGMOID | PARTIAL | {"use_qk_norm": True, "attention_bias": True, "head_dim": 24},
+    ),
+    "glm4-moe-one-group": (
+        "Glm4Moe",
+        False,
+        SIGMOID
+        | PARTIAL
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+        | {"n_shared_experts": 2},
+    ),
+    "dots1": (
+        "Dots1",
+        False,
+        SIGMOID
+        | {"norm_topk_prob": True, "sliding_window": 10, "max_window_layers": 1, "head_dim": 24},
+    ),
+    "dots1-not-normalized": (
+        "Dots1",
+        False,
+        SIGMOID | {"first_k_dense_replace": 0, "attention_bias": True, "sliding_window": None},
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        False,
+        ERNIE_MOE | {"moe_norm_min": 0.5, "tie_word_embeddings": True},
+    ),
+    "ernie4.5-moe-interval": (
+        "Ernie4_5_Moe",
+        False,
+        ERNIE_MOE
+        | {"moe_layer_start_index": 0, "moe_layer_interval": 2}
+        | {"moe_num_shared_experts": 0},
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        False,
+        {"num_experts": 6, "moe_topk": [2, 4], "head_dim": 24, "tie_word_embeddings": True}
+        | {"rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan-moe-biases": (
+        "HunYuanMoEV1",
+        False,
+        {"num_experts": 5, "moe_topk": 2, "head_dim": 16, "attention_bias": True},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        False,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12}
+        | {"rope_parameters": ROPE},
     ),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
 }
