@@ -1,5 +1,6 @@
 """Tiny checkpoints that transformers writes itself, one or more for each family."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -320,7 +321,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
         False,
-        ERNIE_MOE | {"moe_norm_min": 0.5, "tie_word_embeddings": True},
+        ERNIE_MOE | {"moe_norm_min": 0.6, "tie_word_embeddings": True},
     ),
     "ernie4.5-moe-interval": (
         "Ernie4_5_Moe",
@@ -414,7 +415,7 @@ def random_model(name: str) -> Any:
         randomize(model)
         mapped.finish(model)
         return model.eval()
-    start, is_wrapper, values = ALL[name]
+    start, is_wrapper, values = copy.deepcopy(ALL[name])  # configs change what they are given
     if is_wrapper:
         config = getattr(transformers, f"{start}Config")(**values)
         model = transformers.AutoModelForImageTextToText.from_config(config)
