@@ -113,7 +113,7 @@ class PackedLinear:
         if not len(flat):  # an expert without tokens
             return x.new_empty(*x.shape[:-1], self.matrix.shape[1])
         [y], _ = get_ops(x.device).multiply(flat, [self._product])
-        return y.view(*x.shape[:-1], y.shape[-1]).to(x.dtype)
+        return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
 def narrowed(x: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,9 @@ WITH_EXPERTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "dots1-not-normalized": (
         "Dots1",
         False,
-        SIGMOID | {"first_k_dense_replace": 0, "attention_bias": True, "sliding_window": None},
+        SIGMOID
+        | {"first_k_dense_replace": 0, "attention_bias": True, "sliding_window": None}
+        | {"routed_scaling_factor": 0.6},
     ),
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
