@@ -59,14 +59,17 @@ class DenseLayers(StrEnum):
 class Packing:
     """A stored tensor that holds projections of all experts of a layer, (experts, …).
 
-    name: in a layer; projections: names of an expert's, whose rows it holds one after the other.
-    is_transposed: each expert's matrix is (in, out); is_interleaved: rows alternate; is_flat: the
-    experts follow each other along the first of two axes.
+    name: in a layer; projections: names of an expert's, whose rows it holds one after the other;
+    part: `weight` or `bias` of them. is_transposed: each expert's matrix is (in, out), or may_turn:
+    unless it fits the other way only; is_interleaved: rows of the projections alternate; is_flat:
+    the experts follow each other along the first of two axes.
     """
 
     name: str
     projections: tuple[str, ...]
+    part: str = "weight"
     is_transposed: bool = False
+    may_turn: bool = False
     is_interleaved: bool = False
     is_flat: bool = False
 
@@ -83,6 +86,7 @@ class Experts:
     default_count: int | None = None
     top_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
+    listed_keys: tuple[str, ...] = ()  # may be lists with an item for each layer
     dense: DenseLayers = DenseLayers.LISTED
     bias: bool | str = False  # of the experts' linears, as the bias fields of `Family`
 
@@ -90,6 +94,7 @@ class Experts:
     router: str = "mlp.gate"
     router_bias: bool = False
     scores: Scores = Scores.SOFTMAX
+    score_names: tuple[str, ...] = ()  # what `scoring_func` may be, beside the name of `scores`
     # whether the weights of a token are divided by their sum, or the key that decides
     is_normalized: bool | str = "norm_topk_prob"
     least_sum: float | str = 0.0  # that they are divided by, or the key of it
@@ -108,7 +113,7 @@ class Experts:
     )
     packings: tuple[Packing, ...] = ()
     shared: str | None = None
-    shared_width_keys: tuple[str, ...] = ()  # the product of their values is its width
+    shared_width_keys: tuple[str, ...] = ()  # the product of their values is its width; may be 0
     shared_gate: str | None = None
 
 
@@ -152,6 +157,7 @@ class Family:
     score_scale_key: str | None = None
     score_scale_power: float = 1.0
     softcap_key: str | None = None  # of scores
+    clip_key: str | None = None  # the most that elements of queries, keys and values may have
 
     # positions
     nope_rule: NopeRule = NopeRule.NONE
@@ -159,6 +165,7 @@ class Family:
     interleaved: bool = False  # neighbours are rotated as pairs
     # the share of a head that is rotated where configs do not say; None: all, whatever they say
     default_partial: float | None = None
+    rotary_key: str | None = None  # dimensions of a head that are rotated, where no share is given
     has_alpha: bool = False  # rope type `dynamic` may be a fixed stretch of the base by `alpha`
     default_theta: float = 10_000.0
     # the base of sliding layers, whose rope is not stretched; None: all layers have the same rope
@@ -179,6 +186,9 @@ class Family:
     unit_head_key: str | None = None  # says whether the head's rows are divided by their norms
 
     experts: Experts | None = None  # instead of an MLP, in all layers or some
+    # number of layers behind the last one, which draft tokens, and which nothing here needs
+    drafting_key: str | None = None
+    default_drafting: int = 0
 
     # names of tensors
     prefix: str = "model."  # precedes `layers`
@@ -193,6 +203,7 @@ class Family:
     packed_heads: bool = False  # fused rows are groups: queries of a key head, key head, value head
     is_transposed: bool = False  # linears of layers are stored as (in, out)
     carried: tuple[str, ...] = ()  # beginnings of names that EXL2 files keep as stored: towers
+    apart: tuple[str, ...] = ()  # beginnings of names that nothing needs
     left_out: tuple[str, ...] = (  # endings of names that nothing needs
         "rotary_emb.inv_freq",
         "self_attn.bias",

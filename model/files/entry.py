@@ -55,6 +55,33 @@ class TensorEntry:
             step=self.nbytes // groups,
         )
 
+    def slice(self, index: int) -> "TensorEntry":
+        """Return the location of one of the equal parts along the first axis, without this axis."""
+        nbytes = self.nbytes // max(self.shape[0], 1)
+        return replace(
+            self, shape=self.shape[1:], offset=self.offset + index * nbytes, nbytes=nbytes
+        )
+
+    def every(self, step: int, first: int) -> "TensorEntry":
+        """Return the location of each `step`-th row, from `first` on, of a tensor in one run.
+
+        Of a transposed matrix, these are columns as it is stored, whose number `step` divides.
+        """
+        assert not self.step
+        assert self.shape[0] % step == 0
+        if self.is_transposed:  # the stored columns go on in the next row as if it was one
+            run = self.nbytes // max(self.shape[0] * self.shape[1], 1)
+        else:
+            run = self.nbytes // max(self.shape[0], 1)
+        return replace(
+            self,
+            shape=(self.shape[0] // step, *self.shape[1:]),
+            offset=self.offset + first * run,
+            nbytes=self.nbytes // step,
+            run=run,
+            step=step * run,
+        )
+
     def rows(self, first: int, count: int) -> "TensorEntry":
         """Return the location of `count` rows."""
         if self.is_transposed:
@@ -88,3 +115,9 @@ class TensorEntry:
         run = self.run or self.nbytes
         for index in range(self.nbytes // max(run, 1)):
             yield self.offset + index * self.step, run
+
+    def stretches(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield offset and number of neighbouring runs, whose steps take up to `most` bytes."""
+        count, together = self.nbytes // max(self.run, 1), max(1, most // self.step)
+        for first in range(0, count, together):
+            yield self.offset + first * self.step, min(together, count - first)

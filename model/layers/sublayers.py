@@ -2,12 +2,14 @@
 
 import torch
 
-from exl2flow.model.config.spec import ExpertsSpec, MlpSpec, ModelSpec
+from exl2flow.kernels import RouterArgs
+from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
+from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.experts import ExpertsSublayer, load_router
-from exl2flow.model.layers.linear import RowOrders, load_linear
+from exl2flow.model.layers.linear import Linear, RowOrders, load_linear
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -45,49 +47,63 @@ def build_sublayer(
     norms: dict[str, Norm] = {
         norm.role: load_norm(tensors, norm, dtype=dtype, device=device) for norm in sublayer.norms
     }
-    multiplier = spec.residual_multiplier
-
-    def attention() -> AttentionSublayer:
-        return AttentionSublayer(
-            sublayer,
-            attention=spec.attentions[sublayer.layer_index],
-            norms=norms,
-            linears=linears,
-            multiplier=multiplier,
-        )
-
-    def mlp() -> MlpSublayer:
-        layer = spec.mlps[sublayer.layer_index]
-        assert isinstance(layer, MlpSpec)
-        return MlpSublayer(
-            sublayer,
-            norms=norms,
-            linears=linears,
-            activation=layer.activation,
-            multiplier=multiplier,
-        )
-
-    def experts() -> ExpertsSublayer:
-        assert sublayer.group is not None
-        layer = spec.mlps[sublayer.layer_index]
-        assert isinstance(layer, ExpertsSpec)
-        router, gate = load_router(spec, sublayer.group, tensors, device=device)
-        return ExpertsSublayer(
-            sublayer,
-            norms=norms,
-            linears=linears,
-            router=router,
-            shared_gate=gate,
-            activation=layer.expert.activation,
-            multiplier=multiplier,
-        )
-
     match sublayer.kind:
         case "attention":
-            return attention()
+            return _attention(spec, sublayer, norms, linears)
         case "mlp":
-            return mlp()
+            return _mlp(spec, sublayer, norms, linears)
         case "parallel":
-            return ParallelSublayer(attention(), mlp())
+            return ParallelSublayer(
+                _attention(spec, sublayer, norms, linears), _mlp(spec, sublayer, norms, linears)
+            )
         case "experts":
-            return experts()
+            assert sublayer.group is not None
+            router = load_router(spec, sublayer.group, tensors, device=device)
+            return _experts(spec, sublayer, norms, linears, router)
+
+
+def _attention(
+    spec: ModelSpec, sublayer: SublayerSpec, norms: dict[str, Norm], linears: dict[str, Linear]
+) -> AttentionSublayer:
+    return AttentionSublayer(
+        sublayer,
+        attention=spec.attentions[sublayer.layer_index],
+        norms=norms,
+        linears=linears,
+        multiplier=spec.residual_multiplier,
+    )
+
+
+def _mlp(
+    spec: ModelSpec, sublayer: SublayerSpec, norms: dict[str, Norm], linears: dict[str, Linear]
+) -> MlpSublayer:
+    layer = spec.mlps[sublayer.layer_index]
+    assert isinstance(layer, MlpSpec)
+    return MlpSublayer(
+        sublayer,
+        norms=norms,
+        linears=linears,
+        activation=layer.activation,
+        multiplier=spec.residual_multiplier,
+    )
+
+
+def _experts(
+    spec: ModelSpec,
+    sublayer: SublayerSpec,
+    norms: dict[str, Norm],
+    linears: dict[str, Linear],
+    loaded: tuple[RouterArgs, torch.Tensor | None],
+) -> ExpertsSublayer:
+    layer = spec.mlps[sublayer.layer_index]
+    assert isinstance(layer, ExpertsSpec)
+    router, shared_gate = loaded
+    return ExpertsSublayer(
+        sublayer,
+        norms=norms,
+        linears=linears,
+        router=router,
+        shared_gate=shared_gate,
+        activation=layer.expert.activation,
+        multiplier=spec.residual_multiplier,
+    )
