@@ -15,6 +15,7 @@ from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Linear, Sublayer, TensorFiles, build_embedding
 from exl2flow.model.files.gptq import is_gptq
+from exl2flow.model.layers.experts import entering
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -51,6 +52,7 @@ class Reference:
         spec, tensors = source.spec, source.tensors
         dtype = tensors.dtype(f"{spec.embedding_key}.weight")
         self.embedding = build_embedding(spec, tensors, dtype=dtype, device=source.device)
+        self.hidden_size = spec.hidden_size
         self.sublayers: list[Sublayer] = []
         for sublayer in spec.sublayers:
             built = source.sublayer(sublayer)
@@ -69,8 +71,8 @@ class Reference:
         hidden = self.embedding(ids, dtype=torch.float32)
         for sublayer in self.sublayers:
             look()
-            hidden = sublayer(hidden)
-        return hidden
+            hidden = sublayer(entering(hidden, sublayer.spec, self.hidden_size))
+        return hidden[..., : self.hidden_size]
 
 
 def _stored_as(tensors: TensorFiles, key: str, *, otherwise: torch.dtype) -> torch.dtype:

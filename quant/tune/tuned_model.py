@@ -15,6 +15,7 @@ from exl2flow.core.store.files import read_tensors
 from exl2flow.model import ProjectionSpec, SublayerSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.layers.decoder import Head, build_embedding, capped, divergence_terms, placed
+from exl2flow.model.layers.experts import entering
 from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
 from exl2flow.quant.tune.trainable import (
     Parameter,
@@ -31,7 +32,7 @@ LOGIT_BYTES = 1 << 26  # of one model's logits held at a time
 
 
 class TunedSublayer:
-    """A sublayer of trained linears and norms."""
+    """A sublayer of trained linears and norms; experts stay as they are."""
 
     def __init__(
         self, source: SourceModel, spec: SublayerSpec, options: TuneOptions, quantized: Path
@@ -48,11 +49,14 @@ class TunedSublayer:
         self.norms = {
             norm.role: TunedNorm(norm, built.norms[norm.role], source.tensors, options)
             for norm in spec.norms
+            if spec.group is None
         }
 
     @property
     def parameters(self) -> list[Parameter]:
         """The trained parameters, in a fixed order."""
+        if self.spec.group is not None:
+            return []
         parameters = [norm.parameter for norm in self.norms.values()]
         return parameters + [p for linear in self.linears.values() for p in linear.parameters]
 
@@ -106,11 +110,12 @@ class TunedModel:
         hidden = stored(functional.embedding(torch.where(is_known, ids, 0), self.embedding))
         hidden = placed(hidden, self.spec.embedding_multiplier, self.learned)
         for sublayer in self.sublayers:
+            hidden = entering(hidden, sublayer.spec, self.spec.hidden_size)
             if checkpointed:
                 hidden = checkpoint(sublayer, hidden, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = sublayer(hidden)
-        return hidden
+        return hidden[..., : self.spec.hidden_size]
 
     def kept_bytes(self, tokens: int) -> int:
         """Forecast the bytes that a backward pass over `tokens` keeps unless checkpointed."""
