@@ -67,7 +67,9 @@ class ModelSizes:
 
     def __init__(self, spec: ModelSpec, card: Card | None, *, packed: int, factors: int) -> None:
         self.spec, self.card, self.packed, self.factors = spec, card, packed, factors
-        self.token = FLOAT * spec.hidden_size  # bytes of its state
+        # bytes of its state, or of a pair of states
+        pairs = any(sublayer.is_paired for sublayer in spec.sublayers)
+        self.token = FLOAT * spec.hidden_size * (2 if pairs else 1)
         parts = [
             [(p.in_features, padded_columns(p.out_features)) for p in projections]
             for projections in (*(s.projections for s in spec.sublayers), (spec.head,))

@@ -1,0 +1,203 @@
+"""Conversions of a model with experts, whatever the number of steps that a layer takes."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from stage_runs import run_until, text_parquet
+from tiny import make_tiny
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.store import store
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.inference.loading.load import load_model
+from exl2flow.inference.loading.streamed import StreamedModel
+from exl2flow.model import resolve
+from exl2flow.model.config import resolution
+from exl2flow.model.tensor_parallel.shards import check_ranks
+from exl2flow.quant.quantize.stage import read_report
+
+EXPERT = 3 * 64 * 32  # weights
+STEPS = {8: EXPERT, 3: 3 * EXPERT, 1: 1 << 27}  # steps of a layer's routed experts → most weights
+
+
+class Crash(Exception):
+    """Stands for the end of the process."""
+
+
+def configuration(source: Path, out: Path, **values: object) -> ConversionConfig:
+    calibration = {
+        "text": text_parquet(source.parent / "text.parquet"),
+        "rows": 4,
+        "row_tokens": 64,
+        "measure_rows": 3,
+        "measure_row_tokens": 64,
+    }
+    options: dict[str, object] = {
+        "quality": "standard",
+        "sensitivity": {"rows": 2},
+        "rounding": {"rounds": 1, "sweeps": 1},
+    }
+    given = {"calibration": calibration, "bpw": 4.0, **options, **values}
+    return small_config(source, out, **given)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen2-moe", tmp_path_factory.mktemp("experts") / "model")
+
+
+@pytest.fixture(scope="module")
+def divided(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pipeline]:
+    """Convert with a number of steps per layer; each only once."""
+    made: dict[tuple[int, str], Pipeline] = {}
+
+    def convert(steps: int, **values: object) -> Pipeline:
+        key = steps, str(values)
+        if key not in made:
+            root = tmp_path_factory.mktemp(f"steps{steps}")
+            shutil.copytree(source, root / "model")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(resolution, "GROUP_WEIGHTS", STEPS[steps])
+                config = configuration(root / "model", root / "out", **values)
+                made[key] = run_until(config, "compile")
+        return made[key]
+
+    return convert
+
+
+def weights(pipeline: Pipeline) -> str:
+    path = pipeline.config.out / "model.safetensors"
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("steps", [3, 8])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(
+            {
+                "allocate": {"rounds": 1},
+                "tune": {"steps": 2, "tokens": 32, "held_out_rows": 1},
+                "rounding": {"rounds": 1, "sweeps": 1, "expert_tokens": 400},
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["standard", "everything"],
+)
+def test_bytes_do_not_depend_on_the_steps_of_a_layer(
+    steps: int, options: dict[str, object], divided: Callable[..., Pipeline]
+) -> None:
+    assert weights(divided(steps, **options)) == weights(divided(1, **options))
+
+
+def test_steps_of_a_layer_follow_from_its_shape(source: Path) -> None:
+    spec = resolve(source)
+
+    groups = {most: _groups(spec, most) for most in (EXPERT, 3 * EXPERT, 4 * EXPERT, 1 << 27)}
+
+    shared = 3 * 64 * 64  # of its own where it does not fit beside the last ones
+    assert shared == 2 * EXPERT
+    assert groups[EXPERT] == [*([1] * 8), 0]
+    assert groups[3 * EXPERT] == [3, 3, 2, 0]
+    assert groups[4 * EXPERT] == [4, 4, 0]
+    assert groups[1 << 27] == [8]
+
+
+def _groups(spec: object, most: int) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resolution, "GROUP_WEIGHTS", most)
+        again = resolve(spec.source_dir)  # type: ignore[attr-defined]
+    groups = [s.group for s in again.sublayers if s.layer_index == 0 and s.group]
+    assert [g.is_first for g in groups] == [True] + [False] * (len(groups) - 1)
+    assert [g.has_shared for g in groups][-1]
+    return [len(g.experts) for g in groups]
+
+
+def after(stage: str, done: int) -> Progress:
+    def sink(tick: Tick) -> None:
+        if (tick.stage, tick.done) == (stage, done) and tick.detail:
+            raise Crash
+
+    return sink
+
+
+@pytest.mark.parametrize("stage", ["sensitivity", "measure", "quantize"])
+@pytest.mark.parametrize("interval", [0.0, 3600.0], ids=["from saved states", "from the start"])
+def test_a_run_that_ended_within_a_layer_is_resumed_to_the_same_bytes(
+    stage: str,
+    interval: float,
+    divided: Callable[..., Pipeline],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole = divided(3)
+    monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[3])
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", interval)
+    config = whole.config.model_copy(update={"work_root": tmp_path / "work"})
+    pipeline = Pipeline(config, tuple(whole.stages.values()), device="cpu")
+    for name in whole.stages:
+        if name == stage:
+            break
+        shutil.copytree(whole.path(name), pipeline.path(name))
+
+    with pytest.raises(Crash):
+        pipeline.run(stage, progress=after(stage, 3))  # of 5 sublayers of a layer
+    pipeline.run(stage, progress=silent)
+
+    results = {
+        folder: {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.rglob("*")
+            if path.suffix in (".safetensors", ".json") and path.name != "manifest.json"
+        }
+        for folder in (pipeline.path(stage), whole.path(stage))
+    }
+    found, expected = results.values()
+    assert found == expected
+
+
+def test_experts_report_their_tokens_and_the_routes_that_changed(
+    divided: Callable[..., Pipeline],
+) -> None:
+    folder = divided(3).path("quantize") / "sublayers"
+    reports = [read_report(path) for path in sorted(folder.iterdir())]
+    experts = [report["experts"] for report in reports if "experts" in report]
+
+    counts = [sum(e["tokens"].values()) for e in experts]  # type: ignore[index]
+    tokens = 4 * 64 * 2  # rows, tokens, experts of each
+    assert sum(counts[:4]) == sum(counts[4:]) == tokens
+    assert all(0 <= e["changed_routes"] < 0.2 for e in experts)  # type: ignore[index]
+    for e in experts:
+        few = [int(name) for name, count in e["tokens"].items() if count < 64]  # type: ignore[index]
+        assert e["topped_up"] == few  # type: ignore[index]
+
+
+@torch.inference_mode()
+def test_a_converted_model_is_loaded_whole_and_streamed_alike(
+    divided: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = divided(3).config.out
+    ids = torch.randint(0, 290, (2, 40), generator=torch.Generator().manual_seed(0))
+    decoder = load_model(out, device="cpu").decoder
+    assert [s.kind for s in decoder.spec.sublayers] == ["attention", "experts"] * 2
+
+    monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[3])
+    streamed = StreamedModel(out, torch.device("cpu"))
+
+    assert len(streamed.spec.sublayers) == 10
+    [states] = streamed.states([ids])
+    assert torch.equal(torch.cat([decoder.hidden(row[None]) for row in ids]), states)
+
+
+def test_ranks_cannot_share_experts_yet(source: Path) -> None:
+    with pytest.raises(ConfigError, match="has experts, which ranks cannot share yet"):
+        check_ranks(resolve(source), 2)
