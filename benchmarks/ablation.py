@@ -32,6 +32,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.flows.runs.local import run_locally
+from exl2flow.model.files.measured import measurement_files
 from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 Changes = Mapping[str, object]
@@ -226,7 +227,8 @@ def measure_all(
         if name == "measure":
             for pipeline, file in zip(pipelines, baselines, strict=False):
                 folder = folders[pipeline.refs[name].fingerprint]
-                shutil.copyfile(folder / "measurement.json", file)
+                for written in measurement_files(folder / "measurement.json"):
+                    shutil.copyfile(written, file.with_suffix(written.suffix))
 
 
 def run_all(

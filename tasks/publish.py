@@ -17,6 +17,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from exl2flow.core import words
 from exl2flow.core.errors import NO_JSON, ConfigError, Exl2FlowError, PublicationDamaged
+from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.runtime.progress import Progress, Tick, report
@@ -40,6 +41,7 @@ from exl2flow.inference.report.publication import (
 )
 from exl2flow.inference.report.record import read_object
 from exl2flow.inference.scoring.sample import sample_text
+from exl2flow.model.files.measured import ARRAYS, arrays_file, checked_arrays
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import MAIN
 from exl2flow.tasks.origin import check_account, origin_of_models, refuse
@@ -47,7 +49,6 @@ from exl2flow.tasks.repository import KEPT, Contents, Repository
 
 log = logging.getLogger(__name__)
 
-MEASUREMENT_FILE = "measurement.json"
 PROMPT = "Once upon a time"
 
 
@@ -198,7 +199,7 @@ def _contents(
 
 
 def _measurement(config: PublishConfig) -> Contents:
-    """Return the measurement file for `main`, as a copy without paths if it has any."""
+    """Return the measurement's files for `main`; the JSON is a copy without paths if it has any."""
     path = config.measurement
     if path is None:
         return {}
@@ -207,7 +208,12 @@ def _measurement(config: PublishConfig) -> Contents:
     except NO_JSON as error:
         raise ConfigError(f"cannot read the measurement `{path}`: {words.cause(error)}") from error
     public = without_paths(content)
-    return {MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()}
+    files: dict[str, Path | bytes] = {
+        MEASUREMENT_FILE: path if public == content else json.dumps(public).encode()
+    }
+    if isinstance(content, Mapping) and ARRAYS in content:
+        files[arrays_file(Path(MEASUREMENT_FILE)).name] = checked_arrays(path, content[ARRAYS])
+    return files
 
 
 def _for_people(problem: str, bitrates: Sequence[Bitrate]) -> str:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+MEASUREMENT_FILE = "measurement.json"  # its name in a folder
 Device = Literal["auto", "cpu", "cuda"]
 CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
 Panel = Literal[  # in the order in which help shows them
@@ -97,3 +98,9 @@ TokenBlock = Annotated[
         "token in HF_TOKEN"
     ),
 ]
+
+
+def measurement_path(path: Path) -> Path:
+    """Return the file of a measurement, which may be given as its folder."""
+    path = user_path(path)
+    return path / MEASUREMENT_FILE if path.is_dir() else path

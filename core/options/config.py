@@ -16,7 +16,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
-from exl2flow.core.options.publication import PublishOptions
+from exl2flow.core.options.publication import MeasurementPath, PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
@@ -181,12 +181,23 @@ class RoundingOptions(Options):
         le=1,
         description="how far matrices compensate for errors of earlier layers, where that helps",
     )
+    expert_tokens: Annotated[int, Option("N", "Quality")] = Field(
+        0,
+        ge=0,
+        description="tokens below which an expert also learns from tokens that nearly chose it; 0: "
+        "as many as it has in-features",
+    )
     fisher_share: float = Field(
         0.5,
         ge=0,
         le=1,
         description="share of the gradient-weighted Hessian in the Hessian used for rounding",
     )
+
+    def fingerprinted(self) -> dict[str, object]:
+        """Return the options that a stage's fingerprint knows; defaults of later ones are not."""
+        exclude = set() if self.expert_tokens else {"expert_tokens"}
+        return self.model_dump(exclude=exclude)
 
 
 class TuneOptions(Options):
@@ -364,10 +375,10 @@ class SharedOptions(RunOptions):
         None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6 with `bpw`, else chosen",
     )
-    measurement: Annotated[Path | None, Option("FILE", "Bit allocation")] = Field(
+    measurement: Annotated[MeasurementPath | None, Option("FILE", "Bit allocation")] = Field(
         None,
-        description="use this measurement.json, written by `exl2flow measure` or exllamav2; "
-        "empty: measure",
+        description="use this measurement.json, or the one in this folder, written by "
+        "`exl2flow measure` or exllamav2; empty: measure",
     )
     publish: PublishOptions | None = Field(
         None, description="where the result goes on the Hugging Face Hub; empty: nowhere"

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from exl2flow.core.options.base import Device, Option, Options
+from exl2flow.core.options.base import Device, Option, Options, measurement_path
 
 # The Hub allows 96 characters, no `--` or `..`, no dot or dash at the end and no `.git`
 NAME = r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -21,6 +21,7 @@ def _is_a_name(repo: str) -> str:
 
 # The pattern is for forms: as a constraint of the field it would be the error message
 RepoName = Annotated[str, AfterValidator(_is_a_name), Field(json_schema_extra={"pattern": REPO})]
+MeasurementPath = Annotated[Path, AfterValidator(measurement_path)]
 
 
 class PublishOptions(Options):
@@ -66,8 +67,8 @@ class PublishConfig(PublishOptions):
         min_length=1,
         description="output folders of `exl2flow convert` for one source, one per bitrate",
     )
-    measurement: Annotated[Path | None, Option("FILE", "Publishing")] = Field(
-        None, description="measurement.json to publish on `main`; empty: none"
+    measurement: Annotated[MeasurementPath | None, Option("FILE", "Publishing")] = Field(
+        None, description="measurement.json to publish on `main`, or its folder; empty: none"
     )
     device: Annotated[Device, Option("auto|cpu|cuda", "Publishing")] = Field(
         "auto", description="where to try the downloaded models: auto, cpu or cuda"

@@ -253,9 +253,11 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def write_json(path: Path, value: object, *, is_private: bool = False) -> str:
-    """Write a JSON file with indent 4 atomically, and return its sha256; see `replacing`."""
-    pieces = chain(json.JSONEncoder(indent=4, ensure_ascii=False).iterencode(value), "\n")
+def write_json(
+    path: Path, value: object, *, is_private: bool = False, indent: int | None = 4
+) -> str:
+    """Write a JSON file atomically, and return its sha256; see `replacing`."""
+    pieces = chain(json.JSONEncoder(indent=indent, ensure_ascii=False).iterencode(value), "\n")
     sha = hashlib.sha256()
     with replacing(path, is_private=is_private) as file:
         while some := _encoded("".join(islice(pieces, JSON_PIECES))):

@@ -17,6 +17,7 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE, TEKKEN_FILE = "tokenizer.json", "tekken.json"
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SECOND_COPIES = "consolidated*"  # the same weights in another layout
+MEASURED = "measurement.safetensors"  # numbers of `measurement.json`, which may be put beside them
 CARRIED = frozenset(
     (
         "tokenizer.json",
@@ -51,7 +52,7 @@ def is_carried(name: str) -> bool:
 
 def is_weights(name: str) -> bool:
     """Tell whether a file at the top of the folder holds the weights, or is their index."""
-    is_other = "/" in name or fnmatchcase(name, SECOND_COPIES)
+    is_other = "/" in name or name == MEASURED or fnmatchcase(name, SECOND_COPIES)
     return not is_other and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from exl2flow.core.errors import NO_JSON, SourceModelError, WriteFailed
 from exl2flow.core.store.files import FileRecord, digest, digest_of, exclusive, write_json
 from exl2flow.core.store.manifest import CHECKSUM
-from exl2flow.core.store.model_files import TEKKEN_FILE, has_only_tekken
+from exl2flow.core.store.model_files import MEASURED, TEKKEN_FILE, has_only_tekken
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
@@ -58,7 +58,7 @@ class SourceFingerprint:
         """
         source = source.resolve()
         try:
-            paths = sorted(source.glob("*.safetensors"))
+            paths = sorted({*source.glob("*.safetensors")} - {source / MEASURED})
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
             paths += [source / TEKKEN_FILE] * has_only_tekken(source)
             files = {path.name: sha256 for path, sha256 in digests(paths, memory).items()}

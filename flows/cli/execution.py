@@ -35,6 +35,7 @@ from exl2flow.flows.runs.local import HERE, RUNS, carry_out
 from exl2flow.flows.runs.preparation import Prepared, prepare, reuse_checks, with_folder
 from exl2flow.flows.runs.release import check_release
 from exl2flow.inference.validate.stage import REPORT_FILE
+from exl2flow.model.files.measured import arrays_file, measurement_files
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE, judgement_in_words
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
@@ -153,8 +154,10 @@ def _report(config: RunOptions, stages: Sequence[Stage[Any]], result: Any) -> di
         return {"out": str(out), **read_json(out / SWEEP_FILE)} if is_made else None
     if isinstance(config, MeasureConfig):
         folder = result.stages["measure"]
-        with (folder / MEASUREMENT_FILE).open("rb") as file, replacing(out) as copy:
-            shutil.copyfileobj(file, copy)
+        *arrays, measurement = reversed(measurement_files(folder / MEASUREMENT_FILE))
+        for path, target in [*((path, arrays_file(out)) for path in arrays), (measurement, out)]:
+            with path.open("rb") as file, replacing(target) as copy:
+                shutil.copyfileobj(file, copy)
         return {"measurement": str(out), "folder": str(folder)}
     pipeline = open_pipeline(config, stages)
     if not pipeline.is_complete("validate"):

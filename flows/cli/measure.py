@@ -1,11 +1,11 @@
 """`exl2flow measure`: one measurement for any number of bitrates."""
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.flows.cli.options import RunSwitches, with_options
 from exl2flow.flows.cli.running import run_command
 
-FILE_NAME = "measurement.json"
 EXAMPLES = (
     "exl2flow measure ./Llama-3.2-1B --out ./measurement.json",
     "exl2flow convert ./Llama-3.2-1B --out ./3bpw --bpw 3 --measurement ./measurement.json",
@@ -19,7 +19,7 @@ def measure(*, config: MeasureConfig, switches: RunSwitches) -> None:
     The measurement depends on the model and the calibration, not on the bitrate. exllamav2 reads
     the file, too, if it was made with `--sensitivity error`.
     """
-    target = config.out / FILE_NAME if config.out.is_dir() else config.out
+    target = config.out / MEASUREMENT_FILE if config.out.is_dir() else config.out
     if target.suffix != ".json":
         raise ConfigError(f"`--out {target}` is neither a folder nor a name that ends in `.json`")
     config = config.model_copy(update={"out": target})

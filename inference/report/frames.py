@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
@@ -19,6 +20,7 @@ from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_object
 from exl2flow.inference.scoring.intervals import Intervals
 from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.model.files.measured import ARRAYS, MeasuredArrays, Option, read_arrays
 
 FIGURES = {  # column → field of a score
     "perplexity": "perplexity",
@@ -36,6 +38,7 @@ MEASURED = ("slot", "candidate", "parameters", "stored_bits", "relative_error", 
 def measurement_frame(path: Path | str) -> pd.DataFrame:
     """Return a `measurement.json`, ours or exllamav2's: one row per candidate of each slot.
 
+    The arrays of a measurement of very many matrices are read from the file beside it.
     A slot is a matrix or, as exllamav2 measures, a sublayer, whose parameters are listed by
     projection. Relative errors are those of the slot's output; `cost_nats` is the estimated KL
     divergence that they cause.
@@ -44,10 +47,12 @@ def measurement_frame(path: Path | str) -> pd.DataFrame:
         ConfigError: the file is not a measurement.
     """
     try:
-        slots = read_json(Path(path))["measurement"]
+        content = read_json(Path(path))
+        if ARRAYS in content:
+            return _array_frame(read_arrays(Path(path), content[ARRAYS]))
         rows = [
             _candidate(slot, index, entry)
-            for slot, entries in slots.items()
+            for slot, entries in content["measurement"].items()
             for index, entry in enumerate(entries or ())
         ]
     except (
@@ -63,6 +68,31 @@ def measurement_frame(path: Path | str) -> pd.DataFrame:
             "`measurement.json` that `exl2flow measure` or exllamav2 wrote"
         ) from error
     return pd.DataFrame(rows, columns=list(MEASURED)).astype({"cost_nats": float})
+
+
+def _array_frame(measured: MeasuredArrays) -> pd.DataFrame:
+    """Return the same of arrays."""
+    texts = [list(map(_listed, listed.options)) for listed in measured.lists]
+    lists = list(measured.slots.values())
+    lengths = torch.tensor([len(texts[index]) for index in lists])
+    used = torch.arange(measured.accuracy.shape[1]) < lengths[:, None]
+    slots, candidates = (place.numpy() for place in used.nonzero(as_tuple=True))
+    nats = None if measured.nats is None else measured.nats[used].double().numpy()
+    columns = (
+        pd.Series(list(measured.slots)).to_numpy()[slots],
+        candidates,
+        [text for index in lists for text in texts[index]],
+        [bits for index in lists for bits in measured.lists[index].bits],
+        1 - measured.accuracy[used].double().numpy(),
+        float("nan") if nats is None else nats,
+    )
+    return pd.DataFrame(dict(zip(MEASURED, columns, strict=True)))
+
+
+def _listed(option: Option) -> str:
+    if len(option) == 1:
+        return "".join(map(str, option.values()))
+    return "; ".join(f"{name} {params}" for name, params in option.items())
 
 
 def _candidate(slot: str, index: int, entry: dict[str, Any]) -> dict[str, object]:

@@ -57,6 +57,7 @@ class Ops:
     rotate = staticmethod(torch_steps.rotate)
     joined = staticmethod(torch_steps.joined)
     route = staticmethod(torch_router.route)
+    nearly_chosen = staticmethod(torch_router.nearly_chosen)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)

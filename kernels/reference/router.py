@@ -33,6 +33,22 @@ def route(x: torch.Tensor, router: RouterArgs, ids: torch.Tensor | None = None) 
     return Routes(ids=ids, weights=weights * rule.scaling)
 
 
+def nearly_chosen(x: torch.Tensor, router: RouterArgs) -> torch.Tensor:
+    """Return each expert's score over that of the least chosen one, fp32 (t, experts).
+
+    At most 1; 0 where the expert is chosen.
+    """
+    ids = route(x, router).ids
+    logits = torch.nn.functional.linear(x.float(), router.weight, router.bias)
+    match router.rule.scores:
+        case Scores.SIGMOID:
+            logs = torch.nn.functional.logsigmoid(logits)
+        case Scores.SOFTMAX | Scores.TOP_SOFTMAX:
+            logs = logits  # ratios of a softmax are those of the exponentials
+    least = logs.gather(-1, ids).amin(-1, keepdim=True)
+    return (logs - least).clamp(max=0).exp().scatter(-1, ids, 0.0)
+
+
 def _highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Return the columns of the highest scores (t, n), the lower one first where they are equal."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

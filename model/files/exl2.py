@@ -339,13 +339,14 @@ def quantized_layout(
     key: str, params: QuantParams, k: int, n: int, *, has_bias: bool
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return name → (dtype, shape) of a quantized linear to be made; `n` is padded."""
-    groups = params.groups(k)
-    words = sum(group.rows * group.bits for group in groups) // 32
+    bands = params.bands(k)
+    words = sum(band.rows * band.bits for band in bands) // 32
+    groups = sum(math.ceil(band.rows / band.group_size) for band in bands)
     shapes = {
         "packed": (words, n),
-        "scale_codes": (len(groups), n // 8),
-        "max_scales": (len(groups),),
-        "group_table": (2 * len(groups),),
+        "scale_codes": (groups, n // 8),
+        "max_scales": (groups,),
+        "group_table": (2 * groups,),
         "inverse_perm": (k,),
     }
     layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

@@ -66,10 +66,28 @@ class ExpertsSublayer(Sublayer):
         self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> RoutedReads:
         """Return what each expert reads, (n, k) of its n tokens."""
-        entered, total = self._halves(hidden)
-        with torch.no_grad():
-            routes = get_ops(hidden.device).route(self.normed("before", entered), self.router)
-        return self._reads(RoutedReads(entered, total, routes))
+        return self._reads(RoutedReads(*self._halves(hidden), self.routes(hidden)))
+
+    @torch.no_grad()
+    def routes(self, hidden: torch.Tensor) -> Routes:
+        """Return the experts that tokens (b, t, hidden), or pairs, choose among their layer's."""
+        return get_ops(hidden.device).route(self.inputs(hidden), self.router)
+
+    @torch.no_grad()
+    def nearly_chosen(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the score of each expert over that of the least chosen one, fp32 (b · t, experts).
+
+        At most 1; 0 where the expert is chosen.
+        """
+        return get_ops(hidden.device).nearly_chosen(self.inputs(hidden), self.router)
+
+    def inputs(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what router and experts read, (b · t, hidden)."""
+        return self.normed("before", self._halves(hidden)[0])
+
+    def inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        """Return what an expert's down reads where it reads x (n, hidden) itself."""
+        return activated(self.apply_linears(f"{expert}.input", x), self.activation)
 
     def reads_like(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> RoutedReads:
         """See `Sublayer`: the tokens of each expert are those of `reads`."""
@@ -136,10 +154,11 @@ class ExpertsSublayer(Sublayer):
         its gradients are added to those by `entered` in turn, however a layer is divided.
         """
         entered, routes = reads.entered, reads.routes
+        with_gradients = entered.requires_grad
         x = self.normed("before", entered)
         for expert, tokens, weights in self._assigned(routes):
             own = x[tokens]
-            if entered.requires_grad:
+            if with_gradients:
                 own = self.normed("before", entered[tokens])
                 weights = self._weights(own, routes, expert, tokens)
             reads.tokens[expert], reads.weights[expert] = tokens, weights
@@ -147,7 +166,7 @@ class ExpertsSublayer(Sublayer):
                 own = own * weights[:, None].to(x.dtype)
             self._read(reads, str(expert), own)
         if self.group.has_shared:
-            self._read(reads, SHARED, x)
+            self._read(reads, SHARED, self.normed("before", entered) if with_gradients else x)
         return reads
 
     def _weights(

@@ -28,11 +28,13 @@ from exl2flow.quant.measure.candidates import (
     candidates_for,
     is_allowed,
 )
+from exl2flow.quant.measure.compact import bits_by_shape
 from exl2flow.quant.measure.measurement import (
     candidate_bits,
     projection_bits,
     read_measurement,
 )
+from exl2flow.quant.measure.results import bits_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class BitRange:
             prefer, fixed = config.allocate.prefer, config.fixed_head_bits
         if isinstance(config, ConversionConfig) and config.measurement is not None:
             measured = read_candidates(config, spec, config.measurement).decoder
-            bits = [[result.total_bits for result in results] for results in measured.values()]
+            bits = [bits_of(results) for results in measured.values()]
         elif config.sensitivity.kind == "error":
             bits = [
                 [
@@ -72,7 +74,7 @@ class BitRange:
             ]
         else:
             allowed = [params for params in PROJECTION_OPTIONS if is_allowed(prefer, [params])]
-            bits = [[projection_bits(p, params) for params in allowed] for p in spec.projections]
+            bits = list(bits_by_shape(spec.projections, allowed))
         options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
         head = [projection_bits(spec.head, params) for params in options]
         return cls(

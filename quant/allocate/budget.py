@@ -9,20 +9,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.core.options.config import AllocateOptions, ConversionConfig
+from exl2flow.core.options.config import AllocateOptions, ConversionConfig, Preference
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
-from exl2flow.quant.allocate.knapsack import solve
+from exl2flow.quant.allocate.knapsack import MOST_EXACT, solve
 from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
 from exl2flow.quant.measure.candidates import FAST_GROUP, HEAD_PARAMS, is_allowed
 from exl2flow.quant.measure.measurement import (
     CandidateResult,
     Measurement,
-    Slots,
     read_measurement,
     slot_projections,
+)
+from exl2flow.quant.measure.results import (
+    ArrayResults,
+    Candidate,
+    Results,
+    Slots,
+    accuracies_of,
+    bits_of,
+    nats_of,
 )
 
 ALLOCATION_FILE = "allocation.json"
@@ -81,8 +89,8 @@ def allocate_bits(
     Raises:
         BudgetUnreachable: naming the reachable range in bits per weight.
     """
-    bits = [[result.total_bits for result in results] for results in slots.values()]
-    cost = [[_cost(result, options) for result in results] for results in slots.values()]
+    bits = [bits_of(results) for results in slots.values()]
+    cost = [_costs(results, options) for results in slots.values()]
     projections = slot_projections(spec)
     numel = sum(_numel(p) for name in slots for p in projections[name])
     try:
@@ -137,13 +145,17 @@ def _objective(slots: Slots, options: AllocateOptions) -> str:
 
 
 def _is_in_nats(slots: Slots) -> bool:
-    return all(result.nats is not None for results in slots.values() for result in results)
+    return all(nats_of(results) is not None for results in slots.values())
 
 
-def _cost(result: CandidateResult, options: AllocateOptions) -> float:
-    if result.nats is not None:
-        return result.nats
-    error = max(LEAST_ERROR, 1 - result.accuracy)
+def _costs(results: Results, options: AllocateOptions) -> list[float]:
+    """Return the costs of a slot's candidates, in nats if they are known."""
+    nats = nats_of(results)
+    return nats or [_cost(accuracy, options) for accuracy in accuracies_of(results)]
+
+
+def _cost(accuracy: float, options: AllocateOptions) -> float:
+    error = max(LEAST_ERROR, 1 - accuracy)
     match options.objective:
         case "log":
             return math.log(error)
@@ -200,16 +212,29 @@ def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Me
             candidate with all its groups of `FAST_GROUP` rows.
     """
     measurement = read_measurement(path, spec)
-    decoder = {
-        name: [r for r in results if is_allowed(config.allocate.prefer, r.params.values())]
-        for name, results in measurement.decoder.items()
-    }
+    decoder = allowed(measurement.decoder, config.allocate.prefer)
     if lacking := [name for name, results in decoder.items() if not results]:
         raise ConfigError(
             f"`{path}`: `{lacking[0]}` lists no candidates in groups of {FAST_GROUP} rows; leave "
             "out `--prefer speed` or `--measurement`"
         )
     return replace(measurement, decoder=decoder)
+
+
+def allowed(slots: Slots, prefer: Preference) -> Slots:
+    """Return the results without those that a preference excludes."""
+    known: dict[int, tuple[tuple[Candidate, ...], list[int]]] = {}  # by identity of all candidates
+
+    def kept(results: Results) -> Results:
+        if not isinstance(results, ArrayResults):
+            return [result for result in results if is_allowed(prefer, result.params.values())]
+        listed = results.candidates
+        if id(listed) not in known:
+            places = [i for i, c in enumerate(listed) if is_allowed(prefer, c.values())]
+            known[id(listed)] = tuple(listed[i] for i in places), places
+        return results.only(*known[id(listed)])
+
+    return {name: kept(results) for name, results in slots.items()}
 
 
 def allot(config: ConversionConfig, spec: ModelSpec, measurement: Measurement) -> Allocation:
@@ -240,12 +265,15 @@ def allocate_total(
         check_measured(config, measurement)
         slots[spec.head.key] = measurement.head
     target = total_target(config, spec)
-    least = {
-        name: min(results, key=lambda result: result.total_bits) for name, results in slots.items()
-    }
+    least = {}
+    for name, results in slots.items():
+        bits = bits_of(results)
+        least[name] = results[bits.index(min(bits))]
     size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb)
     # headers grow by a few digits at most
     overhead = size * 8 - total_bits(least.values())
+    # the digits of very many headers change with every choice: leave them some room
+    room = len(slots) // 64 if len(slots) > MOST_EXACT else 0
     if size > target:
         raise size_unreachable(target, size, config.allocate)
     while True:
@@ -256,7 +284,8 @@ def allocate_total(
         excess = output_bytes(spec, allocation.params, config.shard_size_mb) - target
         if excess <= 0:
             return allocation
-        overhead += 8 * excess
+        overhead += 8 * (excess + room)
+        room *= 2
 
 
 def total_target(config: ConversionConfig, spec: ModelSpec) -> int:

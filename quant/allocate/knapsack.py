@@ -1,8 +1,9 @@
-"""The exact multiple-choice knapsack behind bit allocation.
+"""The multiple-choice knapsack behind bit allocation: exact up to `MOST_EXACT` slots.
 
-Options that no optimum needs are dropped first: dominated ones, then those that the Lagrangian
-bound excludes (Kellerer, Pferschy, Pisinger: Knapsack Problems, section 11.4). HiGHS solves the
-rest to a zero gap; the chosen bits are summed again in integers.
+More of them are solved with a Lagrangian to a proven gap of at most `MOST_GAP`. Else options that
+no optimum needs are dropped first: dominated ones, then those that the Lagrangian bound excludes
+(Kellerer, Pferschy, Pisinger: Knapsack Problems, section 11.4). HiGHS solves the rest to a zero
+gap; the chosen bits are summed again in integers.
 """
 
 import math
@@ -13,8 +14,10 @@ import highspy
 import numpy as np
 
 from exl2flow.core.errors import AllocationError, BudgetUnreachable
+from exl2flow.quant.allocate.lagrangian import PRICES, relaxed
 
-PRICES = 100  # of a bit that are tried: halving an interval
+MOST_EXACT = 500  # slots: 768 took 44 s
+MOST_GAP = 1e-4  # between cost and bound above that, as a share of the cost
 TOLERANCE = 1e-9  # for rounding in sums of costs
 
 
@@ -32,6 +35,8 @@ class Solution:
 def solve(bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget: int) -> Solution:
     """Choose one option per slot with the least total cost and total bits within the budget.
 
+    Above `MOST_EXACT` slots the cost is within `MOST_GAP` of the least; `status` says how close.
+
     Args:
         bits: exact bits of each option of each slot.
         cost: cost of the same options; any finite numbers.
@@ -44,16 +49,42 @@ def solve(bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget
     least = sum(min(options) for options in bits)
     if least > budget:
         raise BudgetUnreachable(f"the smallest options need {least} bits, the budget is {budget}")
+    if len(bits) <= MOST_EXACT:
+        return _solution(bits, cost, *_exact(bits, cost, budget))
+    close = relaxed(bits, cost, budget)
+    found = _solution(bits, cost, close.choice.tolist(), close.bound)
+    for share in (MOST_GAP / 2, MOST_GAP / 2, 0.0):  # of a value that may still be far too great
+        if found.value - found.bound <= MOST_GAP * abs(found.value):
+            break
+        gap = share * abs(found.value)
+        found = _solution(bits, cost, *_exact(bits, cost, budget, gap)[:2])
+    return found
+
+
+def _solution(
+    bits: Sequence[Sequence[int]],
+    cost: Sequence[Sequence[float]],
+    choice: Sequence[int],
+    bound: float,
+    status: str = "",
+) -> Solution:
+    """Sum up a choice; without a status, it is how close the choice is to the bound."""
+    value = math.fsum(c[i] for c, i in zip(cost, choice, strict=True))
+    if not status:
+        bound = float(min(bound, value))  # but for rounding it is
+        gap = (value - bound) / abs(value) if value else 0.0
+        status = f"within {gap:.1e} of optimal"
+    used = sum(b[i] for b, i in zip(bits, choice, strict=True))
+    return Solution(choice=tuple(choice), bits=used, value=value, bound=bound, status=status)
+
+
+def _exact(
+    bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget: int, gap: float = 0.0
+) -> tuple[tuple[int, ...], float, str]:
+    """Return the choice, the bound and the status of HiGHS, which may stop at a gap."""
     fronts = [_pareto(b, c) for b, c in zip(bits, cost, strict=True)]
     fronts = _within_bound(bits, cost, fronts, budget)
-    choice, bound, status = _solve_milp(bits, cost, fronts, budget)
-    return Solution(
-        choice=choice,
-        bits=sum(b[i] for b, i in zip(bits, choice, strict=True)),
-        value=math.fsum(c[i] for c, i in zip(cost, choice, strict=True)),
-        bound=bound,
-        status=status,
-    )
+    return _solve_milp(bits, cost, fronts, budget, gap)
 
 
 def _pareto(bits: Sequence[int], cost: Sequence[float]) -> list[int]:
@@ -131,6 +162,7 @@ def _solve_milp(
     cost: Sequence[Sequence[float]],
     fronts: Sequence[Sequence[int]],
     budget: int,
+    gap: float,
 ) -> tuple[tuple[int, ...], float, str]:
     """Solve with HiGHS; if its tolerances exceed the capacity, tighten it and solve again.
 
@@ -146,6 +178,8 @@ def _solve_milp(
     solver = _one_of_each([len(f) for f in fronts], above * scale)
     option = [i for f in fronts for i in f]
     weights = np.array([e // unit for e in extra], dtype=float)
+    if gap:
+        solver.setOptionValue("mip_abs_gap", gap * scale)
     columns = np.arange(len(option), dtype=np.int32)
     capacity = (budget - base) // unit
     solver.addRow(-highspy.kHighsInf, float(capacity), len(columns), columns, weights)

@@ -5,8 +5,9 @@ sublayer's costs to its effect among the other quantized sublayers; the best all
 """
 
 import logging
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, SublayerSpec, resolve
 from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.model.files.measured import measurement_files
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
@@ -32,10 +34,10 @@ from exl2flow.quant.allocate.trials import Trials, Verdict
 from exl2flow.quant.measure.estimate import estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
-    CandidateResult,
     Measurement,
     projection_bits,
 )
+from exl2flow.quant.measure.results import bits_of, candidates_of, nats_of, scaled
 from exl2flow.quant.tokenize.stage import judging_rows, split_rows
 from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel
@@ -139,6 +141,15 @@ def _judged(
     return Verdict(**read_json(folder.path / file))
 
 
+@dataclass(slots=True)
+class _Alike:
+    """Candidates of the same parameters: their places by matrix, and what they take and cost."""
+
+    places: dict[str, int] = field(default_factory=dict)
+    bits: int = 0
+    nats: list[float] = field(default_factory=list)
+
+
 def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocation) -> Allocation:
     """Return the best allocation with the same parameters for all decoder matrices.
 
@@ -146,19 +157,24 @@ def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocat
     """
     projections = spec.projections
     budget = sum(projection_bits(p, first.params[p.key]) for p in projections)
-    alike: dict[QuantParams, dict[str, CandidateResult]] = {}
+    alike: dict[QuantParams, _Alike] = {}
     for p in projections:
-        for result in measurement.decoder[p.key]:
-            alike.setdefault(result.params[p.name], {})[p.key] = result
+        results = measurement.decoder[p.key]
+        bits, nats = bits_of(results), nats_of(results) or [0.0] * len(results)
+        for place, candidate in enumerate(candidates_of(results)):
+            found = alike.setdefault(candidate[p.name], _Alike())
+            found.places[p.key] = place
+            found.bits += bits[place]
+            found.nats.append(nats[place])
     fitting = [
-        (total_nats(results.values()), bits, results)
-        for results in alike.values()
-        if len(results) == len(projections) and (bits := total_bits(results.values())) <= budget
+        (math.fsum(found.nats), found.bits, found.places)
+        for found in alike.values()
+        if len(found.places) == len(projections) and found.bits <= budget
     ]
     if not fitting:
         return first
     _, _, chosen = min(fitting, key=lambda priced: priced[:2])
-    choice = {**first.choice, **chosen}
+    choice = {**first.choice, **{k: measurement.decoder[k][at] for k, at in chosen.items()}}
     return replace(
         first,
         choice=choice,
@@ -196,9 +212,7 @@ def corrected(
         low, high = CORRECTION_RANGE
         scale = min(max((total - without[block]) / expected, low), high)
         for key in keys:
-            decoder[key] = [
-                replace(result, nats=scale * (result.nats or 0.0)) for result in decoder[key]
-            ]
+            decoder[key] = scaled(decoder[key], scale)
     return replace(measurement, decoder=decoder)
 
 
@@ -233,5 +247,5 @@ ALLOCATE: Stage[ConversionConfig] = Stage(
     inputs=("tokenize", "sensitivity", "measure"),
     options=_options,
     run=allocate,
-    files=lambda config: filter(None, [config.measurement]),
+    files=lambda config: measurement_files(config.measurement) if config.measurement else (),
 )

@@ -15,6 +15,7 @@ from exl2flow.model import DenseLinear, Linear, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.measure.estimate import Projection
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.hessian import collect_hessians, head_hessian
 from exl2flow.quant.sensitivity.fisher import shared_factor
 from exl2flow.quant.sensitivity.stage import FactorFiles
@@ -70,7 +71,8 @@ class Trials:
                 {name: self.model.entering(x, spec) for name, x in streams.items()}
                 for streams in (states, without)
             )
-            hessians, _ = collect_hessians(sublayer, seen, move=True)
+            coverage = Coverage.of(sublayer, seen, self.options.expert_tokens)
+            hessians, _ = collect_hessians(sublayer, seen, move=True, coverage=coverage)
             advance(sublayer, reference)
             plain = without.pop(spec.block, None)  # begun with the first experts of a layer
             plain = states[first].clone() if plain is None else plain

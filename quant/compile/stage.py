@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from exl2flow.core.store.stage import (
 )
 from exl2flow.core.store.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
-from exl2flow.model.files.exl2 import QuantizedMatrix
+from exl2flow.model.files.exl2 import QuantizedMatrix, tensor_names
 from exl2flow.model.files.source_tensors import source_form
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import (
@@ -369,7 +369,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
 
     def check(key: str, sha256: str) -> None:
         look()
-        names = [name for name in written.names if name.startswith(f"{key}.")]
+        names = stored_names(written, key)
         mismatch = ReconstructionMismatch(
             f"`{key}` in `{out}` does not decode to what was quantized; the disk or memory is "
             "faulty: delete the folder and repeat the command"
@@ -390,6 +390,11 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
         pass
     for name, shape in plain.items():
         check_same(written, name, tensors.read(name, shape))
+
+
+def stored_names(written: Container[str], key: str) -> list[str]:
+    """Return the names of a matrix's tensors among those of all."""
+    return [name for name in (*tensor_names(key), f"{key}.bias") if name in written]
 
 
 def check_same(written: TensorFiles, name: str, expected: torch.Tensor) -> None:

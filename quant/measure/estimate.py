@@ -13,14 +13,15 @@ import torch
 
 from exl2flow.core.errors import QuantizationError
 from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch
-from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import run_concurrently
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
-from exl2flow.quant.measure.measurement import CandidateResult, projection_bits, to_entries
+from exl2flow.quant.measure.compact import is_compact, read_numbers, write_results
+from exl2flow.quant.measure.measurement import CandidateResult, projection_bits
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
     RoundingJob,
@@ -52,19 +53,28 @@ REFERENCE = (3, 128)  # bits and group size at which the gain of the output metr
 class Estimating(SublayerWork):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
-    def __init__(self, folder: StageFolder, factors: FactorFiles, options: RoundingOptions) -> None:
+    def __init__(
+        self,
+        folder: StageFolder,
+        factors: FactorFiles,
+        options: RoundingOptions,
+        *,
+        compact: bool = False,
+    ) -> None:
         self.folder = folder
         self.factors = factors
         self.options = options
+        self.compact = compact
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
-        nats = [entry["nats"] for entries in read_json(path).values() for entry in entries]
+        nats = read_numbers(path, "nats")
         return f"nats={min(nats):.2g}..{max(nats):.2g}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: advance the states unquantized, and try all candidates."""
-        hessians, _ = collect_hessians(sublayer, states, move=True)
+        coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
+        hessians, _ = collect_hessians(sublayer, states, move=True, coverage=coverage)
         factors = self.factors.read(sublayer.spec.index)
         reading, note = sublayer.spec.reading, self.folder.note
         items = {
@@ -85,7 +95,7 @@ class Estimating(SublayerWork):
         for by_key in run_concurrently(works, device_of(sublayer)):
             results |= by_key
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
-        return partial(write_json, path, to_entries(in_order))
+        return partial(write_results, path, in_order, compact=self.compact)
 
 
 class Projection:
@@ -236,8 +246,9 @@ def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -
 
 def estimate_options(options: RoundingOptions) -> dict[str, object]:
     """Return the options that an estimate depends on."""
-    used = {"scale_search", "damping", "fisher_share", "output_damping"}
-    return {**options.model_dump(include=used), "two_sided": options.rounds > 0}
+    used = {"scale_search", "damping", "fisher_share", "output_damping", "expert_tokens"}
+    known = {name: value for name, value in options.fingerprinted().items() if name in used}
+    return {**known, "two_sided": options.rounds > 0}
 
 
 def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tensor) -> list[str]:
@@ -251,11 +262,13 @@ def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tens
     folder = run.folder
     folder.manifest.total = len(model.spec.sublayers) + 1
     factors = FactorFiles(run.inputs["sensitivity"], model.device)
-    work = Estimating(folder, factors, run.config.rounding)
+    compact = is_compact(len(model.spec.projections) + 1)
+    work = Estimating(folder, factors, run.config.rounding, compact=compact)
     states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
     if states is not None:
         results = made_to_fit(partial(_head, model, states, work))
-        sha256 = write_json(folder.path / HEAD_FILE, to_entries({model.spec.head.key: results}))
+        by_key = {model.spec.head.key: results}
+        sha256 = write_results(folder.path / HEAD_FILE, by_key, compact=compact)
         folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
     return [*map(work.file, model.spec.sublayers), HEAD_FILE]

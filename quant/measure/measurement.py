@@ -4,64 +4,28 @@ A slot is the unit of bit allocation: a part of a sublayer, as in exllamav2, or 
 head included) with its cost in nats.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.base import MEASUREMENT_FILE as MEASUREMENT_FILE
 from exl2flow.core.store.files import read_json
-from exl2flow.model import ModelSpec, ProjectionSpec
+from exl2flow.model import ModelSpec, ProjectionSpec, Role
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
+from exl2flow.model.files.measured import ARRAYS
+from exl2flow.quant.measure.compact import read_compact
+from exl2flow.quant.measure.compact import slot_projections as slot_projections
+from exl2flow.quant.measure.results import ArrayResults, Results, Slots
+from exl2flow.quant.measure.results import Candidate as Candidate
+from exl2flow.quant.measure.results import CandidateResult as CandidateResult
+from exl2flow.quant.measure.results import to_entries as to_entries
 
-MEASUREMENT_FILE = "measurement.json"
-Candidate = dict[str, QuantParams]  # projection name → its parameters
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CandidateResult:
-    """accuracy: 1 - relative error; total_bits: of all projections; nats: what the error costs.
-
-    Of a sublayer the relative error is that of its output, of a projection its own output's.
-    """
-
-    accuracy: float
-    total_bits: int
-    params: Candidate
-    nats: float | None = None
-
-    def to_json(self) -> dict[str, object]:
-        """Return the entry of `measurement.json`."""
-        params = {name: value.to_json() for name, value in self.params.items()}
-        nats = {} if self.nats is None else {"nats": self.nats}
-        return {"accuracy": self.accuracy, "total_bits": self.total_bits, **nats, **params}
-
-    @classmethod
-    def from_json(cls, entry: Mapping[str, object]) -> "CandidateResult":
-        """Read an entry, also one that exllamav2 wrote."""
-        params = {k: _params(json.dumps(v)) for k, v in entry.items() if isinstance(v, dict)}
-        nats = entry.get("nats")
-        return cls(
-            accuracy=float(entry["accuracy"]),  # type: ignore[arg-type]  # JSON
-            total_bits=int(entry["total_bits"]),  # type: ignore[call-overload]  # JSON
-            params=params,
-            nats=None if nats is None else float(nats),  # type: ignore[arg-type]  # JSON
-        )
-
-
-def to_entries(results: Mapping[str, Sequence[CandidateResult]]) -> dict[str, object]:
-    """Return slot → entries of `measurement.json`."""
-    return {slot: [r.to_json() for r in candidates] for slot, candidates in results.items()}
-
-
-@cache
-def _params(text: str) -> QuantParams:
-    """Read parameters, the same object for the same text: all slots list the same ones."""
-    return QuantParams.from_json(json.loads(text))
+EXPERTS = ".block_sparse_moe"  # end of exllamav2's name of a layer's experts, a slot of its own
+EXPERT_ROLES: dict[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}  # its names of matrices
 
 
 def read_entries(path: Path) -> Any:
@@ -78,21 +42,12 @@ def read_entries(path: Path) -> Any:
     return read_json(path, hook=shared)
 
 
-Slots = Mapping[str, Sequence[CandidateResult]]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
     """decoder: candidates of all slots but the head; head: its candidates, empty if unmeasured."""
 
     decoder: Slots
-    head: Sequence[CandidateResult] = ()
-
-
-def slot_projections(spec: ModelSpec) -> dict[str, tuple[ProjectionSpec, ...]]:
-    """Return every possible slot: name → projections it chooses for."""
-    slots = {part.name: part.projections for s in spec.sublayers for part in s.parts}
-    return slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
+    head: Results = ()
 
 
 def projection_bits(projection: ProjectionSpec, params: QuantParams) -> int:
@@ -107,7 +62,7 @@ def candidate_bits(projections: Sequence[ProjectionSpec], candidate: Candidate) 
 
 
 def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
-    """Read a `measurement.json`, ours or exllamav2's, for this model.
+    """Read a `measurement.json`, ours or exllamav2's, for this model, and the arrays beside it.
 
     Bits are computed from the parameters; a file that states others belongs to another model.
 
@@ -118,23 +73,20 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
         data = read_entries(path)
         data["last_module_idx"]
         measured = data["measurement"]
+        if ARRAYS in data:
+            measured = read_compact(path, data[ARRAYS], spec)
         names = [part.name for sublayer in spec.sublayers for part in sublayer.parts]
         if names[0] not in measured:
             names = [p.key for p in spec.projections]
         decoder = {name: _results(measured[name]) for name in names}
         head = _results(measured.get(spec.head.key) or ())
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        AttributeError,
-        ConfigError,
-    ) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(
             f"`{path}` is not a measurement of `{spec.source_dir}`: {words.cause(error)}; "
             "measure again or give the file that belongs to this model"
         ) from error
+    if ARRAYS in data:  # whose numbers and candidates were checked together
+        return Measurement(decoder=decoder, head=head)
     projections = slot_projections(spec)
     for name, results in decoder.items():
         if not results:
@@ -144,8 +96,41 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
     return Measurement(decoder=decoder, head=head)
 
 
-def _results(entries: Sequence[Mapping[str, object]]) -> list[CandidateResult]:
-    return [CandidateResult.from_json(entry) for entry in entries]
+def expert_results(measured: Mapping[str, Any]) -> dict[int, list[CandidateResult]]:
+    """Read what exllamav2 measured of experts: one choice for all experts of a layer.
+
+    Args:
+        measured: its slots and their entries.
+
+    Returns:
+        layer → results for all its experts together, with parameters by role.
+
+    Raises:
+        KeyError, ValueError: an entry lacks a matrix, or a name has no number of a layer.
+    """
+    layers: dict[int, list[CandidateResult]] = {}
+    for slot, entries in measured.items():
+        if slot.endswith(EXPERTS):
+            layer = int(slot.removesuffix(EXPERTS).rpartition(".")[2])
+            layers[layer] = [
+                replace(r, params={role: r.params[name] for name, role in EXPERT_ROLES.items()})
+                for r in _results(entries)
+            ]
+    return layers
+
+
+def _results(entries: Results | Sequence[Mapping[str, object]]) -> Results:
+    """Read the entries of a slot, unless they are results already.
+
+    Raises:
+        KeyError, TypeError, ValueError, OverflowError, AttributeError: they are none.
+    """
+    if isinstance(entries, ArrayResults):
+        return entries
+    try:
+        return [CandidateResult.from_json(entry) for entry in entries]  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
 
 
 def _check_entries(

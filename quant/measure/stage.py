@@ -6,7 +6,7 @@ States are those of the unquantized model throughout: errors do not accumulate h
 
 import json
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,16 +16,23 @@ import torch
 from exl2flow.core.errors import QuantizationError
 from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch, SharedOptions
 from exl2flow.core.runtime.interrupt import look
-from exl2flow.core.store.files import read_json, write_json
+from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import DenseLinear, Sublayer, SublayerPart
+from exl2flow.model import DenseLinear, ModelSpec, ProjectionSpec, Sublayer, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import (
     PROJECTION_OPTIONS,
     candidates_for,
     single_widths,
+)
+from exl2flow.quant.measure.compact import (
+    is_compact,
+    read_numbers,
+    read_results,
+    write_compact,
+    write_results,
 )
 from exl2flow.quant.measure.estimate import estimate_all, estimate_options
 from exl2flow.quant.measure.measurement import (
@@ -34,8 +41,8 @@ from exl2flow.quant.measure.measurement import (
     CandidateResult,
     candidate_bits,
     read_entries,
-    to_entries,
 )
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import (
     BATCH_ELEMENTS,
     BATCH_WEIGHT,
@@ -54,6 +61,9 @@ from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
 from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, walk
 
 ENTRY = 1100  # bytes of a measured candidate in the two files that hold it
+COMPACT_ENTRY = 64  # the same in three files; its share of its slot's name included
+LISTED = 128  # bytes of a candidate in a list that a sublayer's file has once
+INDENTED = 5  # such lists take the space of one in `measurement.json`
 LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
 
@@ -61,18 +71,22 @@ HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot 
 class Measuring(SublayerWork):
     """The work of `measure` at a sublayer: the error of its output under every candidate."""
 
-    def __init__(self, folder: StageFolder, options: RoundingOptions) -> None:
+    def __init__(
+        self, folder: StageFolder, options: RoundingOptions, *, compact: bool = False
+    ) -> None:
         self.folder = folder
         self.options = options
+        self.compact = compact
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
-        accuracies = [e["accuracy"] for entries in read_json(path).values() for e in entries]
+        accuracies = read_numbers(path, "accuracy")
         return f"rel_err={1 - max(accuracies):.4f}..{1 - min(accuracies):.4f}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: try all candidates, then advance the states unquantized."""
-        hessians, outputs = collect_hessians(sublayer, states)
+        coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
+        hessians, outputs = collect_hessians(sublayer, states, coverage=coverage)
         reading, note = sublayer.spec.reading, self.folder.note
         factors = {
             capture: shared_factor(reading(capture)[0], hessian, {}, self.options, note=note)
@@ -84,7 +98,7 @@ class Measuring(SublayerWork):
             for part in sublayer.spec.parts
         }
         states.copy_(targets)
-        return partial(write_json, path, to_entries(results))
+        return partial(write_results, path, results, compact=self.compact)
 
     def _results(
         self,
@@ -230,18 +244,28 @@ def measure(run: StageRun[RunOptions]) -> None:
     model = SourceModel.open(run.config, run.device)
     rows = load_rows(run.inputs["tokenize"], "measure")
     if "sensitivity" in run.inputs:
+        compact = is_compact(len(model.spec.projections) + 1)
         files = estimate_all(run, model, rows)
     else:
         run.folder.manifest.total = len(model.spec.sublayers)
-        work = Measuring(run.folder, run.config.rounding)
+        compact = is_compact(sum(len(sublayer.parts) for sublayer in model.spec.sublayers))
+        work = Measuring(run.folder, run.config.rounding, compact=compact)
         walk(run, model, rows, work, to_end=False)
         files = [work.file(sublayer) for sublayer in model.spec.sublayers]
+    merge(run, model.spec, files, compact=compact)
+
+
+def merge(
+    run: StageRun[RunOptions], spec: ModelSpec, files: Sequence[str], *, compact: bool
+) -> None:
+    """Write the measurement of a model from its sublayers' files, and commit it."""
+    paths = [run.folder.path / file for file in files]
     entries: dict[str, object] = {}
-    for file in files:
-        entries |= read_entries(run.folder.path / file)
+    for path in () if compact else paths:
+        entries |= read_entries(path)
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
-        "last_module_idx": len(model.spec.sublayers) + 2,  # embedding, sublayers, norm, head
+        "last_module_idx": len(spec.sublayers) + 2,  # embedding, sublayers, norm, head
         "exl2flow": {
             "fingerprint": run.folder.manifest.fingerprint,
             "versions": versions(),
@@ -250,7 +274,27 @@ def measure(run: StageRun[RunOptions]) -> None:
         },
     }
     path = run.folder.path / MEASUREMENT_FILE
-    run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
+    if not compact:
+        run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
+        return
+    slots = read_results(paths, spec)
+    for written, sha256 in write_compact(path, slots, measurement).items():
+        run.folder.commit(written.name, sha256)
+
+
+def entry_bytes(spec: ModelSpec) -> int:
+    """Return how many bytes the measured candidates of a model take at most."""
+    slots, options = len(spec.projections) + 1, len(PROJECTION_OPTIONS)
+    if not is_compact(slots):
+        return ENTRY * slots * options
+    lists = sum(_shapes(s.projections) for s in spec.sublayers) + 1
+    lists += INDENTED * (_shapes(spec.projections) + 1)
+    return COMPACT_ENTRY * slots * options + LISTED * options * lists
+
+
+def _shapes(projections: Iterable[ProjectionSpec]) -> int:
+    """Return the number of distinct shapes, each of which has a list of candidates."""
+    return len({(p.in_features, p.out_features, p.has_bias) for p in projections})
 
 
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
@@ -271,7 +315,7 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     work += sizes.gpu_work(tokens, weight=8, square=3 * FLOAT)
     return Need(
         memory_bytes=2 * states + sizes.walk_memory(weights, tokens),
-        kept_bytes=ENTRY * (len(sizes.spec.projections) + 1) * len(PROJECTION_OPTIONS),
+        kept_bytes=entry_bytes(sizes.spec),
         passing_bytes=STATE_FILES * states,
         **sizes.on_gpu(work, states if sizes.factors else 2 * states),
     )
@@ -281,7 +325,9 @@ def _options(config: RunOptions) -> dict[str, object]:
     options: dict[str, object] = {"rope": config.rope.model_dump()}
     if config.sensitivity.kind == "fisher":
         return options | {"rounding": estimate_options(config.rounding)}
-    return options | {"rounding": config.rounding.model_dump(include={"scale_search", "damping"})}
+    used = {"scale_search", "damping", "expert_tokens"}
+    known = config.rounding.fingerprinted()
+    return options | {"rounding": {name: known[name] for name in used if name in known}}
 
 
 MEASURE: Stage[RunOptions] = Stage(

@@ -14,6 +14,8 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.runtime.memory import limit_of
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
+from exl2flow.model.layers.experts import RoutedReads
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.pinned import is_tall
@@ -40,6 +42,8 @@ class CrossProducts:
         self.sublayer, self.source, self.pairs = sublayer, source, pairs
         self._fitting = fitting(len(pairs))
         self._wanted: dict[int, dict[str, torch.Tensor]] = {}
+        self._tokens: dict[str, int] = {}  # by capture of an expert
+        self._changed = list[torch.Tensor]()  # shares of routes that differ, by row
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
@@ -56,6 +60,7 @@ class CrossProducts:
         wanted: Mapping[str, torch.Tensor] = self.sublayer.reads(hidden)
         output = self.sublayer.output(hidden, wanted)[0]
         if self.sublayer.spec.group is not None:
+            self._changed.append(differing(wanted, read))
             wanted = self.sublayer.reads_like(hidden, read)
             if place % JUDGE_STEP == 0:
                 self._wanted[place] = self.sublayer.contributions(hidden, wanted)
@@ -67,6 +72,8 @@ class CrossProducts:
             if capture not in self._sums:
                 k = quantized.shape[-1]
                 self._sums[capture] = torch.zeros(k, k, device=quantized.device)
+            if self.sublayer.spec.group is not None:
+                self._tokens[capture] = self._tokens.get(capture, 0) + len(quantized)
             self._sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
 
     def wanted(self) -> list[Mapping[str, torch.Tensor]]:
@@ -77,9 +84,29 @@ class CrossProducts:
         ]
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Return capture name → the mean over rows, fp32 (k, k). Consumes the sums."""
+        """Return capture name → the mean over rows, fp32 (k, k); of experts, over their tokens.
+
+        Consumes the sums.
+        """
         sums, self._sums = self._sums, {}
-        return {capture: total.div_(len(self._fitting)) for capture, total in sums.items()}
+        return {
+            capture: total.div_(max(1, self._tokens.get(capture, len(self._fitting))))
+            for capture, total in sums.items()
+        }
+
+    def changed_routes(self) -> dict[str, float]:
+        """Return the share of choices of experts that differ from the source's, if known."""
+        if not self._changed:
+            return {}
+        return {"changed_routes": float(torch.stack(self._changed).mean())}
+
+
+def differing(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the share of chosen experts that others did not choose for the same token, ()."""
+    assert isinstance(ours, RoutedReads)
+    assert isinstance(others, RoutedReads)
+    ids, other_ids = ours.routes.ids, others.routes.ids
+    return (ids[:, :, None] != other_ids[:, None]).all(-1).float().mean()
 
 
 def advance_source(sublayer: Sublayer, source: torch.Tensor) -> None:
@@ -130,6 +157,7 @@ class Correction:
         states: torch.Tensor,
         hessians: Mapping[str, torch.Tensor],
         crosses: CrossProducts,
+        coverage: Coverage | None = None,
     ) -> dict[str, Linear]:
         """Return the targets if they bring outputs closer to the source's, else the weights.
 
@@ -140,9 +168,13 @@ class Correction:
             states: inputs fp32 (rows, t, hidden) in the quantized model.
             hessians: by capture, fp32 (k, k).
             crosses: has seen all rows.
+            coverage: of experts, whose Hessians may be mixed with that of their layer.
         """
         means, paired = crosses.means(), states[:: crosses.pairs.step]
         source = dict(sublayer.linears)
+        if coverage is not None:
+            for capture, cross in means.items():
+                cross.mul_(coverage.share_of(capture, len(cross)))
         moves = {
             capture: self.move(
                 hessian, means.pop(capture), name=sublayer.spec.reading(capture)[0].reads

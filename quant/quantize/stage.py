@@ -35,6 +35,7 @@ from exl2flow.quant.quantize.correction import (
     paired_rows,
 )
 from exl2flow.quant.quantize.stored_form import Packed, Reports, storing
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.descent import Metric, refine_together
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
@@ -174,12 +175,15 @@ class Quantizing(MatrixWork):
         """See `SublayerWork`: round, pack, and advance the states quantized."""
         quantized = states[: self.rows]
         crosses = CrossProducts(sublayer, states[self.rows :], self.again)
+        coverage = Coverage.of(sublayer, quantized, self.options.expert_tokens)
         hessians, reference = collect_hessians(
-            sublayer, quantized, keep=self.error_rows, observe=crosses.add
+            sublayer, quantized, keep=self.error_rows, observe=crosses.add, coverage=coverage
         )
         source, targets = dict(sublayer.linears), dict(sublayer.linears)
         if self.again:
-            targets = self.correction.sublayer_targets(sublayer, quantized, hessians, crosses)
+            targets = self.correction.sublayer_targets(
+                sublayer, quantized, hessians, crosses, coverage
+            )
         factors = self.read_factors(sublayer.spec.index)
         rounded = self._round_sublayer(sublayer, targets, hessians, factors)
         packed = []
@@ -191,7 +195,9 @@ class Quantizing(MatrixWork):
         errors = row_errors(sublayer, (quantized[row] for row in reference), reference)
 
         def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
-            error = {"rel_err": float(host["errors"].mean())}
+            error: dict[str, object] = {"rel_err": float(host["errors"].mean())}
+            if coverage is not None:
+                error["experts"] = coverage.report() | crosses.changed_routes()
             return summary(sublayer.spec.name, packed, reports) | error
 
         return storing(path, packed, {"errors": errors}, finish)
@@ -344,7 +350,7 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
 
 
 def _options(config: RunOptions) -> dict[str, object]:
-    return {"rope": config.rope.model_dump(), "rounding": config.rounding.model_dump()}
+    return {"rope": config.rope.model_dump(), "rounding": config.rounding.fingerprinted()}
 
 
 QUANTIZE: Stage[RunOptions] = Stage(

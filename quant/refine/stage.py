@@ -27,6 +27,7 @@ from exl2flow.quant.quantize.stage import (
 from exl2flow.quant.quantize.stored_form import Packed, Reports, Unchanged, storing
 from exl2flow.quant.refine.improvement import improve, params_of, unpacked
 from exl2flow.quant.refine.stored_model import StoredModel
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import near, padded_weight
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
@@ -60,7 +61,10 @@ class Refining(MatrixWork):
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
-        hessians, reference = collect_hessians(sublayer, states, keep=self.error_rows)
+        coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
+        hessians, reference = collect_hessians(
+            sublayer, states, keep=self.error_rows, coverage=coverage
+        )
         weights = dict(sublayer.linears)
         before = {p.name: self.stored.matrix(p) for p in sublayer.spec.projections}
         for p in sublayer.spec.projections:
@@ -183,7 +187,7 @@ def _options(config: RefinementConfig) -> dict[str, object]:
     return {
         "model": SourceFingerprint.of(config.model, memory=memory).fingerprint,
         "rope": config.rope.model_dump(),
-        "rounding": config.rounding.model_dump(),
+        "rounding": config.rounding.fingerprinted(),
         "held_out_rows": config.held_out_rows,
     }
 

@@ -15,6 +15,7 @@ from exl2flow.core.errors import SingularHessian
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
+from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches
 
 log = logging.getLogger(__name__)
@@ -31,24 +32,28 @@ class HessianSum:
 
     def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
-        self._rows = 0
+        self._rows: torch.Tensor | int = 0
 
     def add(self, x: torch.Tensor) -> None:
-        """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k).
-
-        Those of an expert are (t, k) for all rows together: only the scale differs.
-        """
+        """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k)."""
         self._rows += len(x) if x.ndim == 3 else 1
-        flat = x.reshape(-1, x.shape[-1])
+        self._add(x.reshape(-1, x.shape[-1]))
+
+    def add_tokens(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        """Add tokens (n, k) with weights fp32 (n,), each counted as a row."""
+        self._rows += len(x) if weights is None else weights.sum()
+        self._add(x if weights is None else x * weights.sqrt()[:, None].to(x.dtype))
+
+    def _add(self, x: torch.Tensor) -> None:
         if x.is_cuda:
-            flat = narrowed(flat)
-            torch.addmm(self._sum, flat.T, flat, out_dtype=torch.float32, out=self._sum)
+            x = narrowed(x)
+            torch.addmm(self._sum, x.T, x, out_dtype=torch.float32, out=self._sum)
         else:
-            self._sum.addmm_(flat.float().T, flat.float())
+            self._sum.addmm_(x.float().T, x.float())
 
     def mean(self) -> torch.Tensor:
         """Return `H`, fp32 (k, k), the identity if nothing was added. Consumes the sum."""
-        if not self._rows:
+        if not self._rows:  # nor a weight
             return torch.eye(len(self._sum), device=self._sum.device)
         return self._sum.div_(self._rows)
 
@@ -182,6 +187,7 @@ def collect_hessians(
     keep: range | None = None,
     move: bool = False,
     observe: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None,
+    coverage: Coverage | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
     """Run every row through the unquantized sublayer.
 
@@ -190,6 +196,7 @@ def collect_hessians(
         states: fp32 (rows, t, hidden).
         keep: rows whose outputs to return; None: all.
         move: whether to overwrite the states with the outputs instead of returning them.
+        coverage: of the sublayer, if it has experts.
         observe: called with each row's number and what its projections read, see `Sublayer`.
 
     Returns:
@@ -209,7 +216,14 @@ def collect_hessians(
         for capture, x in read.items():
             if capture not in sums:
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)
-            sums[capture].add(x)
+            if x.ndim == 3:
+                sums[capture].add(x)
+            else:
+                sums[capture].add_tokens(x)
+        for more in coverage.reads(hidden, rows.start * states.shape[1]) if coverage else ():
+            if more.capture not in sums:
+                sums[more.capture] = HessianSum(more.x.shape[-1], device=more.x.device)
+            sums[more.capture].add_tokens(more.x, more.weights)
         kept = [row for row in numbers if keep is None or row in keep]
         if not kept:
             continue
@@ -224,7 +238,8 @@ def collect_hessians(
         else:
             outputs |= zip(kept, placed_like(states, output), strict=True)
     check.finish(states if move else outputs)
-    return {capture: total.mean() for capture, total in sums.items()}, outputs
+    hessians = {capture: total.mean() for capture, total in sums.items()}
+    return coverage.mixed(hessians) if coverage else hessians, outputs
 
 
 def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:

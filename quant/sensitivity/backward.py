@@ -10,7 +10,7 @@ import torch
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
-from exl2flow.quant.sensitivity.fisher import FactorSum
+from exl2flow.quant.sensitivity.fisher import FactorSum, Sums
 from exl2flow.quant.walk.source_model import (
     device_of,
     non_finite_share,
@@ -18,8 +18,6 @@ from exl2flow.quant.walk.source_model import (
 )
 
 LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
-
-Sums = dict[str, FactorSum]  # projection name → its sums
 
 
 class Tap:

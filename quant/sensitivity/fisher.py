@@ -7,7 +7,7 @@ would be the square of the out-features.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -23,7 +23,10 @@ from exl2flow.model.files.exl2 import COLUMN_MULTIPLE, padded_columns
 from exl2flow.quant.rounding.hessian import HessianFactor, column_chunks, factor, mixed
 
 LEAST_TRACE = 1e-30  # of an output factor, against division by zero
-CAPTURES_KEY = "captures"  # header entry: projection → [tensor of its input factor, columns]
+CAPTURES_KEY = "captures"  # header entry: projection → [input factor, columns, output factor]
+LAYER_KEY = "layer"  # header entry: the file of what experts of a layer share ...
+EXPERTS_KEY = "experts"  # ... and there: projection → role, place among those of this role
+Sums = dict[str, "FactorSum"]  # projection name → its sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +170,14 @@ class FactorSum:
         number = self.columns // size
         self.input = torch.zeros(in_features, in_features, device=device)
         self.blocks = torch.zeros(number, size, size, device=device)
+        self.squares, self.count = torch.zeros((), device=device), 0  # Σ |g|²; tokens
 
     def add(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add tokens: inputs (t, k) and gradients of the outputs (t, n), not padded."""
-        self.add_input(x, gradient.square().sum(-1))
+        squares = gradient.square().sum(-1)
+        self.squares += squares.sum()
+        self.count += len(x)
+        self.add_input(x, squares)
         self.add_products(gradient, sign=1)
 
     def add_input(self, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -204,8 +211,20 @@ def storing_factors(
     path: Path, projections: tuple[ProjectionSpec, ...], sums: Mapping[str, FactorSum], tokens: int
 ) -> Callable[[], str]:
     """Return a function that writes the factors of one sublayer and returns the sha256."""
+    tensors, captures = sublayer_tensors(projections, sums, tokens)
+    waiting, metadata = to_host(tensors), {CAPTURES_KEY: json.dumps(captures)}
+    return lambda: write_tensors(path, waiting(), metadata=metadata)
+
+
+Captures = dict[str, tuple[str, int, str]]  # projection → input factor, columns, output factor
+
+
+def sublayer_tensors(
+    projections: tuple[ProjectionSpec, ...], sums: Mapping[str, FactorSum], tokens: int
+) -> tuple[dict[str, torch.Tensor], Captures]:
+    """Return packed factors of projections by name, and which ones each projection has."""
     tensors: dict[str, torch.Tensor] = {}
-    captures: dict[str, tuple[str, int]] = {}
+    captures: Captures = {}
     for capture in dict.fromkeys(p.capture for p in projections):
         members = [p for p in projections if p.capture == capture]
         shared: torch.Tensor | None = None
@@ -214,19 +233,24 @@ def storing_factors(
             part = factors.input.div_(len(members))
             shared = part if shared is None else shared.add_(part)
             tensors[f"{projection.name}.output"] = pack_symmetric(factors.output.blocks)
-            captures[projection.name] = (f"{capture}.input", factors.output.columns)
+            output = f"{projection.name}.output"
+            captures[projection.name] = (f"{capture}.input", factors.output.columns, output)
         assert shared is not None
         tensors[f"{capture}.input"] = pack_symmetric(shared)
-    waiting, metadata = to_host(tensors), {CAPTURES_KEY: json.dumps(captures)}
-    return lambda: write_tensors(path, waiting(), metadata=metadata)
+    return tensors, captures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFactors:
-    """tensors: packed, by name; captures: projection → (name of its input factor, its columns)."""
+    """Factors as files have them.
+
+    tensors: packed, by name, what experts share included; captures: of each projection; experts:
+    projection of a layer's experts → role and place among those of this role; empty without.
+    """
 
     tensors: Mapping[str, torch.Tensor]
-    captures: Mapping[str, tuple[str, int]]
+    captures: Mapping[str, tuple[str, int, str]]
+    experts: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path, *, pinned: bool = False) -> Self:
@@ -235,28 +259,35 @@ class StoredFactors:
         Raises:
             CorruptCheckpoint: the file is missing or damaged.
         """
-        tensors = read_tensors(path)
+        tensors, metadata, experts = read_tensors(path), read_metadata(path), {}
+        if LAYER_KEY in metadata:
+            shared = path.parent.parent / metadata[LAYER_KEY]
+            tensors |= read_tensors(shared)
+            experts = json.loads(read_metadata(shared)[EXPERTS_KEY])
         if pinned:
             tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-        return cls(tensors=tensors, captures=json.loads(read_metadata(path)[CAPTURES_KEY]))
+        captures = {  # earlier files do not name output factors
+            name: (shared, columns, *(output or [f"{name}.output"]))
+            for name, (shared, columns, *output) in json.loads(metadata[CAPTURES_KEY]).items()
+        }
+        return cls(tensors=tensors, captures=captures, experts=experts)
+
+    def whole(self, name: str, device: torch.device | str) -> torch.Tensor:
+        """Return symmetric matrices (..., k, k) on a device."""
+        tensor = self.tensors[name]
+        return unpack_symmetric(tensor.to(device, non_blocking=tensor.is_pinned()))
 
 
 def unpacked(stored: StoredFactors, device: torch.device | str) -> dict[str, Factors]:
-    """Return projection → factors on a device."""
-
-    def whole(name: str) -> torch.Tensor:
-        tensor = stored.tensors[name]
-        return unpack_symmetric(tensor.to(device, non_blocking=tensor.is_pinned()))
-
-    inputs = {
-        shared: whole(shared) for shared in {shared for shared, _ in stored.captures.values()}
-    }
+    """Return projection → factors on a device; of a layer's experts see `expert_factors`."""
+    captures = {n: entry for n, entry in stored.captures.items() if n not in stored.experts}
+    inputs = {shared: stored.whole(shared, device) for shared, *_ in captures.values()}
     return {
         name: Factors(
             input=inputs[shared],
-            output=OutputFactor(blocks=whole(f"{name}.output"), columns=columns),
+            output=OutputFactor(blocks=stored.whole(output, device), columns=columns),
         )
-        for name, (shared, columns) in stored.captures.items()
+        for name, (shared, columns, output) in captures.items()
     }
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -21,17 +22,27 @@ from exl2flow.core.runtime.memory import available_memory
 from exl2flow.core.store.files import read_tensors, write_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer
+from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.quant.sensitivity.backward import (
     LOGIT_ELEMENTS,
-    Sums,
     head_backward,
     sublayer_backward,
+)
+from exl2flow.quant.sensitivity.expert_factors import (
+    LayerSums,
+    expert_factors,
+    group_bytes,
+    is_routed,
+    layer_file,
+    storing_group,
+    storing_layer,
+    sums_of,
 )
 from exl2flow.quant.sensitivity.fisher import (
     Factors,
     FactorSum,
     StoredFactors,
+    Sums,
     factor_bytes,
     storing_factors,
     unpacked,
@@ -56,7 +67,9 @@ def factor_file(index: int) -> str:
 
 def factor_files(spec: ModelSpec) -> list[str]:
     """Return the files of a finished stage, in model order."""
-    return [*(factor_file(sublayer.index) for sublayer in spec.sublayers), HEAD_FILE]
+    layers = dict.fromkeys(s.layer_index for s in spec.sublayers if s.group is not None)
+    own = [factor_file(sublayer.index) for sublayer in spec.sublayers]
+    return [*own, *map(layer_file, layers), HEAD_FILE]
 
 
 class FactorFiles:
@@ -80,7 +93,7 @@ class FactorFiles:
             following = self._path(index + 1)
             following = following if following.exists() else self._path("head")
             self._ahead[following] = helpers().submit(StoredFactors.read, following, pinned=True)
-        return unpacked(stored, self.device)
+        return unpacked(stored, self.device) | expert_factors(stored, self.device)
 
     def _path(self, index: int | Literal["head"]) -> Path:
         return self.folder / (HEAD_FILE if index == "head" else factor_file(index))
@@ -128,8 +141,18 @@ def factor_sizes(spec: ModelSpec, options: SensitivityOptions) -> list[int]:
     """Return the bytes of the factors of each sublayer and of the head; empty without factors."""
     if options.kind != "fisher":
         return []
-    sizes = [factor_bytes(s.projections, block=options.block) for s in spec.sublayers]
+    sizes = [_factor_bytes(s, block=options.block) for s in spec.sublayers]
     return [*sizes, factor_bytes((spec.head,), block=head_block(options.block))]
+
+
+def _factor_bytes(sublayer: SublayerSpec, *, block: int) -> int:
+    """Return the bytes of a sublayer's factors; what experts share counts for each group."""
+    if sublayer.group is None:
+        return factor_bytes(sublayer.projections, block=block)
+    routed = [p for p in sublayer.projections if is_routed(p)]
+    others = tuple(p for p in sublayer.projections if not is_routed(p))
+    shared = tuple(routed[:3])  # of one expert: as large as what all share
+    return group_bytes(routed) + factor_bytes((*shared, *others), block=block)
 
 
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
@@ -235,11 +258,12 @@ class _WayBack:
         self.inputs = InputStates(run, model, ids)
         self.tokens = ids.numel()
         self.order = model.spec.sublayers
+        self.layer: LayerSums | None = None  # of the experts that are being walked
 
     def walk(self) -> None:
         """Commit every missing file, then delete all stored states."""
-        folder = self.run.folder
-        is_open = [not folder.valid(name) for name in factor_files(self.model.spec)]
+        is_open = [self._is_open(sublayer) for sublayer in self.order]
+        is_open.append(not self.run.folder.valid(HEAD_FILE))
         if any(is_open):
             last = len(self.order) - is_open[::-1].index(True)
             device = self.model.device
@@ -249,6 +273,13 @@ class _WayBack:
                 for sublayer in self.model.sublayers(order[::-1]):
                     self._sublayer(sublayer)
         self.inputs.drop()
+
+    def _is_open(self, sublayer: SublayerSpec) -> bool:
+        """Return whether factors are missing; experts of a layer are walked as a whole."""
+        folder, is_shared = self.run.folder, sublayer.group is not None
+        if is_shared and not folder.valid(layer_file(sublayer.layer_index)):
+            return True
+        return not folder.valid(factor_file(sublayer.index))
 
     def _begin(self, last_open: int, is_open: list[bool]) -> int:
         """Load or compute the gradients to start from; return how many sublayers precede them."""
@@ -276,16 +307,26 @@ class _WayBack:
     def _sublayer(self, sublayer: Sublayer) -> None:
         begun, spec = time.monotonic(), sublayer.spec
         name = factor_file(spec.index)
-        sums = self._sums(name, spec.projections, block=self.options.block)
+        sums = self._group_sums(spec) if spec.group else self._sums(name, spec.projections)
         states = self.inputs.at(spec.index)
         self.gradient = self.model.entering(self.gradient, spec)
         sublayer_backward(sublayer, states, self.gradient, sums)
-        self._finish(spec.index, name, spec.projections, sums, begun)
+        self._finish(spec.index, name, spec.projections, sums, begun, spec)
 
-    def _sums(self, name: str, projections: Projections, *, block: int) -> Sums:
+    def _group_sums(self, spec: SublayerSpec) -> Sums:
+        """Return empty sums for a group of experts, or none if its layer is finished."""
+        assert spec.group is not None
+        if self.run.folder.valid(layer_file(spec.layer_index)):
+            return {}
+        if spec.group.is_last:
+            self.layer = LayerSums()
+        return sums_of(spec, block=self.options.block, device=self.model.device)
+
+    def _sums(self, name: str, projections: Projections, block: int | None = None) -> Sums:
         """Return empty sums for projections, or none if their file exists."""
         if self.run.folder.valid(name):
             return {}
+        block = self.options.block if block is None else block
         device = self.model.device
         return {
             p.name: FactorSum(p.in_features, p.out_features, block=block, device=device)
@@ -293,12 +334,26 @@ class _WayBack:
         }
 
     def _finish(
-        self, index: int, name: str, projections: Projections, sums: Sums, begun: float
+        self,
+        index: int,
+        name: str,
+        projections: Projections,
+        sums: Sums,
+        begun: float,
+        spec: SublayerSpec | None = None,
     ) -> None:
-        """Commit factors and gradients, and delete the states that no resume needs."""
-        folder = self.run.folder
+        """Commit factors and gradients, and delete the states that no resume needs.
+
+        Gradients between groups of experts are not saved: a layer is repeated as a whole.
+        """
+        folder, group = self.run.folder, None if spec is None else spec.group
         if sums:
-            store = storing_factors(folder.path / name, projections, sums, self.tokens)
+            path = folder.path / name
+            if spec is None or group is None:
+                store = storing_factors(path, projections, sums, self.tokens)
+            else:
+                assert self.layer is not None
+                store = storing_group(path, spec, sums, self.layer, self.tokens)
 
             def commit(sha256: str) -> None:
                 folder.commit(name, sha256, cursor=folder.manifest.cursor + 1)
@@ -307,9 +362,21 @@ class _WayBack:
                 self._drop(index)
 
             self.results.store(store, commit)
+            if spec is not None and group is not None and group.is_first:
+                self._finish_layer(spec.layer_index)
         else:
             self._drop(index)
+        if group is not None and not group.is_first:
+            return
         save_when_due(self.run, self.gradient, index, self.results, self.saves)
+
+    def _finish_layer(self, layer: int) -> None:
+        """Commit what the experts of a layer share, after all of their own factors."""
+        assert self.layer is not None
+        name = layer_file(layer)
+        store = storing_layer(self.run.folder.path / name, self.layer, self.tokens)
+        self.results.store(store, partial(self.run.folder.commit, name))
+        self.layer = None
 
     def _drop(self, index: int) -> None:
         states = self.run.folder.manifest.states

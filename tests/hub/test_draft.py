@@ -8,8 +8,9 @@ import pytest
 from hub_server import Hub
 from typer.testing import CliRunner
 
-from exl2flow.core.errors import PublicationRefused
+from exl2flow.core.errors import ConfigError, PublicationRefused
 from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.store.files import digest
 from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.flows.cli.main import app
 from exl2flow.tasks import hub as hub_tasks
@@ -40,6 +41,24 @@ def test_draft_has_what_is_published_and_asks_the_hub_nothing(
         assert {*files, ".gitattributes"} == set(hub.files(REPO, branch))
     assert found.notes == ()
     assert len(found.unchecked) == 3
+
+
+def test_the_arrays_of_a_measurement_go_along(models: list[Path], tmp_path: Path) -> None:
+    measurement, arrays = tmp_path / "given.json", tmp_path / "given.safetensors"
+    arrays.write_bytes(b"numbers")
+    content = {"arrays": {"sha256": digest(arrays), "slots": {}, "options": []}}
+    measurement.write_text(json.dumps(content))
+
+    found = draft_of(models, measurement=measurement)
+
+    names = ("README.md", "measurement.json", "measurement.safetensors")
+    assert found.branches["main"] == names
+    arrays.write_bytes(b"others")
+    with pytest.raises(ConfigError, match=r"given\.safetensors` is damaged or belongs"):
+        draft_of(models, measurement=measurement)
+    arrays.unlink()
+    with pytest.raises(ConfigError, match=r"given\.safetensors`, which .* is missing"):
+        draft_of(models, measurement=measurement)
 
 
 def test_draft_is_refused_like_a_publication(models: list[Path]) -> None:

@@ -1,0 +1,158 @@
+"""Coverage: calibration for experts that a text seldom chooses.
+
+An expert with fewer tokens than in-features has a singular Hessian. It also gets the tokens that
+it scores highest of those that did not choose it, weighted by its score over that of the least
+chosen expert. Its Hessian is then mixed with one that belongs to the layer: that of all tokens for
+gate and up, for down that of a fixed sample of them sent through the expert.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.model import Sublayer
+from exl2flow.model.layers.experts import ExpertsSublayer
+from exl2flow.quant.walk.source_model import device_of, row_batches
+
+LAYER = "layer.input"  # name of the Hessian of all tokens that enter a layer
+SAMPLE = 2  # tokens of the sample, per in-feature of down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """What projections read of some tokens, (n, k); weights: of the tokens, fp32 (n,), or None."""
+
+    capture: str
+    x: torch.Tensor
+    weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """Tokens of the experts of a group over all calibration rows.
+
+    counts: by expert; least: tokens below which an expert is topped up; added: by such expert, the
+    places of its additional tokens among all, int64 (n,) in order, and their weights, fp32 (n,),
+    both in main memory; sampled: places of the sample.
+    """
+
+    sublayer: ExpertsSublayer
+    counts: Mapping[int, int]
+    least: int
+    added: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    sampled: torch.Tensor
+
+    @classmethod
+    def of(cls, sublayer: Sublayer, states: torch.Tensor, expert_tokens: int) -> Self | None:
+        """Count tokens, and choose additional ones; None for sublayers without experts.
+
+        Args:
+            sublayer: of the source or with quantized matrices: routers are the same.
+            states: fp32 (rows, t, hidden), or pairs, see `layers.experts`.
+            expert_tokens: below which an expert is topped up; 0: its in-features.
+        """
+        if not isinstance(sublayer, ExpertsSublayer):
+            return None
+        first = sublayer.spec.projection("up")
+        least = expert_tokens or first.in_features
+        total = torch.zeros(sublayer.router.rule.experts, dtype=torch.int64)
+        for rows in row_batches(sublayer, states):
+            look()
+            ids = sublayer.routes(states[rows].to(device_of(sublayer))).ids
+            total += torch.bincount(ids.flatten(), minlength=len(total)).cpu()
+        counts = {expert: int(total[expert]) for expert in sublayer.group.experts}
+        starved = [expert for expert, count in counts.items() if count < least]
+        tokens = states.shape[0] * states.shape[1]
+        wanted = min(tokens, SAMPLE * sublayer.spec.projection("down").in_features)
+        return cls(
+            sublayer=sublayer,
+            counts=counts,
+            least=least,
+            added=_added(sublayer, states, {e: least - counts[e] for e in starved}),
+            sampled=torch.arange(0, tokens, max(1, tokens // max(1, wanted))),
+        )
+
+    def reads(self, hidden: torch.Tensor, first: int) -> Iterator[Read]:
+        """Yield what is read beyond the chosen experts' tokens, for those that are topped up.
+
+        Args:
+            hidden: some rows of the states, on the device.
+            first: place of their first token among all.
+        """
+        if not self.added:
+            return
+        x = self.sublayer.inputs(hidden)
+        yield Read(capture=LAYER, x=x)
+        sample = x[_within(self.sampled, first, len(x)).to(x.device)]
+        for expert, (places, weights) in self.added.items():
+            chosen = (places >= first) & (places < first + len(x))
+            own = x[(places[chosen] - first).to(x.device)]
+            by = weights[chosen].to(x.device)
+            yield Read(capture=f"{expert}.input", x=own, weights=by)
+            yield Read(capture=f"{expert}.inner", x=self.sublayer.inner(expert, own), weights=by)
+            yield Read(capture=f"{expert}.sample", x=self.sublayer.inner(expert, sample))
+
+    def mixed(self, hessians: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the Hessians of experts, those of topped up ones mixed with their layer's.
+
+        Args:
+            hessians: by capture, `LAYER` and the samples' included, means per token; consumed.
+        """
+        layer = hessians.pop(LAYER, None)
+        for expert in self.added:
+            assert layer is not None
+            sample = hessians.pop(f"{expert}.sample")
+            for capture, other in ((f"{expert}.input", layer), (f"{expert}.inner", sample)):
+                share = self.share(expert, len(other))
+                hessians[capture].mul_(share).add_(other, alpha=1 - share)
+        return hessians
+
+    def share(self, expert: int, in_features: int) -> float:
+        """Return the share of an expert's own tokens in a Hessian of so many in-features."""
+        if expert not in self.added:
+            return 1.0
+        count = self.counts[expert]
+        return count / (count + in_features)
+
+    def share_of(self, capture: str, in_features: int) -> float:
+        """Return `share` of the expert that reads an activation; 1 for the shared one."""
+        expert = capture.partition(".")[0]
+        return self.share(int(expert), in_features) if expert.isdecimal() else 1.0
+
+    def report(self) -> dict[str, object]:
+        """Return the tokens of each expert, and how many of them were topped up."""
+        return {
+            "tokens": {str(expert): count for expert, count in self.counts.items()},
+            "topped_up": [expert for expert, count in self.counts.items() if expert in self.added],
+            "least_tokens": self.least,
+        }
+
+
+def _within(places: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Return the places from `first` on, of `count` tokens, counted from there."""
+    return places[(places >= first) & (places < first + count)] - first
+
+
+def _added(
+    sublayer: ExpertsSublayer, states: torch.Tensor, wanted: Mapping[int, int]
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Return by expert the places and weights of the tokens that it scores highest, unchosen."""
+    if not wanted:
+        return {}
+    experts, scores = list(wanted), list[torch.Tensor]()
+    for rows in row_batches(sublayer, states):
+        look()
+        near = sublayer.nearly_chosen(states[rows].to(device_of(sublayer)))
+        scores.append(near[:, experts].T.cpu())
+    by_expert = torch.cat(scores, dim=1)  # (experts, tokens)
+    added = {}
+    for expert, near in zip(experts, by_expert, strict=True):
+        best = near.sort(descending=True, stable=True)
+        places, order = best.indices[: wanted[expert]].sort()
+        weights = best.values[: wanted[expert]][order]
+        is_used = weights > 0
+        added[expert] = places[is_used], weights[is_used]
+    return added
