@@ -1,6 +1,5 @@
 """Check that a source has the tensors that its config implies, and that EXL2 can store them."""
 
-import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -72,12 +71,13 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
         if name in decoded:
             continue
         if name not in tensors:
-            found = f"`{name}` is missing in `{spec.source_dir}`"
+            keys = _implying_keys(name, spec)
+            why = f", although {keys} imply it" if keys else ""
+            lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`{why}")
         elif not _fits(tensors.shape(name), shape, spec):
             found = f"{tensors.origin(name)} has shape {tensors.shape(name)}"
-        else:
-            continue
-        lines.append(f"{found}, {_implying(name, spec)} {shape}")
+            keys = _implying_keys(name, spec)
+            lines.append(f"{found}, {f'{keys} imply' if keys else 'the config implies'} {shape}")
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
         remedy = f"; get the model's files in `{spec.source_dir}` again, complete"
@@ -176,15 +176,16 @@ def _outline(name: str, tensors: TensorFiles) -> torch.Tensor:
     return tensors.read(name)
 
 
-def _implying(name: str, spec: ModelSpec) -> str:
-    """Return which keys imply a tensor's shape, as the beginning of a clause."""
+def _implying_keys(name: str, spec: ModelSpec) -> str:
+    """Return the config keys that imply a tensor of experts or their router; "": it is another."""
     row = spec.family.experts
-    start = re.escape(spec.layers_key) + r"\d+"
-    if row is not None and re.match(
-        rf"{start}\.({re.escape(row.experts)}|{re.escape(row.router)})\.", name
-    ):
-        return f"{implying_keys(row, spec.text_config)} imply"
-    return "the config implies"
+    if row is None or not name.startswith(spec.layers_key):
+        return ""
+    within = name.removeprefix(spec.layers_key).partition(".")[2]
+    is_experts = within.startswith((f"{row.experts}.", f"{row.router}.")) or (
+        within == row.correction
+    )
+    return implying_keys(row, spec.text_config) if is_experts else ""
 
 
 def _fits(stored: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:
