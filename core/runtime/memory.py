@@ -1,5 +1,6 @@
 """Available host memory, and the GPU memory that may be used."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -14,6 +15,11 @@ _limits: dict[torch.device, int] = {}  # device → bytes of tensors, if its use
 def usable(limit: int) -> int:
     """Return how many bytes tensors may take when a process may use `limit` of a GPU."""
     return max(0, int(limit * (1 - WORKSPACE_SHARE)) - BESIDE_TENSORS)
+
+
+def limit_for(tensors: int) -> int:
+    """Return the least limit of a GPU with which tensors may take so many bytes."""
+    return math.ceil((tensors + BESIDE_TENSORS) / (1 - WORKSPACE_SHARE)) + 1
 
 
 def limit_memory(device: torch.device, limit: int | None) -> None:

@@ -15,6 +15,7 @@ from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
+from exl2flow.quant.forecast.gpu_fit import GpuFit, in_words
 from exl2flow.quant.measure.candidates import FAST_GROUP
 from exl2flow.quant.tokenize.stage import judging_rows
 from exl2flow.quant.walk.needs import Card, Need
@@ -91,6 +92,7 @@ class Plan:
     finished: tuple[str, ...]
     stages: tuple[Outlook, ...]
     card: Card | None
+    gpu_fits: tuple[GpuFit, ...]
     work_dir: str
     out: str
     carried: tuple[str, ...]
@@ -137,6 +139,7 @@ class Plan:
             ]
             total = f"{self.card.memory / 1e9:.1f} GB of the {self.card.name}"
             rows.append(("GPU memory", f"{', '.join(on_card)} of {total}"))
+        rows.append(("GPU fit", in_words(self.gpu_fits)))
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
         return rows + stage_rows(self.stages, names or {})

@@ -1,6 +1,5 @@
 """Find all problems that can be known before the first stage, and return the plan."""
 
-import logging
 import os
 import shutil
 from collections.abc import Callable, Hashable, Sequence
@@ -27,13 +26,11 @@ from exl2flow.model.files.source_tensors import (
 from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.compile.stage import check_output_folder
+from exl2flow.quant.forecast.gpu_fit import check_gpu, gpu_fits
 from exl2flow.quant.forecast.needs import stage_needs, work_bytes
 from exl2flow.quant.forecast.plan import BASE_MEMORY, Plan, calibration_in_words, what_is_left
 from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
 from exl2flow.quant.walk.needs import Card, Need
-from exl2flow.quant.walk.working_memory import working_bytes
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -92,7 +89,7 @@ def preflight(config: ModelOptions, stages: Sequence[Stage[Any]] = ()) -> Plan:
             plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device)))
         if plan is not None:
             attempt(lambda: check_disk([plan]))
-            attempt(lambda: _check_memory(plan, spec))
+            attempt(lambda: _check_memory(config, plan, spec))
             if not problems:
                 return plan
     raise PreflightFailed("\n".join(problems))
@@ -153,6 +150,7 @@ def _plan(
         finished=tuple(each.stage for each in outlooks if each.state == "finished"),
         stages=outlooks,
         card=card,
+        gpu_fits=gpu_fits(config, spec),
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
@@ -185,7 +183,7 @@ def check_disk(plans: Sequence[Plan]) -> None:
             )
 
 
-def _check_memory(plan: Plan, spec: ModelSpec) -> None:
+def _check_memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
     needs, card = plan.left, plan.card
     main = {name: BASE_MEMORY + n.memory_bytes for name, n in needs.items() if n.memory_bytes}
@@ -201,9 +199,5 @@ def _check_memory(plan: Plan, spec: ModelSpec) -> None:
                 f"{size(free)} may be used; reduce `--rows` or `--row-tokens`, or choose "
                 "another `--quality`, `--calibration` or `--device`"
             )
-    if card is not None and needs and (least := working_bytes(spec, card.memory)) > card.memory:
-        log.warning(
-            "the largest sublayer may need %s of the GPU's memory, %s may be used; if memory runs "
-            "out, raise `--max-memory` and repeat the command: it continues from there",
-            *map(size, (least, card.memory)),
-        )
+    if card is not None:
+        check_gpu(config, spec, card.memory, needs)

@@ -155,10 +155,9 @@ def _factor_bytes(sublayer: SublayerSpec, *, block: int) -> int:
     return group_bytes(routed) + factor_bytes((*shared, *others), block=block)
 
 
-def needs(config: RunOptions, sizes: ModelSizes) -> Need:
-    """Forecast the stage: states, gradients, one sublayer and its sums; only the factors stay."""
-    spec, options, row_tokens = sizes.spec, config.sensitivity, config.calibration.row_tokens
-    states = sizes.token * options.rows * row_tokens
+def sublayer_bytes(config: RunOptions, spec: ModelSpec) -> int:
+    """Return the bytes that one sublayer or the head needs beside states, row by row."""
+    options, row_tokens = config.sensitivity, config.calibration.row_tokens
     factors = factor_sizes(spec, options)
     score = max(layer.num_heads for layer in spec.attentions) * row_tokens**2
     largest = max(
@@ -168,11 +167,18 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     )
     head = spec.hidden_size * spec.vocab_size + factors[-1] // 2
     head += 4 * min(LOGIT_ELEMENTS, row_tokens * spec.vocab_size)
+    return FLOAT * max(largest + 4 * score, head)
+
+
+def needs(config: RunOptions, sizes: ModelSizes) -> Need:
+    """Forecast the stage: states, gradients, one sublayer and its sums; only the factors stay."""
+    spec, row_tokens = sizes.spec, config.calibration.row_tokens
+    states = sizes.token * config.sensitivity.rows * row_tokens
     files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
     work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT)
     return Need(
-        memory_bytes=3 * states + FLOAT * max(largest + 4 * score, head),
-        kept_bytes=sum(factors),
+        memory_bytes=3 * states + sublayer_bytes(config, spec),
+        kept_bytes=sum(factor_sizes(spec, config.sensitivity)),
         passing_bytes=files * states,
         **sizes.on_gpu(work, 3 * states),
     )

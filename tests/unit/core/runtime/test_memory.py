@@ -11,6 +11,7 @@ from exl2flow.core.runtime import memory
 from exl2flow.core.runtime.memory import (
     available_memory,
     free_memory,
+    limit_for,
     limit_memory,
     limit_of,
     usable,
@@ -38,6 +39,13 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> dict[torch.device, float]:
 
 def test_a_part_of_a_limit_is_not_for_tensors() -> None:
     assert usable(10 * 10**9) == 9_600_000_000 - 2**30
+
+
+@pytest.mark.parametrize("tensors", [1, 12_345_678, 15_108_931_584])
+def test_a_limit_for_tensors_suffices_and_is_not_much_more(tensors: int) -> None:
+    limit = limit_for(tensors)
+
+    assert usable(limit - 3) < tensors <= usable(limit)
     assert usable(2**30) == usable(0) == 0
 
 

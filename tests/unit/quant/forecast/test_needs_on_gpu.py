@@ -1,5 +1,6 @@
 """The GPU memory of every stage follows from shapes alone and respects the card's limit."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def test_the_plan_shows_the_card_to_people_and_programs(source: Path) -> None:
     plan = preflight(config)
     assert plan.to_json()["card"] is None
     assert "GPU memory" not in dict(plan.rows())
+    assert dict(plan.rows())["GPU fit"] == "8, 12, 16, 24, 32, 80 GB yes"
+    assert json.loads(json.dumps(plan.to_json()))["gpu_fits"][0]["verdict"] == "yes"
     small = replace(CARD, memory=working_bytes(resolve(source), CARD.memory) + 1)
 
     roomy, tight = (
