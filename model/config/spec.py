@@ -213,6 +213,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for sublayer in spec.sublayers:
         for norm in sublayer.norms:
             shapes |= dict.fromkeys(norm.names, norm.shape)
+        if sublayer.sinks is not None:
+            shapes[sublayer.sinks] = (spec.attentions[sublayer.layer_index].num_heads,)
         if sublayer.group is not None:
             shapes |= router_tensors(spec, sublayer.group)
         for projection in sublayer.projections:
@@ -274,7 +276,7 @@ def _sublayer(
     name: str = "",
     group: ExpertGroup | None = None,
 ) -> SublayerSpec:
-    place = 1 if kind in ("mlp", "experts") else 0
+    place, sinks = 1 if kind in ("mlp", "experts") else 0, spec.family.sinks
     return SublayerSpec(
         index=0,
         layer_index=layer,
@@ -283,6 +285,7 @@ def _sublayer(
         norms=_norms(spec, layer, place),
         parts=parts,
         group=group,
+        sinks=f"{spec.layers_key}{layer}.{sinks}" if sinks and not place else None,
     )
 
 

@@ -1,8 +1,11 @@
 """Build sublayers from the files of a model."""
 
+from dataclasses import replace
+
 import torch
 
-from exl2flow.model.config.spec import ExpertsSpec, MlpSpec, ModelSpec
+from exl2flow.core.errors import TensorShapeError
+from exl2flow.model.config.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
@@ -50,7 +53,7 @@ def build_sublayer(
     def attention() -> AttentionSublayer:
         return AttentionSublayer(
             sublayer,
-            attention=spec.attentions[sublayer.layer_index],
+            attention=_attention(spec, sublayer, tensors, device),
             norms=norms,
             linears=linears,
             multiplier=multiplier,
@@ -91,3 +94,20 @@ def build_sublayer(
             return ParallelSublayer(attention(), mlp())
         case "experts":
             return experts()
+
+
+def _attention(
+    spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, device: torch.device | str
+) -> AttentionSpec:
+    """Return the attention of a layer, its rule with sinks in fp32 if it has any."""
+    attention, name = spec.attentions[sublayer.layer_index], sublayer.sinks
+    if name is None:
+        return attention
+    sinks = tensors.read_floating(name)
+    if tuple(sinks.shape) != (attention.num_heads,):
+        raise TensorShapeError(
+            f"`{name}` has shape {tuple(sinks.shape)}, `config.json` implies "
+            f"{(attention.num_heads,)}: one for each head; check that both belong to one model"
+        )
+    rule = replace(attention.rule, sinks=sinks.to(device, torch.float32))
+    return replace(attention, rule=rule)

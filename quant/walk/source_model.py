@@ -74,6 +74,8 @@ class SourceModel:
         )
         for norm in sublayer.norms:
             self._check_norm(norm)
+        if sublayer.sinks is not None:
+            self._check_finite(sublayer.sinks, self.tensors.read(sublayer.sinks))
         tensors = {}
         for projection in sublayer.projections:
             linear = built.linears[projection.name]
