@@ -151,7 +151,9 @@ class Family:
     score_scale_key: str | None = None
     score_scale_power: float = 1.0
     softcap_key: str | None = None  # of scores
-    sinks: str | None = None  # tensor in a layer: a score of each head, of a position without a value
+    sinks: str | None = (
+        None  # tensor in a layer: a score of each head, of a position without a value
+    )
 
     # positions
     nope_rule: NopeRule = NopeRule.NONE

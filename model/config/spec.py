@@ -59,7 +59,7 @@ class AttentionSpec:
 class MlpSpec:
     """Shape of the MLP; if `gated`, its activation is multiplied with a second product.
 
-    activation: one of `kernels.ACTIVATIONS`.
+    activation: one of `kernels.ACTIVATIONS`, or if gated of `GATED_ACTIVATIONS`.
     """
 
     intermediate_size: int
