@@ -68,7 +68,7 @@ def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
 
 
 def _experts(config: Fields, family: Family, row: Experts, activation: str) -> ExpertsSpec:
-    has_bias = bias_of(config, row.bias)
+    has_bias, activation = bias_of(config, row.bias), row.activation or activation
     shared = prod(config.integer(key, 0, least=0, most=WIDEST) for key in row.shared_width_keys)
     return ExpertsSpec(
         rule=_rule(config, row),
@@ -104,13 +104,20 @@ def _rule(config: Fields, row: Experts) -> RouterRule:
         experts=experts,
         top=top,
         scores=row.scores,
-        norm=1.0 if bias_of(config, row.is_normalized) else None,
+        norm=_norm(config, row),
         least_norm=config.number(floor, 1e-12) if isinstance(floor, str) else floor,
         scaling=1.0 if row.scaling_key is None else config.number(row.scaling_key, 1.0),
         groups=groups,
         top_groups=top_groups,
         scales_input=row.scales_input,
     )
+
+
+def _norm(config: Fields, row: Experts) -> float | None:
+    """Return the power of the norm that weights are divided by; None: they are not divided."""
+    if row.norm_power_key is not None:
+        return config.optional(row.norm_power_key)
+    return 1.0 if bias_of(config, row.is_normalized) else None
 
 
 def _groups(config: Fields, row: Experts, experts: int, top: int) -> tuple[int, int]:

@@ -83,6 +83,7 @@ class Experts:
     top_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
     dense: DenseLayers = DenseLayers.LISTED
+    activation: str | None = None  # of the kernels; None: as the config says
     bias: bool | str = False  # of the experts' linears, as the bias fields of `Family`
 
     # the router
@@ -91,6 +92,8 @@ class Experts:
     scores: Scores = Scores.SOFTMAX
     # whether the weights of a token are divided by their sum, or the key that decides
     is_normalized: bool | str = "norm_topk_prob"
+    # the power of the norm that they are divided by, instead of their sum; where null, by nothing
+    norm_power_key: str | None = None
     least_sum: float | str = 0.0  # that they are divided by, or the key of it
     scaling_key: str | None = None  # what multiplies them
     group_keys: tuple[str, str] | None = None  # number of groups, and of those that are chosen
@@ -124,6 +127,8 @@ class Family:
     text_type: str | None = None
     is_flat_too: bool = False  # older configs of this wrapper have no `text_config`
     keys: tuple[tuple[str, str], ...] = ()  # a key as Llama's configs call it, and as these do
+    sections: tuple[str, ...] = ()  # objects whose keys count as if they were not in one
+    fixed: tuple[tuple[str, object], ...] = ()  # the only values of keys that configs may have
     defaults: tuple[tuple[str, object], ...] = ()  # values of keys that configs may lack
     known: tuple[str, ...] = ()  # keys that are refused elsewhere, because they change the graph
     default_activation: str = "silu"

@@ -143,6 +143,8 @@ def _read(
     """Read one rope; `theta`: the key of its base in the config itself, and the default."""
     kind = _kind(rope)
     source, theta_key = (rope, "rope_theta") if rope.has("rope_theta") else (config, theta[0])
+    if source is rope and "rope_theta" in config.names:
+        _check_theta(config, rope)
     original = config if config.has("original_max_position_embeddings") else rope
     common = RopeSpec(
         kind=kind,
@@ -161,6 +163,17 @@ def _read(
         return replace(stretched, kind=RopeKind.DEFAULT)
     stretch = max_positions / common.original_max_positions
     return replace(common, **_details(kind, rope, common.rotary_dim, stretch))
+
+
+def _check_theta(config: Fields, rope: Fields) -> None:
+    """Refuse a base that contradicts the family's own key: transformers 5 writes both."""
+    known, written = config.optional("rope_theta"), rope.number("rope_theta")
+    if known is not None and known != written:
+        raise SourceModelError(
+            f"{config.named('rope_theta')} in `{config.path}` is {known:g}, but "
+            f"{rope.named('rope_theta')}, which transformers 5 adds, {written:g}; set both to that "
+            "of the model as it was published"
+        )
 
 
 def _rotary_dim(config: Fields, family: Family, rope: Fields, head_dim: int) -> int:

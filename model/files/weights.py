@@ -114,6 +114,11 @@ class TensorFiles:
         """The names of the weights that are decoded from fp8."""
         return tuple(n for n, entry in self._entries.items() if _is_fp8_weight(n, entry))
 
+    @property
+    def in_mxfp4(self) -> tuple[str, ...]:
+        """The names of the weights that are decoded from mxfp4."""
+        return tuple(n for n, entry in self._entries.items() if entry.dtype == mxfp4.MXFP4)
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
