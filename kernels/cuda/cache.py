@@ -5,7 +5,7 @@ Everything else is torch on the device.
 
 import math
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -142,7 +142,11 @@ def attend_step(
     store = cache.store
     tokens, head_dim = q.shape[1], q.shape[3]
     is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
-    if not is_known or q.dtype != torch.float16:
+    chunk, reach = rule.chunk, cache.tables.shape[1] * PAGE_TOKENS
+    is_cut = chunk is not None and reach > chunk
+    if is_cut and is_known and q.dtype == torch.float16 and chunk % PAGE_TOKENS == 0:
+        return _in_chunks(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
+    if not is_known or q.dtype != torch.float16 or is_cut:
         return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -183,6 +187,37 @@ def attend_step(
         device=q.device,
     )
     return out
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: StepCache,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rule: AttentionRule,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Attend token by token, each to the pages of its chunk only, which are whole."""
+    assert rule.chunk is not None
+    rule, pages = replace(rule, chunk=None), rule.chunk // PAGE_TOKENS
+    within, most = torch.arange(pages, device=q.device), cache.tables.shape[1] - 1
+    results = []
+    for token in range(q.shape[1]):
+        lengths, span = cache.lengths + token, slice(token, token + 1)
+        first = lengths // (pages * PAGE_TOKENS) * pages
+        places = (first[:, None] + within).clamp_(max=most)
+        own = replace(
+            cache,
+            tables=cache.tables.gather(1, places.long()),
+            lengths=lengths - first * PAGE_TOKENS,
+            slots=cache.slots[:, span].contiguous(),
+        )
+        of_token, angles = (x[:, span] for x in (q, k, v)), (x[..., span, :] for x in (cos, sin))
+        results.append(attend_step(*of_token, own, *angles, rule=rule, interleaved=interleaved))
+    return torch.cat(results, dim=1)
 
 
 def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:

@@ -75,7 +75,8 @@ class Packing:
 class Experts:
     """How a family's experts differ from those of Qwen3-MoE.
 
-    Fields that end in `_key` or `_keys` are config keys; names of tensors are those in a layer of EXL2 files.
+    Fields that end in `_key` or `_keys` are config keys; names of tensors are those in a layer of
+    EXL2 files.
     """
 
     count_keys: tuple[str, ...] = ("num_experts", "num_local_experts")  # the first that is there

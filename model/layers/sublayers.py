@@ -1,16 +1,18 @@
 """Build sublayers from the files of a model."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from exl2flow.core.errors import TensorShapeError
+from exl2flow.kernels import RouterArgs
 from exl2flow.model.config.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.experts import ExpertsSublayer, load_router
-from exl2flow.model.layers.linear import RowOrders, load_linear
+from exl2flow.model.layers.linear import Linear, RowOrders, load_linear
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -48,58 +50,30 @@ def build_sublayer(
     norms: dict[str, Norm] = {
         norm.role: load_norm(tensors, norm, dtype=dtype, device=device) for norm in sublayer.norms
     }
-    multiplier = spec.residual_multiplier
-
-    def attention() -> AttentionSublayer:
-        return AttentionSublayer(
-            sublayer,
-            attention=_attention(spec, sublayer, tensors, device),
-            norms=norms,
-            linears=linears,
-            multiplier=multiplier,
-        )
-
-    def mlp() -> MlpSublayer:
-        layer = spec.mlps[sublayer.layer_index]
-        assert isinstance(layer, MlpSpec)
-        return MlpSublayer(
-            sublayer,
-            norms=norms,
-            linears=linears,
-            activation=layer.activation,
-            multiplier=multiplier,
-        )
-
-    def experts() -> ExpertsSublayer:
-        assert sublayer.group is not None
-        layer = spec.mlps[sublayer.layer_index]
-        assert isinstance(layer, ExpertsSpec)
-        router, gate = load_router(spec, sublayer.group, tensors, device=device)
-        return ExpertsSublayer(
-            sublayer,
-            norms=norms,
-            linears=linears,
-            router=router,
-            shared_gate=gate,
-            activation=layer.expert.activation,
-            multiplier=multiplier,
-        )
-
+    attention = partial(_attention, spec, sublayer, norms, linears)
     match sublayer.kind:
         case "attention":
-            return attention()
+            return attention(read_attention(spec, sublayer, tensors, device=device))
         case "mlp":
-            return mlp()
+            return _mlp(spec, sublayer, norms, linears)
         case "parallel":
-            return ParallelSublayer(attention(), mlp())
+            read = read_attention(spec, sublayer, tensors, device=device)
+            return ParallelSublayer(attention(read), _mlp(spec, sublayer, norms, linears))
         case "experts":
-            return experts()
+            assert sublayer.group is not None
+            router = load_router(spec, sublayer.group, tensors, device=device)
+            return _experts(spec, sublayer, norms, linears, router)
 
 
-def _attention(
-    spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, device: torch.device | str
+def read_attention(
+    spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, *, device: torch.device | str
 ) -> AttentionSpec:
-    """Return the attention of a layer, its rule with sinks in fp32 if it has any."""
+    """Return the attention of a layer, its rule with sinks in fp32 if it has any.
+
+    Raises:
+        MissingTensor: the sinks are absent.
+        TensorShapeError: there is not one for each head.
+    """
     attention, name = spec.attentions[sublayer.layer_index], sublayer.sinks
     if name is None:
         return attention
@@ -111,3 +85,54 @@ def _attention(
         )
     rule = replace(attention.rule, sinks=sinks.to(device, torch.float32))
     return replace(attention, rule=rule)
+
+
+def _attention(
+    spec: ModelSpec,
+    sublayer: SublayerSpec,
+    norms: dict[str, Norm],
+    linears: dict[str, Linear],
+    attention: AttentionSpec,
+) -> AttentionSublayer:
+    return AttentionSublayer(
+        sublayer,
+        attention=attention,
+        norms=norms,
+        linears=linears,
+        multiplier=spec.residual_multiplier,
+    )
+
+
+def _mlp(
+    spec: ModelSpec, sublayer: SublayerSpec, norms: dict[str, Norm], linears: dict[str, Linear]
+) -> MlpSublayer:
+    layer = spec.mlps[sublayer.layer_index]
+    assert isinstance(layer, MlpSpec)
+    return MlpSublayer(
+        sublayer,
+        norms=norms,
+        linears=linears,
+        activation=layer.activation,
+        multiplier=spec.residual_multiplier,
+    )
+
+
+def _experts(
+    spec: ModelSpec,
+    sublayer: SublayerSpec,
+    norms: dict[str, Norm],
+    linears: dict[str, Linear],
+    loaded: tuple[RouterArgs, torch.Tensor | None],
+) -> ExpertsSublayer:
+    layer = spec.mlps[sublayer.layer_index]
+    assert isinstance(layer, ExpertsSpec)
+    router, shared_gate = loaded
+    return ExpertsSublayer(
+        sublayer,
+        norms=norms,
+        linears=linears,
+        router=router,
+        shared_gate=shared_gate,
+        activation=layer.expert.activation,
+        multiplier=spec.residual_multiplier,
+    )

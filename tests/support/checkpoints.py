@@ -327,7 +327,12 @@ def randomize(model: Any) -> None:
             elif name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
                 parameter.copy_(noise * embedding.shape[1] ** -0.5 if is_tied else noise)
             else:
-                parameter.copy_(noise * parameter[0].numel() ** -0.5)
+                is_experts = parameter.dim() == 3  # a matrix for each
+                inputs = parameter.shape[-1] if is_experts else parameter[0].numel()
+                parameter.copy_(noise * inputs**-0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def rename(folder: Path, change: Callable[[str], str]) -> None:

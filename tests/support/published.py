@@ -175,6 +175,11 @@ STARCODER2 = {
     "use_bias": True,
 }
 
+QWEN_MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+QWEN2_MOE = QWEN_MOE | {"norm_topk_prob": False, "use_sliding_window": False}
+QWEN3_MOE = QWEN_MOE | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+
 PUBLISHED: dict[str, Published] = {
     "Llama-3.1-8B": _model(
         LLAMA, (4096, 14_336, 32, 32, 8, 128_256), 8_030_261_248, HUB, **APART, **LLAMA3_ROPE
@@ -632,6 +637,66 @@ PUBLISHED: dict[str, Published] = {
         },
         count=15_517_456_384,  # of a fine-tuned model
         source=LOADED,
+    ),
+    "Mixtral-8x7B": _model(
+        "MixtralForCausalLM",
+        (4096, 14_336, 32, 32, 8, 32_000),
+        46_702_792_704,
+        HUB,
+        rope_theta=1_000_000.0,
+        **MIXTRAL,
+        **APART,
+    ),
+    "Mixtral-8x22B": _model(
+        "MixtralForCausalLM",
+        (6144, 16_384, 56, 48, 8, 32_000),
+        140_620_634_112,
+        HUB,
+        rope_theta=1_000_000.0,
+        **MIXTRAL,
+        **APART,
+    ),
+    "Qwen1.5-MoE-A2.7B": _model(
+        "Qwen2MoeForCausalLM",
+        (2048, 5632, 24, 16, 16, 151_936),
+        14_315_784_192,
+        HUB,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        **QWEN2_MOE,
+        **APART,
+    ),
+    "Qwen2-57B-A14B": _model(
+        "Qwen2MoeForCausalLM",
+        (3584, 18_944, 28, 28, 4, 151_936),
+        "57.4B",
+        HUB,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2560,
+        shared_expert_intermediate_size=20_480,
+        **QWEN2_MOE,
+        **APART,
+    ),
+    "Qwen3-30B-A3B": _model(
+        "Qwen3MoeForCausalLM",
+        (2048, 6144, 48, 32, 4, 151_936),
+        30_532_122_624,
+        HUB,
+        moe_intermediate_size=768,
+        **QWEN3_MOE,
+        **APART,
+    ),
+    "Qwen3-235B-A22B": _model(
+        "Qwen3MoeForCausalLM",
+        (4096, 12_288, 94, 64, 4, 151_936),
+        235_093_634_560,
+        HUB,
+        moe_intermediate_size=1536,
+        **QWEN3_MOE,
+        **APART,
     ),
 }
 

@@ -60,7 +60,8 @@ def with_rope(layer: AttentionSpec, **fields: Any) -> AttentionSpec:
 def spec_of(layers: list[AttentionSpec], folder: Path) -> ModelSpec:
     """Return Llama's spec with layers that attend as given."""
     make_tiny("llama", folder)
-    return replace(resolve(folder), attentions=tuple(layers), num_layers=len(layers))
+    spec, count = resolve(folder), len(layers)
+    return replace(spec, attentions=tuple(layers), mlps=spec.mlps[:1] * count, num_layers=count)
 
 
 def decoder_of(layers: list[AttentionSpec], folder: Path) -> Decoder:

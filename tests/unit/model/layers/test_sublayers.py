@@ -9,7 +9,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import MissingTensor
 from exl2flow.model import DenseLinear, ModelSpec, Sublayer, TensorFiles, build_sublayer, resolve
 from exl2flow.model.layers.attention import AttentionSublayer, Projected
-from exl2flow.model.layers.mlp import MlpSublayer
+from exl2flow.model.layers.mlp import MlpSublayer, activated
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_gated_product_can_be_recomputed_from_kept_outputs(
     x = sublayer.norms["before"](hidden)
     gate, up = sublayer.linears["gate_proj"](x), sublayer.linears["up_proj"](x)
 
-    product = sublayer.activated([gate, up])
+    product = activated([gate, up], sublayer.activation)
 
     torch.testing.assert_close(product, torch.nn.functional.silu(gate) * up)
 
