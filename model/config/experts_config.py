@@ -41,6 +41,10 @@ def layer_has_experts(config: Fields, row: Experts, layer: int) -> bool:
         case DenseLayers.LISTED:
             step = config.integer("decoder_sparse_step", 1)
             return (layer + 1) % step == 0 and layer not in _listed(config, "mlp_only_layers")
+        case DenseLayers.UNLISTED:
+            if isinstance(config.values.get("moe_layers"), list):
+                return layer in _listed(config, "moe_layers")
+            return (layer + 1) % config.integer("interleave_moe_layer_step", 1) == 0
         case DenseLayers.INTERVAL:
             first = config.integer("moe_layer_start_index", 0, least=0)
             last = config.integer("moe_layer_end_index", config.integer("num_hidden_layers") - 1)
@@ -58,9 +62,10 @@ def _listed(config: Fields, key: str) -> tuple[int, ...]:
 
 
 def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
+    key = "intermediate_size" if family.experts is None else family.experts.dense_width_key
     inner = family.default_inner * config.integer("hidden_size", most=WIDEST) or None
     return MlpSpec(
-        intermediate_size=config.integer("intermediate_size", inner, most=WIDEST),
+        intermediate_size=config.integer(key, inner, most=WIDEST),
         activation=activation,
         has_bias=bias_of(config, family.mlp_bias),
         gated=family.is_gated,

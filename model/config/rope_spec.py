@@ -42,7 +42,8 @@ class RopeSpec:
     `position_scale` divides positions on top of the kind's own rule.
     `rotary_dim` is 0 in layers without positions.
     `interleaved`: pairs are (2i, 2i + 1), not (i, i + d/2).
-    `query_beta`: queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original)).
+    `query_beta`: queries at position p are multiplied by 1 + beta · ln(1 + floor(n / original)),
+    n = p + `query_offset`.
     """
 
     kind: RopeKind
@@ -63,6 +64,7 @@ class RopeSpec:
     position_scale: float = 1.0
     interleaved: bool = False
     query_beta: float = 0.0
+    query_offset: int = 0
 
     @classmethod
     def none(cls, max_positions: int) -> "RopeSpec":
@@ -239,9 +241,9 @@ def _details(kind: RopeKind, rope: Fields, rotary_dim: int, stretch: float) -> d
             return {"factor": rope.number("factor")}
         case RopeKind.LLAMA3:
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            if low >= high:
+            if low > high:
                 raise SourceModelError(
-                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must be below "
+                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must not exceed "
                     f"`high_freq_factor`, {high:g}"
                 )
             factor = rope.number("factor")

@@ -444,6 +444,7 @@ def _head_norms(spec: ModelSpec, layer: int) -> tuple[NormSpec, ...]:
     size = attention.head_dim
     shapes: dict[HeadNorms, tuple[tuple[int, ...], ...]] = {
         HeadNorms.NONE: (),
+        HeadNorms.BARE: (),
         HeadNorms.HEAD: ((size,), (size,)),
         HeadNorms.HEADS: ((attention.num_heads, size), (attention.num_kv_heads, size)),
         HeadNorms.WHOLE: ((attention.width,), (attention.kv_width,)),

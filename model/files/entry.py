@@ -11,9 +11,10 @@ class TensorEntry:
 
     run, step: bytes of each run of the tensor, and from one run to the next; 0: it is a single run.
     is_transposed: it is stored as its transpose.
-    scales, scale_name: of a weight in fp8 or mxfp4; those in mxfp4 are of the same rows as it, whose
-    bytes are those of its blocks. block: of an fp8 weight, see `fp8.grid_of`. first, whole_rows: where these
-    rows begin in the tensor that the scales belong to, and how many it has; 0: they are all.
+    scales, scale_name: of a weight in fp8 or mxfp4; those in mxfp4 are of the same rows, and its
+    bytes are those of its blocks. block: of an fp8 weight, see `fp8.grid_of`.
+    first, whole_rows: where these rows begin in the tensor that the scales of an fp8 weight belong
+    to, and how many it has; 0: they are all.
     """
 
     path: Path

@@ -7,6 +7,7 @@ import torch
 
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import RouterArgs
+from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
@@ -50,6 +51,8 @@ def build_sublayer(
     norms: dict[str, Norm] = {
         norm.role: load_norm(tensors, norm, dtype=dtype, device=device) for norm in sublayer.norms
     }
+    if sublayer.has_attention:
+        norms |= bare_norms(spec, spec.attentions[sublayer.layer_index], dtype, device)
     attention = partial(_attention, spec, sublayer, norms, linears)
     match sublayer.kind:
         case "attention":
@@ -63,6 +66,16 @@ def build_sublayer(
             assert sublayer.group is not None
             router = load_router(spec, sublayer.group, tensors, device=device)
             return _experts(spec, sublayer, norms, linears, router)
+
+
+def bare_norms(
+    spec: ModelSpec, attention: AttentionSpec, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Norm]:
+    """Return the norms of queries and keys that no tensor belongs to, by role."""
+    if attention.head_norms is not HeadNorms.BARE:
+        return {}
+    weight = torch.ones(attention.head_dim, dtype=dtype, device=device)
+    return dict.fromkeys(("q", "k"), Norm(weight=weight, bias=None, eps=spec.norm_eps, centered=False))
 
 
 def read_attention(
