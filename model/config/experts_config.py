@@ -4,10 +4,10 @@ from math import prod
 
 from exl2flow.core.errors import SourceModelError
 from exl2flow.kernels import RouterRule
+from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
 from exl2flow.model.config.family import DenseLayers, Experts, Family
 from exl2flow.model.config.fields import WIDEST, Fields
 from exl2flow.model.config.layers_config import bias_of
-from exl2flow.model.config.spec import ExpertsSpec, MlpSpec
 
 MOST_EXPERTS = 1 << 12  # that can be
 GROUP_SCORES = 2  # a group is ranked by the sum of so many scores

@@ -9,6 +9,7 @@ Names of tensors are those in EXL2 files, which exllamav2 chose; a row says how 
 
 from dataclasses import replace
 
+from exl2flow.kernels import Scores
 from exl2flow.model.config.family import (
     DenseLayers,
     Experts,
@@ -16,6 +17,7 @@ from exl2flow.model.config.family import (
     HeadNorms,
     Multipliers,
     NopeRule,
+    Packing,
     WindowRule,
 )
 
@@ -229,6 +231,36 @@ GRANITE = replace(
     known=("embedding_multiplier", "residual_multiplier", "logits_scaling"),
     score_scale_key="attention_multiplier",
     defaults=(("attention_multiplier", 1.0),),
+)
+GRANITE_EXPERTS = Experts(
+    count_keys=("num_local_experts",),
+    default_count=8,
+    width_key="intermediate_size",
+    dense=DenseLayers.NONE,
+    router="block_sparse_moe.router.layer",
+    scores=Scores.TOP_SOFTMAX,
+    is_normalized=False,
+    experts="block_sparse_moe.experts",
+    packings=(
+        Packing(name="block_sparse_moe.input_linear.weight", projections=("gate_proj", "up_proj")),
+        Packing(name="block_sparse_moe.output_linear.weight", projections=("down_proj",)),
+    ),
+)
+GRANITE_MOE = replace(
+    GRANITE,
+    architecture="GraniteMoeForCausalLM",
+    mlp_bias=False,
+    experts=GRANITE_EXPERTS,
+    defaults=(("attention_multiplier", 1.0), ("num_experts_per_tok", 2)),
+)
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    architecture="GraniteMoeSharedForCausalLM",
+    experts=replace(
+        GRANITE_EXPERTS, shared="shared_mlp", shared_width_keys=("shared_intermediate_size",)
+    ),
+    layer_renames=(("shared_mlp.output_linear.", "shared_mlp.down_proj."),),
+    fused=(("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp.up_proj")),),
 )
 GRANITE_HYBRID = replace(
     GRANITE,
@@ -485,6 +517,23 @@ QWEN3_VL = replace(
     default_theta=500_000.0,
     prefix="model.language_model.",
     carried=("model.visual.",),
+)
+QWEN3_VL_PACKINGS = (
+    tuple(  # published ones are transposed, those that transformers 5 writes are not
+        Packing(name=f"mlp.experts.{name}", projections=held, is_transposed=True, may_turn=True)
+        for name, held in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("down_proj", ("down_proj",)),
+        )
+    )
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_VL,
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    text_type="qwen3_vl_moe_text",
+    default_head_dim=None,
+    experts=Experts(default_count=60, is_normalized=True, packings=QWEN3_VL_PACKINGS),
+    defaults=(("num_experts_per_tok", 4),),
 )
 
 FAMILIES: dict[tuple[str, str | None], Family] = {

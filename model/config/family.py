@@ -61,14 +61,17 @@ class DenseLayers(StrEnum):
 class Packing:
     """A stored tensor that holds projections of all experts of a layer, (experts, …).
 
-    name: in a layer; projections: names of an expert's, whose rows it holds one after the other.
-    is_transposed: each expert's matrix is (in, out); is_interleaved: rows alternate; is_flat: the
-    experts follow each other along the first of two axes.
+    name: in a layer; projections: names of an expert's, whose rows it holds one after the other;
+    part: `weight` or `bias` of them. is_transposed: each expert's matrix is (in, out), or may_turn:
+    unless it fits the other way only; is_interleaved: rows of the projections alternate; is_flat:
+    the experts follow each other along the first of two axes.
     """
 
     name: str
     projections: tuple[str, ...]
+    part: str = "weight"
     is_transposed: bool = False
+    may_turn: bool = False
     is_interleaved: bool = False
     is_flat: bool = False
 

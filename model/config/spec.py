@@ -4,21 +4,28 @@ Sublayers state their projections and what each reads, so nothing downstream bra
 of a sublayer or the name of a family.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from exl2flow.kernels import AttentionRule, RouterRule
-from exl2flow.model.config.family import Experts, Family, HeadNorms
+from exl2flow.kernels import AttentionRule
+from exl2flow.model.config.experts_spec import (
+    LINEARS,
+    ExpertsSpec,
+    MlpSpec,
+    Row,
+    expert_groups,
+    mlp_rows,
+    projections_of,
+)
+from exl2flow.model.config.family import Family, HeadNorms
 from exl2flow.model.config.rope_spec import RopeSpec
 from exl2flow.model.config.sublayer_spec import (
     ExpertGroup,
     NormRole,
     NormSpec,
     ProjectionSpec,
-    Role,
-    RouterSpec,
     SublayerKind,
     SublayerPart,
     SublayerSpec,
@@ -55,28 +62,6 @@ class AttentionSpec:
         return self.num_kv_heads * self.head_dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlpSpec:
-    """Shape of the MLP; if `gated`, its activation is multiplied with a second product.
-
-    activation: one of `kernels.ACTIVATIONS`, or if gated of `GATED_ACTIVATIONS`.
-    """
-
-    intermediate_size: int
-    activation: str
-    has_bias: bool
-    gated: bool = True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertsSpec:
-    """Experts of a layer: their router's rule, the shape of each one, and of the shared one."""
-
-    rule: RouterRule
-    expert: MlpSpec
-    shared: MlpSpec | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A model as its config describes it.
@@ -111,6 +96,11 @@ class ModelSpec:
         """All sublayers in walk order: attention 0, MLP 0, attention 1, …"""
         rows = [s for layer in range(self.num_layers) for s in _layer(self, layer)]
         return tuple(replace(sublayer, index=index) for index, sublayer in enumerate(rows))
+
+    def experts_of(self, layer: int) -> int:
+        """Return the number of experts of a layer, 0 if it has an MLP."""
+        mlp = self.mlps[layer]
+        return mlp.rule.experts if isinstance(mlp, ExpertsSpec) else 0
 
     @property
     def widest_mlp(self) -> int:
@@ -160,6 +150,12 @@ class ModelSpec:
     def projections(self) -> tuple[ProjectionSpec, ...]:
         """All projections of the decoder, in order; the head is not among them."""
         return tuple(p for sublayer in self.sublayers for p in sublayer.projections)
+
+    @property
+    def text_config(self) -> Mapping[str, object]:
+        """The part of the raw config that holds the text model's keys."""
+        block = self.config.get("text_config")
+        return block if self.family.text_type and isinstance(block, Mapping) else self.config
 
     @property
     def quant_method(self) -> str | None:
@@ -238,24 +234,18 @@ def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-LINEARS: dict[str, str] = {  # where a family has no other name
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-_Row = tuple[Role, int, int, bool, str]  # role, in- and out-features, bias, capture
-
-
 def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
     """Return the sublayers of a layer, all of index 0."""
     mlp = spec.mlps[layer]
     if isinstance(mlp, ExpertsSpec):
         attention = _sublayer(spec, layer, "attention", _attention_part(spec, layer))
-        return (attention, *_expert_groups(spec, layer, mlp))
+        row, start = spec.family.experts, f"{spec.layers_key}{layer}"
+        assert row is not None
+        groups = expert_groups(
+            start, row, mlp, hidden_size=spec.hidden_size, most_weights=spec.group_weights
+        )
+        experts = (_sublayer(spec, layer, "experts", *p, group=group) for p, group in groups)
+        return (attention, *experts)
     if spec.family.is_parallel:
         parts = (
             _attention_part(spec, layer, inner="self_attn.inner"),
@@ -289,81 +279,9 @@ def _sublayer(
     )
 
 
-def _expert_groups(spec: ModelSpec, layer: int, experts: ExpertsSpec) -> tuple[SublayerSpec, ...]:
-    """Divide a layer's experts into groups of about equal size, which only shapes decide."""
-    row, rule, start = spec.family.experts, experts.rule, f"{spec.layers_key}{layer}"
-    assert row is not None
-    router = RouterSpec(
-        key=f"{start}.{row.router}",
-        rule=rule,
-        has_bias=row.router_bias,
-        correction=None if row.correction is None else f"{start}.{row.correction}",
-        correction_shape=(1, rule.experts) if row.has_wide_correction else (rule.experts,),
-    )
-    groups = _divided(spec, experts)
-    shared = experts.shared if row.shared else None
-    sublayers = []
-    for place, members in enumerate(groups):
-        is_last = place == len(groups) - 1
-        parts = []
-        if members:
-            named = f"{row.experts}.{members[0]}-{members[-1]}"
-            rows = [p for e in members for p in _expert(spec, layer, experts.expert, row, e)]
-            parts.append(SublayerPart(name=f"{start}.{named}", projections=tuple(rows)))
-        if shared is not None and is_last:
-            own = _shared_expert(spec, layer, shared, row)
-            parts.append(SublayerPart(name=f"{start}.{row.shared}", projections=tuple(own)))
-        group = ExpertGroup(
-            router=router,
-            experts=members,
-            has_shared=shared is not None and is_last,
-            shared_gate=f"{start}.{row.shared_gate}" if row.shared_gate and shared else None,
-            is_first=place == 0,
-            is_last=is_last,
-        )
-        sublayers.append(_sublayer(spec, layer, "experts", *parts, group=group))
-    return tuple(sublayers)
-
-
-def _divided(spec: ModelSpec, experts: ExpertsSpec) -> list[range]:
-    """Return the experts of each group; the last group is that of the shared one, too."""
-    count, most = experts.rule.experts, spec.group_weights
-    if most is None:
-        return [range(count)]
-    weights = _weights(spec, experts.expert)
-    groups = -(-count // max(1, most // weights))
-    size = -(-count // groups)
-    divided = [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
-    shared = 0 if experts.shared is None else _weights(spec, experts.shared)
-    if shared and len(divided[-1]) * weights + shared > most:
-        divided.append(range(count, count))
-    return divided
-
-
-def _weights(spec: ModelSpec, mlp: MlpSpec) -> int:
-    return (3 if mlp.gated else 2) * spec.hidden_size * mlp.intermediate_size
-
-
-def _expert(
-    spec: ModelSpec, layer: int, mlp: MlpSpec, row: Experts, expert: int
-) -> Sequence[ProjectionSpec]:
-    """Return the projections of an expert."""
-    names = {role: f"{expert}.{name}" for role, name in row.linears}
-    rows = _mlp_rows(spec, mlp, first=f"{expert}.input", inner=f"{expert}.inner")
-    return _projections(f"{spec.layers_key}{layer}.{row.experts}", names, rows, prefix="experts.")
-
-
-def _shared_expert(
-    spec: ModelSpec, layer: int, mlp: MlpSpec, row: Experts
-) -> Sequence[ProjectionSpec]:
-    rows = _mlp_rows(spec, mlp, first="shared.input", inner="shared.inner")
-    names: dict[str, str] = {role: LINEARS[role].rpartition(".")[2] for role, *_ in rows}
-    return _projections(f"{spec.layers_key}{layer}.{row.shared}", names, rows, prefix="shared.")
-
-
 def _attention_part(spec: ModelSpec, layer: int, inner: str = "inner") -> SublayerPart:
     attention, hidden = spec.attentions[layer], spec.hidden_size
-    rows: tuple[_Row, ...] = (
+    rows: tuple[Row, ...] = (
         ("q", hidden, attention.width, attention.qkv_bias, "input"),
         ("k", hidden, attention.kv_width, attention.qkv_bias, "input"),
         ("v", hidden, attention.kv_width, attention.qkv_bias, "input"),
@@ -373,42 +291,13 @@ def _attention_part(spec: ModelSpec, layer: int, inner: str = "inner") -> Sublay
 
 
 def _mlp_part(spec: ModelSpec, layer: int, mlp: MlpSpec, inner: str = "inner") -> SublayerPart:
-    rows = _mlp_rows(spec, mlp, first="input", inner=inner)
+    rows = mlp_rows(spec.hidden_size, mlp, first="input", inner=inner)
     return _part(spec, f"{spec.layers_key}{layer}", "mlp", rows)
 
 
-def _mlp_rows(spec: ModelSpec, mlp: MlpSpec, *, first: str, inner: str) -> tuple[_Row, ...]:
-    """Return the projections of an MLP that read activations of these names."""
-    hidden, width, bias = spec.hidden_size, mlp.intermediate_size, mlp.has_bias
-    rows: tuple[_Row, ...] = (
-        ("gate", hidden, width, bias, first),
-        ("up", hidden, width, bias, first),
-        ("down", width, hidden, bias, inner),
-    )
-    return rows[not mlp.gated :]
-
-
-def _part(spec: ModelSpec, layer: str, name: str, rows: tuple[_Row, ...]) -> SublayerPart:
+def _part(spec: ModelSpec, layer: str, name: str, rows: tuple[Row, ...]) -> SublayerPart:
     names = LINEARS | dict(spec.family.linears)
-    return SublayerPart(name=f"{layer}.{name}", projections=_projections(layer, names, rows))
-
-
-def _projections(
-    start: str, names: Mapping[str, str], rows: tuple[_Row, ...], prefix: str | None = None
-) -> tuple[ProjectionSpec, ...]:
-    """Return projections; each has its whole name after `prefix`, or only its last without one."""
-    return tuple(
-        ProjectionSpec(
-            name=names[role].rpartition(".")[2] if prefix is None else prefix + names[role],
-            key=f"{start}.{names[role]}",
-            role=role,
-            in_features=in_features,
-            out_features=out_features,
-            has_bias=has_bias,
-            capture=capture,
-        )
-        for role, in_features, out_features, has_bias, capture in rows
-    )
+    return SublayerPart(name=f"{layer}.{name}", projections=projections_of(layer, names, rows))
 
 
 def _norms(spec: ModelSpec, layer: int, place: int) -> tuple[NormSpec, ...]:

@@ -28,8 +28,8 @@ NEEDS = {
         LongcatFlash MiniCPM3 Youtu AXK1
     """,
     EXPERTS: """
-        Qwen3VLMoe Qwen3OmniMoe GptOss Olmoe Glm4Moe Glm4vMoe Ernie4_5_Moe
-        Ernie4_5_VLMoe Ernie4_5_VL_Moe GraniteMoe GraniteMoeShared HunYuanMoEV1 HYV3 MiniMaxM2
+        Qwen3OmniMoe GptOss Olmoe Glm4Moe Glm4vMoe Ernie4_5_Moe
+        Ernie4_5_VLMoe Ernie4_5_VL_Moe HunYuanMoEV1 HYV3 MiniMaxM2
         Phimoe Llama4 Dbrx Cohere2Moe ExaoneMoe FlexOlmo Dots1 Afmoe JetMoe SolarOpen MiMoV2Flash
         DeepseekV4 Aria AriaText
     """,

@@ -1,7 +1,8 @@
 """The tensors of a model by the names of EXL2 files, whatever its own files call them.
 
 A family's row says which beginnings of names differ, which stored linears hold the rows of several
-projections, and which are stored as their transposes. What is read of a part are its own bytes.
+projections, which hold those of all experts, and which are stored as their transposes. What is read
+of a part are its own bytes, or at most its expert's.
 """
 
 import re
@@ -14,6 +15,7 @@ from torch.nn import functional
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.entry import TensorEntry
+from exl2flow.model.files.packed_experts import packed_experts, unpacked
 from exl2flow.model.files.weights import TensorFiles
 
 PARTS = (".weight", ".bias")  # of a linear, both with a row per out-feature
@@ -27,13 +29,14 @@ class CanonicalTensors(TensorFiles):
 
         Raises:
             SourceModelError: as for `TensorFiles`, or two tensors have one canonical name.
-            TensorShapeError: a fused tensor has other rows than its projections.
+            TensorShapeError: a fused or packed tensor has another shape than its projections imply.
         """
         super().__init__(spec.source_dir)
         self._unit_rows = f"{spec.head.key}.weight" if spec.has_unit_head else ""
         stored, self._entries = self._entries, {}
         self._origins: dict[str, str] = {}
         fused = dict(pair for part in PARTS for pair in fused_rows(spec, part))
+        packed = packed_experts(spec)
         turned = set[str]()  # weights of layers that are stored as (in, out), fused ones whole
         if spec.family.is_transposed:
             turned = {name for name in fused if name.endswith(PARTS[0])}
@@ -42,7 +45,12 @@ class CanonicalTensors(TensorFiles):
             name = _renamed(spec, old)
             if name in turned and name != old:
                 entry = entry.transposed()
-            for part, located in _parts(spec, old, entry, name, fused.get(name)):
+            parts = (
+                unpacked(packed[name], old, entry)
+                if name in packed
+                else _parts(spec, old, entry, name, fused.get(name))
+            )
+            for part, located in parts:
                 if part in self._entries:
                     raise SourceModelError(
                         f"`{old}` in `{self.folder}` is `{part}`, which another tensor is too; "
@@ -112,4 +120,5 @@ def fused_rows(spec: ModelSpec, part: str) -> Iterator[tuple[str, Mapping[str, i
     for layer in range(spec.num_layers):
         start = f"{spec.layers_key}{layer}."
         for name, parts in spec.family.fused:
-            yield f"{start}{name}{part}", {f"{start}{p}{part}": rows[start + p] for p in parts}
+            if all(start + p in rows for p in parts):  # a layer may have experts instead
+                yield f"{start}{name}{part}", {f"{start}{p}{part}": rows[start + p] for p in parts}

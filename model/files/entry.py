@@ -1,8 +1,10 @@
 """Location of a tensor, or of part of one, in a safetensors file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from exl2flow.model.files.mxfp4 import MXFP4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,38 @@ class TensorEntry:
             step=self.nbytes // groups,
         )
 
+    def slice(self, index: int) -> "TensorEntry":
+        """Return the location of one of the equal parts along the first axis, without this axis."""
+        nbytes = self.nbytes // max(self.shape[0], 1)
+        return replace(
+            self,
+            shape=self.shape[1:],
+            offset=self.offset + index * nbytes,
+            nbytes=nbytes,
+            scales=self._scales_of(lambda scales: scales.slice(index)),
+        )
+
+    def every(self, step: int, first: int) -> "TensorEntry":
+        """Return the location of each `step`-th row, from `first` on, of a tensor in one run.
+
+        Of a transposed matrix, these are columns as it is stored, whose number `step` divides.
+        """
+        assert not self.step
+        assert self.shape[0] % step == 0
+        if self.is_transposed:  # the stored columns go on in the next row as if it was one
+            run = self.nbytes // max(self.shape[0] * self.shape[1], 1)
+        else:
+            run = self.nbytes // max(self.shape[0], 1)
+        return replace(
+            self,
+            shape=(self.shape[0] // step, *self.shape[1:]),
+            offset=self.offset + first * run,
+            nbytes=self.nbytes // step,
+            run=run,
+            step=step * run,
+            scales=self._scales_of(lambda scales: scales.every(step, first)),
+        )
+
     def rows(self, first: int, count: int) -> "TensorEntry":
         """Return the location of `count` rows."""
         if self.is_transposed:
@@ -68,6 +102,7 @@ class TensorEntry:
             shape=(count, *self.shape[1:]),
             offset=self.offset + first * row,
             nbytes=count * row,
+            scales=self._scales_of(lambda scales: scales.rows(first, count)),
             first=self.first + first,
             whole_rows=self.whole_rows or self.shape[0],
         )
@@ -85,8 +120,19 @@ class TensorEntry:
             step=columns * element,
         )
 
+    def _scales_of(self, part: "Callable[[TensorEntry], TensorEntry]") -> "TensorEntry | None":
+        """Return the scales of a part, which are that part of the scales of a weight in mxfp4."""
+        is_whole = self.scales is None or self.dtype != MXFP4
+        return self.scales if is_whole else part(self.scales)
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield offset and bytes of each run."""
         run = self.run or self.nbytes
         for index in range(self.nbytes // max(run, 1)):
             yield self.offset + index * self.step, run
+
+    def stretches(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield offset and number of neighbouring runs, whose steps take up to `most` bytes."""
+        count, together = self.nbytes // max(self.run, 1), max(1, most // self.step)
+        for first in range(0, count, together):
+            yield self.offset + first * self.step, min(together, count - first)

@@ -41,6 +41,7 @@ DTYPES = {
     "I64": torch.int64,
 }
 PIECE_BYTES = 16 << 20  # read at a time, through pinned memory that torch reuses
+SHORT_RUN = 1 << 14  # bytes; runs below it are not worth a read each
 _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
@@ -331,10 +332,13 @@ def _raw(
     left = tensor.view(-1).view(torch.uint8)
     try:
         with entry.path.open("rb") as file:
-            for offset, size in entry.spans():
-                file.seek(offset)
-                _fill(name, entry, file, left[:size])
-                left = left[size:]
+            if entry.step and entry.run < SHORT_RUN:
+                _fill_from_stretches(name, entry, file, left)
+            else:
+                for offset, size in entry.spans():
+                    file.seek(offset)
+                    _fill(name, entry, file, left[:size])
+                    left = left[size:]
     except OSError as error:
         raise _unreadable(entry.path, error) from error
     return tensor.T.contiguous() if entry.is_transposed else tensor
@@ -351,6 +355,20 @@ def _fill(name: str, entry: TensorEntry, file: BufferedReader, room: torch.Tenso
             )
         if part.is_cuda:
             part.copy_(piece, non_blocking=True)
+
+
+def _fill_from_stretches(
+    name: str, entry: TensorEntry, file: BufferedReader, room: torch.Tensor
+) -> None:
+    """Read short runs, uint8 (n,), together with what lies between them."""
+    run, step = entry.run, entry.step
+    for offset, count in entry.stretches(PIECE_BYTES):
+        stretch = torch.zeros(count * step, dtype=torch.uint8)
+        file.seek(offset)
+        _fill(name, entry, file, stretch[: (count - 1) * step + run])
+        runs = stretch.view(count, step)[:, :run]
+        room[: count * run].view(count, run).copy_(runs)
+        room = room[count * run :]
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:

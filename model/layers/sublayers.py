@@ -7,8 +7,9 @@ import torch
 
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import RouterArgs
+from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
 from exl2flow.model.config.family import HeadNorms
-from exl2flow.model.config.spec import AttentionSpec, ExpertsSpec, MlpSpec, ModelSpec
+from exl2flow.model.config.spec import AttentionSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer

@@ -92,8 +92,9 @@ def _wrapped(kind: str, tower: dict[str, Any], **text: object) -> dict[str, Any]
     return {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
 
 
-MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
-QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 96, "rope_parameters": ROPE}
+MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+GRANITE_MOE = {"num_local_experts": 6, "num_experts_per_tok": 3}
+QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 32, "rope_parameters": ROPE}
 
 
 # name → (what its classes' names begin with, whether it is a wrapper, values of its config)
@@ -240,6 +241,29 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("Qwen3Moe", False, MOE | {"head_dim": 24, "norm_topk_prob": True}),
     "qwen3-moe-sparse-step": ("Qwen3Moe", False, MOE | {"decoder_sparse_step": 2}),
+    "granite-moe": ("GraniteMoe", False, GRANITE | GRANITE_MOE),
+    "granite-moe-shared": (
+        "GraniteMoeShared",
+        False,
+        GRANITE | GRANITE_MOE | {"shared_intermediate_size": 32},
+    ),
+    "granite-moe-not-shared": (
+        "GraniteMoeShared",
+        False,
+        GRANITE | GRANITE_MOE | {"shared_intermediate_size": 0, "tie_word_embeddings": False},
+    ),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoe",
+        True,
+        _wrapped(
+            "qwen3_vl_moe_text",
+            QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            **_mrope(6, 5, 5, mrope_interleaved=True),
+            **MOE,
+            head_dim=32,
+            mlp_only_layers=[0],
+        ),
+    ),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
 }
 CHECKPOINTS = [*ALL, *MAPPED]
@@ -252,6 +276,7 @@ TOWERS = {
     "qwen2-vl": ("visual.",),
     "qwen2.5-vl": ("visual.",),
     "qwen3-vl": ("model.visual.",),
+    "qwen3-vl-moe": ("model.visual.",),
 }
 
 
@@ -275,8 +300,19 @@ def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float
         model.save_pretrained(folder)
     if name == "gemma3":  # the names of published models, which transformers shortens and reads
         rename(folder, lambda old: old.replace("vision_tower.", "vision_tower.vision_model."))
+    if name == "qwen3-vl-moe":  # the layout of published models, which transformers reads, too
+        _transpose_experts(folder)
     (folder / "tokenizer.json").write_text(tiny_tokenizer())
     return folder
+
+
+def _transpose_experts(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    turned = {
+        name: tensor.mT.contiguous() if ".experts." in name else tensor
+        for name, tensor in load_file(path).items()
+    }
+    save_file(turned, path, metadata={"format": "pt"})
 
 
 def reference_model(name: str, folder: Path) -> Any:
