@@ -76,7 +76,9 @@ def bare_norms(
     if attention.head_norms is not HeadNorms.BARE:
         return {}
     weight = torch.ones(attention.head_dim, dtype=dtype, device=device)
-    return dict.fromkeys(("q", "k"), Norm(weight=weight, bias=None, eps=spec.norm_eps, centered=False))
+    return dict.fromkeys(
+        ("q", "k"), Norm(weight=weight, bias=None, eps=spec.norm_eps, centered=False)
+    )
 
 
 def read_attention(

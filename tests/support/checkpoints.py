@@ -92,6 +92,34 @@ def _wrapped(kind: str, tower: dict[str, Any], **text: object) -> dict[str, Any]
     return {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
 
 
+GPT_OSS = MIXED | {
+    "head_dim": 32,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "rope_parameters": YARN | {"truncate": False},
+}
+DBRX: dict[str, Any] = {
+    "d_model": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "max_seq_len": 256,
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 5000.0},
+    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 5, "moe_top_k": 3},
+    "rope_parameters": ROPE,
+}
+LLAMA4 = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+    "attn_scale": 0.3,
+    "rope_parameters": ROPE,
+}
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
 GRANITE_MOE = {"num_local_experts": 6, "num_experts_per_tok": 3}
 QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 32, "rope_parameters": ROPE}
@@ -263,6 +291,20 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
             head_dim=32,
             mlp_only_layers=[0],
         ),
+    ),
+    "gpt-oss": ("GptOss", False, GPT_OSS),
+    "dbrx": ("Dbrx", False, DBRX),
+    "dbrx-not-normalized": (
+        "Dbrx",
+        False,
+        DBRX | {"ffn_config": DBRX["ffn_config"] | {"moe_normalize_expert_weights": None}},
+    ),
+    "llama4-text": ("Llama4Text", False, LLAMA4),
+    "llama4-text-all-experts": (
+        "Llama4Text",
+        False,
+        LLAMA4
+        | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "attn_temperature_tuning": False},
     ),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
 }
