@@ -1,12 +1,13 @@
 """Read from `config.json` which layers have experts, how many, of what shape, and their router."""
 
+from dataclasses import replace
 from math import prod
 
-from exl2flow.core.errors import SourceModelError
+from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
 from exl2flow.kernels import RouterRule
 from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
 from exl2flow.model.config.family import DenseLayers, Experts, Family
-from exl2flow.model.config.fields import WIDEST, Fields
+from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.layers_config import bias_of
 
 MOST_EXPERTS = 1 << 12  # that can be
@@ -20,15 +21,18 @@ def read_mlps(
 
     Raises:
         SourceModelError: a key is missing or impossible.
+        UnsupportedArchitecture: the router has scores of another kind.
     """
     row = family.experts
     if row is None:
         return (_dense(config, family, activation),) * num_layers
+    _check_scores(config, row)
+    of_layers = [_of_layer(config, row, layer) for layer in range(num_layers)]
     has_experts = [layer_has_experts(config, row, layer) for layer in range(num_layers)]
-    dense = None if all(has_experts) else _dense(config, family, activation)
-    experts = _experts(config, family, row, activation) if any(has_experts) else None
-    mlps = [experts if has else dense for has in has_experts]
-    return tuple(mlp for mlp in mlps if mlp is not None)
+    return tuple(
+        _experts(own, family, row, activation) if has else _dense(config, family, activation)
+        for own, has in zip(of_layers, has_experts, strict=True)
+    )
 
 
 def layer_has_experts(config: Fields, row: Experts, layer: int) -> bool:
@@ -37,7 +41,8 @@ def layer_has_experts(config: Fields, row: Experts, layer: int) -> bool:
         case DenseLayers.NONE:
             return True
         case DenseLayers.FIRST:
-            return layer >= config.integer("first_k_dense_replace", 0, least=0)
+            count = config.integer("num_hidden_layers")
+            return layer >= config.integer("first_k_dense_replace", 0, least=0, most=count)
         case DenseLayers.LISTED:
             step = config.integer("decoder_sparse_step", 1)
             return (layer + 1) % step == 0 and layer not in _listed(config, "mlp_only_layers")
@@ -46,10 +51,36 @@ def layer_has_experts(config: Fields, row: Experts, layer: int) -> bool:
                 return layer in _listed(config, "moe_layers")
             return (layer + 1) % config.integer("interleave_moe_layer_step", 1) == 0
         case DenseLayers.INTERVAL:
-            first = config.integer("moe_layer_start_index", 0, least=0)
-            last = config.integer("moe_layer_end_index", config.integer("num_hidden_layers") - 1)
+            most = config.integer("num_hidden_layers") - 1
+            first = config.integer("moe_layer_start_index", 0, least=0, most=most)
+            last = config.integer("moe_layer_end_index", -1, least=-1, most=most)
             every = config.integer("moe_layer_interval", 1)
-            return first <= layer <= last and (layer + 1) % every == 0
+            is_within = first <= layer <= (most if last == -1 else last)
+            return is_within and (layer + 1) % every == 0
+
+
+def _of_layer(config: Fields, row: Experts, layer: int) -> Fields:
+    """Return the config with the values of a layer, where keys list those of all layers."""
+    own, count = dict[str, object](), config.integer("num_hidden_layers")
+    for key in row.listed_keys:
+        if isinstance(config.values.get(key), list):
+            own[key] = config.integers(key, count, least=1, most=WIDEST)[layer]
+    return replace(config, values={**config.values, **own}) if own else config
+
+
+def _check_scores(config: Fields, row: Experts) -> None:
+    """Refuse scores that are not those of the family.
+
+    Raises:
+        UnsupportedArchitecture: `scoring_func` has another name.
+    """
+    known = (str(row.scores), *row.score_names)
+    name = config.text("scoring_func", known[0])
+    if name not in known:
+        raise UnsupportedArchitecture(
+            f"{config.named('scoring_func')} in `{config.path}` is `{name}`; supported for this "
+            f"family: {quoted(known)}"
+        )
 
 
 def _listed(config: Fields, key: str) -> tuple[int, ...]:
@@ -73,20 +104,20 @@ def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
 
 
 def _experts(config: Fields, family: Family, row: Experts, activation: str) -> ExpertsSpec:
-    has_bias, activation = bias_of(config, row.bias), row.activation or activation
+    activation = row.activation or activation
     shared = prod(config.integer(key, 0, least=0, most=WIDEST) for key in row.shared_width_keys)
     return ExpertsSpec(
         rule=_rule(config, row),
         expert=MlpSpec(
             intermediate_size=config.integer(row.width_key, most=WIDEST),
             activation=activation,
-            has_bias=has_bias,
+            has_bias=bias_of(config, row.bias),
             gated=family.is_gated,
         ),
         shared=MlpSpec(
             intermediate_size=shared,
             activation=activation,
-            has_bias=has_bias,
+            has_bias=bias_of(config, family.mlp_bias),
             gated=family.is_gated,
         )
         if row.shared is not None and shared

@@ -72,23 +72,75 @@ QWEN2_MOE = replace(
     ),
     defaults=(("num_experts_per_tok", 4), ("norm_topk_prob", False)),
 )
+MIXTRAL_EXPERTS = Experts(
+    default_count=8,
+    width_key="intermediate_size",
+    dense=DenseLayers.NONE,
+    router="block_sparse_moe.gate",
+    is_normalized=True,
+    experts="block_sparse_moe.experts",
+    linears=(("gate", "w1"), ("up", "w3"), ("down", "w2")),
+)
 MIXTRAL = replace(
     MISTRAL,
     architecture="MixtralForCausalLM",
     default_window=None,
-    experts=Experts(
-        count_keys=("num_local_experts",),
-        default_count=8,
-        width_key="intermediate_size",
-        dense=DenseLayers.NONE,
-        router="block_sparse_moe.gate",
-        is_normalized=True,
-        experts="block_sparse_moe.experts",
-        linears=(("gate", "w1"), ("up", "w3"), ("down", "w2")),
-    ),
+    experts=MIXTRAL_EXPERTS,
     default_norm_eps=1e-5,
     default_theta=1_000_000.0,
     defaults=(("num_experts_per_tok", 2),),
+)
+MINIMAX_M2 = replace(
+    MIXTRAL,
+    architecture="MiniMaxM2ForCausalLM",
+    window_rule=WindowRule.NONE,
+    head_norms=HeadNorms.WHOLE,
+    known=("use_qk_norm",),
+    rotary_key="rotary_dim",
+    default_partial=1.0,
+    experts=replace(
+        MIXTRAL_EXPERTS,
+        scores=Scores.SIGMOID,
+        correction="block_sparse_moe.e_score_correction_bias",
+    ),
+    drafting_key="num_mtp_modules",
+    default_norm_eps=1e-6,
+    default_theta=5_000_000.0,
+    defaults=(("num_experts_per_tok", 8),),
+)
+OLMOE = replace(
+    LLAMA,
+    architecture="OlmoeForCausalLM",
+    mlp_bias=False,
+    head_norms=HeadNorms.WHOLE,
+    clip_key="clip_qkv",
+    known=("clip_qkv",),
+    experts=Experts(default_count=64, width_key="intermediate_size", dense=DenseLayers.NONE),
+    default_norm_eps=1e-5,
+    defaults=(("num_experts_per_tok", 8), ("norm_topk_prob", False)),
+)
+SIGMOID_EXPERTS = Experts(
+    count_keys=("n_routed_experts", "num_local_experts"),
+    dense=DenseLayers.FIRST,
+    scores=Scores.SIGMOID,
+    score_names=("noaux_tc",),
+    least_sum=1e-20,
+    scaling_key="routed_scaling_factor",
+    group_keys=("n_group", "topk_group"),
+    correction="mlp.gate.e_score_correction_bias",
+    shared="mlp.shared_experts",
+    shared_width_keys=("n_shared_experts", "moe_intermediate_size"),
+)
+DOTS1 = replace(
+    LLAMA,
+    architecture="Dots1ForCausalLM",
+    mlp_bias=False,
+    head_norms=HeadNorms.HEAD,
+    window_rule=WindowRule.UPPER_LAYERS,
+    default_window=4096,
+    default_max_window_layers=62,
+    experts=SIGMOID_EXPERTS,
+    defaults=(("use_sliding_window", True), ("norm_topk_prob", False)),
 )
 
 MINISTRAL = replace(
@@ -197,6 +249,20 @@ GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",
     post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+)
+GLM4_MOE = replace(
+    LLAMA,
+    architecture="Glm4MoeForCausalLM",
+    o_bias=False,
+    mlp_bias=False,
+    head_norms=("use_qk_norm", HeadNorms.HEAD),
+    known=("use_qk_norm",),
+    default_partial=0.5,
+    experts=replace(SIGMOID_EXPERTS, default_count=128),
+    drafting_key="num_nextn_predict_layers",
+    default_drafting=1,
+    default_norm_eps=1e-5,
+    defaults=(("norm_topk_prob", True),),
 )
 COHERE = replace(
     LLAMA,
@@ -312,6 +378,7 @@ SMOLLM3 = replace(
 ERNIE = replace(
     LLAMA,
     architecture="Ernie4_5ForCausalLM",
+    known=("use_bias",),
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",
@@ -320,6 +387,30 @@ ERNIE = replace(
     default_theta=500_000.0,
     interleaved=True,
     defaults=(TIED,),
+)
+ERNIE_EXPERTS = Experts(
+    count_keys=("moe_num_experts",),
+    default_count=64,
+    top_key="moe_k",
+    dense=DenseLayers.INTERVAL,
+    is_normalized=True,
+    least_sum="moe_norm_min",
+    correction="mlp.moe_statics.e_score_correction_bias",
+    has_wide_correction=True,
+    shared="mlp.shared_experts",
+    shared_width_keys=("moe_num_shared_experts", "moe_intermediate_size"),
+)
+ERNIE_MOE = replace(
+    ERNIE,
+    architecture="Ernie4_5_MoeForCausalLM",
+    known=(),
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    default_head_dim=None,
+    experts=ERNIE_EXPERTS,
+    apart=("model.mtp_",),
+    defaults=(TIED, ("moe_k", 6), ("moe_num_shared_experts", 2), ("moe_layer_start_index", 1)),
 )
 HUNYUAN = replace(
     LLAMA,
@@ -331,6 +422,22 @@ HUNYUAN = replace(
     norm_after_rope=True,
     has_alpha=True,
     default_norm_eps=1e-5,
+)
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    architecture="HunYuanMoEV1ForCausalLM",
+    experts=Experts(
+        default_count=1,
+        top_key="moe_topk",
+        width_key="intermediate_size",
+        listed_keys=("moe_topk", "num_experts"),
+        dense=DenseLayers.NONE,
+        router="mlp.gate.wg",
+        is_normalized=True,
+        shared="mlp.shared_mlp",
+        shared_width_keys=("intermediate_size",),
+    ),
+    defaults=(("moe_topk", 1),),
 )
 ARCEE = replace(
     LLAMA,
@@ -352,6 +459,7 @@ C_FC = (("up", "mlp.c_fc"), ("down", "mlp.c_proj"))
 STARCODER2 = replace(
     MISTRAL,
     architecture="Starcoder2ForCausalLM",
+    known=("use_bias",),
     keys=(("rms_norm_eps", "norm_epsilon"),),
     qkv_bias="use_bias",
     o_bias="use_bias",
@@ -436,6 +544,7 @@ DBRX = replace(
     o_bias=False,
     mlp_bias=False,
     sections=rows.DBRX_SECTIONS,
+    clip_key="clip_qkv",
     keys=rows.DBRX_KEYS,
     known=("clip_qkv",),
     is_centered=True,

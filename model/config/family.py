@@ -89,6 +89,7 @@ class Experts:
     top_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
     dense_width_key: str = "intermediate_size"  # of layers without experts
+    listed_keys: tuple[str, ...] = ()  # may be lists with an item for each layer
     dense: DenseLayers = DenseLayers.LISTED
     activation: str | None = None  # of the kernels; None: as the config says
     bias: bool | str = False  # of the experts' linears, as the bias fields of `Family`
@@ -97,6 +98,7 @@ class Experts:
     router: str = "mlp.gate"
     router_bias: bool = False
     scores: Scores = Scores.SOFTMAX
+    score_names: tuple[str, ...] = ()  # what `scoring_func` may be, beside the name of `scores`
     # whether the weights of a token are divided by their sum, or the key that decides
     is_normalized: bool | str = "norm_topk_prob"
     # the power of the norm that they are divided by, instead of their sum; where null, by nothing
@@ -117,7 +119,7 @@ class Experts:
     )
     packings: tuple[Packing, ...] = ()
     shared: str | None = None
-    shared_width_keys: tuple[str, ...] = ()  # the product of their values is its width
+    shared_width_keys: tuple[str, ...] = ()  # the product of their values is its width; may be 0
     shared_gate: str | None = None
 
 
@@ -165,9 +167,9 @@ class Family:
     score_scale_key: str | None = None
     score_scale_power: float = 1.0
     softcap_key: str | None = None  # of scores
-    sinks: str | None = (
-        None  # tensor in a layer: a score of each head, of a position without a value
-    )
+    # tensor in a layer: a score of each head, of a position without a value
+    sinks: str | None = None
+    clip_key: str | None = None  # the most that elements of queries, keys and values may have
 
     # positions
     nope_rule: NopeRule = NopeRule.NONE
@@ -175,6 +177,7 @@ class Family:
     interleaved: bool = False  # neighbours are rotated as pairs
     # the share of a head that is rotated where configs do not say; None: all, whatever they say
     default_partial: float | None = None
+    rotary_key: str | None = None  # dimensions of a head that are rotated, where no share is given
     has_alpha: bool = False  # rope type `dynamic` may be a fixed stretch of the base by `alpha`
     default_theta: float = 10_000.0
     # the base of sliding layers, whose rope is not stretched; None: all layers have the same rope
@@ -198,6 +201,9 @@ class Family:
     unit_head_key: str | None = None  # says whether the head's rows are divided by their norms
 
     experts: Experts | None = None  # instead of an MLP, in all layers or some
+    # number of layers behind the last one, which draft tokens, and which nothing here needs
+    drafting_key: str | None = None
+    default_drafting: int = 0
 
     # names of tensors
     prefix: str = "model."  # precedes `layers`
@@ -212,6 +218,7 @@ class Family:
     packed_heads: bool = False  # fused rows are groups: queries of a key head, key head, value head
     is_transposed: bool = False  # linears of layers are stored as (in, out)
     carried: tuple[str, ...] = ()  # beginnings of names that EXL2 files keep as stored: towers
+    apart: tuple[str, ...] = ()  # beginnings of names that nothing needs
     left_out: tuple[str, ...] = (  # endings of names that nothing needs
         "rotary_emb.inv_freq",
         "self_attn.bias",

@@ -84,6 +84,7 @@ def _common(config: Fields, family: Family, max_positions: int) -> AttentionSpec
         qkv_bias=bias_of(config, family.qkv_bias),
         o_bias=bias_of(config, family.o_bias),
         head_norms=head_norms,
+        clip=config.optional(family.clip_key),
     )
 
 

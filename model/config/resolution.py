@@ -21,7 +21,7 @@ MOST_TOKENS = 1 << 24  # of a vocabulary
 NEAR = 0.75  # how alike names of architectures must be for advice, of 1
 TEXT = "text_config"  # of a wrapper: the keys of its text model
 NEUTRAL = (None, 0, 1)  # values of a key that change nothing; `False` is 0
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 UNSUPPORTED = (  # keys with which the graph would differ, where a family does not know them
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -36,6 +36,8 @@ UNSUPPORTED = (  # keys with which the graph would differ, where a family does n
     "scale_depth",
     "scale_attn_by_inverse_layer_idx",
     "use_bidirectional_attention",
+    "use_bias",
+    "use_cla",
     "norm_head",
     "add_cross_attention",
 )
@@ -95,6 +97,11 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         logit_multiplier=logits,
         logit_softcap=config.optional(family.logit_softcap_key),
         has_unit_head=_has_unit_head(config, family),
+        drafting_layers=0
+        if family.drafting_key is None
+        else config.integer(
+            family.drafting_key, family.default_drafting, least=0, most=MOST_LAYERS
+        ),
         max_positions=min(reaches, default=max_positions),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=eos_ids,

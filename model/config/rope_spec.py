@@ -183,6 +183,8 @@ def _rotary_dim(config: Fields, family: Family, rope: Fields, head_dim: int) -> 
     default = family.default_partial
     share = source.number(PARTIAL, 1.0 if default is None else default)
     rotary_dim = int(head_dim * share)
+    if family.rotary_key is not None and not source.has(PARTIAL):
+        rotary_dim = config.integer(family.rotary_key, rotary_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise SourceModelError(
             f"`{config.path}` asks to rotate {rotary_dim} of {head_dim} dimensions of a head; that "
@@ -243,8 +245,8 @@ def _details(kind: RopeKind, rope: Fields, rotary_dim: int, stretch: float) -> d
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
             if low > high:
                 raise SourceModelError(
-                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must not exceed "
-                    f"`high_freq_factor`, {high:g}"
+                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must not "
+                    f"exceed `high_freq_factor`, {high:g}"
                 )
             factor = rope.number("factor")
             return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}

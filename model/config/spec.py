@@ -39,6 +39,7 @@ class AttentionSpec:
     """Attention of one layer: its heads, what it does with scores, its positions.
 
     norm_after_rope: queries and keys are normalized after their rotation, not before.
+    clip: what elements of queries, keys and values are clamped to ± of, before rotation, or None.
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class AttentionSpec:
     qkv_bias: bool
     o_bias: bool
     head_norms: HeadNorms = HeadNorms.NONE
+    clip: float | None = None
 
     @property
     def width(self) -> int:
@@ -67,6 +69,7 @@ class ModelSpec:
     """A model as its config describes it.
 
     attentions, mlps: of each layer; config: the raw `config.json`.
+    drafting_layers: that files may have behind these, and that are left out.
     group_weights: most weights of a group of experts, unless a single one has more; None: a layer's
     experts are one group. No result depends on it but the shape of errors in reports.
     """
@@ -88,6 +91,7 @@ class ModelSpec:
     logit_multiplier: float = 1.0
     logit_softcap: float | None = None
     has_unit_head: bool = False
+    drafting_layers: int = 0
     group_weights: int | None = GROUP_WEIGHTS
     config: Mapping[str, object] = field(compare=False, repr=False)
 

@@ -28,9 +28,8 @@ NEEDS = {
         LongcatFlash MiniCPM3 Youtu AXK1
     """,
     EXPERTS: """
-        Qwen3OmniMoe Olmoe Glm4Moe Glm4vMoe Ernie4_5_Moe
-        Ernie4_5_VLMoe Ernie4_5_VL_Moe HunYuanMoEV1 HYV3 MiniMaxM2
-        Phimoe Cohere2Moe ExaoneMoe FlexOlmo Dots1 Afmoe JetMoe SolarOpen MiMoV2Flash
+        Qwen3OmniMoe Glm4vMoe Ernie4_5_VLMoe Ernie4_5_VL_Moe HYV3
+        Phimoe Cohere2Moe ExaoneMoe FlexOlmo Afmoe JetMoe SolarOpen MiMoV2Flash
         DeepseekV4 Aria AriaText
     """,
     GRAPH: """

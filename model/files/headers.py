@@ -29,20 +29,22 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
 def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
     """Return the names of tensors that no part of the model reads, in the order of the files.
 
-    Those that the family carries or leaves out are not among them.
+    Those that the family carries or leaves out are not among them, nor are layers that draft.
     """
     known = {*expected_tensors(spec), f"{spec.head.key}.weight"}  # perhaps a tied head's, too
     for projection in (*spec.projections, spec.head):
         known.update(tensor_names(projection.key), gptq_names(projection.key))
         if f"{projection.key}.weight" not in tensors:
             known.add(f"{projection.key}.bias")  # zeros, where the config implies none
-    apart = spec.family
+    behind = range(spec.num_layers, spec.num_layers + spec.drafting_layers)
+    drafting = tuple(f"{spec.layers_key}{layer}." for layer in behind)
+    family = spec.family
     return tuple(
         name
         for name in tensors.names
         if name not in known
-        and not name.startswith(apart.carried)
-        and not name.endswith(apart.left_out)
+        and not name.startswith((*family.carried, *family.apart, *drafting))
+        and not name.endswith(family.left_out)
     )
 
 

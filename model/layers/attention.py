@@ -142,6 +142,8 @@ class AttentionSublayer(Sublayer):
         q, k, v = projected.q, projected.k, projected.v
         if self.attention.head_norms is HeadNorms.WHOLE:
             q, k = self.normed("q", q), self.normed("k", k)
+        if (most := self.attention.clip) is not None:
+            q, k, v = (x.clamp(-most, most) for x in (q, k, v))
         q, k, v = (self._heads(x) for x in (q, k, v))
         if isinstance(start, RopeTable):
             table = start

@@ -107,6 +107,12 @@ DBRX: dict[str, Any] = {
     "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 5, "moe_top_k": 3},
     "rope_parameters": ROPE,
 }
+LLAMA4_TOWER = VIT | {
+    "model_type": "llama4_vision_model",
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+}
 LLAMA4 = {
     "head_dim": 24,
     "num_hidden_layers": 4,
@@ -122,6 +128,24 @@ LLAMA4 = {
 }
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
 GRANITE_MOE = {"num_local_experts": 6, "num_experts_per_tok": 3}
+SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": ROPE,
+}
+ERNIE_MOE = {
+    "moe_num_experts": 6,
+    "moe_k": 3,
+    "moe_intermediate_size": 32,
+    "moe_num_shared_experts": 2,
+    "rope_parameters": ROPE,
+}
 QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 32, "rope_parameters": ROPE}
 
 
@@ -306,6 +330,71 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
         LLAMA4
         | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "attn_temperature_tuning": False},
     ),
+    "olmoe": (
+        "Olmoe",
+        False,
+        {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.9, "rope_parameters": ROPE},
+    ),
+    "olmoe-normalized": (
+        "Olmoe",
+        False,
+        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        | {"attention_bias": True},
+    ),
+    "glm4-moe": (
+        "Glm4Moe",
+        False,
+        SIGMOID | PARTIAL | {"use_qk_norm": True, "attention_bias": True, "head_dim": 24},
+    ),
+    "glm4-moe-one-group": (
+        "Glm4Moe",
+        False,
+        SIGMOID
+        | PARTIAL
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+        | {"n_shared_experts": 2},
+    ),
+    "dots1": (
+        "Dots1",
+        False,
+        SIGMOID
+        | {"norm_topk_prob": True, "sliding_window": 10, "max_window_layers": 1, "head_dim": 24},
+    ),
+    "dots1-not-normalized": (
+        "Dots1",
+        False,
+        SIGMOID | {"first_k_dense_replace": 0, "attention_bias": True, "sliding_window": None},
+    ),
+    "ernie4.5-moe": (
+        "Ernie4_5_Moe",
+        False,
+        ERNIE_MOE | {"moe_norm_min": 0.5, "tie_word_embeddings": True},
+    ),
+    "ernie4.5-moe-interval": (
+        "Ernie4_5_Moe",
+        False,
+        ERNIE_MOE
+        | {"moe_layer_start_index": 0, "moe_layer_interval": 2}
+        | {"moe_num_shared_experts": 0},
+    ),
+    "hunyuan-moe": (
+        "HunYuanMoEV1",
+        False,
+        {"num_experts": 6, "moe_topk": [2, 4], "head_dim": 24, "tie_word_embeddings": True}
+        | {"rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan-moe-biases": (
+        "HunYuanMoEV1",
+        False,
+        {"num_experts": 5, "moe_topk": 2, "head_dim": 16, "attention_bias": True},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        False,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12}
+        | {"rope_parameters": ROPE},
+    ),
+    "llama4": ("Llama4", True, _wrapped("llama4_text", LLAMA4_TOWER, **LLAMA4)),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
 }
 CHECKPOINTS = [*ALL, *MAPPED]
@@ -319,6 +408,7 @@ TOWERS = {
     "qwen2.5-vl": ("visual.",),
     "qwen3-vl": ("model.visual.",),
     "qwen3-vl-moe": ("model.visual.",),
+    "llama4": ("vision_model.", "multi_modal_projector."),
 }
 
 
@@ -335,7 +425,10 @@ def row_of(name: str) -> tuple[str, str | None]:
 
 def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random checkpoint of `ALL` or `MAPPED` with a tokenizer into `folder`."""
-    model = random_model(name).to(dtype)
+    model = random_model(name)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():  # Llama 4's tower has complex ones
+            tensor.data = tensor.data.to(dtype)
     if name in MAPPED:
         MAPPED[name].write(model, folder)
     else:
@@ -400,7 +493,11 @@ def randomize(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1 or "norm" in name:
+            if name.endswith(("sinks", "gate_up_proj_bias")):
+                parameter.copy_(4 * noise)  # so that some matter a lot, or are clamped
+            elif name.endswith("router.bias"):
+                parameter.copy_(noise)  # over what transformers draws
+            elif parameter.dim() == 1 or "norm" in name:
                 parameter.add_(0.1 * noise)  # to 1 or 0, from which training starts
             elif name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
                 parameter.copy_(noise * embedding.shape[1] ** -0.5 if is_tied else noise)

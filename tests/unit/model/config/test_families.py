@@ -234,6 +234,10 @@ def test_wrapper_of_another_text_model_is_refused(tmp_path: Path) -> None:
         ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`.*is 30.0"),
         ({"use_qk_norm": True}, "`use_qk_norm`"),
         ({"num_local_experts": 8}, "`num_local_experts`"),
+        ({"moe_num_experts": 8}, "`moe_num_experts`"),
+        ({"clip_qkv": 8.0}, "`clip_qkv`.*is 8.0"),
+        ({"use_bias": True}, "`use_bias`"),
+        ({"use_cla": True}, "`use_cla`"),
         (
             {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
             r"`rope_parameters\.llama_4_scaling_beta`",
