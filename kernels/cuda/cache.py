@@ -142,12 +142,18 @@ def attend_step(
     store = cache.store
     tokens, head_dim = q.shape[1], q.shape[3]
     is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
-    chunk, reach = rule.chunk, cache.tables.shape[1] * PAGE_TOKENS
-    is_cut = chunk is not None and reach > chunk
-    if is_cut and is_known and q.dtype == torch.float16 and chunk % PAGE_TOKENS == 0:
-        return _in_chunks(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
-    if not is_known or q.dtype != torch.float16 or is_cut:
+    pages, more = divmod(rule.chunk or 0, PAGE_TOKENS)
+    is_cut = rule.chunk is not None and cache.tables.shape[1] * PAGE_TOKENS > rule.chunk
+    if not is_known or q.dtype != torch.float16 or (is_cut and more):
         return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
+    if is_cut:
+        whole, parts = replace(rule, chunk=None), []
+        for token in range(tokens):
+            one, own = slice(token, token + 1), _of_chunk(cache, token, pages)
+            new, angles = (x[:, one] for x in (q, k, v)), (x[..., one, :] for x in (cos, sin))
+            (a, b, c), (d, e) = new, angles
+            parts.append(attend_step(a, b, c, own, d, e, rule=whole, interleaved=interleaved))
+        return torch.cat(parts, dim=1)
     plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
@@ -189,35 +195,20 @@ def attend_step(
     return out
 
 
-def _in_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cache: StepCache,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    rule: AttentionRule,
-    interleaved: bool,
-) -> torch.Tensor:
-    """Attend token by token, each to the pages of its chunk only, which are whole."""
-    assert rule.chunk is not None
-    rule, pages = replace(rule, chunk=None), rule.chunk // PAGE_TOKENS
-    within, most = torch.arange(pages, device=q.device), cache.tables.shape[1] - 1
-    results = []
-    for token in range(q.shape[1]):
-        lengths, span = cache.lengths + token, slice(token, token + 1)
-        first = lengths // (pages * PAGE_TOKENS) * pages
-        places = (first[:, None] + within).clamp_(max=most)
-        own = replace(
-            cache,
-            tables=cache.tables.gather(1, places.long()),
-            lengths=lengths - first * PAGE_TOKENS,
-            slots=cache.slots[:, span].contiguous(),
-        )
-        of_token, angles = (x[:, span] for x in (q, k, v)), (x[..., span, :] for x in (cos, sin))
-        results.append(attend_step(*of_token, own, *angles, rule=rule, interleaved=interleaved))
-    return torch.cat(results, dim=1)
+def _of_chunk(cache: StepCache, token: int, pages: int) -> StepCache:
+    """Return the cache for one of the new tokens, as if the text began with the token's chunk.
+
+    pages: of a chunk.
+    """
+    lengths, last = cache.lengths + token, cache.tables.shape[1] - 1
+    first = lengths // (pages * PAGE_TOKENS) * pages
+    places = first[:, None] + torch.arange(pages, device=lengths.device)
+    return replace(
+        cache,
+        tables=cache.tables.gather(1, places.clamp(max=last).long()),
+        lengths=lengths - first * PAGE_TOKENS,
+        slots=cache.slots[:, token : token + 1].contiguous(),
+    )
 
 
 def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:

@@ -122,8 +122,9 @@ class TensorEntry:
 
     def _scales_of(self, part: "Callable[[TensorEntry], TensorEntry]") -> "TensorEntry | None":
         """Return the scales of a part, which are that part of the scales of a weight in mxfp4."""
-        is_whole = self.scales is None or self.dtype != MXFP4
-        return self.scales if is_whole else part(self.scales)
+        if self.scales is None or self.dtype != MXFP4:
+            return self.scales
+        return part(self.scales)
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield offset and bytes of each run."""

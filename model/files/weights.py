@@ -91,8 +91,9 @@ class TensorFiles:
                 self._entries.pop(unused, None)
         for name, entry in [*self._entries.items()]:
             if mxfp4.are_blocks(name, entry.dtype, entry.shape):
-                scales = self._entries.pop(mxfp4.scale_name(name), None)
-                self._entries[name] = _in_mxfp4(name, entry, scales)
+                factors = self._entries.get(mxfp4.scale_name(name))
+                self._entries[name] = _in_mxfp4(name, entry, factors)
+                del self._entries[mxfp4.scale_name(name)]
 
     def overlaid(
         self, instead: Mapping[str, tuple["TensorFiles", str]], *, without: Iterable[str] = ()

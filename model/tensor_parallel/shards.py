@@ -135,8 +135,8 @@ def share_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublaye
         assert isinstance(of, AttentionSublayer)
         sinks = of.attention.rule.sinks
         if sinks is not None:
-            mine = sinks.view(ranks.count, -1)[ranks.rank].contiguous()
-            local = replace(local, rule=replace(local.rule, sinks=mine))
+            own = sinks.view(ranks.count, -1)[ranks.rank].contiguous()
+            local = replace(local, rule=replace(local.rule, sinks=own))
         of.attention = local
     if "down" in names:
         down = linears[names["down"]]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,7 @@ def random_model(name: str) -> Any:
         mapped.finish(model)
         return model.eval()
     start, is_wrapper, values = ALL[name]
+    values = deepcopy(values)  # transformers changes some of them
     if is_wrapper:
         config = getattr(transformers, f"{start}Config")(**values)
         model = transformers.AutoModelForImageTextToText.from_config(config)
