@@ -1,11 +1,13 @@
 """Check that a source has the tensors that its config implies, and that EXL2 can store them."""
 
+import re
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
+from exl2flow.model.config.experts_spec import implying_keys
 from exl2flow.model.config.foreign import quantized_form
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
@@ -69,11 +71,12 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
     for name, shape in expected.items():
         if name in decoded:
             continue
+        implied = f"{_implying(name, spec)} {shape}"
         if name not in tensors:
-            lines.append(f"`{name}` {shape} is missing in `{spec.source_dir}`")
+            lines.append(f"`{name}` is missing in `{spec.source_dir}`, {implied}")
         elif not _fits(tensors.shape(name), shape, spec):
             found = f"{tensors.origin(name)} has shape {tensors.shape(name)}"
-            lines.append(f"{found}, the config implies {shape}")
+            lines.append(f"{found}, {implied}")
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
         remedy = f"; get the model's files in `{spec.source_dir}` again, complete"
@@ -172,6 +175,17 @@ def _outline(name: str, tensors: TensorFiles) -> torch.Tensor:
     if name.endswith((".qweight", ".qzeros")):
         return torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
     return tensors.read(name)
+
+
+def _implying(name: str, spec: ModelSpec) -> str:
+    """Return which keys imply a tensor's shape, as the beginning of a clause."""
+    row = spec.family.experts
+    start = re.escape(spec.layers_key) + r"\d+"
+    if row is not None and re.match(
+        rf"{start}\.({re.escape(row.experts)}|{re.escape(row.router)})\.", name
+    ):
+        return f"{implying_keys(row, spec.text_config)} imply"
+    return "the config implies"
 
 
 def _fits(stored: tuple[int, ...], expected: tuple[int, ...], spec: ModelSpec) -> bool:

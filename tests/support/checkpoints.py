@@ -1,15 +1,16 @@
 """Tiny checkpoints that transformers writes itself, one or more for each family."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from mapped import MAPPED
+from packed_configs import PACKED
 from safetensors.torch import load_file, save_file
 from tiny import COMMON, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -93,40 +94,6 @@ def _wrapped(kind: str, tower: dict[str, Any], **text: object) -> dict[str, Any]
     return {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
 
 
-GPT_OSS = MIXED | {
-    "head_dim": 32,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "rope_parameters": YARN | {"truncate": False},
-}
-DBRX: dict[str, Any] = {
-    "d_model": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "max_seq_len": 256,
-    "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.5, "rope_theta": 5000.0},
-    "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 5, "moe_top_k": 3},
-    "rope_parameters": ROPE,
-}
-LLAMA4_TOWER = VIT | {
-    "model_type": "llama4_vision_model",
-    "vision_output_dim": 64,
-    "projector_input_dim": 64,
-    "projector_output_dim": 64,
-}
-LLAMA4 = {
-    "head_dim": 24,
-    "num_hidden_layers": 4,
-    "intermediate_size": 32,
-    "intermediate_size_mlp": 96,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "interleave_moe_layer_step": 2,
-    "attention_chunk_size": 16,
-    "floor_scale": 8,
-    "attn_scale": 0.3,
-    "rope_parameters": ROPE,
-}
 MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
 GRANITE_MOE = {"num_local_experts": 6, "num_experts_per_tok": 3}
 SIGMOID = {
@@ -317,20 +284,6 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
             mlp_only_layers=[0],
         ),
     ),
-    "gpt-oss": ("GptOss", False, GPT_OSS),
-    "dbrx": ("Dbrx", False, DBRX),
-    "dbrx-not-normalized": (
-        "Dbrx",
-        False,
-        DBRX | {"ffn_config": DBRX["ffn_config"] | {"moe_normalize_expert_weights": None}},
-    ),
-    "llama4-text": ("Llama4Text", False, LLAMA4),
-    "llama4-text-all-experts": (
-        "Llama4Text",
-        False,
-        LLAMA4
-        | {"interleave_moe_layer_step": 1, "use_qk_norm": False, "attn_temperature_tuning": False},
-    ),
     "olmoe": (
         "Olmoe",
         False,
@@ -369,7 +322,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "ernie4.5-moe": (
         "Ernie4_5_Moe",
         False,
-        ERNIE_MOE | {"moe_norm_min": 0.5, "tie_word_embeddings": True},
+        ERNIE_MOE | {"moe_norm_min": 0.6, "tie_word_embeddings": True},
     ),
     "ernie4.5-moe-interval": (
         "Ernie4_5_Moe",
@@ -395,7 +348,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
         {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12}
         | {"rope_parameters": ROPE},
     ),
-    "llama4": ("Llama4", True, _wrapped("llama4_text", LLAMA4_TOWER, **LLAMA4)),
+    **PACKED,
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
 }
 CHECKPOINTS = [*ALL, *MAPPED]
@@ -468,8 +421,7 @@ def random_model(name: str) -> Any:
         randomize(model)
         mapped.finish(model)
         return model.eval()
-    start, is_wrapper, values = ALL[name]
-    values = deepcopy(values)  # transformers changes some of them
+    start, is_wrapper, values = copy.deepcopy(ALL[name])  # configs change what they are given
     if is_wrapper:
         config = getattr(transformers, f"{start}Config")(**values)
         model = transformers.AutoModelForImageTextToText.from_config(config)

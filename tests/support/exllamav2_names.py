@@ -33,6 +33,21 @@ GPT2 = (
     *PLAIN_MLP,
     "model.layers.N.{ln_1,ln_2}.{weight,bias}",
 )
+MIXTRAL = (
+    *ENDS,
+    *ATTENTION,
+    *NORMS,
+    "model.layers.N.block_sparse_moe.gate.weight",
+    "model.layers.N.block_sparse_moe.experts.{0,1,2,3,4}.{w1,w2,w3}.EXL2",
+)
+QWEN3_MOE = (
+    *ENDS,
+    *ATTENTION,
+    *NORMS,
+    *HEAD_NORMS,
+    "model.layers.N.mlp.gate.weight",
+    "model.layers.N.mlp.experts.{0,1,2,3,4,5,6,7}.{gate,up,down}_proj.EXL2",
+)
 QWEN2_TOWER = (
     "visual.patch_embed.proj.weight",
     "visual.blocks.0.attn.{qkv,proj}.{weight,bias}",
@@ -119,6 +134,8 @@ NAMES: dict[str, tuple[str, ...]] = {  # by checkpoint of `tests/support/checkpo
         *PLAIN_MLP,
         "model.layers.N.{input,post_attention}_layernorm.{weight,bias}",
     ),
+    "mixtral": MIXTRAL,
+    "qwen3-moe": QWEN3_MOE,
     "gpt2": GPT2,
     "gpt-bigcode": GPT2,
     "internlm2": (

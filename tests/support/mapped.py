@@ -12,6 +12,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from packed_configs import GPT_OSS, GPT_OSS_ROPE
 from safetensors.torch import save_file
 from tiny import COMMON
 from torch import nn
@@ -116,21 +117,6 @@ def _renamed(name: str, words: dict[str, str]) -> str:
     return ".".join(words.get(word, word) for word in name.split("."))
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-}
-GPT_OSS = {
-    "head_dim": 32,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "sliding_window": 10,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
 PACKED = (".gate_up_proj", ".down_proj")
 
 
@@ -164,9 +150,9 @@ MAPPED = {
     "gpt-oss-mxfp4": Mapped(
         architecture="GptOssForCausalLM",
         start="GptOss",
-        values=GPT_OSS | {"rope_parameters": YARN | {"rope_theta": 5000.0}},
+        values=GPT_OSS | {"rope_parameters": GPT_OSS_ROPE | {"rope_theta": 5000.0}},
         config=GPT_OSS
-        | {"model_type": "gpt_oss", "swiglu_limit": 7.0, "rope_scaling": YARN}
+        | {"model_type": "gpt_oss", "swiglu_limit": 7.0, "rope_scaling": GPT_OSS_ROPE}
         | {"quantization_config": {"quant_method": "mxfp4"}},
         finish=_decode_experts,
         store=_in_mxfp4,

@@ -179,6 +179,32 @@ QWEN_MOE = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers":
 QWEN2_MOE = QWEN_MOE | {"norm_topk_prob": False, "use_sliding_window": False}
 QWEN3_MOE = QWEN_MOE | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
 MIXTRAL = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}
+SIGMOID = {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+GLM45 = {
+    "head_dim": 128,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "num_nextn_predict_layers": 1,
+    "rope_theta": 1_000_000.0,
+}
+ERNIE_MOE = {
+    "moe_num_experts": 64,
+    "moe_layer_interval": 1,
+    "moe_gate": "topk",
+    "use_bias": False,
+    "rope_theta": 500_000.0,
+}
+
+
+def _drafting(hidden: int, of_layer: int, vocabulary: int = 151_552) -> int:
+    """Return the parameters of GLM's layer that drafts, beside those that other layers have.
+
+    Embedding and head of its own, the projection of both inputs, and three norms.
+    """
+    return of_layer + 2 * vocabulary * hidden + 2 * hidden**2 + 3 * hidden
+
 
 PUBLISHED: dict[str, Published] = {
     "Llama-3.1-8B": _model(
@@ -697,6 +723,123 @@ PUBLISHED: dict[str, Published] = {
         moe_intermediate_size=1536,
         **QWEN3_MOE,
         **APART,
+    ),
+    "OLMoE-1B-7B": _model(
+        "OlmoeForCausalLM",
+        (2048, 1024, 16, 16, 16, 50_304),
+        6_919_161_856,
+        HUB,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=False,
+        clip_qkv=None,
+        rms_norm_eps=1e-5,
+        **APART,
+    ),
+    "GLM-4.5-Air": Published(
+        config=_named((4096, 10_944, 46, 96, 8, 151_552))
+        | {"architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 1408}
+        | {"n_routed_experts": 128, "first_k_dense_replace": 1, "use_qk_norm": False}
+        | {"routed_scaling_factor": 1.0, **GLM45, **SIGMOID, **APART},
+        count=110_468_824_832,
+        source=HUB,
+        tower=_drafting(4096, 2_341_492_864),
+    ),
+    "GLM-4.5": Published(
+        config=_named((5120, 12_288, 92, 96, 8, 151_552))
+        | {"architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": 1536}
+        | {"n_routed_experts": 160, "first_k_dense_replace": 3, "use_qk_norm": True}
+        | {"routed_scaling_factor": 2.5, **GLM45, **SIGMOID, **APART},
+        count=358_337_791_296,
+        source=HUB,
+        tower=_drafting(5120, 3_935_625_632),
+    ),
+    "dots.llm1": _model(
+        "Dots1ForCausalLM",
+        (4096, 10_944, 62, 32, 32, 152_064),
+        142_774_381_696,
+        HUB,
+        head_dim=128,
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        scoring_func="noaux_tc",
+        sliding_window=None,
+        **SIGMOID,
+        **APART,
+    ),
+    "ERNIE-4.5-21B-A3B": _model(
+        "Ernie4_5_MoeForCausalLM",
+        (2560, 12_288, 28, 20, 4, 103_424),
+        21_825_437_888,
+        HUB,
+        moe_k=6,
+        moe_intermediate_size=1536,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        moe_layer_end_index=27,
+        **ERNIE_MOE,
+        **TIED,
+    ),
+    "Hunyuan-A13B": _model(
+        "HunYuanMoEV1ForCausalLM",
+        (4096, 3072, 32, 32, 8, 128_167),
+        80_393_183_232,
+        HUB,
+        head_dim=128,
+        num_experts=64,
+        moe_topk=[8] * 32,
+        num_shared_expert=[1] * 32,
+        moe_intermediate_size=[3072] * 32,
+        use_qk_norm=True,
+        use_cla=False,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        **TIED,
+    ),
+    "MiniMax-M2": _model(
+        "MiniMaxM2ForCausalLM",
+        (3072, 1536, 62, 48, 8, 200_064),
+        "228.7B",
+        HUB,
+        head_dim=128,
+        num_local_experts=256,
+        num_experts_per_tok=8,
+        rotary_dim=64,
+        scoring_func="sigmoid",
+        use_qk_norm=True,
+        use_routing_bias=True,
+        num_mtp_modules=3,
+        rope_theta=5_000_000.0,
+        **APART,
+    ),
+    "granite-3.1-1b-a400m": _model(
+        "GraniteMoeForCausalLM",
+        (1024, 512, 24, 16, 8, 49_155),
+        1_334_628_352,
+        HUB,
+        num_local_experts=32,
+        num_experts_per_tok=8,
+        **(GRANITE | {"attention_multiplier": 0.015625, "logits_scaling": 6.0}),
+    ),
+    "granite-3.1-3b-a800m": _model(
+        "GraniteMoeForCausalLM",
+        (1536, 512, 32, 24, 8, 49_155),
+        3_298_793_472,
+        HUB,
+        num_local_experts=40,
+        num_experts_per_tok=8,
+        **(GRANITE | {"attention_multiplier": 0.015625, "logits_scaling": 6.0}),
+    ),
+    "Qwen3-VL-30B-A3B": _wrapper(
+        "Qwen3VLMoeForConditionalGeneration",
+        _named((2048, 6144, 48, 32, 4, 151_936))
+        | {"model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768, **QWEN3_MOE, **APART},
+        31_070_754_032,
+        HUB,
+        tower=538_631_408,
     ),
 }
 

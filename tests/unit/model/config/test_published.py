@@ -14,6 +14,7 @@ from exl2flow.model.config.families import FAMILIES
 
 NOT_PUBLISHED = {  # rows without a published model whose config and count are known here
     ("ArceeForCausalLM", None),
+    ("GraniteMoeSharedForCausalLM", None),
     ("Ministral3ForCausalLM", None),
 }
 WITHOUT_CLASS = (  # in transformers
