@@ -4,7 +4,7 @@ Everything else is torch on the device.
 """
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,21 +139,10 @@ def attend_step(
     interleaved: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
+    other = _other_way(q, cache, rule)
+    if other is not None:
+        return other(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     store = cache.store
-    tokens, head_dim = q.shape[1], q.shape[3]
-    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
-    pages, more = divmod(rule.chunk or 0, PAGE_TOKENS)
-    is_cut = rule.chunk is not None and cache.tables.shape[1] * PAGE_TOKENS > rule.chunk
-    if not is_known or q.dtype != torch.float16 or (is_cut and more):
-        return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
-    if is_cut:
-        whole, parts = replace(rule, chunk=None), []
-        for token in range(tokens):
-            one, own = slice(token, token + 1), _of_chunk(cache, token, pages)
-            new, angles = (x[:, one] for x in (q, k, v)), (x[..., one, :] for x in (cos, sin))
-            (a, b, c), (d, e) = new, angles
-            parts.append(attend_step(a, b, c, own, d, e, rule=whole, interleaved=interleaved))
-        return torch.cat(parts, dim=1)
     plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
@@ -193,6 +182,39 @@ def attend_step(
         device=q.device,
     )
     return out
+
+
+def _other_way(
+    q: torch.Tensor, cache: StepCache, rule: AttentionRule
+) -> Callable[..., torch.Tensor] | None:
+    """Return what attends where a single launch cannot; None: a launch can."""
+    is_known = q.shape[1] <= STEP_TOKENS and _width(q.shape[3]) is not None
+    if not is_known or q.dtype != torch.float16:
+        return torch_cache.attend_step
+    if rule.chunk is None or cache.tables.shape[1] * PAGE_TOKENS <= rule.chunk:
+        return None
+    return _in_chunks if rule.chunk % PAGE_TOKENS == 0 else torch_cache.attend_step
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: StepCache,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rule: AttentionRule,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Attend token by token: each sees the pages of its chunk only, which are whole."""
+    assert rule.chunk is not None
+    whole, pages, found = replace(rule, chunk=None), rule.chunk // PAGE_TOKENS, []
+    for token in range(q.shape[1]):
+        one, own = slice(token, token + 1), _of_chunk(cache, token, pages)
+        (a, b, c), (d, e) = (x[:, one] for x in (q, k, v)), (x[..., one, :] for x in (cos, sin))
+        found.append(attend_step(a, b, c, own, d, e, rule=whole, interleaved=interleaved))
+    return torch.cat(found, dim=1)
 
 
 def _of_chunk(cache: StepCache, token: int, pages: int) -> StepCache:

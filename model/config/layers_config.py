@@ -200,7 +200,7 @@ def _far_queries(config: Fields, family: Family, nowhere: RopeSpec) -> RopeSpec:
     if family.far_query_keys is None:
         return nowhere
     key, beta, positions = family.far_query_keys
-    given = config.values.get(key, True)  # published configs say 4
+    given = config.values.get(key, True)  # configs first said 4
     if not (given if isinstance(given, bool) else config.integer(key, 0, least=0)):
         return nowhere
     return replace(
