@@ -120,7 +120,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B of each projection that an adapter changes, in the order of the model."""
     (path, tensors), weights = _tensors(folder), dict[str, Tensor]()
-    linears = [p for sublayer in spec.sublayers for p in sublayer.projections]
+    linears = [p for s in spec.sublayers if s.group is None for p in s.projections]
+    of_experts = tuple(f"{p.key}." for s in spec.sublayers if s.group for p in s.projections)
     shapes = {p.key + HALVES[0]: (rank, p.in_features) for p in linears}
     shapes |= {p.key + HALVES[1]: (p.out_features, rank) for p in linears}
     for name, x in _apart(spec, tensors):
@@ -134,6 +135,8 @@ def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor,
             continue
         elif not layers or not key.endswith(HALVES):
             why = "is no `lora_A` or `lora_B` weight of a decoder layer; merge it into the model"
+        elif key.startswith(of_experts):
+            why = "changes an expert, which no adapter can do yet; merge it into the model"
         elif key not in shapes:
             why = f"changes what `{spec.source_dir}` does not have; it is for another model"
         elif x.shape != shapes[key]:

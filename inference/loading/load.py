@@ -95,7 +95,8 @@ def load_model(
         raise ConfigError("a model that is read from disk in each pass needs one device: no split")
     if ranks is not None and (placement is not None or streamed or head_device.type != "cpu"):
         raise ConfigError('ranks share a model on CPUs, neither split nor streamed: `device="cpu"`')
-    spec = resolve(Path(model_dir)).with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
+    spec = resolve(Path(model_dir)).undivided()
+    spec = spec.with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
     limit = _checked_limit(max_tokens, spec)
     on_gpu = head_device.type == "cuda"
     source = StreamedSublayers(

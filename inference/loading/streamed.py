@@ -21,6 +21,7 @@ from exl2flow.model import (
     build_head,
     resolve,
 )
+from exl2flow.model.layers.experts import entering
 from exl2flow.model.layers.stream import StreamedSublayers, rows_together
 
 FP32 = torch.float32
@@ -41,12 +42,13 @@ class StreamedModel:
         """
         self.folder, self.is_reference = folder, is_reference
         self.device = device
-        self.spec = resolve(folder)
+        on_gpu = device.type == "cuda"
+        packed = on_gpu and not is_reference
+        spec = resolve(folder)
+        self.spec = spec.undivided() if packed else spec  # fp16 sums of experts are not divided
         tensors = CanonicalTensors(self.spec)
         self.bytes = sum(path.stat().st_size for path in tensors.files)
-        on_gpu = device.type == "cuda"
         weights = torch.float16 if on_gpu else FP32
-        packed = on_gpu and not is_reference
         self.dtype = FP32 if is_reference else weights  # of hidden states
         self.embedding = build_embedding(self.spec, tensors, dtype=self.dtype, device=device)
         self._sublayers = StreamedSublayers(
@@ -72,11 +74,13 @@ class StreamedModel:
         """
         hidden = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
         for sublayer in self._read():
+            size = self.spec.hidden_size
+            hidden = [entering(states, sublayer.spec, size) for states in hidden]
             for states in hidden:
                 for rows in torch.split(states, self._rows_together(states.shape[1])):
                     look(sublayer.spec)
                     rows.copy_(sublayer(rows))
-        return hidden
+        return [states[..., : self.spec.hidden_size] for states in hidden]
 
     def _rows_together(self, tokens: int) -> int:
         """Return how many rows of `tokens` tokens pass a sublayer together; 1 on a CPU."""

@@ -7,8 +7,11 @@ from exl2flow.kernels.interface.router import RouterArgs, RouterRule, Routes, Sc
 BEST_OF_GROUP = 2  # scores whose sum ranks a group
 
 
-def route(x: torch.Tensor, router: RouterArgs) -> Routes:
-    """Choose experts for tokens x (t, k), all in fp32; of equal scores the lower id wins."""
+def route(x: torch.Tensor, router: RouterArgs, ids: torch.Tensor | None = None) -> Routes:
+    """Choose experts for tokens x (t, k), all in fp32; of equal scores the lower id wins.
+
+    ids: int64 (t, top), of experts that were chosen before and are only weighed.
+    """
     rule = router.rule
     logits = torch.nn.functional.linear(x.float(), router.weight, router.bias)
     match rule.scores:
@@ -18,8 +21,9 @@ def route(x: torch.Tensor, router: RouterArgs) -> Routes:
             scores = logits.sigmoid()
         case Scores.TOP_SOFTMAX | Scores.TOP_SIGMOID:
             scores = logits
-    ranked = scores if router.correction is None else scores + router.correction
-    ids = _highest(_within_groups(ranked, rule), rule.top)
+    if ids is None:
+        ranked = scores if router.correction is None else scores + router.correction
+        ids = _highest(_within_groups(ranked, rule), rule.top)
     weights = scores.gather(-1, ids)
     if rule.scores is Scores.TOP_SOFTMAX:
         weights = weights.softmax(-1)

@@ -12,7 +12,7 @@ from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.layers_config import read_attentions
-from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.spec import GROUP_WEIGHTS, ModelSpec
 from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
@@ -97,11 +97,8 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         logit_multiplier=logits,
         logit_softcap=config.optional(family.logit_softcap_key),
         has_unit_head=_has_unit_head(config, family),
-        drafting_layers=0
-        if family.drafting_key is None
-        else config.integer(
-            family.drafting_key, family.default_drafting, least=0, most=MOST_LAYERS
-        ),
+        drafting_layers=_drafting_layers(config, family),
+        group_weights=GROUP_WEIGHTS,
         max_positions=min(reaches, default=max_positions),
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=eos_ids,
@@ -236,6 +233,12 @@ def _multipliers(config: Fields, rule: Multipliers) -> tuple[float, float, float
             depth = config.number("scale_depth", 1.0) / math.sqrt(layers)
             base = config.number("dim_model_base", 1.0)
             return config.number("scale_emb", 1.0), depth, base / hidden
+
+
+def _drafting_layers(config: Fields, family: Family) -> int:
+    if family.drafting_key is None:
+        return 0
+    return config.integer(family.drafting_key, family.default_drafting, least=0, most=MOST_LAYERS)
 
 
 def _has_unit_head(config: Fields, family: Family) -> bool:

@@ -92,7 +92,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     has_unit_head: bool = False
     drafting_layers: int = 0
-    group_weights: int | None = GROUP_WEIGHTS
+    group_weights: int | None = None
     config: Mapping[str, object] = field(compare=False, repr=False)
 
     @cached_property
@@ -105,6 +105,15 @@ class ModelSpec:
         """Return the number of experts of a layer, 0 if it has an MLP."""
         mlp = self.mlps[layer]
         return mlp.rule.experts if isinstance(mlp, ExpertsSpec) else 0
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return any(isinstance(mlp, ExpertsSpec) for mlp in self.mlps)
+
+    def undivided(self) -> "ModelSpec":
+        """Return this model with all experts of a layer in one sublayer, as inference runs them."""
+        return replace(self, group_weights=None)
 
     @property
     def widest_mlp(self) -> int:

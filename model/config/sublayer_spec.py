@@ -161,6 +161,15 @@ class SublayerSpec:
         """All projections, in order."""
         return tuple(p for part in self.parts for p in part.projections)
 
+    @property
+    def block(self) -> str:
+        """The name of what is judged as a whole: a sublayer, or all experts of a layer."""
+        return self.name if self.group is None else self.name.rpartition(".")[0]
+
+    def unit(self, projection: ProjectionSpec) -> str:
+        """Return the name of the part that a projection is corrected with: an expert, or all."""
+        return "" if self.group is None else projection.capture.partition(".")[0]
+
     def projection(self, role: Role) -> ProjectionSpec:
         """Return the projection of a role."""
         return next(p for p in self.projections if p.role == role)

@@ -27,11 +27,17 @@ SHARED = "shared"
 
 
 class RoutedReads(dict[str, torch.Tensor]):
-    """What experts read, by capture: the tokens of each, (n, k), in order; and all routes."""
+    """What experts read, by capture: the tokens of each, (n, k), in order.
 
-    def __init__(self, routes: Routes) -> None:
+    entered, total: what entered the layer's experts, and their sum so far, (b · t, hidden) each;
+    routes: of all tokens; tokens, weights: of each expert, int64 and fp32 (n,).
+    """
+
+    def __init__(self, entered: torch.Tensor, total: torch.Tensor, routes: Routes) -> None:
         super().__init__()
-        self.routes = routes
+        self.entered, self.total, self.routes = entered, total, routes
+        self.tokens: dict[int, torch.Tensor] = {}
+        self.weights: dict[int, torch.Tensor] = {}
 
 
 class ExpertsSublayer(Sublayer):
@@ -60,13 +66,15 @@ class ExpertsSublayer(Sublayer):
         self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> RoutedReads:
         """Return what each expert reads, (n, k) of its n tokens."""
-        x = self._inputs(hidden)
-        return self._reads(x, get_ops(x.device).route(x, self.router))
+        entered, total = self._halves(hidden)
+        with torch.no_grad():
+            routes = get_ops(hidden.device).route(self.normed("before", entered), self.router)
+        return self._reads(RoutedReads(entered, total, routes))
 
     def reads_like(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> RoutedReads:
         """See `Sublayer`: the tokens of each expert are those of `reads`."""
         assert isinstance(reads, RoutedReads)
-        return self._reads(self._inputs(hidden), reads.routes)
+        return self._reads(RoutedReads(*self._halves(hidden), reads.routes))
 
     def of_rows(
         self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor], places: Sequence[int]
@@ -76,27 +84,26 @@ class ExpertsSublayer(Sublayer):
             return reads
         return self.reads(torch.stack([hidden[place] for place in places]))
 
+    def contributions(
+        self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """See `Sublayer`: the outputs of each expert, (n, hidden)."""
+        experts = dict.fromkeys(capture.partition(".")[0] for capture in reads)
+        return {e: self._expert(reads, e) for e in experts}
+
     def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the next hidden states, (b, t, hidden), or pairs of them; see the module."""
         assert isinstance(reads, RoutedReads)
-        size = self._hidden_size(hidden)
-        entered, total = hidden[..., :size], hidden[..., size:].reshape(-1, size)
-        if not self.spec.is_paired:
-            total = torch.zeros_like(entered).view(-1, size)
-        for expert, (tokens, weights) in self._assigned(reads.routes):
-            [y] = self.apply_linears(f"{expert}.inner", reads[f"{expert}.inner"])
+        total = reads.total
+        for expert in self.group.experts:
+            y = self._expert(reads, str(expert))
             if not self.router.rule.scales_input:
-                y = y * weights[:, None].to(y.dtype)
-            total = total.index_add(0, tokens, y)
+                y = y * reads.weights[expert][:, None].to(y.dtype)
+            total = total.index_add(0, reads.tokens[expert], y)
         if self.group.has_shared:
-            [y] = self.apply_linears(f"{SHARED}.inner", reads[f"{SHARED}.inner"])
-            total = total + (y if self.shared_gate is None else y * self._share(hidden))
-        update = total.view(entered.shape)
-        if not self.group.is_last:
-            return torch.cat([entered, update], dim=-1)
-        update = self.normed("after", update)
-        result = entered + (update if self.multiplier == 1.0 else update * self.multiplier)
-        return result if self.group.is_whole else torch.cat([result, torch.zeros_like(result)], -1)
+            y = self._expert(reads, SHARED)
+            total = total + (y if self.shared_gate is None else y * self._share(reads))
+        return self._states(reads.entered, total).view(hidden.shape)
 
     def products(self) -> Products:
         """See `Sublayer.products`."""
@@ -106,18 +113,36 @@ class ExpertsSublayer(Sublayer):
         """Return how many tokens each expert of the group reads."""
         return {expert: len(reads[f"{expert}.input"]) for expert in self.group.experts}
 
-    def _inputs(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what router and experts read, (b · t, hidden)."""
-        entered = hidden[..., : self._hidden_size(hidden)]
-        return self.normed("before", entered).reshape(-1, entered.shape[-1])
+    def _halves(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what entered the layer's experts, and their sum so far, (b · t, hidden) each."""
+        if not self.spec.is_paired:
+            entered = hidden.reshape(-1, hidden.shape[-1])
+            return entered, torch.zeros_like(entered)
+        entered, total = hidden.reshape(-1, 2, hidden.shape[-1] // 2).unbind(1)
+        return entered, total
 
-    def _hidden_size(self, hidden: torch.Tensor) -> int:
-        return hidden.shape[-1] // (2 if self.spec.is_paired else 1)
+    def _states(self, entered: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Return the states after the group's experts."""
+        if not self.group.is_last:
+            return torch.cat([entered, total], dim=-1)
+        update = self.normed("after", total)
+        result = entered + (update if self.multiplier == 1.0 else update * self.multiplier)
+        return result if self.group.is_whole else torch.cat([result, torch.zeros_like(result)], -1)
 
-    def _reads(self, x: torch.Tensor, routes: Routes) -> RoutedReads:
-        reads = RoutedReads(routes)
-        for expert, (tokens, weights) in self._assigned(routes):
+    def _reads(self, reads: RoutedReads) -> RoutedReads:
+        """Compute what each expert reads.
+
+        Where gradients are wanted, each expert normalizes and weighs its tokens by itself, so that
+        its gradients are added to those by `entered` in turn, however a layer is divided.
+        """
+        entered, routes = reads.entered, reads.routes
+        x = self.normed("before", entered)
+        for expert, tokens, weights in self._assigned(routes):
             own = x[tokens]
+            if entered.requires_grad:
+                own = self.normed("before", entered[tokens])
+                weights = self._weights(own, routes, expert, tokens)
+            reads.tokens[expert], reads.weights[expert] = tokens, weights
             if self.router.rule.scales_input:
                 own = own * weights[:, None].to(x.dtype)
             self._read(reads, str(expert), own)
@@ -125,13 +150,27 @@ class ExpertsSublayer(Sublayer):
             self._read(reads, SHARED, x)
         return reads
 
+    def _weights(
+        self, x: torch.Tensor, routes: Routes, expert: int, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the weights of an expert's tokens x (n, hidden) with their gradients, (n,)."""
+        ids = routes.ids[tokens]
+        weights = get_ops(x.device).route(x, self.router, ids).weights
+        return weights.masked_fill(ids != expert, 0.0).sum(-1)
+
     def _read(self, reads: RoutedReads, expert: str, x: torch.Tensor) -> None:
         reads[f"{expert}.input"] = x
         outputs = self.apply_linears(f"{expert}.input", x)
         reads[f"{expert}.inner"] = activated(outputs, self.activation)
 
-    def _assigned(self, routes: Routes) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-        """Yield each expert of the group with its tokens in order, and their weights."""
+    def _expert(self, reads: Mapping[str, torch.Tensor], expert: str) -> torch.Tensor:
+        """Return an expert's outputs, (n, hidden), without weights."""
+        capture = f"{expert}.inner"
+        [y] = self.apply_linears(capture, reads[capture])
+        return y
+
+    def _assigned(self, routes: Routes) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield each expert of the group with its tokens in order, and their weights, (n,)."""
         ids = routes.ids.flatten()
         order = ids.argsort(stable=True)
         counts = torch.bincount(ids, minlength=self.router.rule.experts).tolist()
@@ -139,12 +178,12 @@ class ExpertsSublayer(Sublayer):
         weights = routes.weights.flatten()
         for expert in self.group.experts:
             places = chosen[expert]
-            yield expert, (places // routes.ids.shape[1], weights[places])
+            yield expert, places // routes.ids.shape[1], weights[places]
 
-    def _share(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _share(self, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight of the shared expert for each token, (b · t, 1)."""
         assert self.shared_gate is not None
-        x = self._inputs(hidden)
+        x = reads[f"{SHARED}.input"]
         return torch.nn.functional.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
 
 

@@ -110,6 +110,8 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
         flat = narrowed(x).reshape(-1, x.shape[-1])
+        if not len(flat):  # an expert without tokens
+            return x.new_empty(*x.shape[:-1], self.matrix.shape[1])
         [y], _ = get_ops(x.device).multiply(flat, [self._product])
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 

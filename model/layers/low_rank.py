@@ -77,6 +77,9 @@ def with_low_rank(decoder: Decoder) -> tuple[Decoder, list[LowRank]]:
     twins: list[Sublayer] = []
     parts: list[LowRank] = []
     for base in decoder.sublayers:
+        if base.spec.group is not None:  # no adapter has matrices of experts
+            twins.append(base)
+            continue
         captures = dict.fromkeys(p.capture for p in base.spec.projections)
         device = decoder.placement.layers[base.spec.layer_index]
         low_ranks = {capture: LowRank(base, capture, device) for capture in captures}

@@ -124,6 +124,12 @@ class Sublayer(ABC):
             capture: torch.stack([x[place] for place in places]) for capture, x in reads.items()
         }
 
+    def contributions(
+        self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the outputs of parts that are corrected separately, by `SublayerSpec.unit`."""
+        return {"": self.output(hidden, reads)}
+
     @abstractmethod
     def products(self) -> Products:
         """Return the products of each part: before and after attention, or what down reads.

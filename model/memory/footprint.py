@@ -83,7 +83,7 @@ class DeviceNeed:
 
     @classmethod
     def of_layer(cls, spec: ModelSpec, index: int, texts: Texts) -> "DeviceNeed":
-        """Return the needs of a layer."""
+        """Return the needs of a layer, whose experts are decoded one at a time."""
         sublayers = [s for s in spec.sublayers if s.layer_index == index]
         matrices = [p for s in sublayers for p in s.projections]
         attention = spec.attentions[index]
@@ -188,7 +188,7 @@ def _prompt_tokens(texts: Texts) -> int:
 
 def _beside(sublayer: SublayerSpec) -> int:
     """Return the elements of the linears that read the same."""
-    captures = {p.capture for p in sublayer.projections}
+    captures = dict.fromkeys(p.capture for p in sublayer.projections)
     return max(sum(p.numel for p in sublayer.reading(capture)) for capture in captures)
 
 

@@ -87,6 +87,10 @@ def dealt(sizes: Sequence[float], ranks: int) -> list[list[int]]:
 
 def check_ranks(spec: ModelSpec, count: int) -> None:
     """Raise `ConfigError` if a model cannot be divided among `count` ranks."""
+    if spec.has_experts:
+        raise ConfigError(
+            f"`{spec.source_dir}` has experts, which ranks cannot share yet; run it in one process"
+        )
     for index, attention in enumerate(spec.attentions):
         heads, held = attention.num_heads, attention.num_kv_heads
         if heads % count or (held % count and count % held):

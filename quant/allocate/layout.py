@@ -29,13 +29,32 @@ class Shard:
 
 
 def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return name → shape of the tensors that are stored as fp16."""
+    """Return name → shape of the tensors that are not quantized."""
     quantized = {p.key for p in (*spec.projections, spec.head)}
     return {
         name: shape
         for name, shape in expected_tensors(spec).items()
         if name.rpartition(".")[0] not in quantized
     }
+
+
+def plain_layout(spec: ModelSpec) -> Layout:
+    """Return name → (dtype, shape) of the tensors that are not quantized.
+
+    They are fp16, but routers fp32 if the source's are, and corrections of scores as the source
+    stores them: both change routes if they are rounded.
+    """
+    layout = {name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()}
+    routers = {s.group.router for s in spec.sublayers if s.group is not None}
+    if not routers:
+        return layout
+    source = CanonicalTensors(spec)
+    for router in routers:
+        for name, shape in router.tensors(spec.hidden_size).items():
+            stored = source.dtype(name) if name in source else torch.float16
+            if name == router.correction or stored is torch.float32:
+                layout[name] = (stored, shape)
+    return layout
 
 
 def carried_tensors(spec: ModelSpec) -> Layout:
@@ -52,9 +71,7 @@ def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
     """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head,
     and those that are carried.
     """
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()
-    }
+    layout = {**plain_layout(spec)}
     for p in (*spec.projections, spec.head):
         columns = padded_columns(p.out_features)
         layout |= quantized_layout(

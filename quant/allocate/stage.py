@@ -176,23 +176,25 @@ def corrected(
     without: Mapping[str, float],
     total: float,
 ) -> Measurement:
-    """Return the measurement with each sublayer's costs scaled to its effect among the others.
+    """Return the measurement with each block's costs scaled to its effect among the others.
 
     Args:
         spec: the model.
         measurement: in nats.
         allocation: the allocation that was tried.
-        without: divergence with one sublayer left unquantized, by its name.
+        without: divergence with one block left unquantized, by its name.
         total: divergence of the whole allocation.
     """
     decoder = dict(measurement.decoder)
+    blocks: dict[str, list[str]] = {}
     for sublayer in spec.sublayers:
-        keys = [p.key for p in sublayer.projections]
+        blocks.setdefault(sublayer.block, []).extend(p.key for p in sublayer.projections)
+    for block, keys in blocks.items():
         expected = total_nats(allocation.choice[key] for key in keys)
         if expected <= 0:
             continue
         low, high = CORRECTION_RANGE
-        scale = min(max((total - without[sublayer.name]) / expected, low), high)
+        scale = min(max((total - without[block]) / expected, low), high)
         for key in keys:
             decoder[key] = [
                 replace(result, nats=scale * (result.nats or 0.0)) for result in decoder[key]

@@ -26,7 +26,7 @@ from exl2flow.quant.walk.walk import advance
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """divergences: nats per token of each allocation; without: those of the first allocation with
-    a single sublayer left unquantized, by the sublayer's name."""
+    a single block left unquantized, by its name (`SublayerSpec.block`)."""
 
     divergences: Mapping[str, float]
     without: Mapping[str, float]
@@ -65,11 +65,18 @@ class Trials:
         without: dict[str, torch.Tensor] = {}
         for sublayer in self.model.sublayers(self.model.spec.sublayers):
             spec = sublayer.spec
+            seen, reference = (self.model.entering(x, spec) for x in (seen, reference))
+            states, without = (
+                {name: self.model.entering(x, spec) for name, x in streams.items()}
+                for streams in (states, without)
+            )
             hessians, _ = collect_hessians(sublayer, seen, move=True)
             advance(sublayer, reference)
+            plain = without.pop(spec.block, None)  # begun with the first experts of a layer
+            plain = states[first].clone() if plain is None else plain
             streams = list(without.values())
-            without[spec.name] = states[first].clone()
-            advance(sublayer, without[spec.name])
+            without[spec.block] = plain
+            advance(sublayer, plain)
             variants = self._variants(sublayer, hessians, choices)
             for name, choice in choices.items():
                 for p in spec.projections:
@@ -77,6 +84,7 @@ class Trials:
                 for stream in [states[name], *(streams if name == first else [])]:
                     advance(sublayer, stream)
             passed(spec)
+        seen, reference = (self.model.entering(x, None) for x in (seen, reference))
         return self._verdict(seen, reference, states, without, choices)
 
     def _variants(
@@ -130,6 +138,7 @@ class Trials:
         heads = self._round(source, head.linear, wanted)
 
         def compare(final: torch.Tensor, choice: Choice) -> float:
+            final = self.model.entering(final, None)
             rounded = head.with_linear(heads[choice[projection.key]])
             return mean_divergence(head, reference, rounded, final)
 

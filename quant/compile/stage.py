@@ -65,6 +65,7 @@ from exl2flow.quant.allocate.layout import (
     carried_bytes,
     carried_tensors,
     output_layout,
+    plain_layout,
     plain_tensors,
     plan_shards,
     tensor_bytes,
@@ -137,6 +138,7 @@ class _Tensors:
 
     def __init__(self, spec: ModelSpec, quantized: Path) -> None:
         self.source = CanonicalTensors(spec)
+        self.plain = plain_layout(spec)
         self.carried = carried(spec, self.source)
         self.quantized = TensorFiles(quantized)
 
@@ -147,7 +149,9 @@ class _Tensors:
             return self.quantized.read(name)
         if name in self.carried:
             return self.source.read(name)
-        tensor = fits_half(self.source.read(name), name)
+        tensor = self.source.read(name)
+        if self.plain[name][0] is torch.float16:
+            tensor = fits_half(tensor, name)
         return tensor[: shape[0]].expand(shape).contiguous()  # embeddings may have padding rows
 
 

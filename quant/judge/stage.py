@@ -47,13 +47,14 @@ def divergences(
         pairs = zip(walked, saved[1], strict=True)
         start, states = saved[0], [model.placed(hidden) for model, hidden in pairs]
     for spec in order[start:]:
+        states = [model.entering(x, spec) for model, x in zip(walked, states, strict=True)]
         for model, hidden in zip(walked, states, strict=True):
             advance(model.sublayer(spec), hidden)
         run.tick(spec.index + 1, len(order) + 1, spec.name)
         if run.stop.signum is not None or folder.states_are_due():
             _save(folder, states, spec.index + 1)
         run.stop_if_asked()
-    expected, *others = states
+    expected, *others = (x[..., : reference.spec.hidden_size] for x in states)
     return {
         name: mean_divergence(reference.head(), expected, model.head(), hidden)
         for (name, model), hidden in zip(models.items(), others, strict=True)

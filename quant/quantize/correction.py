@@ -39,10 +39,13 @@ class CrossProducts:
         """
         self.sublayer, self.source, self.pairs = sublayer, source, pairs
         self._fitting = fitting(len(pairs))
+        self._wanted: dict[int, dict[str, torch.Tensor]] = {}
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Add the quantized model's activations of a row, by capture, (1, t, k).
+        """Add what projections of the quantized model read of a row, see `Sublayer.reads`.
+
+        Experts read the same tokens in the source as in the quantized model.
 
         Source rows pass one at a time here and in `advance_source`, which must agree.
         """
@@ -50,17 +53,28 @@ class CrossProducts:
             return
         place = self.pairs.index(row)
         hidden = self.source[place : place + 1].to(device_of(self.sublayer), non_blocking=True)
-        wanted = self.sublayer.reads(hidden)
+        wanted: Mapping[str, torch.Tensor] = self.sublayer.reads(hidden)
         output = self.sublayer.output(hidden, wanted)[0]
-        self.source[place].copy_(output, non_blocking=True)
+        if self.sublayer.spec.group is not None:
+            wanted = self.sublayer.reads_like(hidden, read)
+            if place % JUDGE_STEP == 0:
+                self._wanted[place] = self.sublayer.contributions(hidden, wanted)
+        self.source[place].copy_(output, non_blocking=True)  # which `hidden` may be
         if place not in self._fitting:
             return
         for capture, x in wanted.items():
-            quantized = read[capture][0]
+            quantized = read[capture].flatten(0, -2)
             if capture not in self._sums:
                 k = quantized.shape[-1]
                 self._sums[capture] = torch.zeros(k, k, device=quantized.device)
-            self._sums[capture].addmm_(quantized.T, x[0] - quantized)
+            self._sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
+
+    def wanted(self) -> list[Mapping[str, torch.Tensor]]:
+        """Return what parts of the source contribute to the rows that judge, by unit."""
+        return [
+            self._wanted.get(place) or {"": self.source[place][None]}
+            for place in range(0, len(self.pairs), JUDGE_STEP)
+        ]
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return capture name → the mean over rows, fp32 (k, k). Consumes the sums."""
@@ -119,6 +133,8 @@ class Correction:
     ) -> dict[str, Linear]:
         """Return the targets if they bring outputs closer to the source's, else the weights.
 
+        Experts are judged one by one, on the tokens that they read in the quantized model.
+
         Args:
             sublayer: with the source's weights.
             states: inputs fp32 (rows, t, hidden) in the quantized model.
@@ -136,12 +152,17 @@ class Correction:
         targets = {
             p.name: moved(source[p.name], moves[p.capture]) for p in sublayer.spec.projections
         }
-        errors = []
+        errors, wanted = [], crosses.wanted()
         for linears in (source, targets):
             sublayer.linears.update(linears)
-            errors.append(output_error(sublayer, _judging(paired), _judging(crosses.source)))
+            errors.append(output_errors(sublayer, _judging(paired), wanted))
         sublayer.linears.update(source)
-        return targets if errors[1] < errors[0] else source
+        plain, corrected = errors
+        helped = {unit for unit in plain if corrected[unit] < plain[unit]}
+        return {
+            p.name: (targets if sublayer.spec.unit(p) in helped else source)[p.name]
+            for p in sublayer.spec.projections
+        }
 
     def head_target(
         self, head: Head, hessian: torch.Tensor, states: torch.Tensor, source: torch.Tensor
@@ -192,14 +213,24 @@ def moved(linear: Linear, move: torch.Tensor | None) -> Linear:
     return DenseLinear(target, linear.bias)
 
 
-def output_error(sublayer: Sublayer, quantized: torch.Tensor, outputs: torch.Tensor) -> float:
-    """Return the mean over rows of ‖y - y_source‖ / ‖y_source‖ with the current linears."""
-    device = device_of(sublayer)
-    errors = [
-        relative_distance(sublayer(row[None].to(device, non_blocking=True))[0], y)
-        for row, y in zip(quantized, outputs, strict=True)
-    ]
-    return float(torch.stack(errors).mean())
+def output_errors(
+    sublayer: Sublayer, states: torch.Tensor, wanted: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, float]:
+    """Return by unit the mean over rows of ‖y - y_source‖ / ‖y_source‖ with the current linears.
+
+    Args:
+        sublayer: of the quantized model.
+        states: that enter it, fp32 (rows, t, hidden).
+        wanted: what the source's units contribute, by row; those without tokens do not count.
+    """
+    device, errors = device_of(sublayer), dict[str, list[torch.Tensor]]()
+    for row, expected in zip(states, wanted, strict=True):
+        hidden = row[None].to(device, non_blocking=True)
+        for unit, y in sublayer.contributions(hidden, sublayer.reads(hidden)).items():
+            if len(y):
+                errors.setdefault(unit, []).append(relative_distance(y, expected[unit]))
+    means = torch.stack([torch.stack(found).mean() for found in errors.values()])
+    return dict(zip(errors, means.tolist(), strict=True))
 
 
 def paired_rows(rows: int) -> range:

@@ -34,7 +34,10 @@ class HessianSum:
         self._rows = 0
 
     def add(self, x: torch.Tensor) -> None:
-        """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k)."""
+        """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k).
+
+        Those of an expert are (t, k) for all rows together: only the scale differs.
+        """
         self._rows += len(x) if x.ndim == 3 else 1
         flat = x.reshape(-1, x.shape[-1])
         if x.is_cuda:
@@ -187,7 +190,7 @@ def collect_hessians(
         states: fp32 (rows, t, hidden).
         keep: rows whose outputs to return; None: all.
         move: whether to overwrite the states with the outputs instead of returning them.
-        observe: called with each row's number and its activations by capture, (1, t, k).
+        observe: called with each row's number and what its projections read, see `Sublayer`.
 
     Returns:
         Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
@@ -198,12 +201,11 @@ def collect_hessians(
     for rows in row_batches(sublayer, states):
         look()
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
-        read = sublayer.reads(hidden)
+        read: Mapping[str, torch.Tensor] = sublayer.reads(hidden)
         numbers = range(rows.start, rows.stop)
         if observe is not None:
             for row in numbers:
-                own = slice(row - rows.start, row - rows.start + 1)
-                observe(row, {capture: x[own] for capture, x in read.items()})
+                observe(row, sublayer.of_rows(hidden, read, [row - rows.start]))
         for capture, x in read.items():
             if capture not in sums:
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)
@@ -213,8 +215,8 @@ def collect_hessians(
             continue
         if len(kept) < len(numbers):
             places = [row - rows.start for row in kept]
-            hidden = _picked(hidden, places)
-            read = {capture: _picked(x, places) for capture, x in read.items()}
+            read = sublayer.of_rows(hidden, read, places)
+            hidden = torch.stack([hidden[place] for place in places])
         output = sublayer.output(hidden, read)
         check.add(kept, output)
         if move:
@@ -223,11 +225,6 @@ def collect_hessians(
             outputs |= zip(kept, placed_like(states, output), strict=True)
     check.finish(states if move else outputs)
     return {capture: total.mean() for capture, total in sums.items()}, outputs
-
-
-def _picked(x: torch.Tensor, places: list[int]) -> torch.Tensor:
-    """Return some rows; unlike an index, their places are not sent to the device."""
-    return torch.stack([x[place] for place in places])
 
 
 def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:

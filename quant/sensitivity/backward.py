@@ -63,7 +63,7 @@ def sublayer_backward(
             gradients = torch.autograd.grad(pull, [hidden, *outputs])
         for (name, tap), by_output in zip(taps.items(), gradients[1:], strict=True):
             if name in sums:
-                sums[name].add(tap.read[0].float(), by_output[0].float())
+                sums[name].add(*(x.flatten(0, -2).float() for x in (tap.read, by_output)))
         # last, because the gradient of an output may share its memory
         gradient[row] = gradients[0][0]
     _check_gradients(gradient, where=sublayer.spec.name)

@@ -183,6 +183,7 @@ class InputStates:
         self.kept = {at: kept for at, kept in self.kept.items() if at < index}
         dense_from = (index - 1) // self.every * self.every
         for sublayer in self.model.sublayers(self.order[start:index]):
+            states = self.model.entering(states, sublayer.spec)
             advance(sublayer, states)
             spec = sublayer.spec
             after = spec.index + 1
@@ -191,7 +192,8 @@ class InputStates:
             total = folder.manifest.total
             self.run.tick(folder.manifest.cursor, total, f"forward {spec.name}")
             self.run.stop_if_asked()
-        return states
+        following = self.order[index] if index < len(self.order) else None
+        return self.model.entering(states, following)
 
     def drop(self, from_index: int = 0) -> None:
         """Delete the stored states entering sublayers from an index on, which no resume needs."""
@@ -276,6 +278,7 @@ class _WayBack:
         name = factor_file(spec.index)
         sums = self._sums(name, spec.projections, block=self.options.block)
         states = self.inputs.at(spec.index)
+        self.gradient = self.model.entering(self.gradient, spec)
         sublayer_backward(sublayer, states, self.gradient, sums)
         self._finish(spec.index, name, spec.projections, sums, begun)
 

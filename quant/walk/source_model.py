@@ -28,6 +28,7 @@ from exl2flow.model import (
     build_sublayer,
     resolve,
 )
+from exl2flow.model.config.spec import router_tensors
 from exl2flow.model.layers.stream import rows_together
 from exl2flow.quant.walk.working_memory import working_bytes
 
@@ -76,6 +77,9 @@ class SourceModel:
             self._check_norm(norm)
         if sublayer.sinks is not None:
             self._check_finite(sublayer.sinks, self.tensors.read(sublayer.sinks))
+        if sublayer.group is not None:
+            for name in router_tensors(self.spec, sublayer.group):
+                self._check_finite(name, self.tensors.read(name))
         tensors = {}
         for projection in sublayer.projections:
             linear = built.linears[projection.name]
@@ -166,6 +170,25 @@ class SourceModel:
             with suppress(torch.OutOfMemoryError):
                 return torch.empty(shape, dtype=DTYPE, device=self.device)
         return torch.empty(shape, dtype=DTYPE, pin_memory=True)
+
+    def entering(self, states: torch.Tensor, sublayer: SublayerSpec | None) -> torch.Tensor:
+        """Return states, or gradients by them, as a sublayer takes and returns them.
+
+        Args:
+            states: fp32 (rows, t, hidden), or pairs (rows, t, 2 · hidden), see `layers.experts`.
+            sublayer: None: the head.
+
+        Returns:
+            The same states, or others in memory from `room`.
+        """
+        width = self.spec.hidden_size * (2 if sublayer is not None and sublayer.is_paired else 1)
+        had = states.shape[-1]
+        if had == width:
+            return states
+        changed = self.room((*states.shape[:-1], width))
+        changed[..., :had].copy_(states[..., :width])
+        changed[..., had:].zero_()
+        return changed
 
     def placed(self, states: torch.Tensor) -> torch.Tensor:
         """Return states in memory from `room`."""

@@ -142,6 +142,7 @@ def _walk(
         for sublayer in model.sublayers(order[start:stop]):
             spec = sublayer.spec
             path = folder.path / work.file(spec)
+            states = model.entering(states, spec)
             if finished[spec.index]:
                 work.replay(sublayer, states, path)
             else:
@@ -150,7 +151,7 @@ def _walk(
                 results.store(store, partial(commit, spec, begun, sum(finished)))
             save_when_due(run, states, spec.index + 1, results, saves, needed=spec.index + 1 < stop)
             begun = time.monotonic()
-    return states if to_end else None
+    return model.entering(states, None) if to_end else None
 
 
 def save_when_due(

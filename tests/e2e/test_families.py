@@ -54,7 +54,11 @@ def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     assert ("not quantized" in dict(plan.rows())) == bool(tower)
     spec = resolve(config.out)
     plain = {n for n in expected_tensors(spec) if n in written}
-    assert all(written[n].dtype == torch.float16 for n in plain)
+    corrections = {s.group.router.correction for s in spec.sublayers if s.group} - {None}
+    assert all(written[n].dtype == torch.float16 for n in plain - corrections)
+    stored = CanonicalTensors(resolve(source))
+    assert all(torch.equal(written[n], stored.read(n)) for n in corrections)
+    assert all(written[n].dtype == stored.dtype(n) for n in corrections)
     original = build_decoder(
         resolve(source), CanonicalTensors(resolve(source)), dtype=torch.float32, device="cpu"
     )

@@ -9,113 +9,33 @@ from typing import Any
 
 import torch
 import transformers
+from checkpoint_values import (
+    CLIP,
+    COHERE,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GRANITE,
+    GRANITE4,
+    LONGROPE,
+    MINISTRAL3,
+    MIXED,
+    PARTIAL,
+    PIXTRAL,
+    QWEN_TOWER,
+    ROPE,
+    SIGLIP,
+    TOWER,
+    YARN,
+    mrope,
+    wrapped,
+)
+from expert_checkpoints import WITH_EXPERTS
 from mapped import MAPPED
 from packed_configs import PACKED
 from safetensors.torch import load_file, save_file
 from tiny import COMMON, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
-TOWER = {"hidden_size": 32, "num_heads": 2, "patch_size": 4, "depth": 1}
-QWEN_TOWER = TOWER | {"out_hidden_size": 64, "intermediate_size": 48}
-VIT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 4,
-}
-PIXTRAL = VIT | {"model_type": "pixtral", "head_dim": 16}
-CLIP = VIT | {"model_type": "clip_vision_model", "projection_dim": 32}
-SIGLIP = VIT | {"model_type": "siglip_vision_model", "vision_use_head": False}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 5000.0,
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0 + 0.1 * i for i in range(6)],
-    "long_factor": [2.0 + 0.5 * i for i in range(6)],
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 5000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-MINISTRAL3 = {
-    "head_dim": 24,
-    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
-}
-PARTIAL = {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}
-MIXED = {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]}
-GEMMA2 = {"head_dim": 24, "query_pre_attn_scalar": 40, "tie_word_embeddings": True} | MIXED
-LINEAR = ROPE | {"rope_type": "linear", "rope_theta": 70_000.0, "factor": 8.0}
-GEMMA3 = GEMMA2 | {"rope_parameters": {"sliding_attention": ROPE, "full_attention": LINEAR}}
-# eps of norms are large where their key is not the usual one, so that it matters which is read
-COHERE = {
-    "layer_norm_eps": 0.01,
-    "logit_scale": 0.75,
-    "tie_word_embeddings": True,
-    "rope_parameters": ROPE,
-}
-GRANITE = {
-    "embedding_multiplier": 12.0,
-    "residual_multiplier": 0.22,
-    "attention_multiplier": 0.3,
-    "logits_scaling": 1.25,
-    "tie_word_embeddings": True,
-    "rope_parameters": ROPE,
-}
-GRANITE4 = GRANITE | {
-    "num_local_experts": 0,
-    "shared_intermediate_size": 96,
-    "layer_types": ["full_attention", "full_attention"],
-}
-GPT2 = {
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_inner": 96,
-    "n_positions": 256,
-    "layer_norm_epsilon": 0.01,
-    "tie_word_embeddings": True,
-}
-
-
-def _mrope(*sections: int, **others: object) -> dict[str, Any]:
-    return {"rope_parameters": ROPE | {"mrope_section": sections} | others}
-
-
-def _wrapped(kind: str, tower: dict[str, Any], **text: object) -> dict[str, Any]:
-    text = COMMON | {"model_type": kind, "rope_parameters": ROPE} | text
-    tied = text.pop("tie_word_embeddings")
-    return {"text_config": text, "vision_config": tower, "tie_word_embeddings": tied}
-
-
-MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
-GRANITE_MOE = {"num_local_experts": 6, "num_experts_per_tok": 3}
-SIGMOID = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 4,
-    "topk_group": 2,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "routed_scaling_factor": 1.7,
-    "rope_parameters": ROPE,
-}
-ERNIE_MOE = {
-    "moe_num_experts": 6,
-    "moe_k": 3,
-    "moe_intermediate_size": 32,
-    "moe_num_shared_experts": 2,
-    "rope_parameters": ROPE,
-}
-QWEN2_MOE = MOE | {"shared_expert_intermediate_size": 32, "rope_parameters": ROPE}
-
 
 # name → (what its classes' names begin with, whether it is a wrapper, values of its config)
 ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
@@ -141,30 +61,30 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     ),
     "seed-oss": ("SeedOss", False, {"head_dim": 24}),
     "seed-oss-biases": ("SeedOss", False, {"attention_out_bias": True, "mlp_bias": True}),
-    "llava-llama": ("Llava", True, _wrapped("llama", CLIP)),
-    "llava": ("Llava", True, _wrapped("mistral", PIXTRAL, head_dim=24, sliding_window=None)),
-    "mistral3": ("Mistral3", True, _wrapped("mistral", PIXTRAL, head_dim=24, sliding_window=10)),
+    "llava-llama": ("Llava", True, wrapped("llama", CLIP)),
+    "llava": ("Llava", True, wrapped("mistral", PIXTRAL, head_dim=24, sliding_window=None)),
+    "mistral3": ("Mistral3", True, wrapped("mistral", PIXTRAL, head_dim=24, sliding_window=10)),
     "qwen2-vl": (
         "Qwen2VL",
         True,
-        _wrapped(
+        wrapped(
             "qwen2_vl_text",
             TOWER | {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
-            **_mrope(2, 3, 3),
+            **mrope(2, 3, 3),
         ),
     ),
     "qwen2.5-vl": (
         "Qwen2_5_VL",
         True,
-        _wrapped("qwen2_5_vl_text", QWEN_TOWER, **_mrope(2, 3, 3), tie_word_embeddings=True),
+        wrapped("qwen2_5_vl_text", QWEN_TOWER, **mrope(2, 3, 3), tie_word_embeddings=True),
     ),
     "qwen3-vl": (
         "Qwen3VL",
         True,
-        _wrapped(
+        wrapped(
             "qwen3_vl_text",
             QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-            **_mrope(6, 5, 5, mrope_interleaved=True),
+            **mrope(6, 5, 5, mrope_interleaved=True),
             head_dim=32,
         ),
     ),
@@ -182,7 +102,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
         | {"rope_parameters": ROPE},
     ),
     "gemma3-text": ("Gemma3Text", False, GEMMA3),
-    "gemma3": ("Gemma3", True, _wrapped("gemma3_text", SIGLIP, **GEMMA3, mm_tokens_per_image=4)),
+    "gemma3": ("Gemma3", True, wrapped("gemma3_text", SIGLIP, **GEMMA3, mm_tokens_per_image=4)),
     "glm": ("Glm", False, {"head_dim": 24} | PARTIAL),
     "glm4": ("Glm4", False, {"head_dim": 24} | PARTIAL),
     "cohere": ("Cohere", False, COHERE),
@@ -245,111 +165,12 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "mistral3-ministral3": (
         "Mistral3",
         True,
-        _wrapped("ministral3", PIXTRAL, **MINISTRAL3),
+        wrapped("ministral3", PIXTRAL, **MINISTRAL3),
     ),
     "gpt2": ("GPT2", False, GPT2),
-    "mixtral": (
-        "Mixtral",
-        False,
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "rope_parameters": ROPE},
-    ),
-    "qwen2-moe": ("Qwen2Moe", False, QWEN2_MOE),
-    "qwen2-moe-dense-layers": (
-        "Qwen2Moe",
-        False,
-        QWEN2_MOE | {"norm_topk_prob": True, "mlp_only_layers": [0]},
-    ),
-    "qwen3-moe": ("Qwen3Moe", False, MOE | {"head_dim": 24, "norm_topk_prob": True}),
-    "qwen3-moe-sparse-step": ("Qwen3Moe", False, MOE | {"decoder_sparse_step": 2}),
-    "granite-moe": ("GraniteMoe", False, GRANITE | GRANITE_MOE),
-    "granite-moe-shared": (
-        "GraniteMoeShared",
-        False,
-        GRANITE | GRANITE_MOE | {"shared_intermediate_size": 32},
-    ),
-    "granite-moe-not-shared": (
-        "GraniteMoeShared",
-        False,
-        GRANITE | GRANITE_MOE | {"shared_intermediate_size": 0, "tie_word_embeddings": False},
-    ),
-    "qwen3-vl-moe": (
-        "Qwen3VLMoe",
-        True,
-        _wrapped(
-            "qwen3_vl_moe_text",
-            QWEN_TOWER | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-            **_mrope(6, 5, 5, mrope_interleaved=True),
-            **MOE,
-            head_dim=32,
-            mlp_only_layers=[0],
-        ),
-    ),
-    "olmoe": (
-        "Olmoe",
-        False,
-        {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.9, "rope_parameters": ROPE},
-    ),
-    "olmoe-normalized": (
-        "Olmoe",
-        False,
-        {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
-        | {"attention_bias": True},
-    ),
-    "glm4-moe": (
-        "Glm4Moe",
-        False,
-        SIGMOID | PARTIAL | {"use_qk_norm": True, "attention_bias": True, "head_dim": 24},
-    ),
-    "glm4-moe-one-group": (
-        "Glm4Moe",
-        False,
-        SIGMOID
-        | PARTIAL
-        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
-        | {"n_shared_experts": 2},
-    ),
-    "dots1": (
-        "Dots1",
-        False,
-        SIGMOID
-        | {"norm_topk_prob": True, "sliding_window": 10, "max_window_layers": 1, "head_dim": 24},
-    ),
-    "dots1-not-normalized": (
-        "Dots1",
-        False,
-        SIGMOID | {"first_k_dense_replace": 0, "attention_bias": True, "sliding_window": None},
-    ),
-    "ernie4.5-moe": (
-        "Ernie4_5_Moe",
-        False,
-        ERNIE_MOE | {"moe_norm_min": 0.6, "tie_word_embeddings": True},
-    ),
-    "ernie4.5-moe-interval": (
-        "Ernie4_5_Moe",
-        False,
-        ERNIE_MOE
-        | {"moe_layer_start_index": 0, "moe_layer_interval": 2}
-        | {"moe_num_shared_experts": 0},
-    ),
-    "hunyuan-moe": (
-        "HunYuanMoEV1",
-        False,
-        {"num_experts": 6, "moe_topk": [2, 4], "head_dim": 24, "tie_word_embeddings": True}
-        | {"rope_parameters": ROPE | {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
-    ),
-    "hunyuan-moe-biases": (
-        "HunYuanMoEV1",
-        False,
-        {"num_experts": 5, "moe_topk": 2, "head_dim": 16, "attention_bias": True},
-    ),
-    "minimax-m2": (
-        "MiniMaxM2",
-        False,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 24, "rotary_dim": 12}
-        | {"rope_parameters": ROPE},
-    ),
-    **PACKED,
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
+    **WITH_EXPERTS,
+    **PACKED,
 }
 CHECKPOINTS = [*ALL, *MAPPED]
 TOWERS = {

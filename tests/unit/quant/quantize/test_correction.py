@@ -23,7 +23,7 @@ from exl2flow.quant.quantize.correction import (
     Correction,
     CrossProducts,
     moved,
-    output_error,
+    output_errors,
     paired_rows,
 )
 from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
@@ -116,6 +116,11 @@ def inputs(sublayer: Sublayer, states: torch.Tensor) -> dict[str, torch.Tensor]:
     return {capture: x.flatten(0, 1).double() for capture, x in sublayer.reads(states).items()}
 
 
+def error_of(sublayer: Sublayer, states: torch.Tensor, outputs: torch.Tensor) -> float:
+    """Return the error of the outputs of a sublayer that is corrected as a whole."""
+    return output_errors(sublayer, states, [{"": row[None]} for row in outputs])[""]
+
+
 def targets_of(
     sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor], *, strength: float
 ) -> dict[str, Linear]:
@@ -188,12 +193,12 @@ def test_targets_bring_outputs_nearer_to_the_sources(
 ) -> None:
     quantized, source = (x[:1] for x in states)
     outputs = sublayer(source)
-    before = output_error(sublayer, quantized, outputs)
+    before = error_of(sublayer, quantized, outputs)
     targets = targets_of(sublayer, states, strength=1.0)
 
     sublayer.linears.update(targets)
 
-    assert output_error(sublayer, quantized, outputs) < before
+    assert error_of(sublayer, quantized, outputs) < before
 
 
 @pytest.mark.parametrize(("rows", "step", "pairs"), [(1, 1, 1), (40, 1, 40), (115, 3, 39)])
@@ -224,7 +229,7 @@ def test_error_of_outputs_is_relative_and_the_mean_over_rows(
 ) -> None:
     quantized, source = states
 
-    found = output_error(sublayer, quantized, source)
+    found = error_of(sublayer, quantized, source)
 
     missed = sublayer(quantized) - source
     expected = missed.flatten(1).norm(dim=1) / source.flatten(1).norm(dim=1)
@@ -281,7 +286,7 @@ def test_corrected_sublayers_end_nearer_to_the_source_than_plain_ones(
             sublayer = model.sublayer(spec)
             source = sublayer(source)
             install(sublayer, pipeline.path("quantize"))
-            errors[-1].append(output_error(sublayer, quantized, source))
+            errors[-1].append(error_of(sublayer, quantized, source))
             quantized = sublayer(quantized)
 
     first = sublayer_file(model.spec.sublayers[0])
