@@ -71,12 +71,13 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
     for name, shape in expected.items():
         if name in decoded:
             continue
-        implied = f"{_implying(name, spec)} {shape}"
         if name not in tensors:
-            lines.append(f"`{name}` is missing in `{spec.source_dir}`, {implied}")
+            found = f"`{name}` is missing in `{spec.source_dir}`"
         elif not _fits(tensors.shape(name), shape, spec):
             found = f"{tensors.origin(name)} has shape {tensors.shape(name)}"
-            lines.append(f"{found}, {implied}")
+        else:
+            continue
+        lines.append(f"{found}, {_implying(name, spec)} {shape}")
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
         remedy = f"; get the model's files in `{spec.source_dir}` again, complete"
