@@ -1,7 +1,12 @@
 """Operations on a device: the interface `Ops`, its torch implementation and its CUDA kernels."""
 
 from exl2flow.kernels.backend import get_ops, resolve_device, tensor_cores
-from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.activations import (
+    ACTIVATIONS,
+    GATED_ACTIVATIONS,
+    SWIGLU_LIMIT,
+    SWIGLU_SLOPE,
+)
 from exl2flow.kernels.interface.attention_rule import AttentionRule
 from exl2flow.kernels.interface.cache_formats import (
     CACHE_FORMATS,
@@ -63,6 +68,7 @@ __all__ = [
     "CACHE_FORMATS",
     "CHUNK_ELEMENTS",
     "FEW_ROWS",
+    "GATED_ACTIVATIONS",
     "LARGEST_HALF",
     "MOST_BESIDE",
     "MOST_COLUMNS",
@@ -73,6 +79,8 @@ __all__ = [
     "SAMPLER_COLUMNS",
     "STEP_TOKENS",
     "STRONGEST",
+    "SWIGLU_LIMIT",
+    "SWIGLU_SLOPE",
     "AttentionRule",
     "BegunGroups",
     "CacheFormat",

@@ -82,6 +82,8 @@ class DecodeBatch:
         layers = zip(self.model.spec.attentions, self.cache.stores, strict=True)
         positions = (self.cache.pages + 1) * PAGE_TOKENS
         return self.size * sum(
-            store.nbytes // positions * min(self.context + 1, layer.rule.window or self.context + 1)
+            store.nbytes
+            // positions
+            * min(self.context + 1, layer.rule.window or layer.rule.chunk or self.context + 1)
             for layer, store in layers
         )

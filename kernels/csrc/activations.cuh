@@ -11,3 +11,10 @@ __device__ __forceinline__ float activated(int activation, float x) {
         default: return x < 0.0f ? 0.0f : x * x;
     }
 }
+
+// (u + 1) · g · σ(slope · g) of g = min(gate, limit) and u = up within ± limit; NaN stay NaN.
+__device__ __forceinline__ float clamped_swiglu(float gate, float up) {
+    gate = gate > SWIGLU_LIMIT ? SWIGLU_LIMIT : gate;
+    up = up > SWIGLU_LIMIT ? SWIGLU_LIMIT : up < -SWIGLU_LIMIT ? -SWIGLU_LIMIT : up;
+    return (up + 1.0f) * __fdividef(gate, 1.0f + __expf(-SWIGLU_SLOPE * gate));
+}

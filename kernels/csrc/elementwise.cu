@@ -167,6 +167,31 @@ __device__ __forceinline__ void gated(const Halves<W>* gate, const Halves<W>* up
     y[i] = value;
 }
 
+// gate and up fp16 → RN16(clamped_swiglu(gate, up)), laid out as in `gated`.
+template <int W>
+__device__ __forceinline__ void gated_clamped_swiglu(const Halves<W>* gate, const Halves<W>* up,
+                                                     Halves<W>* y, integer count, integer step) {
+    overlap_launches();
+    const integer i = grid_thread();
+    if (i >= count) return;
+    gate += blockIdx.y * step, up += blockIdx.y * step, y += blockIdx.y * count;
+    Halves<W> value = gate[i];
+    const Halves<W> other = up[i];
+#pragma unroll
+    for (int n = 0; n < W; ++n)
+        value.of[n] = to_half(clamped_swiglu(from_half(value.of[n]), from_half(other.of[n])));
+    y[i] = value;
+}
+
+#define GATED_CLAMPED_SWIGLU(W)                                                                   \
+    extern "C" __global__ void gated_clamped_swiglu_##W(const Halves<W>* gate,                    \
+                                                        const Halves<W>* up, Halves<W>* y,        \
+                                                        integer count, integer step) {            \
+        gated_clamped_swiglu<W>(gate, up, y, count, step);                                        \
+    }
+GATED_CLAMPED_SWIGLU(1)
+GATED_CLAMPED_SWIGLU(8)
+
 // x fp16 → RN16(activation(x)), `count` pieces of W numbers.
 template <int W, int ACTIVATION>
 __device__ __forceinline__ void activated(const Halves<W>* x, Halves<W>* y, integer count) {

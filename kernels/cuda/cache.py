@@ -4,8 +4,8 @@ Everything else is torch on the device.
 """
 
 import math
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -139,11 +139,10 @@ def attend_step(
     interleaved: bool = False,
 ) -> torch.Tensor:
     """See `Ops.attend_step`."""
+    other = _other_way(q, cache, rule)
+    if other is not None:
+        return other(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     store = cache.store
-    tokens, head_dim = q.shape[1], q.shape[3]
-    is_known = tokens <= STEP_TOKENS and _width(head_dim) is not None
-    if not is_known or q.dtype != torch.float16:
-        return torch_cache.attend_step(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
@@ -183,6 +182,55 @@ def attend_step(
         device=q.device,
     )
     return out
+
+
+def _other_way(
+    q: torch.Tensor, cache: StepCache, rule: AttentionRule
+) -> Callable[..., torch.Tensor] | None:
+    """Return what attends where a single launch cannot; None: a launch can."""
+    is_known = q.shape[1] <= STEP_TOKENS and _width(q.shape[3]) is not None
+    if not is_known or q.dtype != torch.float16:
+        return torch_cache.attend_step
+    if rule.chunk is None or cache.tables.shape[1] * PAGE_TOKENS <= rule.chunk:
+        return None
+    return _in_chunks if rule.chunk % PAGE_TOKENS == 0 else torch_cache.attend_step
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cache: StepCache,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    rule: AttentionRule,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Attend token by token: each sees the pages of its chunk only, which are whole."""
+    assert rule.chunk is not None
+    whole, pages, found = replace(rule, chunk=None), rule.chunk // PAGE_TOKENS, []
+    for token in range(q.shape[1]):
+        one, own = slice(token, token + 1), _of_chunk(cache, token, pages)
+        (a, b, c), (d, e) = (x[:, one] for x in (q, k, v)), (x[..., one, :] for x in (cos, sin))
+        found.append(attend_step(a, b, c, own, d, e, rule=whole, interleaved=interleaved))
+    return torch.cat(found, dim=1)
+
+
+def _of_chunk(cache: StepCache, token: int, pages: int) -> StepCache:
+    """Return the cache for one of the new tokens, as if the text began with the token's chunk.
+
+    pages: of a chunk.
+    """
+    lengths, last = cache.lengths + token, cache.tables.shape[1] - 1
+    first = lengths // (pages * PAGE_TOKENS) * pages
+    places = first[:, None] + torch.arange(pages, device=lengths.device)
+    return replace(
+        cache,
+        tables=cache.tables.gather(1, places.clamp(max=last).long()),
+        lengths=lengths - first * PAGE_TOKENS,
+        slots=cache.slots[:, token : token + 1].contiguous(),
+    )
 
 
 def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:

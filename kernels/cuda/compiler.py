@@ -18,7 +18,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import virtual_architecture
 from exl2flow.kernels.cuda.ptx import ptx_file
 from exl2flow.kernels.interface import sampling
-from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SWIGLU_SLOPE
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
 from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.packed import BLOCK_PANELS, TILE
@@ -89,6 +89,8 @@ DEFINITIONS = {
     "COUNT_THREADS": COUNT_THREADS,
     "ELEMENTS": ",".join(Element.__members__),
     "ACTIVATIONS": ",".join(ACTIVATIONS).upper(),
+    "SWIGLU_LIMIT": SWIGLU_LIMIT,
+    "SWIGLU_SLOPE": SWIGLU_SLOPE,
     "SETTINGS": ",".join(sampling.COLUMNS).upper(),
     "STRETCH": STRETCH,
     "TEAM": TEAM,

@@ -11,9 +11,9 @@ class Scores(StrEnum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
-    TOP_SOFTMAX = (
-        "softmax of the chosen"  # the highest logits are chosen, then the softmax of these
-    )
+    # the highest logits are chosen, then these become scores
+    TOP_SOFTMAX = "softmax of the chosen"
+    TOP_SIGMOID = "sigmoid of the chosen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

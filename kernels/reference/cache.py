@@ -132,7 +132,7 @@ def _attention(
 ) -> torch.Tensor:
     """Attend causally, fp32: q (t, heads, d) are the last positions of k and v (p, kv_heads, d)."""
     count, positions, mask = len(q), len(k), None
-    if count > 1 or (rule.window is not None and rule.window < positions):
+    if count > 1 or any(n is not None and n < positions for n in (rule.window, rule.chunk)):
         queries = torch.arange(positions - count, positions, device=q.device)
         mask = rule.visible(queries, torch.arange(positions, device=q.device))
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))

@@ -19,7 +19,7 @@ def route(x: torch.Tensor, router: RouterArgs, ids: torch.Tensor | None = None) 
             scores = logits.softmax(-1)
         case Scores.SIGMOID:
             scores = logits.sigmoid()
-        case Scores.TOP_SOFTMAX:
+        case Scores.TOP_SOFTMAX | Scores.TOP_SIGMOID:
             scores = logits
     if ids is None:
         ranked = scores if router.correction is None else scores + router.correction
@@ -27,6 +27,8 @@ def route(x: torch.Tensor, router: RouterArgs, ids: torch.Tensor | None = None) 
     weights = scores.gather(-1, ids)
     if rule.scores is Scores.TOP_SOFTMAX:
         weights = weights.softmax(-1)
+    elif rule.scores is Scores.TOP_SIGMOID:
+        weights = weights.sigmoid()
     if rule.norm is not None:
         size = torch.linalg.vector_norm(weights, ord=rule.norm, dim=-1, keepdim=True)
         weights = weights / size.clamp(min=rule.least_norm)

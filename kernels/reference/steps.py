@@ -2,7 +2,7 @@
 
 import torch
 
-from exl2flow.kernels.interface.activations import ACTIVATIONS
+from exl2flow.kernels.interface.activations import ACTIVATIONS, GATED_ACTIVATIONS
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.streams import device_table
 
@@ -18,8 +18,12 @@ def norm(x: torch.Tensor, by: NormArgs) -> torch.Tensor:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Return activation(gate) · up, each rounded to their dtype; the activation by name."""
-    return ACTIVATIONS[activation](gate) * up
+    """Return activation(gate) · up, each rounded to their dtype; the activation by name.
+
+    One of `GATED_ACTIVATIONS` says itself what it does with up.
+    """
+    of_both = GATED_ACTIVATIONS.get(activation)
+    return ACTIVATIONS[activation](gate) * up if of_both is None else of_both(gate, up)
 
 
 def activated(x: torch.Tensor, activation: str) -> torch.Tensor:

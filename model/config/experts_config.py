@@ -46,6 +46,10 @@ def layer_has_experts(config: Fields, row: Experts, layer: int) -> bool:
         case DenseLayers.LISTED:
             step = config.integer("decoder_sparse_step", 1)
             return (layer + 1) % step == 0 and layer not in _listed(config, "mlp_only_layers")
+        case DenseLayers.UNLISTED:
+            if isinstance(config.values.get("moe_layers"), list):
+                return layer in _listed(config, "moe_layers")
+            return (layer + 1) % config.integer("interleave_moe_layer_step", 1) == 0
         case DenseLayers.INTERVAL:
             most = config.integer("num_hidden_layers") - 1
             first = config.integer("moe_layer_start_index", 0, least=0, most=most)
@@ -89,9 +93,10 @@ def _listed(config: Fields, key: str) -> tuple[int, ...]:
 
 
 def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
+    key = "intermediate_size" if family.experts is None else family.experts.dense_width_key
     inner = family.default_inner * config.integer("hidden_size", most=WIDEST) or None
     return MlpSpec(
-        intermediate_size=config.integer("intermediate_size", inner, most=WIDEST),
+        intermediate_size=config.integer(key, inner, most=WIDEST),
         activation=activation,
         has_bias=bias_of(config, family.mlp_bias),
         gated=family.is_gated,
@@ -99,6 +104,7 @@ def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
 
 
 def _experts(config: Fields, family: Family, row: Experts, activation: str) -> ExpertsSpec:
+    activation = row.activation or activation
     shared = prod(config.integer(key, 0, least=0, most=WIDEST) for key in row.shared_width_keys)
     return ExpertsSpec(
         rule=_rule(config, row),
@@ -134,13 +140,20 @@ def _rule(config: Fields, row: Experts) -> RouterRule:
         experts=experts,
         top=top,
         scores=row.scores,
-        norm=1.0 if bias_of(config, row.is_normalized) else None,
+        norm=_norm(config, row),
         least_norm=config.number(floor, 1e-12) if isinstance(floor, str) else floor,
         scaling=1.0 if row.scaling_key is None else config.number(row.scaling_key, 1.0),
         groups=groups,
         top_groups=top_groups,
         scales_input=row.scales_input,
     )
+
+
+def _norm(config: Fields, row: Experts) -> float | None:
+    """Return the power of the norm that weights are divided by; None: they are not divided."""
+    if row.norm_power_key is not None:
+        return config.optional(row.norm_power_key)
+    return 1.0 if bias_of(config, row.is_normalized) else None
 
 
 def _groups(config: Fields, row: Experts, experts: int, top: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ Row = tuple[Role, int, int, bool, str]  # role, in- and out-features, bias, capt
 class MlpSpec:
     """Shape of the MLP; if `gated`, its activation is multiplied with a second product.
 
-    activation: one of `kernels.ACTIVATIONS`.
+    activation: one of `kernels.ACTIVATIONS`, or if gated of `GATED_ACTIVATIONS`.
     """
 
     intermediate_size: int

@@ -9,7 +9,8 @@ Names of tensors are those in EXL2 files, which exllamav2 chose; a row says how 
 
 from dataclasses import replace
 
-from exl2flow.kernels import Scores
+from exl2flow.kernels import SWIGLU_LIMIT, SWIGLU_SLOPE, Scores
+from exl2flow.model.config import expert_rows as rows
 from exl2flow.model.config.family import (
     DenseLayers,
     Experts,
@@ -517,6 +518,61 @@ INDEX = replace(
     unit_head_key="norm_head",
     known=("norm_head",),
 )
+GPT_OSS = replace(
+    LLAMA,
+    architecture="GptOssForCausalLM",
+    mlp_bias=False,
+    fixed=(("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_SLOPE)),
+    default_head_dim=64,
+    default_norm_eps=1e-5,
+    default_theta=150_000.0,
+    window_rule=WindowRule.LAYER_TYPES,
+    default_window=128,
+    default_window_pattern=2,
+    sinks="self_attn.sinks",
+    experts=rows.GPT_OSS_EXPERTS,
+    defaults=(
+        ("attention_bias", True),
+        ("num_experts_per_tok", 4),
+        ("rope_parameters", rows.GPT_OSS_ROPE),
+    ),
+)
+DBRX = replace(
+    LLAMA,
+    architecture="DbrxForCausalLM",
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    sections=rows.DBRX_SECTIONS,
+    clip_key="clip_qkv",
+    keys=rows.DBRX_KEYS,
+    known=("clip_qkv",),
+    is_centered=True,
+    default_norm_eps=1e-5,
+    experts=rows.DBRX_EXPERTS,
+    renames=rows.DBRX_RENAMES,
+    layer_renames=rows.DBRX_LAYER_RENAMES,
+    fused=(("norm_attn_norm.attn.Wqkv", QKV),),
+    defaults=rows.DBRX_DEFAULTS,
+)
+LLAMA4 = replace(
+    LLAMA,
+    architecture="Llama4ForCausalLM",
+    mlp_bias=False,
+    known=("use_qk_norm",),
+    default_head_dim=128,
+    default_norm_eps=1e-5,
+    default_theta=500_000.0,
+    interleaved=True,
+    nope_rule=NopeRule.LISTED,
+    chunk_key="attention_chunk_size",
+    far_query_keys=("attn_temperature_tuning", "attn_scale", "floor_scale"),
+    head_norms=("use_qk_norm", HeadNorms.BARE),
+    norm_after_rope=True,
+    linears=rows.LLAMA4_LINEARS,
+    experts=rows.LLAMA4_EXPERTS,
+    defaults=rows.LLAMA4_DEFAULTS,
+)
 GPT2_NAMES = (("h", "layers"), ("wte", "embed_tokens"), ("wpe", "wpe"), ("ln_f", "norm"))
 GPT2 = replace(
     STARCODER2,
@@ -601,6 +657,11 @@ GEMMA3_VL = wrapped(
         ("vision_tower.", SIGLIP),
         ("model.vision_tower.", SIGLIP),
     ),
+)
+LLAMA4_VL = replace(
+    wrapped(LLAMA4, "llama4_text", "Llama4ForConditionalGeneration"),
+    renames=(("lm_head.", "language_model.lm_head."),),
+    carried=("vision_model.", "multi_modal_projector."),
 )
 QWEN2_VL = replace(
     QWEN2,

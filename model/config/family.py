@@ -13,6 +13,7 @@ class HeadNorms(StrEnum):
     HEAD = "head"  # each head, all with the same weights
     HEADS = "heads"  # each head, with weights of its own
     WHOLE = "whole"  # the whole projection
+    BARE = "bare"  # each head, without weights, in layers that rotate
 
 
 class Multipliers(StrEnum):
@@ -52,6 +53,7 @@ class DenseLayers(StrEnum):
     NONE = "none"
     FIRST = "first"  # the first `first_k_dense_replace`
     LISTED = "listed"  # `mlp_only_layers`, and all but each `decoder_sparse_step`-th
+    UNLISTED = "unlisted"  # all but `moe_layers`, else but each `interleave_moe_layer_step`-th
     INTERVAL = "interval"  # by `moe_layer_start_index`, `moe_layer_end_index`, `moe_layer_interval`
 
 
@@ -86,8 +88,10 @@ class Experts:
     default_count: int | None = None
     top_key: str = "num_experts_per_tok"
     width_key: str = "moe_intermediate_size"
+    dense_width_key: str = "intermediate_size"  # of layers without experts
     listed_keys: tuple[str, ...] = ()  # may be lists with an item for each layer
     dense: DenseLayers = DenseLayers.LISTED
+    activation: str | None = None  # of the kernels; None: as the config says
     bias: bool | str = False  # of the experts' linears, as the bias fields of `Family`
 
     # the router
@@ -97,6 +101,8 @@ class Experts:
     score_names: tuple[str, ...] = ()  # what `scoring_func` may be, beside the name of `scores`
     # whether the weights of a token are divided by their sum, or the key that decides
     is_normalized: bool | str = "norm_topk_prob"
+    # the power of the norm that they are divided by, instead of their sum; where null, by nothing
+    norm_power_key: str | None = None
     least_sum: float | str = 0.0  # that they are divided by, or the key of it
     scaling_key: str | None = None  # what multiplies them
     group_keys: tuple[str, str] | None = None  # number of groups, and of those that are chosen
@@ -130,6 +136,8 @@ class Family:
     text_type: str | None = None
     is_flat_too: bool = False  # older configs of this wrapper have no `text_config`
     keys: tuple[tuple[str, str], ...] = ()  # a key as Llama's configs call it, and as these do
+    sections: tuple[str, ...] = ()  # objects whose keys count as if they were not in one
+    fixed: tuple[tuple[str, object], ...] = ()  # the only values of keys that configs may have
     defaults: tuple[tuple[str, object], ...] = ()  # values of keys that configs may lack
     known: tuple[str, ...] = ()  # keys that are refused elsewhere, because they change the graph
     default_activation: str = "silu"
@@ -146,10 +154,12 @@ class Family:
     # of queries and keys; or the key that decides whether there are any, and which
     head_norms: HeadNorms | tuple[str, HeadNorms] = HeadNorms.NONE
     qk_norms: tuple[str, str] = ("q_norm", "k_norm")  # their names
-    norm_after_rope: bool = False  # they follow the rotation; not together with `interleaved`
+    # they follow the rotation; together with `interleaved` only without weights
+    norm_after_rope: bool = False
     window_rule: WindowRule = WindowRule.NONE
     default_window: int | None = None
     default_max_window_layers: int = 0
+    chunk_key: str | None = None  # positions of a chunk, in chunked layers: those that rotate
     # n where each n-th layer has no window, for configs without `layer_types` and
     # `sliding_window_pattern`; 0: the family has no pattern
     default_window_pattern: int = 0
@@ -157,6 +167,8 @@ class Family:
     score_scale_key: str | None = None
     score_scale_power: float = 1.0
     softcap_key: str | None = None  # of scores
+    # tensor in a layer: a score of each head, of a position without a value
+    sinks: str | None = None
     clip_key: str | None = None  # the most that elements of queries, keys and values may have
 
     # positions
@@ -172,6 +184,9 @@ class Family:
     local_theta_key: str | None = None
     default_local_theta: float = 10_000.0
     query_beta_key: str | None = None  # in the rope's keys, see `RopeSpec.query_beta`
+    # keys that say whether queries of layers without positions are scaled, by how much, and after
+    # how many positions
+    far_query_keys: tuple[str, str, str] | None = None
 
     # layers
     mlp_bias: bool | str = False

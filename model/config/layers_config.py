@@ -13,6 +13,7 @@ from exl2flow.model.config.unsupported import LAYER_NEEDS, PAGES
 MOST_HEADS = 1 << 14  # also dimensions of a head
 NAMES = {"attention": FULL}  # layer types in the words of earlier configs
 PATTERN = "sliding_window_pattern"
+CHUNKED = "chunked_attention"
 LETTERS = {"G": FULL, "L": SLIDING}  # of patterns that are written out
 
 Windows = tuple[int | None, ...]
@@ -31,19 +32,22 @@ def read_attentions(
     windows = _windows(config, family, types)
     layer = _common(config, family, max_positions)
     rotated = _rotated(config, family, windows)
-    full = local = nowhere = layer.rope
+    chunks = _chunks(config, family, types, rotated)
+    full = local = nowhere = _far_queries(config, family, layer.rope)
     if any(rotated):
         full, local = read_ropes(
             config, family, head_dim=layer.head_dim, max_positions=max_positions
         )
+    is_bare = layer.head_norms is HeadNorms.BARE
     ropes = (local if kind == SLIDING else full for kind in types)
     return tuple(
         replace(
             layer,
-            rule=replace(layer.rule, window=window),
+            rule=replace(layer.rule, window=window, chunk=chunk),
             rope=rope if rotates else nowhere,
+            head_norms=HeadNorms.NONE if is_bare and not rotates else layer.head_norms,
         )
-        for window, rope, rotates in zip(windows, ropes, rotated, strict=True)
+        for window, chunk, rope, rotates in zip(windows, chunks, ropes, rotated, strict=True)
     )
 
 
@@ -103,13 +107,14 @@ def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, 
         return _patterned(config, family, num_layers)
     listed = config.texts("layer_types", num_layers)
     types = tuple(NAMES.get(kind, kind) for kind in listed)
-    unknown = [kind for kind in dict.fromkeys(types) if kind not in LAYER_TYPES]
+    known = LAYER_TYPES if family.chunk_key is None else (*LAYER_TYPES, CHUNKED)
+    unknown = [kind for kind in dict.fromkeys(types) if kind not in known]
     if unknown:
         needs = dict.fromkeys(LAYER_NEEDS[kind] for kind in unknown if kind in LAYER_NEEDS)
         why = f", which needs {' and '.join(needs)}" if needs else ""
         raise UnsupportedArchitecture(
             f"`{config.prefix}layer_types` in `{config.path}` holds {quoted(unknown)}{why}; "
-            f"supported are {quoted(LAYER_TYPES)}; {PAGES}"
+            f"supported are {quoted(known)}; {PAGES}"
         )
     return types
 
@@ -177,8 +182,37 @@ def _rotated(config: Fields, family: Family, windows: Windows) -> tuple[bool, ..
     return (rule is not NopeRule.ALL_LAYERS,) * count
 
 
+def _chunks(
+    config: Fields, family: Family, types: tuple[str, ...], rotated: tuple[bool, ...]
+) -> tuple[int | None, ...]:
+    """Return the positions of each layer's chunks, None where the text is not cut."""
+    if family.chunk_key is None or not config.has(family.chunk_key):
+        return (None,) * len(types)
+    chunk, is_listed = config.integer(family.chunk_key), config.has("layer_types")
+    return tuple(
+        chunk if (kind == CHUNKED if is_listed else rotates) else None
+        for kind, rotates in zip(types, rotated, strict=True)
+    )
+
+
+def _far_queries(config: Fields, family: Family, nowhere: RopeSpec) -> RopeSpec:
+    """Return the rope of layers without positions, whose queries may grow with these."""
+    if family.far_query_keys is None:
+        return nowhere
+    key, beta, positions = family.far_query_keys
+    given = config.values.get(key, True)  # configs first said 4
+    if not (given if isinstance(given, bool) else config.integer(key, 0, least=0)):
+        return nowhere
+    return replace(
+        nowhere,
+        original_max_positions=config.integer(positions, 8192),
+        query_beta=config.number(beta, 0.1),
+        query_offset=1,
+    )
+
+
 def _listed(config: Fields, count: int) -> tuple[bool, ...]:
-    if config.has("no_rope_layers"):  # 1: the layer has a rope
+    if config.values.get("no_rope_layers"):  # 1: the layer has a rope
         return tuple(map(bool, config.integers("no_rope_layers", count, least=0, most=1)))
     every = config.integer("no_rope_layer_interval", 4)
     return tuple(layer % every != 0 for layer in range(1, count + 1))

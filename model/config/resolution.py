@@ -153,14 +153,34 @@ def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tu
 
 def _values(config: Fields, family: Family) -> dict[str, object]:
     """Return the config's values by the keys of Llama's configs, with the family's defaults."""
-    stored = {**dict(family.defaults), **config.values}
+    stored = {**dict(family.defaults), **_in_sections(config, family)[0], **config.values}
     return stored | {key: stored[name] for key, name in family.keys if name in stored}
 
 
 def _names(config: Fields, family: Family) -> dict[str, str]:
     """Return how the file calls keys, by those of Llama's configs."""
     is_llamas = {key for key in config.values if config.has(key)}
-    return {key: name for key, name in family.keys if name in is_llamas or key not in is_llamas}
+    inner = {
+        key: name for key, name in _in_sections(config, family)[1].items() if key not in is_llamas
+    }
+    known = is_llamas | {*inner}
+    return inner | {
+        key: inner.get(name, name)
+        for key, name in family.keys
+        if name in known or key not in is_llamas
+    }
+
+
+def _in_sections(config: Fields, family: Family) -> tuple[dict[str, object], dict[str, str]]:
+    """Return values of keys that lie in objects of a config, and the keys with these objects."""
+    values, names = dict[str, object](), dict[str, str]()
+    for section in family.sections:
+        inner = config
+        for part in section.split("."):
+            inner = inner.inner(part)
+        values |= inner.values
+        names |= {key: f"{section}.{key}" for key in inner.values}
+    return values, names
 
 
 def _check_keys(config: Fields, family: Family) -> None:
@@ -172,10 +192,17 @@ def _check_keys(config: Fields, family: Family) -> None:
         if key in EXPECTED:
             is_neutral = value in (None, True)
         if key not in known and not is_neutral:
-            raise UnsupportedArchitecture(
-                f"{config.named(key)} in `{config.path}` is {value!r}, which is not supported: the "
-                "model would compute something else"
-            )
+            raise _refused(config, key)
+    for key, only in family.fixed:
+        if config.has(key) and config.values[key] != only:
+            raise _refused(config, key)
+
+
+def _refused(config: Fields, key: str) -> UnsupportedArchitecture:
+    return UnsupportedArchitecture(
+        f"{config.named(key)} in `{config.path}` is {config.values[key]!r}, which is not "
+        "supported: the model would compute something else"
+    )
 
 
 def _activation(config: Fields, family: Family) -> str:

@@ -42,7 +42,8 @@ class RopeSpec:
     `position_scale` divides positions on top of the kind's own rule.
     `rotary_dim` is 0 in layers without positions.
     `interleaved`: pairs are (2i, 2i + 1), not (i, i + d/2).
-    `query_beta`: queries at position p are multiplied by 1 + beta · ln(1 + floor(p / original)).
+    `query_beta`: queries at position p are multiplied by 1 + beta · ln(1 + floor(n / original)),
+    n = p + `query_offset`.
     """
 
     kind: RopeKind
@@ -63,6 +64,7 @@ class RopeSpec:
     position_scale: float = 1.0
     interleaved: bool = False
     query_beta: float = 0.0
+    query_offset: int = 0
 
     @classmethod
     def none(cls, max_positions: int) -> "RopeSpec":
@@ -143,6 +145,8 @@ def _read(
     """Read one rope; `theta`: the key of its base in the config itself, and the default."""
     kind = _kind(rope)
     source, theta_key = (rope, "rope_theta") if rope.has("rope_theta") else (config, theta[0])
+    if source is rope and "rope_theta" in config.names:
+        _check_theta(config, rope)
     original = config if config.has("original_max_position_embeddings") else rope
     common = RopeSpec(
         kind=kind,
@@ -161,6 +165,17 @@ def _read(
         return replace(stretched, kind=RopeKind.DEFAULT)
     stretch = max_positions / common.original_max_positions
     return replace(common, **_details(kind, rope, common.rotary_dim, stretch))
+
+
+def _check_theta(config: Fields, rope: Fields) -> None:
+    """Refuse a base that contradicts the family's own key: transformers 5 writes both."""
+    known, written = config.optional("rope_theta"), rope.number("rope_theta")
+    if known is not None and known != written:
+        raise SourceModelError(
+            f"{config.named('rope_theta')} in `{config.path}` is {known:g}, but "
+            f"{rope.named('rope_theta')}, which transformers 5 adds, {written:g}; set both to that "
+            "of the model as it was published"
+        )
 
 
 def _rotary_dim(config: Fields, family: Family, rope: Fields, head_dim: int) -> int:
@@ -228,10 +243,10 @@ def _details(kind: RopeKind, rope: Fields, rotary_dim: int, stretch: float) -> d
             return {"factor": rope.number("factor")}
         case RopeKind.LLAMA3:
             low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-            if low >= high:
+            if low > high:
                 raise SourceModelError(
-                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must be below "
-                    f"`high_freq_factor`, {high:g}"
+                    f"`{rope.prefix}low_freq_factor` in `{rope.path}` is {low:g}; it must not "
+                    f"exceed `high_freq_factor`, {high:g}"
                 )
             factor = rope.number("factor")
             return {"factor": factor, "low_freq_factor": low, "high_freq_factor": high}

@@ -222,6 +222,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for sublayer in spec.sublayers:
         for norm in sublayer.norms:
             shapes |= dict.fromkeys(norm.names, norm.shape)
+        if sublayer.sinks is not None:
+            shapes[sublayer.sinks] = (spec.attentions[sublayer.layer_index].num_heads,)
         if sublayer.group is not None:
             shapes |= router_tensors(spec, sublayer.group)
         for projection in sublayer.projections:
@@ -277,7 +279,7 @@ def _sublayer(
     name: str = "",
     group: ExpertGroup | None = None,
 ) -> SublayerSpec:
-    place = 1 if kind in ("mlp", "experts") else 0
+    place, sinks = 1 if kind in ("mlp", "experts") else 0, spec.family.sinks
     return SublayerSpec(
         index=0,
         layer_index=layer,
@@ -286,6 +288,7 @@ def _sublayer(
         norms=_norms(spec, layer, place),
         parts=parts,
         group=group,
+        sinks=f"{spec.layers_key}{layer}.{sinks}" if sinks and not place else None,
     )
 
 
@@ -343,6 +346,7 @@ def _head_norms(spec: ModelSpec, layer: int) -> tuple[NormSpec, ...]:
     size = attention.head_dim
     shapes: dict[HeadNorms, tuple[tuple[int, ...], ...]] = {
         HeadNorms.NONE: (),
+        HeadNorms.BARE: (),
         HeadNorms.HEAD: ((size,), (size,)),
         HeadNorms.HEADS: ((attention.num_heads, size), (attention.num_kv_heads, size)),
         HeadNorms.WHOLE: ((attention.width,), (attention.kv_width,)),

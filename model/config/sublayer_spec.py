@@ -134,7 +134,7 @@ class ExpertGroup:
 class SublayerSpec:
     """Attention, an MLP, both, or experts; `index` counts sublayers, `layer_index` layers.
 
-    group: of kind `experts` only.
+    group: of kind `experts` only. sinks: name of the sinks of its attention, (heads,), if any.
     """
 
     index: int
@@ -144,6 +144,7 @@ class SublayerSpec:
     norms: tuple[NormSpec, ...]
     parts: tuple[SublayerPart, ...]
     group: ExpertGroup | None = None
+    sinks: str | None = None
 
     @property
     def has_attention(self) -> bool:

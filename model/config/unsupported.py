@@ -28,8 +28,8 @@ NEEDS = {
         LongcatFlash MiniCPM3 Youtu AXK1
     """,
     EXPERTS: """
-        Qwen3OmniMoe GptOss Glm4vMoe Ernie4_5_VLMoe Ernie4_5_VL_Moe HYV3
-        Phimoe Llama4 Dbrx Cohere2Moe ExaoneMoe FlexOlmo Afmoe JetMoe SolarOpen MiMoV2Flash
+        Qwen3OmniMoe Glm4vMoe Ernie4_5_VLMoe Ernie4_5_VL_Moe HYV3
+        Phimoe Cohere2Moe ExaoneMoe FlexOlmo Afmoe JetMoe SolarOpen MiMoV2Flash
         DeepseekV4 Aria AriaText
     """,
     GRAPH: """

@@ -1,8 +1,10 @@
 """Location of a tensor, or of part of one, in a safetensors file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from exl2flow.model.files.mxfp4 import MXFP4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -11,8 +13,10 @@ class TensorEntry:
 
     run, step: bytes of each run of the tensor, and from one run to the next; 0: it is a single run.
     is_transposed: it is stored as its transpose.
-    scales, scale_name, block: of an fp8 weight, see `fp8.grid_of`. first, whole_rows: where these
-    rows begin in the tensor that the scales belong to, and how many it has; 0: they are all.
+    scales, scale_name: of a weight in fp8 or mxfp4; those in mxfp4 are of the same rows, and its
+    bytes are those of its blocks. block: of an fp8 weight, see `fp8.grid_of`.
+    first, whole_rows: where these rows begin in the tensor that the scales of an fp8 weight belong
+    to, and how many it has; 0: they are all.
     """
 
     path: Path
@@ -59,7 +63,11 @@ class TensorEntry:
         """Return the location of one of the equal parts along the first axis, without this axis."""
         nbytes = self.nbytes // max(self.shape[0], 1)
         return replace(
-            self, shape=self.shape[1:], offset=self.offset + index * nbytes, nbytes=nbytes
+            self,
+            shape=self.shape[1:],
+            offset=self.offset + index * nbytes,
+            nbytes=nbytes,
+            scales=self._scales_of(lambda scales: scales.slice(index)),
         )
 
     def every(self, step: int, first: int) -> "TensorEntry":
@@ -80,6 +88,7 @@ class TensorEntry:
             nbytes=self.nbytes // step,
             run=run,
             step=step * run,
+            scales=self._scales_of(lambda scales: scales.every(step, first)),
         )
 
     def rows(self, first: int, count: int) -> "TensorEntry":
@@ -93,6 +102,7 @@ class TensorEntry:
             shape=(count, *self.shape[1:]),
             offset=self.offset + first * row,
             nbytes=count * row,
+            scales=self._scales_of(lambda scales: scales.rows(first, count)),
             first=self.first + first,
             whole_rows=self.whole_rows or self.shape[0],
         )
@@ -109,6 +119,12 @@ class TensorEntry:
             run=count * element,
             step=columns * element,
         )
+
+    def _scales_of(self, part: "Callable[[TensorEntry], TensorEntry]") -> "TensorEntry | None":
+        """Return the scales of a part, which are that part of the scales of a weight in mxfp4."""
+        if self.scales is None or self.dtype != MXFP4:
+            return self.scales
+        return part(self.scales)
 
     def spans(self) -> Iterator[tuple[int, int]]:
         """Yield offset and bytes of each run."""

@@ -3,7 +3,7 @@
 A byte holds two elements of 1 sign, 2 exponent and 1 fraction bits, the lower half first.
 value = element · 2^(scale - 127) in fp32, then rounded to fp16.
 
-Nothing calls this yet: packed experts, the only published weights of this form, will.
+A weight `X` of shape (…, 32 g) is stored as `X_blocks`, (…, g, 16) bytes, and `X_scales`, (…, g).
 """
 
 import torch
@@ -12,7 +12,25 @@ from exl2flow.core.errors import NonFiniteState, TensorShapeError
 
 ELEMENTS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the other eight are their negatives
 BLOCK_BYTES = 16
+BLOCK = 2 * BLOCK_BYTES  # elements
+BLOCKS, SCALES = "_blocks", "_scales"  # ends of names
+MXFP4 = "MXFP4"  # what the dtype of blocks with scales is called here; files say `BYTES`
+BYTES, SCALE_DTYPES = "U8", ("U8", "F8_E8M0")
+DECODED = torch.float16
 STRIPE = 1 << 16  # blocks that are decoded at a time
+
+Shape = tuple[int, ...]
+
+
+def are_blocks(name: str, dtype: str, shape: Shape) -> bool:
+    """Tell whether a stored tensor is that of a weight in this form."""
+    is_named = name.endswith(BLOCKS)
+    return is_named and dtype == BYTES and len(shape) > 1 and shape[-1] == BLOCK_BYTES
+
+
+def scale_name(name: str) -> str:
+    """Return the name of the scales of blocks."""
+    return name.removesuffix(BLOCKS) + SCALES
 
 
 def decode(blocks: torch.Tensor, scales: torch.Tensor, *, names: tuple[str, str]) -> torch.Tensor:
@@ -38,7 +56,7 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor, *, names: tuple[str, str]
         )
     elements = torch.tensor([*ELEMENTS, *(-value for value in ELEMENTS)])
     pairs = torch.stack([elements.repeat(16), elements.repeat_interleave(16)], dim=1)  # by byte
-    values = torch.empty(scales.numel(), 2 * BLOCK_BYTES, dtype=torch.float16)
+    values = torch.empty(scales.numel(), BLOCK, dtype=DECODED)
     factors = scales.reshape(-1, 1).view(torch.float8_e8m0fnu)
     for part, codes, factor in zip(
         *(torch.split(x, STRIPE) for x in (values, blocks.reshape(-1, BLOCK_BYTES), factors)),

@@ -17,7 +17,7 @@ from exl2flow.model.files.group_table import ROW_MULTIPLE
 from exl2flow.model.files.headers import check_layers, unclaimed
 from exl2flow.model.files.weights import TensorFiles
 
-SourceForm = Literal["floats", "fp8", "gptq"]
+SourceForm = Literal["floats", "fp8", "mxfp4", "gptq"]
 MOST_NAMES = 8  # that a message lists
 
 
@@ -110,6 +110,8 @@ def source_form(spec: ModelSpec, tensors: TensorFiles) -> SourceForm:
     """Return the form in which a source stores its matrices, those with the fewest bits."""
     if gptq_projections(spec, tensors):
         return "gptq"
+    if tensors.in_mxfp4:
+        return "mxfp4"
     return "fp8" if tensors.in_fp8 else "floats"
 
 

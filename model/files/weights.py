@@ -1,6 +1,7 @@
 """Lazy reading of tensors from the safetensors files of a folder.
 
-Weights in fp8 appear decoded, as fp16, and their scales not at all. An index file is ignored.
+Weights in fp8 and mxfp4 appear decoded, as fp16, and their scales not at all; those in mxfp4 keep
+the name of their blocks. An index file is ignored.
 Tensors are read rather than mapped, so the resident memory of a walk is that of the tensors still
 referred to. Tensors for a GPU pass through a small pinned buffer.
 """
@@ -27,7 +28,7 @@ from exl2flow.core.errors import (
 from exl2flow.core.runtime.background import helpers, send_async
 from exl2flow.core.store.model_files import is_weights
 from exl2flow.model.config.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
-from exl2flow.model.files import fp8
+from exl2flow.model.files import fp8, mxfp4
 from exl2flow.model.files.entry import TensorEntry
 
 DTYPES = {
@@ -51,7 +52,8 @@ class TensorFiles:
         """Read the headers.
 
         Raises:
-            SourceModelError: no file, a damaged file, or a name that occurs in two files.
+            SourceModelError: no file, a damaged file, a name that occurs in two files, or blocks in
+                mxfp4 without scales that fit them.
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
@@ -75,7 +77,7 @@ class TensorFiles:
         self._join_scales()
 
     def _join_scales(self) -> None:
-        """Give fp8 weights their scales, which then have no names of their own."""
+        """Give weights in fp8 and mxfp4 their scales, which then have no names of their own."""
         weights = self.in_fp8
         block = fp8.read_block(self.folder) if weights else None
         for name in weights:
@@ -87,6 +89,11 @@ class TensorFiles:
                 )
             for unused in fp8.unused_names(name):
                 self._entries.pop(unused, None)
+        for name, entry in [*self._entries.items()]:
+            if mxfp4.are_blocks(name, entry.dtype, entry.shape):
+                factors = self._entries.get(mxfp4.scale_name(name))
+                self._entries[name] = _in_mxfp4(name, entry, factors)
+                del self._entries[mxfp4.scale_name(name)]
 
     def overlaid(
         self, instead: Mapping[str, tuple["TensorFiles", str]], *, without: Iterable[str] = ()
@@ -109,6 +116,11 @@ class TensorFiles:
         """The names of the weights that are decoded from fp8."""
         return tuple(n for n, entry in self._entries.items() if _is_fp8_weight(n, entry))
 
+    @property
+    def in_mxfp4(self) -> tuple[str, ...]:
+        """The names of the weights that are decoded from mxfp4."""
+        return tuple(n for n, entry in self._entries.items() if entry.dtype == mxfp4.MXFP4)
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
@@ -119,7 +131,7 @@ class TensorFiles:
     def nbytes(self, name: str) -> int:
         """Return the bytes of a tensor as `read` returns it."""
         entry = self._entry(name)
-        is_decoded = _is_fp8_weight(name, entry)
+        is_decoded = _is_fp8_weight(name, entry) or entry.dtype == mxfp4.MXFP4
         return prod(entry.shape) * fp8.DECODED.itemsize if is_decoded else entry.nbytes
 
     def dtype(self, name: str) -> torch.dtype:
@@ -133,6 +145,8 @@ class TensorFiles:
         if _is_fp8_weight(name, entry):
             _grid(name, entry)
             return fp8.DECODED
+        if entry.dtype == mxfp4.MXFP4:
+            return mxfp4.DECODED
         if entry.dtype not in DTYPES:
             raise SourceModelError(
                 f"`{name}` in `{entry.path}` has dtype {entry.dtype}; supported are "
@@ -152,7 +166,7 @@ class TensorFiles:
         Raises:
             MissingTensor: no file holds it.
             SourceModelError: the file cannot be read or is shorter than its header says.
-            NonFiniteState: an fp8 weight does not fit fp16.
+            NonFiniteState: a weight in fp8 or mxfp4 does not fit fp16.
         """
         fetched = self._ahead.pop(name, None)
         return self._read(name, device) if fetched is None else send_async(fetched.result(), device)
@@ -212,6 +226,9 @@ class TensorFiles:
         entry, dtype = self._entry(name), self.dtype(name)
         if entry.dtype == fp8.FP8:
             return send_async(_decoded(name, entry, pinned=pinned), device)
+        if entry.dtype == mxfp4.MXFP4:
+            values = _decoded_blocks(name, entry)
+            return send_async(values.pin_memory() if pinned else values, device)
         return _raw(name, entry, dtype, device, pinned=pinned)
 
     def _entry(self, name: str) -> TensorEntry:
@@ -272,6 +289,33 @@ def _decoded(name: str, entry: TensorEntry, *, pinned: bool) -> torch.Tensor:
             "model again, or use an unquantized one"
         )
     return values
+
+
+def _in_mxfp4(name: str, blocks: TensorEntry, scales: TensorEntry | None) -> TensorEntry:
+    """Return the weight whose blocks and scales these are."""
+    scale_name, expected = mxfp4.scale_name(name), blocks.shape[:-1]
+    if scales is None:
+        raise MissingTensor(
+            f"`{name}` in `{blocks.path}` is mxfp4, and its scales, `{scale_name}`, are in no "
+            "file; fetch what is missing"
+        )
+    if scales.dtype not in mxfp4.SCALE_DTYPES or scales.shape != expected:
+        raise TensorShapeError(
+            f"`{scale_name}` in `{scales.path}` is {scales.dtype} of shape {scales.shape}; "
+            f"`{name}` implies {mxfp4.SCALE_DTYPES[0]} of shape {expected}: check that both belong "
+            "to one model"
+        )
+    shape = (*expected[:-1], expected[-1] * mxfp4.BLOCK)
+    return replace(blocks, dtype=mxfp4.MXFP4, shape=shape, scales=scales, scale_name=scale_name)
+
+
+def _decoded_blocks(name: str, entry: TensorEntry) -> torch.Tensor:
+    """Read blocks in mxfp4 and their scales; return the values, fp16 on the CPU."""
+    assert entry.scales is not None
+    stored = replace(entry, shape=(*entry.scales.shape, mxfp4.BLOCK_BYTES))
+    blocks = _raw(name, stored, torch.uint8)
+    scales = _raw(entry.scale_name, entry.scales, torch.uint8)
+    return mxfp4.decode(blocks, scales, names=(name, entry.scale_name))
 
 
 def _raw(

@@ -200,11 +200,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
     """
     if not rule.is_fused:
         return attend_in_blocks(q, k, v, rule)
-    count, positions, window = q.shape[-2], k.shape[-2], rule.window
+    first = 0 if rule.chunk is None else (k.shape[-2] - q.shape[-2]) // rule.chunk * rule.chunk
+    if first:  # no query sees an earlier chunk
+        k, v = k[:, :, first:], v[:, :, first:]
+    count, positions = q.shape[-2], k.shape[-2]
     far = _far(q, k, rule)
     if far:
         return _attend_apart(q, k, v, rule.scale, far)
-    is_windowed = window is not None and positions > window
+    is_windowed = any(n is not None and positions > n for n in (rule.window, rule.chunk))
     is_causal = count == positions and not is_windowed
     mask = None
     if is_windowed or (1 < count < positions and not q.is_cuda):
@@ -237,7 +240,7 @@ def _far(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> int:
     """
     count, positions = q.shape[-2], k.shape[-2]
     far = (positions - count) // FAR_STEP * FAR_STEP
-    sees_all = rule.window is None or rule.window >= positions
+    sees_all = all(n is None or n >= positions for n in (rule.window, rule.chunk))
     if not (far and sees_all and count % NEAR_STEP == 0 and q.is_cuda) or torch.is_grad_enabled():
         return 0
     return far if _knows_cudnn(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3]) else 0

@@ -17,7 +17,7 @@ def attend_in_blocks(
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     for begin in range(0, count, size):
         end = min(begin + size, count)
-        first = 0 if rule.window is None else max(0, before + begin + 1 - rule.window)
+        first = _first_seen(before + begin, rule)
         keys, values = (x[:, :, first : before + end] for x in (k, v))
         part = (q[:, :, begin:end], keys, values, rule, before + begin - first)
         if needs_gradient:
@@ -27,6 +27,13 @@ def attend_in_blocks(
         else:
             blocks.append(_block(*part))
     return torch.cat(blocks, dim=2)
+
+
+def _first_seen(position: int, rule: AttentionRule) -> int:
+    """Return a position before which no query from this one on sees a key; with chunks, of one."""
+    if rule.chunk is not None:
+        return position - position % rule.chunk
+    return 0 if rule.window is None else max(0, position + 1 - rule.window)
 
 
 def _block(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from exl2flow.kernels import MOST_MATRICES, FusedLinear, NormArgs
+from exl2flow.kernels import GATED_ACTIVATIONS, MOST_MATRICES, FusedLinear, NormArgs
 from exl2flow.model.layers.linear import Linear, PackedLinear
 
 Products = tuple[FusedLinear | None, ...]  # before and after attention, or what down reads
@@ -20,8 +20,11 @@ def product_of(
 ) -> FusedLinear | None:
     """Return linears of the same input as one `FusedLinear`.
 
-    None unless they are packed, share a row order, and are at most `MOST_MATRICES`.
+    None unless they are packed, share a row order, are at most `MOST_MATRICES`, and products know
+    the activation.
     """
+    if activation in GATED_ACTIVATIONS:
+        return None
     matrices = tuple(linear.matrix for linear in linears if isinstance(linear, PackedLinear))
     if len(matrices) < len(linears) or len(matrices) > MOST_MATRICES:
         return None

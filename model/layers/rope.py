@@ -126,10 +126,10 @@ def step_table(rope: RopeSpec, count: int, device: torch.device) -> RopeTable:
 def _query_scale(
     rope: RopeSpec, positions: torch.Tensor, device: torch.device
 ) -> torch.Tensor | None:
-    """Return 1 + beta · ln(1 + floor(position / original positions)), fp32 (t, 1), if beta > 0."""
+    """Return what `RopeSpec.query_beta` says, fp32 (t, 1), if it is not 0."""
     if not rope.query_beta:
         return None
-    contexts = torch.floor(positions / rope.original_max_positions)
+    contexts = torch.floor((positions + rope.query_offset) / rope.original_max_positions)
     return (1 + rope.query_beta * torch.log(1 + contexts))[:, None].to(device)
 
 
@@ -202,6 +202,8 @@ def _llama3(rope: RopeSpec, plain: torch.Tensor) -> torch.Tensor:
     with share (r - low) / (high - low) of the kept one.
     """
     turns = rope.original_max_positions * plain / (2 * math.pi)
+    if rope.low_freq_factor == rope.high_freq_factor:
+        return torch.where(turns < rope.low_freq_factor, plain / rope.factor, plain)
     share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     share = share.clamp(0.0, 1.0)
     return (1 - share) * plain / rope.factor + share * plain

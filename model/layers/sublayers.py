@@ -1,10 +1,15 @@
 """Build sublayers from the files of a model."""
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 
+from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import RouterArgs
 from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
-from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.family import HeadNorms
+from exl2flow.model.config.spec import AttentionSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
@@ -47,27 +52,67 @@ def build_sublayer(
     norms: dict[str, Norm] = {
         norm.role: load_norm(tensors, norm, dtype=dtype, device=device) for norm in sublayer.norms
     }
+    if sublayer.has_attention:
+        norms |= bare_norms(spec, spec.attentions[sublayer.layer_index], dtype, device)
+    attention = partial(_attention, spec, sublayer, norms, linears)
     match sublayer.kind:
         case "attention":
-            return _attention(spec, sublayer, norms, linears)
+            return attention(read_attention(spec, sublayer, tensors, device=device))
         case "mlp":
             return _mlp(spec, sublayer, norms, linears)
         case "parallel":
-            return ParallelSublayer(
-                _attention(spec, sublayer, norms, linears), _mlp(spec, sublayer, norms, linears)
-            )
+            read = read_attention(spec, sublayer, tensors, device=device)
+            return ParallelSublayer(attention(read), _mlp(spec, sublayer, norms, linears))
         case "experts":
             assert sublayer.group is not None
             router = load_router(spec, sublayer.group, tensors, device=device)
             return _experts(spec, sublayer, norms, linears, router)
 
 
+def bare_norms(
+    spec: ModelSpec, attention: AttentionSpec, dtype: torch.dtype, device: torch.device | str
+) -> dict[str, Norm]:
+    """Return the norms of queries and keys that no tensor belongs to, by role."""
+    if attention.head_norms is not HeadNorms.BARE:
+        return {}
+    weight = torch.ones(attention.head_dim, dtype=dtype, device=device)
+    return dict.fromkeys(
+        ("q", "k"), Norm(weight=weight, bias=None, eps=spec.norm_eps, centered=False)
+    )
+
+
+def read_attention(
+    spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, *, device: torch.device | str
+) -> AttentionSpec:
+    """Return the attention of a layer, its rule with sinks in fp32 if it has any.
+
+    Raises:
+        MissingTensor: the sinks are absent.
+        TensorShapeError: there is not one for each head.
+    """
+    attention, name = spec.attentions[sublayer.layer_index], sublayer.sinks
+    if name is None:
+        return attention
+    sinks = tensors.read_floating(name)
+    if tuple(sinks.shape) != (attention.num_heads,):
+        raise TensorShapeError(
+            f"`{name}` has shape {tuple(sinks.shape)}, `config.json` implies "
+            f"{(attention.num_heads,)}: one for each head; check that both belong to one model"
+        )
+    rule = replace(attention.rule, sinks=sinks.to(device, torch.float32))
+    return replace(attention, rule=rule)
+
+
 def _attention(
-    spec: ModelSpec, sublayer: SublayerSpec, norms: dict[str, Norm], linears: dict[str, Linear]
+    spec: ModelSpec,
+    sublayer: SublayerSpec,
+    norms: dict[str, Norm],
+    linears: dict[str, Linear],
+    attention: AttentionSpec,
 ) -> AttentionSublayer:
     return AttentionSublayer(
         sublayer,
-        attention=spec.attentions[sublayer.layer_index],
+        attention=attention,
         norms=norms,
         linears=linears,
         multiplier=spec.residual_multiplier,

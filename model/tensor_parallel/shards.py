@@ -137,6 +137,10 @@ def share_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublaye
         linears[names["o"]] = Gathered(linears[names["o"]], ranks, widths)
         of = sublayer.attention if isinstance(sublayer, ParallelSublayer) else sublayer
         assert isinstance(of, AttentionSublayer)
+        sinks = of.attention.rule.sinks
+        if sinks is not None:
+            own = sinks.view(ranks.count, -1)[ranks.rank].contiguous()
+            local = replace(local, rule=replace(local.rule, sinks=own))
         of.attention = local
     if "down" in names:
         down = linears[names["down"]]

@@ -75,6 +75,8 @@ class SourceModel:
         )
         for norm in sublayer.norms:
             self._check_norm(norm)
+        if sublayer.sinks is not None:
+            self._check_finite(sublayer.sinks, self.tensors.read(sublayer.sinks))
         if sublayer.group is not None:
             for name in router_tensors(self.spec, sublayer.group):
                 self._check_finite(name, self.tensors.read(name))

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exl2flow.kernels import ACTIVATIONS, CACHE_FORMATS, LayerStore, NormArgs, get_ops
+from exl2flow.kernels import (
+    ACTIVATIONS,
+    CACHE_FORMATS,
+    GATED_ACTIVATIONS,
+    LayerStore,
+    NormArgs,
+    get_ops,
+)
 from exl2flow.kernels.cuda import steps as cuda_steps
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
@@ -115,7 +122,7 @@ def test_heads_are_rotated(head_dim: int, half: int, per_row: bool) -> None:
             assert torch.equal(found, TORCH_OPS.rotate(heads_of, cos, sin))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED_ACTIVATIONS])
 @pytest.mark.parametrize("d", [1, 100, 11008])
 def test_gates_open(d: int, activation: str) -> None:
     for gate, up in zip(layouts(2, 3, 5, d), reversed(layouts(2, 3, 5, d)), strict=True):
@@ -144,6 +151,9 @@ def test_what_is_not_a_number_stays_none() -> None:
     for activation in ACTIVATIONS:
         assert get_ops(DEVICE).gated(gate, torch.ones_like(gate), activation).isnan().all()
         assert get_ops(DEVICE).activated(gate, activation).isnan().all()
+    for activation in GATED_ACTIVATIONS:
+        for x in ((gate, torch.ones_like(gate)), (torch.ones_like(gate), gate)):
+            assert get_ops(DEVICE).gated(*x, activation).isnan().all()
 
 
 def test_what_needs_gradients_is_left_to_torch() -> None:

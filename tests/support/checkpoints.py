@@ -32,6 +32,7 @@ from checkpoint_values import (
 )
 from expert_checkpoints import WITH_EXPERTS
 from mapped import MAPPED
+from packed_configs import PACKED
 from safetensors.torch import load_file, save_file
 from tiny import COMMON, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -169,6 +170,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gpt2": ("GPT2", False, GPT2),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
     **WITH_EXPERTS,
+    **PACKED,
 }
 CHECKPOINTS = [*ALL, *MAPPED]
 TOWERS = {
@@ -181,6 +183,7 @@ TOWERS = {
     "qwen2.5-vl": ("visual.",),
     "qwen3-vl": ("model.visual.",),
     "qwen3-vl-moe": ("model.visual.",),
+    "llama4": ("vision_model.", "multi_modal_projector."),
 }
 
 
@@ -197,7 +200,10 @@ def row_of(name: str) -> tuple[str, str | None]:
 
 def make_checkpoint(name: str, folder: Path, *, dtype: torch.dtype = torch.float32) -> Path:
     """Write a random checkpoint of `ALL` or `MAPPED` with a tokenizer into `folder`."""
-    model = random_model(name).to(dtype)
+    model = random_model(name)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():  # Llama 4's tower has complex ones
+            tensor.data = tensor.data.to(dtype)
     if name in MAPPED:
         MAPPED[name].write(model, folder)
     else:
@@ -262,7 +268,11 @@ def randomize(model: Any) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1 or "norm" in name:
+            if name.endswith(("sinks", "gate_up_proj_bias")):
+                parameter.copy_(4 * noise)  # so that some matter a lot, or are clamped
+            elif name.endswith("router.bias"):
+                parameter.copy_(noise)  # over what transformers draws
+            elif parameter.dim() == 1 or "norm" in name:
                 parameter.add_(0.1 * noise)  # to 1 or 0, from which training starts
             elif name.endswith(("embed_tokens.weight", "wte.weight", "wpe.weight")):
                 parameter.copy_(noise * embedding.shape[1] ** -0.5 if is_tied else noise)

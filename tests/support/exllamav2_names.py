@@ -33,6 +33,13 @@ GPT2 = (
     *PLAIN_MLP,
     "model.layers.N.{ln_1,ln_2}.{weight,bias}",
 )
+DBRX = (
+    *ENDS,
+    *ATTENTION,
+    *NORMS,
+    "model.layers.N.block_sparse_moe.gate.weight",
+    "model.layers.N.block_sparse_moe.experts.{0,1,2,3,4}.{w1,v1,w2}.EXL2",
+)
 MIXTRAL = (
     *ENDS,
     *ATTENTION,
@@ -135,6 +142,7 @@ NAMES: dict[str, tuple[str, ...]] = {  # by checkpoint of `tests/support/checkpo
         "model.layers.N.{input,post_attention}_layernorm.{weight,bias}",
     ),
     "mixtral": MIXTRAL,
+    "dbrx": DBRX,
     "qwen3-moe": QWEN3_MOE,
     "gpt2": GPT2,
     "gpt-bigcode": GPT2,

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
+from packed_configs import GPT_OSS, GPT_OSS_ROPE
 from safetensors.torch import save_file
 from tiny import COMMON
 from torch import nn
@@ -115,7 +117,46 @@ def _renamed(name: str, words: dict[str, str]) -> str:
     return ".".join(words.get(word, word) for word in name.split("."))
 
 
+PACKED = (".gate_up_proj", ".down_proj")
+
+
+def _codes(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return blocks and scales in mxfp4 for experts (e, in, out), the same for each name."""
+    experts, k, n = weight.shape
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    shape = (experts, n, k // 32)
+    blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+    return blocks, torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+
+
+@torch.no_grad()
+def _decode_experts(model: Any) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    for name, parameter in model.named_parameters():
+        if name.endswith(PACKED):
+            codes = _codes(name, parameter)
+            parameter.copy_(convert_moe_packed_tensors(*codes, dtype=torch.float32))
+
+
+def _in_mxfp4(tensors: Tensors) -> Tensors:
+    stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(PACKED)}
+    for name in tensors.keys() - stored.keys():
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = _codes(name, tensors[name])
+    return stored
+
+
 MAPPED = {
+    "gpt-oss-mxfp4": Mapped(
+        architecture="GptOssForCausalLM",
+        start="GptOss",
+        values=GPT_OSS | {"rope_parameters": GPT_OSS_ROPE | {"rope_theta": 5000.0}},
+        config=GPT_OSS
+        | {"model_type": "gpt_oss", "swiglu_limit": 7.0, "rope_scaling": GPT_OSS_ROPE}
+        | {"quantization_config": {"quant_method": "mxfp4"}},
+        finish=_decode_experts,
+        store=_in_mxfp4,
+    ),
     "yi": Mapped(
         architecture="YiForCausalLM",
         values=ROPE,

@@ -206,7 +206,105 @@ def _drafting(hidden: int, of_layer: int, vocabulary: int = 151_552) -> int:
     return of_layer + 2 * vocabulary * hidden + 2 * hidden**2 + 3 * hidden
 
 
+GPT_OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131_072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 201_088,
+}
+LLAMA4_TEXT: dict[str, Any] = {
+    "model_type": "llama4_text",
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16_384,
+    "max_position_embeddings": 1_048_576,
+    "no_rope_layers": [],
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "vocab_size": 202_048,
+}
+LLAMA4_SCOUT = LLAMA4_TEXT | {
+    "interleave_moe_layer_step": 1,
+    "max_position_embeddings": 10_485_760,
+    "num_local_experts": 16,
+    "use_qk_norm": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+LLAMA4_MAVERICK = LLAMA4_TEXT | {
+    "interleave_moe_layer_step": 2,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+LLAMA4_VL, LLAMA4_TOWER = "Llama4ForConditionalGeneration", 871_932_416
+
 PUBLISHED: dict[str, Published] = {
+    "gpt-oss-20b": Published(
+        config=GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+        count="20.91B",
+        source=CARD,
+    ),
+    "gpt-oss-120b": Published(
+        config=GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+        count="116.83B",
+        source=CARD,
+    ),
+    "dbrx": Published(
+        config={
+            "architectures": ["DbrxForCausalLM"],
+            "attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500_000},
+            "d_model": 6144,
+            "ffn_config": {"ffn_hidden_size": 10_752, "moe_num_experts": 16, "moe_top_k": 4},
+            "max_seq_len": 32_768,
+            "n_heads": 48,
+            "n_layers": 40,
+            "vocab_size": 100_352,
+        },
+        count=131_596_523_520,
+        source=HUB,
+    ),
+    "Llama-4-Scout": _wrapper(LLAMA4_VL, LLAMA4_SCOUT, 108_641_793_536, HUB, tower=LLAMA4_TOWER),
+    "Llama-4-Maverick": _wrapper(
+        LLAMA4_VL, LLAMA4_MAVERICK, 401_583_781_376, HUB, tower=LLAMA4_TOWER
+    ),
+    "Llama-4-Scout, text model alone": Published(
+        config=LLAMA4_SCOUT | {"architectures": ["Llama4ForCausalLM"]},
+        count=107_769_861_120,
+        source=LOADED,
+    ),
     "Llama-3.1-8B": _model(
         LLAMA, (4096, 14_336, 32, 32, 8, 128_256), 8_030_261_248, HUB, **APART, **LLAMA3_ROPE
     ),

@@ -95,6 +95,16 @@ def test_gates_are_read_by_sixteen_bytes(launches: list) -> None:
     assert launches == [("gated_gelu_tanh_8", (17, 1), 256), ("gated_relu_1", (1, 1), 256)]
 
 
+def test_an_activation_of_gate_and_up_has_its_own_kernel(launches: list) -> None:
+    both = halves(3, 2 * 2880)
+
+    cuda_steps.gated(both[:, :2880], both[:, 2880:], "clamped_swiglu")
+    cuda_steps.gated(halves(3, 3), halves(3, 3), "clamped_swiglu")
+
+    found = [("gated_clamped_swiglu_8", (2, 3), 256), ("gated_clamped_swiglu_1", (1, 1), 256)]
+    assert launches == found
+
+
 def test_gate_and_up_in_one_tensor_are_not_copied(launches: list) -> None:
     both, odd = halves(3, 2 * 11008), halves(3, 2 * 100 + 4)
 

@@ -114,3 +114,14 @@ def test_nearly_chosen_experts_are_scored_by_the_least_chosen_one(name: str) -> 
     expected = scores / scores.gather(1, ids).amin(1, keepdim=True)
     torch.testing.assert_close(near, expected.scatter(1, ids, 0.0))
     assert float(near.max()) <= 1
+
+
+def test_the_highest_logits_are_chosen_where_their_scores_are_equal() -> None:
+    logits = torch.tensor([[30.0, 200.0, 40.0, -1.0], [-200.0, 0.5, -1.0, 2.0]])
+    rule = RouterRule(experts=4, top=2, scores=Scores.TOP_SIGMOID, scales_input=True)
+
+    found = OPS.route(logits, RouterArgs(rule=rule, weight=torch.eye(4)))
+
+    assert found.ids.tolist() == [[1, 2], [3, 1]]
+    expected = logits.gather(1, found.ids).double().sigmoid().float()
+    torch.testing.assert_close(found.weights, expected)

@@ -267,7 +267,7 @@ def test_layer_types_of_another_length_are_refused(tmp_path: Path) -> None:
     [
         ("Qwen3_5ForConditionalGeneration", "layers with a state"),
         ("DeepseekV3ForCausalLM", "MLA"),
-        ("GptOssForCausalLM", "a mixture of experts"),
+        ("PhimoeForCausalLM", "a mixture of experts"),
         ("Gemma4ForConditionalGeneration", "norms, blocks"),
         ("Gemma4ForCausalLM", "norms, blocks"),
         ("Gemma3nForCausalLM", "norms, blocks"),

@@ -79,10 +79,13 @@ def test_layers_have_the_windows_and_thetas_of_transformers(name: str, tmp_path:
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"
     types = getattr(config, "layer_types", None) or [default] * len(layers)
-    windows = {"sliding_attention": window, "full_attention": None}
+    chunk = getattr(config, "attention_chunk_size", None)
+    windows, chunks = {"sliding_attention": window}, {"chunked_attention": chunk}
     ropes = getattr(config, "rope_parameters", {})
+    if hasattr(config, "attn_config"):  # whose base transformers 5 does not use
+        ropes = {"rope_theta": config.attn_config.rope_theta}
     for layer, kind in zip(layers, types, strict=True):
-        assert layer.rule.window == windows[kind]
+        assert (layer.rule.window, layer.rule.chunk) == (windows.get(kind), chunks.get(kind))
         if dims := layer.rope.rotary_dim:
             rope = ropes.get(kind, ropes)
             stretch = rope.get("alpha", 1.0) ** (dims / (dims - 2))

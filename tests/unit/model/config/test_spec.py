@@ -186,7 +186,7 @@ def test_quant_method_is_read_from_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["GPTNeoXForCausalLM", "MambaForCausalLM", "DbrxForCausalLM", "Own"]
+    "architecture", ["GPTNeoXForCausalLM", "MambaForCausalLM", "PhimoeForCausalLM", "Own"]
 )
 def test_names_that_are_not_near_are_not_called_so(architecture: str, tmp_path: Path) -> None:
     write_config(tmp_path, architectures=[architecture])
@@ -304,7 +304,7 @@ def test_impossible_value_is_named(overrides: dict[str, Any], words: str, tmp_pa
         ({"rope_theta": 1.0}, "above 1"),
         (
             {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1},
-            "must be below",
+            "must not exceed",
         ),
         (
             {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7},

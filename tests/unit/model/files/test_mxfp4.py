@@ -1,9 +1,13 @@
 """Values of 4-bit floats: by their bits, and as transformers decodes them."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from exl2flow.core.errors import NonFiniteState, TensorShapeError
+from exl2flow.core.errors import MissingTensor, NonFiniteState, TensorShapeError
+from exl2flow.model import TensorFiles
 from exl2flow.model.files import mxfp4
 
 NAMES = ("experts.gate_up_proj_blocks", "experts.gate_up_proj_scales")
@@ -70,3 +74,50 @@ def test_other_dtypes_are_refused() -> None:
         mxfp4.decode(
             torch.zeros(2, 16, dtype=torch.int8), torch.zeros(2, dtype=torch.uint8), names=NAMES
         )
+
+
+def stored(folder: Path, **tensors: torch.Tensor) -> TensorFiles:
+    save_file({f"x{end}": tensor for end, tensor in tensors.items()}, folder / "model.safetensors")
+    return TensorFiles(folder)
+
+
+def random_codes(*shape: int) -> dict[str, torch.Tensor]:
+    return {
+        "_blocks": torch.randint(0, 256, (*shape, 16), dtype=torch.uint8),
+        "_scales": torch.randint(110, 135, shape, dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_files_return_blocks_decoded(is_typed: bool, tmp_path: Path) -> None:
+    codes = random_codes(3, 10, 4)
+    scales = codes["_scales"].view(torch.float8_e8m0fnu) if is_typed else codes["_scales"]
+
+    files = stored(tmp_path, _blocks=codes["_blocks"], _scales=scales, _bias=torch.ones(3, 10))
+
+    assert files.names == ("x_bias", "x_blocks")
+    found = files.read("x_blocks")
+    assert torch.equal(found, mxfp4.decode(codes["_blocks"], scales, names=NAMES))
+    assert files.shape("x_blocks") == found.shape == (3, 10, 128)
+    assert files.dtype("x_blocks") == found.dtype == torch.float16
+    assert files.nbytes("x_blocks") == found.nbytes
+
+
+def test_blocks_without_scales_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingTensor, match=r"`x_blocks` in .*, `x_scales`, are in no file; fetch"):
+        stored(tmp_path, _blocks=random_codes(3, 10, 4)["_blocks"])
+
+
+@pytest.mark.parametrize(
+    ("scales", "found"),
+    [
+        (torch.ones(3, 10, 5, dtype=torch.uint8), r"U8 of shape \(3, 10, 5\)"),
+        (torch.ones(3, 10, 4), r"F32 of shape \(3, 10, 4\)"),
+    ],
+)
+def test_scales_that_do_not_fit_their_blocks_are_refused(
+    scales: torch.Tensor, found: str, tmp_path: Path
+) -> None:
+    words = rf"`x_scales` in .* is {found}; `x_blocks` implies U8 of shape \(3, 10, 4\): check"
+    with pytest.raises(TensorShapeError, match=words):
+        stored(tmp_path, _blocks=random_codes(3, 10, 4)["_blocks"], _scales=scales)

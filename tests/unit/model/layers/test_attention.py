@@ -1,5 +1,6 @@
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,3 +169,27 @@ def test_positions_that_all_queries_see_are_attended_to_separately(
     torch.testing.assert_close(result, expected, **near(expected, DIM, 17 + behind))
     beside = ("cudnn", 4, True) if not behind else ("flash", 4 + behind, True)
     assert called == [beside, *(("cudnn", length, False) for length in (8, 4, 1))]
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("scores", [1, 1 << 24])  # of a block: a query, all
+@pytest.mark.parametrize(("count", "positions"), [(12, 12), (5, 12), (1, 12), (1, 9), (3, 4)])
+def test_queries_see_their_own_chunk_only(
+    count: int,
+    positions: int,
+    scores: int,
+    softcap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(blockwise, "SCORES", scores)
+    q, (k, v) = torch.randn(2, HEADS, count, DIM), torch.randn(2, 2, KV_HEADS, positions, DIM)
+    whole = AttentionRule(scale=0.3, softcap=softcap)
+
+    result = attend(q, k, v, replace(whole, chunk=4))
+
+    for place in range(positions - count, positions):
+        begin, row = place // 4 * 4, place - (positions - count)
+        keys, values = (x[:, :, begin : place + 1] for x in (k, v))
+        expected = seen(q[:, :, row : row + 1], keys, values, whole).float()
+        bound = near(expected, DIM, positions)
+        torch.testing.assert_close(result[:, :, row : row + 1], expected, **bound)

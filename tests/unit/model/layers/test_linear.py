@@ -8,7 +8,7 @@ from bounds import near
 from safetensors.torch import save_file
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.kernels import Group
+from exl2flow.kernels import ACTIVATIONS, GATED_ACTIVATIONS, Group
 from exl2flow.model import (
     DenseLinear,
     Linear,
@@ -17,6 +17,7 @@ from exl2flow.model import (
     QuantizedMatrix,
     TensorFiles,
 )
+from exl2flow.model.layers.fuse import product_of
 from exl2flow.model.layers.linear import PackedLinear, RowOrders, load_linear
 
 K, N = 64, 40  # N is stored padded to 64 columns
@@ -169,3 +170,12 @@ def test_a_narrow_bias_goes_with_a_wide_weight() -> None:
     y = DenseLinear(weight, bias)(x)
 
     assert torch.equal(y, torch.nn.functional.linear(x, weight, bias.float()))
+
+
+def test_products_do_not_claim_an_activation_that_they_do_not_know() -> None:
+    orders: RowOrders = {}
+    matrix = quantized()
+    gate, up = (PackedLinear(matrix, out_features=N, orders=orders) for _ in range(2))
+
+    assert all(product_of([gate, up], activation=name) for name in ACTIVATIONS)
+    assert not any(product_of([gate, up], activation=name) for name in GATED_ACTIVATIONS)

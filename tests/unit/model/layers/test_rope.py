@@ -94,6 +94,26 @@ def test_llama3_keeps_short_and_divides_long_wavelengths() -> None:
     assert ((ratio >= 1 / 8 - 1e-6) & (ratio <= 1 + 1e-6)).all()
 
 
+def test_llama3_switches_where_its_bounds_are_one() -> None:
+    stretched = rope(kind=RopeKind.LLAMA3, factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0)
+    plain = inverse_frequencies(rope(), 1)
+
+    ratio = inverse_frequencies(stretched, 1) / plain
+
+    turns = 64 * plain / (2 * math.pi)
+    assert ratio.tolist() == [1.0 if turn >= 1 else 1 / 16 for turn in turns.tolist()]
+
+
+def test_queries_grow_from_the_position_before_a_context_is_full() -> None:
+    far = rope(rotary_dim=0, original_max_positions=8, query_beta=0.1, query_offset=1)
+
+    scale = rope_table(far, 0, 24, CPU).query_scale
+
+    assert scale is not None
+    expected = [1 + 0.1 * math.log1p((position + 1) // 8) for position in range(24)]
+    assert scale[:, 0].tolist() == pytest.approx(expected)
+
+
 def test_yarn_blends_from_kept_to_divided() -> None:
     ratio = inverse_frequencies(rope(kind=RopeKind.YARN, factor=4.0), 1) / inverse_frequencies(
         rope(), 1
