@@ -43,7 +43,7 @@ def nearly_chosen(x: torch.Tensor, router: RouterArgs) -> torch.Tensor:
     ids = route(x, router).ids
     logits = torch.nn.functional.linear(x.float(), router.weight, router.bias)
     match router.rule.scores:
-        case Scores.SIGMOID:
+        case Scores.SIGMOID | Scores.TOP_SIGMOID:
             logs = torch.nn.functional.logsigmoid(logits)
         case Scores.SOFTMAX | Scores.TOP_SOFTMAX:
             logs = logits  # ratios of a softmax are those of the exponentials

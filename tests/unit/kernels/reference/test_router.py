@@ -16,6 +16,7 @@ RULES = {
     "scaled": replace(RULE, norm=1.0, scaling=2.5),
     "sigmoid": replace(RULE, scores=Scores.SIGMOID, norm=1.0),
     "of the chosen": replace(RULE, scores=Scores.TOP_SOFTMAX),
+    "sigmoid of the chosen": replace(RULE, scores=Scores.TOP_SIGMOID),
     "groups": replace(RULE, scores=Scores.SIGMOID, groups=4, top_groups=2),
 }
 OPS = get_ops("cpu")
@@ -46,6 +47,7 @@ def chosen(x: torch.Tensor, args: RouterArgs) -> dict[int, float]:
         Scores.SOFTMAX: logits.softmax(0),
         Scores.SIGMOID: logits.sigmoid(),
         Scores.TOP_SOFTMAX: logits,
+        Scores.TOP_SIGMOID: logits,
     }[rule.scores]
     ranked = scores if args.correction is None else scores + args.correction.double()
     size = EXPERTS // rule.groups
@@ -56,6 +58,8 @@ def chosen(x: torch.Tensor, args: RouterArgs) -> dict[int, float]:
     weights = scores[experts]
     if rule.scores is Scores.TOP_SOFTMAX:
         weights = weights.softmax(0)
+    if rule.scores is Scores.TOP_SIGMOID:
+        weights = weights.sigmoid()
     if rule.norm is not None:
         weights = weights / weights.norm(rule.norm)
     return dict(zip(experts, (weights * rule.scaling).tolist(), strict=True))
@@ -102,7 +106,7 @@ def test_experts_that_were_chosen_before_are_weighed_alike(name: str) -> None:
     assert torch.equal(again.weights, routes.weights)
 
 
-@pytest.mark.parametrize("name", ["plain", "sigmoid", "of the chosen"])
+@pytest.mark.parametrize("name", ["plain", "sigmoid", "of the chosen", "sigmoid of the chosen"])
 def test_nearly_chosen_experts_are_scored_by_the_least_chosen_one(name: str) -> None:
     args, x = router(RULES[name]), tokens()
 
