@@ -91,10 +91,7 @@ def load_model(
         OutOfDeviceMemory: the split has too little room.
     """
     head_device = placement.head if isinstance(placement, Placement) else resolve_device(device)
-    if placement is not None and streamed:
-        raise ConfigError("a model that is read from disk in each pass needs one device: no split")
-    if ranks is not None and (placement is not None or streamed or head_device.type != "cpu"):
-        raise ConfigError('ranks share a model on CPUs, neither split nor streamed: `device="cpu"`')
+    _check_places(head_device, placement, ranks, is_streamed=streamed)
     spec = resolve(Path(model_dir)).undivided()
     spec = spec.with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
     limit = _checked_limit(max_tokens, spec)
@@ -116,6 +113,20 @@ def load_model(
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
+
+
+def _check_places(
+    device: torch.device,
+    placement: Placement | Split | None,
+    ranks: Ranks | None,
+    *,
+    is_streamed: bool,
+) -> None:
+    """Raise `ConfigError` if a model cannot be read from disk, divided and shared as given."""
+    if placement is not None and is_streamed:
+        raise ConfigError("a model that is read from disk in each pass needs one device: no split")
+    if ranks is not None and (placement is not None or is_streamed or device.type != "cpu"):
+        raise ConfigError('ranks share a model on CPUs, neither split nor streamed: `device="cpu"`')
 
 
 def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:

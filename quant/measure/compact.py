@@ -96,9 +96,22 @@ def read_results(paths: Iterable[Path], spec: ModelSpec) -> dict[str, Results]:
     return results
 
 
+EXPERT = "experts."  # begins the names of experts' projections in a sublayer
+
+
+def experts_slot(spec: ModelSpec, layer: int) -> str:
+    """Return exllamav2's name of all experts of a layer, whatever the family calls them."""
+    return f"{spec.layers_key}{layer}.block_sparse_moe"
+
+
 def slot_projections(spec: ModelSpec) -> dict[str, tuple[ProjectionSpec, ...]]:
     """Return every possible slot: name → projections it chooses for."""
     slots = {part.name: part.projections for s in spec.sublayers for part in s.parts}
+    for s in spec.sublayers:
+        if s.group is not None:
+            layer = experts_slot(spec, s.layer_index)
+            routed = [p for p in s.projections if p.name.startswith(EXPERT)]
+            slots[layer] = (*slots.get(layer, ()), *routed)
     return slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
 
 

@@ -17,14 +17,13 @@ from exl2flow.core.store.files import read_json
 from exl2flow.model import ModelSpec, ProjectionSpec, Role
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.model.files.measured import ARRAYS
-from exl2flow.quant.measure.compact import read_compact
+from exl2flow.quant.measure.compact import experts_slot, read_compact
 from exl2flow.quant.measure.compact import slot_projections as slot_projections
 from exl2flow.quant.measure.results import ArrayResults, Results, Slots
 from exl2flow.quant.measure.results import Candidate as Candidate
 from exl2flow.quant.measure.results import CandidateResult as CandidateResult
 from exl2flow.quant.measure.results import to_entries as to_entries
 
-EXPERTS = ".block_sparse_moe"  # end of exllamav2's name of a layer's experts, a slot of its own
 EXPERT_ROLES: dict[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}  # its names of matrices
 
 
@@ -75,10 +74,10 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
         measured = data["measurement"]
         if ARRAYS in data:
             measured = read_compact(path, data[ARRAYS], spec)
-        names = [part.name for sublayer in spec.sublayers for part in sublayer.parts]
-        if names[0] not in measured:
-            names = [p.key for p in spec.projections]
-        decoder = {name: _results(measured[name]) for name in names}
+        if spec.sublayers[0].parts[0].name in measured:
+            decoder = _slots(spec, measured)
+        else:
+            decoder = {p.key: _results(measured[p.key]) for p in spec.projections}
         head = _results(measured.get(spec.head.key) or ())
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(
@@ -96,27 +95,26 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
     return Measurement(decoder=decoder, head=head)
 
 
-def expert_results(measured: Mapping[str, Any]) -> dict[int, list[CandidateResult]]:
-    """Read what exllamav2 measured of experts: one choice for all experts of a layer.
+def _slots(spec: ModelSpec, measured: Mapping[str, Any]) -> dict[str, Results]:
+    """Return the results of each slot of a file that lists parts of sublayers.
 
-    Args:
-        measured: its slots and their entries.
-
-    Returns:
-        layer → results for all its experts together, with parameters by role.
-
-    Raises:
-        KeyError, ValueError: an entry lacks a matrix, or a name has no number of a layer.
+    exllamav2 measures all experts of a layer together, as one slot with a choice for each role.
     """
-    layers: dict[int, list[CandidateResult]] = {}
-    for slot, entries in measured.items():
-        if slot.endswith(EXPERTS):
-            layer = int(slot.removesuffix(EXPERTS).rpartition(".")[2])
-            layers[layer] = [
-                replace(r, params={role: r.params[name] for name, role in EXPERT_ROLES.items()})
-                for r in _results(entries)
-            ]
-    return layers
+    slots: dict[str, Results] = {}
+    for sublayer in spec.sublayers:
+        layer = experts_slot(spec, sublayer.layer_index)
+        if sublayer.group is None or layer not in measured:
+            slots |= {part.name: _results(measured[part.name]) for part in sublayer.parts}
+        elif sublayer.group.is_first:
+            projections = slot_projections(spec)[layer]
+            slots[layer] = [_of_experts(r, projections) for r in _results(measured[layer])]
+    return slots
+
+
+def _of_experts(result: CandidateResult, projections: Sequence[ProjectionSpec]) -> CandidateResult:
+    """Return a result with parameters by the projection instead of exllamav2's names."""
+    by_role = {role: result.params[name] for name, role in EXPERT_ROLES.items()}
+    return replace(result, params={p.name: by_role[p.role] for p in projections})
 
 
 def _results(entries: Results | Sequence[Mapping[str, object]]) -> Results:

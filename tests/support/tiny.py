@@ -52,6 +52,12 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
     "qwen2-moe": {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",

@@ -1,6 +1,7 @@
 """Conversions of a model with experts, whatever the number of steps that a layer takes."""
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
-from stage_runs import run_until, text_parquet
+from stage_runs import foreign_measurement, prepared, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
@@ -21,6 +22,7 @@ from exl2flow.inference.loading.streamed import StreamedModel
 from exl2flow.model import resolve
 from exl2flow.model.config import resolution
 from exl2flow.model.tensor_parallel.shards import check_ranks
+from exl2flow.quant.measure.measurement import read_measurement, slot_projections
 from exl2flow.quant.quantize.stage import read_report
 
 EXPERT = 3 * 64 * 32  # weights
@@ -201,3 +203,44 @@ def test_a_converted_model_is_loaded_whole_and_streamed_alike(
 def test_ranks_cannot_share_experts_yet(source: Path) -> None:
     with pytest.raises(ConfigError, match="has experts, which ranks cannot share yet"):
         check_ranks(resolve(source), 2)
+
+
+def test_a_measurement_of_exllamav2_chooses_for_all_experts_of_a_layer(tmp_path: Path) -> None:
+    source = make_tiny("mixtral", tmp_path / "model")
+    spec = resolve(source)
+    path = foreign_measurement(tmp_path / "ours.json", spec)
+    content = json.loads(path.read_text())
+    measured = content["measurement"]
+    names = {"gate": "w1", "up": "w3", "down": "w2"}
+    for sublayer in spec.sublayers:
+        if sublayer.group is None:
+            continue
+        first = {p.name: names[p.role] for p in sublayer.projections[:3]}
+        [part] = sublayer.parts
+        measured[f"model.layers.{sublayer.layer_index}.block_sparse_moe"] = [
+            {
+                **{key: entry[key] for key in ("accuracy", "total_bits")},
+                **{name: entry[ours] for ours, name in first.items()},
+            }
+            for entry in measured.pop(part.name)
+        ]
+    path.write_text(json.dumps(content))
+
+    measurement = read_measurement(path, spec)
+
+    projections = slot_projections(spec)
+    experts = [name for name in measurement.decoder if name.endswith("block_sparse_moe")]
+    assert len(experts) == spec.num_layers
+    for name in experts:
+        assert len(projections[name]) == 3 * 5
+        for result in measurement.decoder[name]:
+            by_role = {(p.role, result.params[p.name]) for p in projections[name]}
+            assert len(by_role) == 3
+    config = prepared(source, measurement=path, bpw=4.0)
+    out = run_until(config, "compile").config.out
+    assert load_model(out, device="cpu").spec.num_layers == spec.num_layers
+
+    del measured[experts[0]][0]["w2"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"is not a measurement of .*w2"):
+        read_measurement(path, spec)

@@ -37,7 +37,6 @@ from exl2flow.quant.measure.measurement import (
     CandidateResult,
     Measurement,
     candidate_bits,
-    expert_results,
     read_measurement,
 )
 from exl2flow.quant.measure.results import ArrayResults, Results, to_entries
@@ -366,30 +365,3 @@ def test_measure_copies_both_files_and_a_conversion_takes_them(
 def test_only_very_many_slots_have_arrays() -> None:
     assert not is_compact(2000)
     assert is_compact(2001)
-
-
-def test_what_exllamav2_measured_of_experts_has_one_choice_per_layer() -> None:
-    params = {name: parse_params(text) for name, text in (("w1", "4 g32"), ("w3", "5 g32"))}
-    params["w2"] = parse_params("6 g32")
-    entry = {name: value.to_json() for name, value in params.items()}
-    measured = {
-        "model.layers.3.block_sparse_moe": [{"accuracy": 0.9, "total_bits": 80, **entry}],
-        "model.layers.3.self_attn": [{"accuracy": 0.9, "total_bits": 80}],
-        "model.norm.norm": None,
-    }
-
-    (layer,) = expert_results(measured).items()
-
-    assert layer == (
-        3,
-        [
-            CandidateResult(
-                accuracy=0.9,
-                total_bits=80,
-                params={"gate": params["w1"], "up": params["w3"], "down": params["w2"]},
-            )
-        ],
-    )
-    del entry["w2"]
-    with pytest.raises(KeyError, match="w2"):
-        expert_results({"a.0.block_sparse_moe": [{"accuracy": 1, "total_bits": 8, **entry}]})
