@@ -223,7 +223,7 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
     training = rows - judging
     seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
     states = sizes.token * tokens * (2 * seen + (3 + len(sizes.spec.sublayers)) * judging)
-    working = sizes.walk_memory(SUBLAYER_WEIGHT * sizes.sublayer, tokens)
+    working = sizes.walk_memory(sizes.worked_on(SUBLAYER_WEIGHT), tokens)
     work = working_bytes(sizes.spec, sizes.card.memory) if sizes.card else 0
     return Need(memory_bytes=states + working, **sizes.on_gpu(work))
 

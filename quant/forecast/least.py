@@ -14,7 +14,12 @@ from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.sensitivity.fisher import factor_bytes
-from exl2flow.quant.sensitivity.stage import SENSITIVITY, head_block, sublayer_bytes
+from exl2flow.quant.sensitivity.stage import (
+    SENSITIVITY,
+    factor_bytes_of,
+    head_block,
+    sublayer_bytes,
+)
 from exl2flow.quant.walk.needs import FLOAT, HALF, LIBRARIES, Card
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.working_memory import PASSING, working_bytes
@@ -46,6 +51,7 @@ class _Part:
     measured: tuple[SublayerPart, ...]
     tall: frozenset[str]
     factors: int  # bytes of the Fisher factors
+    is_group: bool = False  # of experts, which are worked on one by one
 
     def weights(self) -> int:
         return sum(map(_elements, self.projections))
@@ -53,6 +59,12 @@ class _Part:
     def resident(self) -> int:
         """Return the weights that are on the GPU as fp32 too."""
         return sum(_elements(p) for p in self.projections if p.name not in self.tall)
+
+    def factored(self) -> int:
+        """Return the bytes of the Hessians' factors that exist together."""
+        if not self.is_group:
+            return self.hessians()
+        return FLOAT * max(p.in_features for p in self.projections) ** 2
 
     def hessians(self) -> int:
         widths = {p.capture: p.in_features for p in self.projections}
@@ -102,7 +114,8 @@ def _parts(config: ModelOptions, spec: ModelSpec, memory: int) -> Iterator[_Part
             projections=projections,
             measured=sublayer.parts,
             tall=frozenset(p.name for p in projections if is_tall(_elements(p), memory)),
-            factors=2 * factor_bytes(projections, block=block) if has_factors else 0,
+            factors=2 * factor_bytes_of(sublayer, block=block) if has_factors else 0,
+            is_group=sublayer.group is not None,
         )
     head = (spec.head,)
     yield _Part(
@@ -120,9 +133,9 @@ def _least_bytes(stage: str, part: _Part) -> int:
     `sensitivity`: weights and sums of fp32. The others: weights of fp16, Hessians and Fisher
     factors, and beside them the greatest of these:
     - a Hessian that is being factored, and its factor;
-    - `measure`: the factors of all Hessians, and a matrix's codes and decoded values, with its
-      target and errors if they are on the GPU; or, without Fisher factors, the codes of all
-      candidates;
+    - `measure`: the factors of all Hessians (of experts one), and a matrix's codes and decoded
+      values, with its target and errors if they are on the GPU; or, without Fisher factors, the
+      codes of all candidates;
     - `quantize`: a factor, and a matrix's codes and errors.
     `quantize` also has all targets as fp32. Without Fisher factors `measure` only reads the head.
     """
@@ -135,9 +148,11 @@ def _least_bytes(stage: str, part: _Part) -> int:
     kept = HALF * part.weights() + hessians + part.factors
     largest = [2 * FLOAT * max(p.in_features for p in projections) ** 2]
     if stage == "measure" and part.factors:
-        largest += [hessians + _rounded(p, part, CODE + HALF, 2 * FLOAT) for p in projections]
+        largest += [
+            part.factored() + _rounded(p, part, CODE + HALF, 2 * FLOAT) for p in projections
+        ]
     elif stage == "measure":
-        largest += [hessians + CODE * _codes(measured) for measured in part.measured]
+        largest += [part.factored() + CODE * _codes(measured) for measured in part.measured]
     elif stage == "quantize":
         kept += FLOAT * part.resident()
         largest += [FLOAT * p.in_features**2 + _rounded(p, part, CODE, FLOAT) for p in projections]

@@ -77,13 +77,16 @@ class Estimating(SublayerWork):
         hessians, _ = collect_hessians(sublayer, states, move=True, coverage=coverage)
         factors = self.factors.read(sublayer.spec.index)
         reading, note = sublayer.spec.reading, self.folder.note
-        items = {
-            capture: shared_factor(reading(capture)[0], hessian, factors, self.options, note=note)
-            for capture, hessian in hessians.items()
-        }
+
+        def factor(capture: str) -> HessianFactor:
+            first, hessian = reading(capture)[0], hessians[capture]
+            return shared_factor(first, hessian, factors, self.options, note=note)
+
+        # experts are rounded one by one, so that memory does not grow with their number
+        items = {} if sublayer.spec.group else {capture: factor(capture) for capture in hessians}
 
         def work(capture: str) -> dict[str, list[CandidateResult]]:
-            hessian, item = hessians[capture], items[capture]
+            hessian, item = hessians[capture], items.get(capture) or factor(capture)
             projections = [
                 Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
                 for spec in reading(capture)

@@ -175,15 +175,11 @@ class Correction:
         if coverage is not None:
             for capture, cross in means.items():
                 cross.mul_(coverage.share_of(capture, len(cross)))
-        moves = {
-            capture: self.move(
-                hessian, means.pop(capture), name=sublayer.spec.reading(capture)[0].reads
-            )
-            for capture, hessian in hessians.items()
-        }
-        targets = {
-            p.name: moved(source[p.name], moves[p.capture]) for p in sublayer.spec.projections
-        }
+        targets = dict[str, Linear]()
+        for capture, hessian in hessians.items():
+            members = sublayer.spec.reading(capture)
+            move = self.move(hessian, means.pop(capture), name=members[0].reads)
+            targets |= {p.name: moved(source[p.name], move) for p in members}
         errors, wanted = [], crosses.wanted()
         for linears in (source, targets):
             sublayer.linears.update(linears)

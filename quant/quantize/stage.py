@@ -285,13 +285,14 @@ class Quantizing(MatrixWork):
             first = sublayer.spec.reading(capture)[0]
             return self.factor(first, hessians[capture], factors)
 
-        items = {capture: factor(capture) for capture in hessians}
+        # experts are rounded one by one, so that memory does not grow with their number
+        items = {} if sublayer.spec.group else {capture: factor(capture) for capture in hessians}
 
         def work(capture: str) -> dict[str, RoundedMatrix]:
             names = [p.name for p in sublayer.spec.reading(capture)]
             rounded = self._round(
                 [jobs[name] for name in names],
-                # already used if this runs a second time
+                # already used if this runs a second time, or of an expert
                 items.pop(capture) if capture in items else factor(capture),
             )
             return dict(zip(names, rounded, strict=True))
@@ -339,7 +340,7 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
     tokens = config.calibration.row_tokens
     states = sizes.token * tokens * (config.calibration.rows + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
-    working = sizes.walk_memory(weight * sizes.sublayer, tokens)
+    working = sizes.walk_memory(sizes.worked_on(weight), tokens)
     work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT)
     return Need(
         memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),

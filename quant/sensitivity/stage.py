@@ -141,11 +141,11 @@ def factor_sizes(spec: ModelSpec, options: SensitivityOptions) -> list[int]:
     """Return the bytes of the factors of each sublayer and of the head; empty without factors."""
     if options.kind != "fisher":
         return []
-    sizes = [_factor_bytes(s, block=options.block) for s in spec.sublayers]
+    sizes = [factor_bytes_of(s, block=options.block) for s in spec.sublayers]
     return [*sizes, factor_bytes((spec.head,), block=head_block(options.block))]
 
 
-def _factor_bytes(sublayer: SublayerSpec, *, block: int) -> int:
+def factor_bytes_of(sublayer: SublayerSpec, *, block: int) -> int:
     """Return the bytes of a sublayer's factors; what experts share counts for each group."""
     if sublayer.group is None:
         return factor_bytes(sublayer.projections, block=block)

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.runtime.memory import free_memory, limit_memory
-from exl2flow.model import ModelSpec
+from exl2flow.model import ModelSpec, SublayerSpec
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.layers.stream import CALIBRATION_ROWS
 from exl2flow.quant.walk.divergence import logit_bytes
@@ -19,6 +19,8 @@ from exl2flow.quant.walk.working_memory import working_bytes
 
 HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
 SUBLAYER_WEIGHT = 34  # bytes per weight: read, padded, rounded, refined, decoded, packed
+EXPERT_WEIGHT = 16  # the same of experts that wait while another one is rounded
+EXPERT_HESSIANS = 4  # matrices (k, k) of each expert: Hessian, cross products, Fisher factors
 HESSIANS = 10  # matrices (k, k) from a Hessian to its factor
 PASSING = 8  # copies of the activations of rows that pass together, in the widest sublayer
 LIBRARIES = 1 << 28  # workspaces of a GPU's libraries
@@ -76,8 +78,23 @@ class ModelSizes:
         ]
         *sublayers, self.head = (sum(k * n for k, n in part) for part in parts)
         self.sublayer = max(sublayers)
+        groups = [s for s in spec.sublayers if s.group is not None]
+        self.group = max((sum(p.numel for p in s.projections) for s in groups), default=0)
+        self.dense = max(
+            (size for size, s in zip(sublayers, spec.sublayers, strict=True) if s.group is None),
+            default=0,
+        )
+        self.squares = max((_squares(s) for s in groups), default=0)
         self.largest = max(k * n for part in parts for k, n in part)
         self.greatest = max(parts, key=lambda part: sum(k * (k + n) for k, n in part))
+
+    def worked_on(self, weight: int) -> int:
+        """Return the bytes for the matrices of a sublayer, given those per weight.
+
+        Of experts, one at a time is worked on.
+        """
+        experts = EXPERT_WEIGHT * self.group + weight * 3 * self.largest if self.group else 0
+        return max(weight * self.dense, experts)
 
     def walk_memory(self, weights: int, tokens: int) -> int:
         """Return the bytes of a walk beside states: a sublayer or the head, and what both share.
@@ -89,7 +106,8 @@ class ModelSizes:
             tokens: tokens per row.
         """
         widest = max(p.in_features for p in self.spec.projections)
-        shared = FLOAT * (8 * tokens * widest + HESSIANS * widest**2) + 2 * self.factors
+        squares = max(HESSIANS * widest**2, EXPERT_HESSIANS * self.squares)
+        shared = FLOAT * (8 * tokens * widest + squares) + 2 * self.factors
         head = SUBLAYER_WEIGHT * self.head + logit_bytes(tokens, self.spec.vocab_size)
         return shared + max(weights, head)
 
@@ -113,3 +131,9 @@ class ModelSizes:
         pinned = states if states + working_bytes(self.spec, limit) > limit else 0
         memory = min(LIBRARIES + work + states - pinned, limit)
         return {"gpu_memory_bytes": memory, "pinned_bytes": pinned}
+
+
+def _squares(sublayer: SublayerSpec) -> int:
+    """Return the elements of the Hessians of all activations of a sublayer."""
+    widths = {p.capture: p.in_features for p in sublayer.projections}
+    return sum(k * k for k in widths.values())
