@@ -40,6 +40,9 @@ OTHERS = {
     "gemma3-12b": (3840, 15360, 48, 16, 8, 256, 262208),
     "glm4-9b": (4096, 13696, 40, 32, 2, 128, 151552),
     "command-r7b": (4096, 14336, 32, 32, 8, 128, 256000),
+    "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, 128, 151936),
+    "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 201088),
+    "mixtral-8x7b": (4096, 14336, 32, 32, 8, 128, 32000),
 }
 CONFIGS: dict[str, dict[str, object]] = {
     "gemma3-12b": {
@@ -58,6 +61,25 @@ CONFIGS: dict[str, dict[str, object]] = {
         "sliding_window": 4096,
         "sliding_window_pattern": 4,
         "logit_scale": 0.25,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
     },
 }
 SHAPES = [*LLAMAS, *(name + end for name in OTHERS for end in ("", "-as-llama"))]
@@ -87,12 +109,14 @@ def linears(spec: ModelSpec) -> list[ProjectionSpec]:
 
 
 def plain(spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return what is not a weight of a linear: embedding, norms of 1, biases of 0."""
+    """Return what is not a weight of a linear: embedding, routers, norms of 1, biases of 0."""
     matrices = {f"{projection.key}.weight" for projection in linears(spec)}
     found = {}
     for name, shape in expected_tensors(spec).items():
         if name == f"{spec.embedding_key}.weight":
             found[name] = torch.randn(shape).half()
+        elif name not in matrices and len(shape) == 2:
+            found[name] = (torch.randn(shape) * shape[1] ** -0.5).half()
         elif name not in matrices:
             value = 0.0 if name.endswith(".bias") else 1 - spec.family.norm_offset
             found[name] = torch.full(shape, value).half()

@@ -149,3 +149,20 @@ def test_products_of_a_token_run_with_the_groups_of_the_table(
     for chain in chains:
         results, _ = get_ops("cpu").multiply(torch.randn(2, 128).half(), chain, torch.zeros(2, 128))
         assert results
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps", "experts"),
+    [("qwen3-30b-a3b", 5, 26), ("gpt-oss-20b", 7, 5), ("mixtral-8x7b", 8, 1)],
+)
+def test_a_layer_of_experts_is_walked_in_steps_of_a_7bs_size(
+    shape: str, steps: int, experts: int, tmp_path: Path
+) -> None:
+    spec = write_config(tmp_path / "model", shape, layers=1)
+
+    groups = [s.group for s in spec.sublayers if s.group is not None]
+
+    assert len(groups) == steps
+    assert max(len(group.experts) for group in groups) == experts
+    largest = max(sum(p.numel for p in s.projections) for s in spec.sublayers if s.group)
+    assert largest <= 2**27 or experts == 1
