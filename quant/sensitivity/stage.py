@@ -146,13 +146,16 @@ def factor_sizes(spec: ModelSpec, options: SensitivityOptions) -> list[int]:
 
 
 def factor_bytes_of(sublayer: SublayerSpec, *, block: int) -> int:
-    """Return the bytes of a sublayer's factors; what experts share counts for each group."""
+    """Return the bytes of a sublayer's factors, of a layer's last experts with what all share."""
     if sublayer.group is None:
         return factor_bytes(sublayer.projections, block=block)
     routed = [p for p in sublayer.projections if is_routed(p)]
     others = tuple(p for p in sublayer.projections if not is_routed(p))
-    shared = tuple(routed[:3])  # of one expert: as large as what all share
-    return group_bytes(routed) + factor_bytes((*shared, *others), block=block)
+    total = group_bytes(routed) + factor_bytes(others, block=block)
+    if not sublayer.group.is_last:
+        return total
+    # those of one expert are as large as what all share
+    return total + factor_bytes(sublayer.projections[:3], block=block)
 
 
 def sublayer_bytes(config: RunOptions, spec: ModelSpec) -> int:

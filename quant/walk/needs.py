@@ -84,6 +84,8 @@ class ModelSizes:
             (size for size, s in zip(sublayers, spec.sublayers, strict=True) if s.group is None),
             default=0,
         )
+        experts = [p.numel for s in groups for p in s.projections]
+        self.expert = 3 * max(experts, default=0)  # its three matrices
         self.squares = max((_squares(s) for s in groups), default=0)
         self.largest = max(k * n for part in parts for k, n in part)
         self.greatest = max(parts, key=lambda part: sum(k * (k + n) for k, n in part))
@@ -93,8 +95,7 @@ class ModelSizes:
 
         Of experts, one at a time is worked on.
         """
-        experts = EXPERT_WEIGHT * self.group + weight * 3 * self.largest if self.group else 0
-        return max(weight * self.dense, experts)
+        return max(weight * self.dense, EXPERT_WEIGHT * self.group + weight * self.expert)
 
     def walk_memory(self, weights: int, tokens: int) -> int:
         """Return the bytes of a walk beside states: a sublayer or the head, and what both share.
