@@ -42,7 +42,7 @@ def is_group(layer: Layer) -> bool:
 
 def _together(name: str, groups: Sequence[Layer]) -> Layer:
     sizes = [(group.get("bits"), group.get("bpw")) for group in groups]
-    weights = [bits / bpw for bits, bpw in sizes if bits and bpw]
+    weights = [float(bits / bpw) for bits, bpw in sizes if bits and bpw]
     is_sized = len(weights) == len(sizes)
     errors = [group.get("rel_err") for group in groups]
     known = [error for error in errors if error is not None]

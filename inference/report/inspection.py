@@ -4,8 +4,11 @@ Only headers and group tables are read, so large models take no longer than smal
 their costs and the divergence are known if the folder has our records.
 """
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,19 @@ class ModelContents:
         }
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: all of very many new objects stay, and each pass visits all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def inspect_model(folder: Path) -> ModelContents:
     """Return the contents of an EXL2 folder.
 
@@ -216,8 +232,8 @@ def _part(name: str, keys: list[str], tensors: TensorFiles, record: Record | Non
     for key in keys:
         matrix = _outline(key, tensors)
         known = by_key.get(key) or projections.get(key.rpartition(".")[2], {})
-        rows: dict[int, int] = {}
-        for group in matrix.groups:
+        groups, bits, rows = matrix.groups, matrix.total_bits, dict[int, int]()
+        for group in groups:
             rows[group.bits] = rows.get(group.bits, 0) + group.rows
         matrices.append(
             MatrixContents(
@@ -225,14 +241,14 @@ def _part(name: str, keys: list[str], tensors: TensorFiles, record: Record | Non
                 name=_name_within(key, name),
                 key_in_model=key,
                 params=known.get("params"),
-                bpw=matrix.total_bits / prod(matrix.shape),
+                bpw=bits / prod(matrix.shape),
                 nats=known.get("nats"),
                 rel_err=known.get("rel_err"),
                 shape=matrix.shape,
-                bits=matrix.total_bits,
+                bits=bits,
                 rows=rows,
-                groups=len(matrix.groups),
-                group_sizes=tuple(sorted({group.rows for group in matrix.groups})),
+                groups=len(groups),
+                group_sizes=tuple(sorted({group.rows for group in groups})),
             )
         )
     return PartContents(name=name, matrices=tuple(matrices), rel_err=report.get("rel_err"))
@@ -240,14 +256,19 @@ def _part(name: str, keys: list[str], tensors: TensorFiles, record: Record | Non
 
 def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:
     """Return a matrix of which only the group table, the one int16 tensor, has been read."""
-    names = [name for name in (*tensor_names(key), f"{key}.bias") if name in tensors]
-    stored = {
-        name: tensors.read(name)
-        if tensors.dtype(name) == torch.int16
-        else torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device=_META)
-        for name in names
-    }
+    stored: dict[str, torch.Tensor] = {}
+    for name in (*tensor_names(key), f"{key}.bias"):
+        if name in tensors:
+            dtype = tensors.dtype(name)
+            is_read = dtype == torch.int16
+            stored[name] = tensors.read(name) if is_read else _empty(tensors.shape(name), dtype)
     return QuantizedMatrix.from_tensors(key, stored)
+
+
+@lru_cache
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that has no values; experts have thousands of the same shape."""
+    return torch.empty(shape, dtype=dtype, device=_META)
 
 
 def _part_name(key: str) -> str:

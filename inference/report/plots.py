@@ -4,7 +4,6 @@ import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +32,8 @@ COLORS = ("#2f6db5", "#b5482f", "#3b8f5a", "#8a5aa8", "#c08a1e", "#4aa3a8", "#b0
 MARKERS = "os^Dv<>"
 # Labels of one series stand above its falling curve, of the next one below
 LABEL_PLACES: tuple[Place, ...] = (("left", (4, 3)), ("right", (-4, -8)))
-LEGEND_ROOM = 1.15  # height of a panel over its highest bar
+LEGEND_ROOM = 0.15  # above the highest bar, for each line of a legend
+SHORT_NAME = 9  # letters; of names that are no longer, nine fit into a line of a legend
 LABEL_SIZE = 7.5  # points; readable on a phone at natural size
 ROLES_WIDTH = 0.8  # of a bar: the lines of roles stand side by side on it
 BAR_WIDTH = 0.8  # of intervals, thinner than lines
@@ -105,7 +105,9 @@ def _draw_ranges(axes: Axes, layers: Sequence[Mapping[str, Any]]) -> None:
             if len(bits) > 1:
                 shift = ROLES_WIDTH * ((place + 0.5) / len(roles) - 0.5)
                 ranges.setdefault(role, []).append((index + shift, bits))
-    for color, (role, drawn) in zip(cycle(COLORS[2:]), ranges.items(), strict=False):
+    colors = _role_colors(matrix_costs(layers))
+    for role, drawn in ranges.items():
+        color = colors[role]
         at = [place for place, _ in drawn]
         least, most = ([end(bits) for _, bits in drawn] for end in (min, max))
         axes.vlines(at, least, most, color=color, linewidth=BAR_WIDTH, label=role)
@@ -136,20 +138,30 @@ def _draw_costs(
         column = heights.setdefault(role_of(cost.name), [0.0] * len(sublayers))
         column[places[cost.sublayer]] += cost.nats or 0.0
     filled = [0.0] * len(sublayers)
-    for index, (name, column) in enumerate(heights.items()):
+    colors = _role_colors(costs)
+    for name, column in heights.items():
         drawn = [place for place, height in enumerate(column) if height]
         axes.bar(
             drawn,
             [column[place] for place in drawn],
             bottom=[filled[place] for place in drawn],
-            color=COLORS[index] if index < len(COLORS) else PLAIN_COLOR,
+            color=colors[name],
             label=name,
         )
         filled = [below + height for below, height in zip(filled, column, strict=True)]
     axes.set_ylabel("estimated cost (nats)")
     _mark(axes, measured)
-    axes.set_ylim(0, LEGEND_ROOM * max([*filled, *(m or 0.0 for m in measured)]) or None)
-    axes.legend(ncols=9, loc="upper center", fontsize=6.5, frameon=False)
+    columns = 9 if max(map(len, heights), default=0) <= SHORT_NAME else 5
+    room = 1 + LEGEND_ROOM * -(-len(heights) // columns)
+    axes.set_ylim(0, room * max([*filled, *(m or 0.0 for m in measured)]) or None)
+    axes.legend(ncols=columns, loc="upper center", fontsize=6.5, frameon=False)
+
+
+def _role_colors(costs: Sequence[MatrixCost]) -> dict[str, str]:
+    """Return the colour of each role, in the order of the model."""
+    roles = dict.fromkeys(role_of(cost.name) for cost in costs)
+    colors = (*COLORS, *(PLAIN_COLOR for _ in roles))
+    return dict(zip(roles, colors, strict=False))
 
 
 def render_tokens(layers: Sequence[LayerExperts]) -> str:
@@ -174,7 +186,10 @@ def render_tokens(layers: Sequence[LayerExperts]) -> str:
         axes.set_yticks(named, labels, fontsize=LABEL_SIZE)
         axes.set_ylabel("layer")
         axes.set_xlabel("expert")
-        figure.colorbar(image, ax=axes, label="tokens", format="{x:,.0f}")
+        scale = figure.colorbar(image, ax=axes, label="tokens").ax.yaxis
+        scale.set_major_locator(LogLocator(subs=TICKS))
+        scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        scale.set_minor_formatter(NullFormatter())
         return _as_svg(figure)
 
 
