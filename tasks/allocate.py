@@ -1,7 +1,7 @@
 """The chosen parameters of every matrix, on the page of a run."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl2flow.core import words
@@ -28,18 +28,25 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     allocation = read_json(folder / ALLOCATION_FILE)
     choice = read_choice(folder)
     spec = resolve(pipeline.config.source)
-    projections = [*spec.projections, spec.head]
-    groups = {p.key: [p] for p in projections}
-    if len(projections) > MOST_ROWS:
-        groups = {}
-        for projection in projections:
-            groups.setdefault(_with_its_like(projection.key), []).append(projection)
+    rows = matrix_rows([*spec.projections, spec.head], choice, allocation)
+    artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
+
+
+def matrix_rows(
+    projections: Sequence[ProjectionSpec], choice: Choice, allocation: Mapping[str, Any]
+) -> list[Row]:
+    """Return a row per matrix; of very many, experts of a layer that have one role share a row."""
+    is_long = len(projections) > MOST_ROWS
+    groups: dict[str, list[ProjectionSpec]] = {}
+    for projection in projections:
+        name = _with_its_like(projection.key) if is_long else projection.key
+        groups.setdefault(name, []).append(projection)
     rows: list[Row] = []
     for name, members in groups.items():
-        params = [str(choice[p.key]) for p in members]
+        params = str(choice[members[0].key])
         row: Row = {
             "matrix": words.short(name),
-            "parameters": params[0] if len(members) == 1 else f"{len(members)} matrices",
+            "parameters": params if len(members) == 1 else f"{len(members)} matrices",
             "bits per weight": words.spread([_bpw(p, choice) for p in members], words.bits),
         }
         if allocation["objective"] == NATS:
@@ -47,7 +54,7 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
             known = [cost for cost in costs if cost is not None]
             row["cost (nats)"] = words.cost(sum(known) if len(known) == len(costs) else None)
         rows.append(row)
-    artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
+    return rows
 
 
 def _with_its_like(key: str) -> str:
