@@ -41,14 +41,14 @@ def is_group(layer: Layer) -> bool:
 
 
 def _together(name: str, groups: Sequence[Layer]) -> Layer:
-    sizes = [(group.get("bits"), group.get("bpw")) for group in groups]
-    weights = [float(bits / bpw) for bits, bpw in sizes if bits and bpw]
-    is_sized = len(weights) == len(sizes)
+    sized = [group for group in groups if group.get("bits") and group.get("bpw")]
+    bits = math.fsum(group["bits"] for group in sized)
+    weights = math.fsum(group["bits"] / group["bpw"] for group in sized)
     errors = [group.get("rel_err") for group in groups]
     known = [error for error in errors if error is not None]
     return {
         "name": name,
-        "bpw": sum(bits for bits, _ in sizes) / math.fsum(weights) if is_sized else None,
+        "bpw": bits / weights if len(sized) == len(groups) else None,
         "rel_err": math.hypot(*known) if len(known) == len(errors) else None,
         "projections": {
             projection: item for group in groups for projection, item in _items(group).items()
