@@ -17,8 +17,8 @@ Layer = Mapping[str, Any]  # report on a sublayer or the head
 def by_block(layers: Iterable[Layer]) -> list[Layer]:
     """Return one report per sublayer, and one for all groups of a layer's experts together.
 
-    The relative error of experts is the root of the sum of the groups' squares, whose errors are
-    added to one state. Other reports are returned as they are.
+    The relative error of experts is the root of the sum of the groups' squares, because their
+    errors are added to one state. Other reports are returned as they are.
     """
     blocks: dict[str, list[Layer]] = {}
     for layer in layers:

@@ -157,11 +157,18 @@ def summary(name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, 
 def row_errors(
     sublayer: Sublayer, states: Iterable[torch.Tensor], reference: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the relative error of each row of states, in the reference's order, fp32 (rows,)."""
+    """Return the relative error of each row of states, in the reference's order, fp32 (rows,).
+
+    That of a group of experts is the error of the states that its layer would return without the
+    groups after it, so squares of all groups add up to about that of the layer.
+    """
     device = device_of(sublayer)
+
+    def settled(row: torch.Tensor) -> torch.Tensor:
+        return sublayer.settled(row.to(device, non_blocking=True))
+
     pairs = zip(states, reference.values(), strict=True)
-    errors = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
-    return torch.stack(errors)
+    return torch.stack([relative_distance(settled(row), settled(y)) for row, y in pairs])
 
 
 class Quantizing(MatrixWork):
