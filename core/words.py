@@ -4,7 +4,7 @@ Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 UNKNOWN = "–"
@@ -36,6 +36,15 @@ def percent(share: float | None, digits: int = 2) -> str:
 def interval(bounds: tuple[float, float] | None, figure: Callable[[float], str]) -> str:
     """Return an interval with bounds written like a figure, a dash for an unknown one."""
     return UNKNOWN if bounds is None else f"{figure(bounds[0])} to {figure(bounds[1])}"
+
+
+def spread(values: Sequence[float | None], figure: Callable[[float | None], str]) -> str:
+    """Return the mean of values, and the least and the most if there are several."""
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return UNKNOWN
+    mean = figure(sum(known) / len(known))
+    return mean if len(known) == 1 else f"{mean} ({figure(min(known))} to {figure(max(known))})"
 
 
 def unit(count: float) -> tuple[str, float]:

@@ -1,17 +1,20 @@
 """The chosen parameters of every matrix, on the page of a run."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl2flow.core import words
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS, Pipeline
 from exl2flow.inference.report.tables import Row
-from exl2flow.model import resolve
+from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
+from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.measure.measurement import projection_bits
-from exl2flow.tasks.artifacts import Artifacts
+from exl2flow.tasks.artifacts import MOST_ROWS, Artifacts
 
+EXPERT = re.compile(r"\.experts\.\d+\.")
 LEGEND = (
     "Parameters list shares of a matrix's in-features with their bits and group size: "
     "`0.25:3b_32g/0.75:2b_32g s4` holds a quarter at 3 bits and the others at 2, in groups of 32 "
@@ -20,25 +23,48 @@ LEGEND = (
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a table with one row per matrix."""
+    """Publish a table with one row per matrix, or for very many per role of a layer's experts."""
     folder = pipeline.path("allocate")
     allocation = read_json(folder / ALLOCATION_FILE)
     choice = read_choice(folder)
     spec = resolve(pipeline.config.source)
+    rows = matrix_rows([*spec.projections, spec.head], choice, allocation)
+    artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
+
+
+def matrix_rows(
+    projections: Sequence[ProjectionSpec], choice: Choice, allocation: Mapping[str, Any]
+) -> list[Row]:
+    """Return a row per matrix; of very many, experts of a layer that have one role share a row."""
+    is_long = len(projections) > MOST_ROWS
+    groups: dict[str, list[ProjectionSpec]] = {}
+    for projection in projections:
+        name = _with_its_like(projection.key) if is_long else projection.key
+        groups.setdefault(name, []).append(projection)
     rows: list[Row] = []
-    for projection in (*spec.projections, spec.head):
-        params = choice[projection.key]
-        numel = projection.in_features * projection.out_features
+    for name, members in groups.items():
+        params = str(choice[members[0].key])
         row: Row = {
-            "matrix": words.short(projection.key),
-            "parameters": str(params),
-            "bits per weight": words.bits(projection_bits(projection, params) / numel),
+            "matrix": words.short(name),
+            "parameters": params if len(members) == 1 else f"{len(members)} matrices",
+            "bits per weight": words.spread([_bpw(p, choice) for p in members], words.bits),
         }
         if allocation["objective"] == NATS:
-            chosen = allocation["choice"].get(projection.key, {})
-            row["cost (nats)"] = words.cost(chosen.get("nats"))
+            costs = [allocation["choice"].get(p.key, {}).get("nats") for p in members]
+            known = [cost for cost in costs if cost is not None]
+            row["cost (nats)"] = words.cost(sum(known) if len(known) == len(costs) else None)
         rows.append(row)
-    artifacts.table("bit-allocation", rows, f"Bits of every matrix{_result(allocation)} {LEGEND}")
+    return rows
+
+
+def _with_its_like(key: str) -> str:
+    """Return a matrix's name, with a star in place of its expert's number."""
+    return EXPERT.sub(".experts.*.", key)
+
+
+def _bpw(projection: ProjectionSpec, choice: Choice) -> float:
+    bits = projection_bits(projection, choice[projection.key])
+    return bits / (projection.in_features * projection.out_features)
 
 
 def _result(allocation: Mapping[str, Any]) -> str:

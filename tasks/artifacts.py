@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UPDATE_SECONDS = 5.0  # an update is a request and a row in the server's database
+MOST_ROWS = 2000  # of a table: a browser shows them all at once
 PAUSE_SECONDS = 300.0  # after a failure: an API that is away can take a minute to say so
 
 

@@ -6,19 +6,20 @@ from typing import Any
 from exl2flow.core import words
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.inference.report.costs import matrix_costs, total_nats
+from exl2flow.inference.report.blocks import by_block
+from exl2flow.inference.report.costs import dominant, matrix_costs, total_nats
 from exl2flow.inference.report.plots import Measured, render_errors
 from exl2flow.inference.report.tables import Row, cost_rows, markdown_table, sublayer_row
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
 from exl2flow.quant.quantize.stage import read_report, result_files
-from exl2flow.tasks.artifacts import Artifacts, markdown_plot
+from exl2flow.tasks.artifacts import MOST_ROWS, Artifacts, markdown_plot
 
 Report = Mapping[str, Any]  # of a sublayer or the head, as `quantize` wrote it
 
 
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
-    """Publish a page with a table and plot of sublayer errors, and a table of all matrices."""
+    """Publish a page with a table and plot of sublayer errors, and a table of matrices."""
     folder = pipeline.path("quantize")
     spec = resolve(pipeline.config.source)
     reports = [read_report(folder / name) for name in result_files(spec)]
@@ -28,21 +29,26 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     estimate = "" if total is None else f", estimated KL divergence {words.divergence(total)} nats"
     page = errors_page(reports, measured_of(spec, chosen))
     artifacts.markdown("errors", page, f"Errors of sublayers{estimate}")
-    artifacts.table("matrices", cost_rows(costs, total), "Error and cost of every matrix")
+    listed = costs if len(costs) <= MOST_ROWS else dominant(costs, MOST_ROWS)
+    what = "every matrix" if len(listed) == len(costs) else f"the {MOST_ROWS:,} costliest matrices"
+    artifacts.table("matrices", cost_rows(listed, total), f"Error and cost of {what}")
 
 
 def measured_of(spec: ModelSpec, chosen: Mapping[str, Mapping[str, Any]]) -> Measured:
-    """Return what measurement found for the chosen candidates, by sublayer.
+    """Return what measurement found for the chosen candidates, by sublayer or layer's experts.
 
     Args:
         spec: the model.
         chosen: slot (a matrix or a sublayer) → entry of the measurement.
     """
-    keys = {s.name: [p.key for p in s.projections] for s in spec.sublayers}
+    keys: dict[str, list[str]] = {}
+    for sublayer in spec.sublayers:
+        keys.setdefault(sublayer.block, []).extend(p.key for p in sublayer.projections)
     keys[spec.head.key] = [spec.head.key]
     known = {key: entry["nats"] for key, entry in chosen.items() if "nats" in entry}
     complete = {name: slots for name, slots in keys.items() if known.keys() >= set(slots)}
-    errors = {s.name: chosen[s.name] for s in spec.sublayers if s.name in chosen}
+    whole = [s for s in spec.sublayers if not s.is_paired]
+    errors = {s.block: chosen[s.name] for s in whole if s.name in chosen}
     return Measured(
         nats={name: sum(map(known.__getitem__, slots)) for name, slots in complete.items()},
         rel_err={name: 1 - entry["accuracy"] for name, entry in errors.items()},
@@ -61,9 +67,9 @@ def errors_page(reports: Sequence[Report], measured: Measured) -> str:
 
 
 def sublayer_rows(reports: Sequence[Report], measured: Measured) -> list[Row]:
-    """Return a row per report; measurements have a column if any is known."""
+    """Return a row per sublayer and layer's experts; measurements have a column if any is known."""
     rows = []
-    for report in reports:
+    for report in by_block(reports):
         name = str(report["name"])
         row = sublayer_row(name, matrix_costs([report]), report)
         if measured.nats:

@@ -14,6 +14,7 @@ from exl2flow.core.store.files import replacing
 from exl2flow.flows.cli.console import OUT, plain, say, show, tell
 from exl2flow.flows.cli.tables import plan_table, table_of
 from exl2flow.inference.bench import DecodePlan, Speed, Timing
+from exl2flow.inference.report.blocks import by_block
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import (
     MatrixCost,
@@ -21,6 +22,13 @@ from exl2flow.inference.report.costs import (
     dominant,
     matrix_costs,
     total_nats,
+)
+from exl2flow.inference.report.experts import (
+    LayerExperts,
+    coverage_in_words,
+    expert_layers,
+    mean_changed_routes,
+    never_routed,
 )
 from exl2flow.inference.report.inspection import ModelContents
 from exl2flow.inference.report.tables import (
@@ -42,11 +50,11 @@ def score_table(report: Mapping[str, Any]) -> Table:
 
 
 def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
-    """Return bits per weight of every sublayer, several per line."""
+    """Return bits per weight of every sublayer and of each layer's experts, several per line."""
     table = Table(title="Bits per weight", title_justify="left", box=None, show_header=False)
     cells = [
         f"[dim]{plain(words.short(layer['name']))}[/dim] {words.bits(layer['bpw'])}"
-        for layer in layers
+        for layer in by_block(layers)
     ]
     for begin in range(0, len(cells), CELLS_PER_LINE):
         table.add_row(*cells[begin : begin + CELLS_PER_LINE])
@@ -69,12 +77,23 @@ def print_report(report: Mapping[str, Any]) -> None:
     costly = cost_table(matrix_costs(report["layers"]))
     if costly is not None:
         show(costly)
+    if experts := expert_layers(report.get("experts")):
+        _print_experts(experts)
     if report["sample"]:
         show(Panel(plain(report["sample"]), title="sample of the result", expand=False))
     _print_warnings(report["warnings"])
     tell(f"model   {report['model']}")
     tell(f"report  {report['report_folder']}/report.md")
     tell(f"page    exl2flow report {quote(str(report['model']))}")
+
+
+def _print_experts(layers: Sequence[LayerExperts]) -> None:
+    """Print how well the text covered all experts; the report has a table of them."""
+    tell(f"{coverage_in_words(layers)}.")
+    if unused := never_routed(layers):
+        tell(f"Never routed: {unused}.")
+    if (changed := mean_changed_routes(layers)) is not None:
+        tell(f"{words.percent(changed)} of the choices of experts differ from the source's.")
 
 
 def _print_warnings(texts: Iterable[str]) -> None:
@@ -205,6 +224,7 @@ def _summary(contents: ModelContents) -> list[tuple[str, str]]:
         ("other tensors", words.size(contents.plain_bytes)),
         ("files", words.size(contents.file_bytes)),
         *_divergence(contents),
+        *_experts(contents),
     ]
 
 
@@ -224,6 +244,19 @@ def _divergence(contents: ModelContents) -> list[tuple[str, str]]:
     if record.allocated_kl is not None:
         lines.append(f"{words.divergence(record.allocated_kl)} expected when bits were allotted")
     return [("" if index else "KL divergence", line) for index, line in enumerate(lines)]
+
+
+def _experts(contents: ModelContents) -> list[tuple[str, str]]:
+    """Return how many tokens the experts had, and the routes that changed, if known."""
+    layers = expert_layers(contents.record.experts) if contents.record else []
+    if not layers:
+        return []
+    lines = [("experts", coverage_in_words(layers))]
+    if unused := never_routed(layers):
+        lines.append(("never routed", unused))
+    if (changed := mean_changed_routes(layers)) is not None:
+        lines.append(("changed routes", f"{words.percent(changed)} of the choices of experts"))
+    return lines
 
 
 def _listed(values: Iterable[int]) -> str:

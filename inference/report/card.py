@@ -8,6 +8,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exl2flow.core import words
 from exl2flow.inference.report.comparison import Compared
+from exl2flow.inference.report.experts import (
+    coverage_in_words,
+    expert_layers,
+    mean_changed_routes,
+)
 from exl2flow.inference.report.publication import Bitrate, Origin
 from exl2flow.inference.report.tables import (
     Row,
@@ -70,6 +75,7 @@ def render_card(
         forms=[{"name": form, "table": _memory(form, ordered)} for form in FORMS],
         example=example.branch,
         folder=f"{name.removesuffix('-exl2')}-{example.branch}",
+        experts=_experts(ordered, of=example),
         facts=_facts(ordered, origin),
     )
 
@@ -133,6 +139,22 @@ def _memory(form: str, bitrates: Sequence[Bitrate]) -> str:
             row[f"{tokens:,}"] = words.size(bitrate.weight_bytes + cache)
         rows.append(row)
     return markdown_table(rows)
+
+
+def _experts(bitrates: Sequence[Bitrate], *, of: Bitrate) -> str:
+    """Say how well the text covered the experts of one bitrate, and which routes changed in all."""
+    layers = expert_layers(of.record.get("experts"))
+    if not layers:
+        return ""
+    changed = {
+        bitrate.branch: mean_changed_routes(expert_layers(bitrate.record.get("experts")))
+        for bitrate in bitrates
+    }
+    shares = [f"{words.percent(s)} at {name}" for name, s in changed.items() if s is not None]
+    text = f"{coverage_in_words(layers)}."
+    if shares:
+        text += f" Of the choices of experts, these differ from the source's: {', '.join(shares)}."
+    return text
 
 
 def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:

@@ -23,6 +23,7 @@ class MatrixCost:
 
     sublayer: its name, or the head's; name: of the projection; params: the chosen parameters;
     nats: what the error alone costs.
+    key_in_model: the matrix's name in the model, where sublayer and name do not make it up.
     """
 
     sublayer: str
@@ -31,10 +32,13 @@ class MatrixCost:
     bpw: float | None
     nats: float | None
     rel_err: float | None
+    key_in_model: str | None = None
 
     @property
     def key(self) -> str:
         """The matrix's name in the model."""
+        if self.key_in_model is not None:
+            return self.key_in_model
         return self.name if self.name == self.sublayer else f"{self.sublayer}.{self.name}"
 
 
@@ -48,6 +52,7 @@ def matrix_costs(layers: Sequence[Mapping[str, Any]]) -> list[MatrixCost]:
             bpw=item.get("bpw"),
             nats=item.get("nats"),
             rel_err=item.get("rel_err"),
+            key_in_model=item.get("key"),
         )
         for layer in layers
         for name, item in layer.get("projections", {}).items()

@@ -15,6 +15,7 @@ from exl2flow.core import words
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
+from exl2flow.inference.report.blocks import role_of
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_object
@@ -140,6 +141,29 @@ def allocation_frame(model: Path | str | ModelContents) -> pd.DataFrame:
         for part in contents.parts
         for matrix in part.matrices
     ).astype({"cost_nats": float, "relative_error": float})
+
+
+def role_frame(model: Path | str | ModelContents) -> pd.DataFrame:
+    """Return one row per sublayer and role of its matrices: their number, and what they add up to.
+
+    The experts of a layer share a row for each role; `_least` and `_most` tell how they differ.
+    Costs are added up. For a dense model there is a row per matrix.
+
+    Args:
+        model: see `allocation_frame`, whose columns these are.
+    """
+    frame = allocation_frame(model)
+    frame["role"] = [role_of(words.short(matrix)) for matrix in frame["matrix"]]
+    figures = ("bits_per_weight", "relative_error")
+    ends = (("", "mean"), ("_least", "min"), ("_most", "max"))
+    columns = {f"{name}{end}": (name, how) for name in figures for end, how in ends}
+    groups = frame.groupby(["sublayer", "role"], sort=False)
+    return groups.agg(
+        matrices=("matrix", "size"),
+        stored_bytes=("stored_bytes", "sum"),
+        **columns,
+        cost_nats=("cost_nats", lambda costs: costs.sum(skipna=False)),
+    ).reset_index()
 
 
 def score_frame(models: Iterable[Path | str]) -> pd.DataFrame:

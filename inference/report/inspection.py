@@ -4,8 +4,11 @@ Only headers and group tables are read, so large models take no longer than smal
 their costs and the divergence are known if the folder has our records.
 """
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from exl2flow.inference.report.record import Record, mapping, read_object, read_
 from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.files.exl2 import is_quantized, tensor_names
 
+EXPERTS = ".experts."  # in the names of an expert's matrices
+NOT_IN_JSON = ("sublayer", "name", "key_in_model")  # `key` says all of them
 _META = torch.device("meta")
 
 
@@ -34,12 +39,12 @@ class MatrixContents(MatrixCost):
     def to_json(self) -> dict[str, object]:
         """Return the matrix under its name in the model."""
         values = asdict(self)
-        return {"key": self.key, **{k: values[k] for k in values if k not in ("sublayer", "name")}}
+        return {"key": self.key, **{k: values[k] for k in values if k not in NOT_IN_JSON}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartContents:
-    """The matrices of one sublayer, or the head."""
+    """The matrices of one sublayer, of a layer's experts, or the head."""
 
     name: str
     matrices: tuple[MatrixContents, ...]
@@ -139,6 +144,7 @@ class ModelContents:
             "is_tuned": record and record.is_tuned,
             "score": record and record.score,
             "calibration": record and record.calibration,
+            "experts": record and (record.experts.get("layers") or None),
             "weights": sum(p.numel for p in self.parts),
             "quantized_bytes": sum(p.bits for p in self.parts) // 8,
             "plain_bytes": self.plain_bytes,
@@ -148,6 +154,19 @@ class ModelContents:
         }
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: all of very many new objects stay, and each pass visits all."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def inspect_model(folder: Path) -> ModelContents:
     """Return the contents of an EXL2 folder.
 
@@ -166,14 +185,8 @@ def inspect_model(folder: Path) -> ModelContents:
             f"`{folder}` holds no EXL2 matrices; convert it first with `exl2flow convert`"
         )
     record = read_record(folder)
-    reports = record.reports if record else {}
-    members: dict[str, list[str]] = {}
-    for key in quantized:
-        members.setdefault(_part_name(key), []).append(key)
-    parts = [
-        _part(name, members[name], tensors, reports.get(name, {}))
-        for name in sorted(members, key=_walk_order)
-    ]
+    members = _members(quantized, record)
+    parts = [_part(n, members[n], tensors, record) for n in sorted(members, key=_walk_order)]
     config = read_object(folder / "config.json")
     stored = sum(tensors.nbytes(name) for name in tensors.names)
     return ModelContents(
@@ -194,30 +207,48 @@ def _first_text(value: object) -> str | None:
     return first if isinstance(first, str) else None
 
 
-def _part(
-    name: str, keys: list[str], tensors: TensorFiles, report: Mapping[str, Any]
-) -> PartContents:
-    """Return a sublayer or the head; `report` is that of `quantize`, empty if unknown."""
-    projections = report.get("projections", {})
+def _members(keys: Iterable[str], record: Record | None) -> dict[str, list[str]]:
+    """Return the name of each part → its matrices.
+
+    The matrices of a layer's experts are one part, with the shared expert, which a record tells; of
+    other files, all matrices beside experts belong to them.
+    """
+    blocks = record.blocks if record else {}
+    listed = list(keys)
+    mixed = {_part_name(key) for key in listed if EXPERTS in key and key not in blocks}
+    members: dict[str, list[str]] = {}
+    for key in listed:
+        name = _part_name(key)
+        name = blocks.get(key) or (name + EXPERTS.rstrip(".") if name in mixed else name)
+        members.setdefault(name, []).append(key)
+    return members
+
+
+def _part(name: str, keys: list[str], tensors: TensorFiles, record: Record | None) -> PartContents:
+    """Return a sublayer, a layer's experts or the head."""
+    report = record.reports.get(name, {}) if record else {}
+    projections, by_key = report.get("projections", {}), record.matrices if record else {}
     matrices = []
     for key in keys:
-        matrix, known = _outline(key, tensors), projections.get(key.rpartition(".")[2], {})
-        rows: dict[int, int] = {}
-        for group in matrix.groups:
+        matrix = _outline(key, tensors)
+        known = by_key.get(key) or projections.get(key.rpartition(".")[2], {})
+        groups, bits, rows = matrix.groups, matrix.total_bits, dict[int, int]()
+        for group in groups:
             rows[group.bits] = rows.get(group.bits, 0) + group.rows
         matrices.append(
             MatrixContents(
                 sublayer=name,
-                name=key.removeprefix(f"{name}."),
+                name=_name_within(key, name),
+                key_in_model=key,
                 params=known.get("params"),
-                bpw=matrix.total_bits / prod(matrix.shape),
+                bpw=bits / prod(matrix.shape),
                 nats=known.get("nats"),
                 rel_err=known.get("rel_err"),
                 shape=matrix.shape,
-                bits=matrix.total_bits,
+                bits=bits,
                 rows=rows,
-                groups=len(matrix.groups),
-                group_sizes=tuple(sorted({group.rows for group in matrix.groups})),
+                groups=len(groups),
+                group_sizes=tuple(sorted({group.rows for group in groups})),
             )
         )
     return PartContents(name=name, matrices=tuple(matrices), rel_err=report.get("rel_err"))
@@ -225,14 +256,19 @@ def _part(
 
 def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:
     """Return a matrix of which only the group table, the one int16 tensor, has been read."""
-    names = [name for name in (*tensor_names(key), f"{key}.bias") if name in tensors]
-    stored = {
-        name: tensors.read(name)
-        if tensors.dtype(name) == torch.int16
-        else torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device=_META)
-        for name in names
-    }
+    stored: dict[str, torch.Tensor] = {}
+    for name in (*tensor_names(key), f"{key}.bias"):
+        if name in tensors:
+            dtype = tensors.dtype(name)
+            is_read = dtype == torch.int16
+            stored[name] = tensors.read(name) if is_read else _empty(tensors.shape(name), dtype)
     return QuantizedMatrix.from_tensors(key, stored)
+
+
+@lru_cache
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that has no values; experts have thousands of the same shape."""
+    return torch.empty(shape, dtype=dtype, device=_META)
 
 
 def _part_name(key: str) -> str:
@@ -240,6 +276,14 @@ def _part_name(key: str) -> str:
     words = key.split(".")
     index = next((i for i, word in enumerate(words) if word.isdigit()), None)
     return key if index is None else ".".join(words[: index + 2])
+
+
+def _name_within(key: str, part: str) -> str:
+    """Return a matrix's name below its part; for experts that of their expert comes first."""
+    within = part.removesuffix(EXPERTS.rstrip("."))
+    if key.startswith(f"{within}."):
+        return key.removeprefix(f"{within}.")
+    return ".".join(key.split(".")[-2:]) if key != part else key
 
 
 def _layer_index(name: str) -> int | None:

@@ -4,12 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exl2flow.core import words
+from exl2flow.inference.report.blocks import by_block, by_role
 from exl2flow.inference.report.costs import (
     MatrixCost,
     concentration,
     dominant,
     matrix_costs,
     total_nats,
+)
+from exl2flow.inference.report.experts import (
+    coverage_in_words,
+    expert_layers,
+    expert_rows,
+    mean_changed_routes,
+    never_routed,
 )
 from exl2flow.inference.report.tables import (
     cost_rows,
@@ -26,7 +34,7 @@ MOST_COSTLY = 10  # matrices that the report lists by themselves
 
 def render_markdown(report: Report) -> str:
     """Return the report as Markdown."""
-    costs = matrix_costs(report["layers"])
+    costs, blocks = matrix_costs(report["layers"]), by_block(report["layers"])
     title = f"{report['source'].rpartition('/')[2]} at {words.bits(report['bpw'])} bits per weight"
     lines = [
         f"# {title}",
@@ -43,9 +51,10 @@ def render_markdown(report: Report) -> str:
         *_calibration_rows(report),
         *_tuning(report),
         *_costly(costs),
+        *_experts(report),
         "",
         "## Bits and errors",
-        *_tables(report["layers"]),
+        *_tables(blocks),
     ]
     if report["sample"]:
         quoted = "\n".join(f"> {line}" for line in report["sample"].splitlines())
@@ -118,23 +127,51 @@ def _costly(costs: Sequence[MatrixCost]) -> list[str]:
     ]
 
 
-def _tables(layers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a table per kind of sublayer, with a column for each of its projections."""
+def _experts(report: Report) -> list[str]:
+    """Return the tokens of experts by layer, if there are any."""
+    layers = expert_layers(report.get("experts"))
+    if not layers:
+        return []
+    changed, unused = mean_changed_routes(layers), never_routed(layers)
+    lines = ["", "## Experts", "", f"{coverage_in_words(layers)}."]
+    if changed is not None:
+        lines.append(
+            f"{words.percent(changed)} of the choices of experts differ from the source's, "
+            "mean over the layers."
+        )
+    if unused:
+        lines += ["", f"Never routed: {unused}."]
+    return [*lines, "", markdown_table(expert_rows(layers))]
+
+
+def _tables(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a table per kind of sublayer, with a column for each of its roles."""
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for layer in layers:
-        matrices = matrix_costs([layer])
-        row = sublayer_row(str(layer["name"]), matrices, layer)
-        names = tuple(cost.name for cost in matrices) if len(matrices) > 1 else ()
-        cells = dict(zip(names, map(_cell, matrices), strict=False))
+    has_experts = False
+    for block in blocks:
+        matrices = matrix_costs([block])
+        roles = by_role(matrices)
+        row = sublayer_row(str(block["name"]), matrices, block)
+        names = tuple(roles) if len(matrices) > 1 else ()
+        cells = {name: _role_cell(roles[name]) for name in names}
+        has_experts = has_experts or len(roles) < len(matrices)
         kinds.setdefault(names, []).append(row | cells)
     lines = []
     if any(kinds):
         lines += ["", "For each matrix: bits per weight · cost (nats) · relative error."]
+    if has_experts:
+        lines.append(
+            "For the experts of a layer: mean (least to most), their costs added up; "
+            "`report.json` has every matrix."
+        )
     for rows in kinds.values():
         lines += ["", markdown_table(rows)]
     return lines
 
 
-def _cell(matrix: MatrixCost) -> str:
-    figures = (words.bits(matrix.bpw), words.cost(matrix.nats), words.error(matrix.rel_err))
-    return " · ".join(figures)
+def _role_cell(matrices: Sequence[MatrixCost]) -> str:
+    """Return the figures of a matrix, or of those that have one role."""
+    nats = words.cost(total_nats(matrices))
+    bits = words.spread([matrix.bpw for matrix in matrices], words.bits)
+    errors = words.spread([matrix.rel_err for matrix in matrices], words.error)
+    return " · ".join((bits, nats, errors))

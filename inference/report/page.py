@@ -23,8 +23,15 @@ from exl2flow.inference.report.comparison import (
     distinct_names,
     known_score,
 )
+from exl2flow.inference.report.experts import (
+    LayerExperts,
+    coverage_in_words,
+    expert_layers,
+    expert_rows,
+    never_routed,
+)
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
-from exl2flow.inference.report.plots import render_comparison, render_plot
+from exl2flow.inference.report.plots import render_comparison, render_plot, render_tokens
 from exl2flow.inference.report.record import mapping, read_object
 from exl2flow.inference.report.tables import bitrate_row, certainty_rows, scored_on
 from exl2flow.inference.scoring.evaluate import Score
@@ -38,7 +45,7 @@ Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → its sample or 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportEntry:
-    """One model of the page; `plot` is SVG."""
+    """One model of the page; plots are SVG, that of tokens is empty without experts."""
 
     figures: Compared
     score: Score
@@ -46,6 +53,8 @@ class ReportEntry:
     record: Mapping[str, Any]
     sample: str
     plot: str
+    experts: tuple[LayerExperts, ...] = ()
+    tokens_plot: str = ""
 
     @property
     def source(self) -> Path:
@@ -93,6 +102,8 @@ def write_up(folder: Path) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"bits": words.bits, "shade": _shade, "short": words.short}
+    environment.filters |= {"coverage": coverage_in_words, "unused": never_routed}
+    environment.filters |= {"expert_rows": expert_rows}
     return environment.get_template(TEMPLATE).render(
         name=sections[0]["name"] if len(sections) == 1 else folder.name,
         count=len(entries),
@@ -162,6 +173,7 @@ def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
 def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> ReportEntry:
     folder = Path(score.model)
     record = read_object(folder / RECORD_FILE)
+    experts = expert_layers(record.get("experts"))
     return ReportEntry(
         figures=figures,
         score=score,
@@ -169,6 +181,8 @@ def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> ReportE
         record=record,
         sample=str(known.get("sample") or ""),
         plot=_inline(render_plot({**record, "score": asdict(score)})),
+        experts=tuple(experts),
+        tokens_plot=_inline(render_tokens(experts)) if experts else "",
     )
 
 

@@ -6,17 +6,22 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from matplotlib import rc_context
+import numpy as np
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from exl2flow.core import words
+from exl2flow.inference.report.blocks import by_block, by_role, role_of
 from exl2flow.inference.report.comparison import Compared, by_series
 from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
+from exl2flow.inference.report.experts import LayerExperts
 from exl2flow.inference.scoring.intervals import Interval
 
 MARKED_COLOR = "#222222"
+MOST_LAYERS = 32  # named beside a heat map
 MOST_NAMES = 64  # sublayers named on an axis; if there are more, every second, third …
 # label, place on the first axis, KL divergence, its interval
 Point = tuple[str, float, float, Interval | None]
@@ -27,8 +32,10 @@ COLORS = ("#2f6db5", "#b5482f", "#3b8f5a", "#8a5aa8", "#c08a1e", "#4aa3a8", "#b0
 MARKERS = "os^Dv<>"
 # Labels of one series stand above its falling curve, of the next one below
 LABEL_PLACES: tuple[Place, ...] = (("left", (4, 3)), ("right", (-4, -8)))
-LEGEND_ROOM = 1.15  # height of a panel over its highest bar
+LEGEND_ROOM = 0.15  # above the highest bar, for each line of a legend
+SHORT_NAME = 9  # letters; of names that are no longer, nine fit into a line of a legend
 LABEL_SIZE = 7.5  # points; readable on a phone at natural size
+ROLES_WIDTH = 0.8  # of a bar: the lines of roles stand side by side on it
 BAR_WIDTH = 0.8  # of intervals, thinner than lines
 TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
 
@@ -50,7 +57,8 @@ def render_plot(report: Mapping[str, Any]) -> str:
 
 
 def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title: str = "") -> str:
-    """Plot the same with the values measured before quantization."""
+    """Plot the same with the values measured before quantization, which are listed by block."""
+    layers = by_block(layers)
     costs = matrix_costs(layers)
     is_priced = total_nats(costs) is not None
     names = [str(layer["name"]) for layer in layers]
@@ -71,15 +79,41 @@ def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title
 def _draw_bits(
     axes: Axes, layers: Sequence[Mapping[str, Any]], measured: Sequence[float | None]
 ) -> None:
-    """Draw bits per weight as bars, and relative errors as a line."""
+    """Draw bits per weight as bars, and relative errors as a line.
+
+    A bar of experts has a line for each role, from the least bits of its matrices to the most, and
+    a point at their mean.
+    """
     axes.bar(range(len(layers)), [layer["bpw"] for layer in layers], color=BITS_COLOR)
     axes.set_ylabel("bits per weight")
+    _draw_ranges(axes, layers)
     errors = axes.twinx()
     errors.plot([layer["rel_err"] for layer in layers], "o-", color=ERROR_COLOR, markersize=3)
     errors.set_ylabel("relative error", color=ERROR_COLOR)
     if _mark(errors, measured):
         errors.legend(loc="upper right", fontsize=LABEL_SIZE, frameon=False)
     errors.set_ylim(bottom=0)
+
+
+def _draw_ranges(axes: Axes, layers: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the bits per weight of the roles of experts."""
+    ranges: dict[str, list[tuple[float, list[float]]]] = {}
+    for index, layer in enumerate(layers):
+        roles = by_role(matrix_costs([layer]))
+        for place, (role, matrices) in enumerate(roles.items()):
+            bits = [matrix.bpw for matrix in matrices if matrix.bpw is not None]
+            if len(bits) > 1:
+                shift = ROLES_WIDTH * ((place + 0.5) / len(roles) - 0.5)
+                ranges.setdefault(role, []).append((index + shift, bits))
+    colors = _role_colors(matrix_costs(layers))
+    for role, drawn in ranges.items():
+        color = colors[role]
+        at = [place for place, _ in drawn]
+        least, most = ([end(bits) for _, bits in drawn] for end in (min, max))
+        axes.vlines(at, least, most, color=color, linewidth=BAR_WIDTH, label=role)
+        axes.plot(at, [sum(bits) / len(bits) for _, bits in drawn], ".", color=color, markersize=2)
+    if ranges:
+        axes.legend(ncols=4, loc="lower left", fontsize=6.5)
 
 
 def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
@@ -97,25 +131,66 @@ def _draw_costs(
     costs: Sequence[MatrixCost],
     measured: Sequence[float | None],
 ) -> None:
-    """Draw estimated costs as bars, stacked by matrix."""
-    names = list(dict.fromkeys(cost.name for cost in costs))
+    """Draw estimated costs as bars, stacked by matrix, or by role of experts."""
+    places = {name: place for place, name in enumerate(sublayers)}
+    heights: dict[str, list[float]] = {}
+    for cost in costs:
+        column = heights.setdefault(role_of(cost.name), [0.0] * len(sublayers))
+        column[places[cost.sublayer]] += cost.nats or 0.0
     filled = [0.0] * len(sublayers)
-    for index, name in enumerate(names):
-        places = [sublayers.index(cost.sublayer) for cost in costs if cost.name == name]
-        heights = [cost.nats or 0.0 for cost in costs if cost.name == name]
+    colors = _role_colors(costs)
+    for name, column in heights.items():
+        drawn = [place for place, height in enumerate(column) if height]
         axes.bar(
-            places,
-            heights,
-            bottom=[filled[place] for place in places],
-            color=COLORS[index % len(COLORS)] if index < len(COLORS) else PLAIN_COLOR,
+            drawn,
+            [column[place] for place in drawn],
+            bottom=[filled[place] for place in drawn],
+            color=colors[name],
             label=name,
         )
-        for place, height in zip(places, heights, strict=True):
-            filled[place] += height
+        filled = [below + height for below, height in zip(filled, column, strict=True)]
     axes.set_ylabel("estimated cost (nats)")
     _mark(axes, measured)
-    axes.set_ylim(0, LEGEND_ROOM * max([*filled, *(m or 0.0 for m in measured)]) or None)
-    axes.legend(ncols=9, loc="upper center", fontsize=6.5, frameon=False)
+    columns = 9 if max(map(len, heights), default=0) <= SHORT_NAME else 5
+    room = 1 + LEGEND_ROOM * -(-len(heights) // columns)
+    axes.set_ylim(0, room * max([*filled, *(m or 0.0 for m in measured)]) or None)
+    axes.legend(ncols=columns, loc="upper center", fontsize=6.5, frameon=False)
+
+
+def _role_colors(costs: Sequence[MatrixCost]) -> dict[str, str]:
+    """Return the colour of each role, in the order of the model."""
+    roles = dict.fromkeys(role_of(cost.name) for cost in costs)
+    colors = (*COLORS, *(PLAIN_COLOR for _ in roles))
+    return dict(zip(roles, colors, strict=False))
+
+
+def render_tokens(layers: Sequence[LayerExperts]) -> str:
+    """Plot the tokens of experts by layer as a heat map; experts that no token chose are red."""
+    widest = max(len(layer.tokens) for layer in layers)
+    grid = np.full((len(layers), widest), np.nan)
+    for row, layer in zip(grid, layers, strict=True):
+        row[: len(layer.tokens)] = layer.tokens
+    palette = colormaps["Blues"].with_extremes(under=ERROR_COLOR, bad="white")
+    most = max(2.0, float(np.nanmax(grid)))
+    least = float(np.min(grid, where=grid > 0, initial=most))
+    with _style():
+        figure = Figure(figsize=(8, 1.4 + min(5.0, 0.11 * len(layers))), layout="constrained")
+        axes = figure.subplots()
+        # a logarithm of zero is not drawn, so what lies below the scale stands for it
+        lowest = min(least, most / 2)
+        shades = LogNorm(vmin=lowest, vmax=most)
+        drawn = np.where(grid == 0, lowest / 2, grid)
+        image = axes.imshow(drawn, norm=shades, cmap=palette, aspect="auto", interpolation="none")
+        named = range(0, len(layers), 1 + (len(layers) - 1) // MOST_LAYERS)
+        labels = [words.short(layers[index].name).partition(".")[0] for index in named]
+        axes.set_yticks(named, labels, fontsize=LABEL_SIZE)
+        axes.set_ylabel("layer")
+        axes.set_xlabel("expert")
+        scale = figure.colorbar(image, ax=axes, label="tokens").ax.yaxis
+        scale.set_major_locator(LogLocator(subs=TICKS))
+        scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        scale.set_minor_formatter(NullFormatter())
+        return _as_svg(figure)
 
 
 def render_comparison(models: Sequence[Compared]) -> str:

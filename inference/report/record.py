@@ -3,13 +3,14 @@
 Models from elsewhere have neither file; nothing is known about them, and nothing is refused.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from exl2flow.core.options.config import DEFAULT_HEAD_BITS
 from exl2flow.core.store.stage import NATS, RECORD_FILE, SCORE_FILE
+from exl2flow.inference.report.blocks import block_name, by_block, is_group
 from exl2flow.inference.scoring.intervals import json_number
 from exl2flow.model.config.fields import json_object
 
@@ -18,7 +19,10 @@ from exl2flow.model.config.fields import json_object
 class Record:
     """Divergences are nats per token.
 
-    reports: sublayer or head → its report by `quantize`.
+    reports: sublayer, experts of a layer, or head → its report by `quantize`.
+    blocks: matrix → the experts that it belongs to; matrices: its report. Only matrices of experts
+    and of parallel blocks are listed, whose names do not tell.
+    experts: tokens of experts by layer, empty if there are none.
     series: quality preset, plus the head's bits and the preference where they differ from the
     preset's default.
     allocated_kl: what allocation expected for the matrices whose bits it chose.
@@ -34,6 +38,9 @@ class Record:
     is_tuned: bool
     score: Mapping[str, Any] | None
     calibration: Mapping[str, Any] | None
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    matrices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    experts: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -64,12 +71,17 @@ def read_record(folder: Path) -> Record | None:
     if scores.get("fingerprint") != record.get("fingerprint"):
         scores = {}  # of an earlier model in this folder
     allocation, layers = mapping(record.get("allocation")), record.get("layers")
+    known = [
+        _report(layer)
+        for layer in (layers if isinstance(layers, list) else ())
+        if "name" in mapping(layer)
+    ]
+    keyed = [(layer, item) for layer in known for item in _entries(layer) if item.get("key")]
     return Record(
-        reports={
-            str(layer["name"]): _report(layer)
-            for layer in (layers if isinstance(layers, list) else ())
-            if "name" in mapping(layer)
-        },
+        reports={str(block["name"]): block for block in by_block(known)},
+        blocks={item["key"]: block_name(layer) for layer, item in keyed if is_group(layer)},
+        matrices={item["key"]: item for _, item in keyed},
+        experts=mapping(record.get("experts")),
         series=_series(mapping(record.get("options"))),
         allocated_kl=number(allocation.get("value"))
         if allocation.get("objective") == NATS
@@ -96,9 +108,16 @@ def _report(layer: Mapping[str, Any]) -> dict[str, Any]:
     return _numbers(known)
 
 
+def _entries(layer: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """Return the reports on a sublayer's matrices."""
+    entries: Mapping[str, Mapping[str, Any]] = layer.get("projections", {})
+    return entries.values()
+
+
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    known = {k: v for k, v in values.items() if k != "params" or isinstance(v, str)}
-    return {k: number(v) if k in ("nats", "rel_err", "bpw") else v for k, v in known.items()}
+    texts, numbers = ("params", "key"), ("nats", "rel_err", "bpw", "bits")
+    known = {k: v for k, v in values.items() if k not in texts or isinstance(v, str)}
+    return {k: number(v) if k in numbers else v for k, v in known.items()}
 
 
 def _series(options: Mapping[str, Any]) -> str | None:

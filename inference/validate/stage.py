@@ -166,6 +166,8 @@ def validate(run: StageRun[ModelOptions]) -> None:
     for text in (*warnings, *failures):
         log.warning(text)
     record = read_json(out / RECORD_FILE)
+    experts = record.get("experts")
+    warnings += experts["warnings"] if experts else []  # `compile` logged them
     report: dict[str, object] = {
         "model": str(out),
         "source": str(config.source.resolve()),
@@ -179,6 +181,7 @@ def validate(run: StageRun[ModelOptions]) -> None:
         "source_bytes": sum(p.stat().st_size for p in config.source.glob("*.safetensors")),
         "score": asdict(score),
         "calibration": None if cross_check is None else asdict(cross_check),
+        "experts": experts,
         "layers": record["layers"],
         "sample": sample,
         "warnings": warnings,

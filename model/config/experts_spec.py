@@ -76,6 +76,13 @@ def projections_of(
     )
 
 
+def group_name(start: str, row: Experts, group: ExpertGroup) -> str:
+    """Return the name of a group's sublayer: the layer's experts, then which of them it has."""
+    members = group.experts
+    which = f"{members[0]}-{members[-1]}" if members else "shared"
+    return f"{start}.{row.experts}.{which}"
+
+
 def expert_groups(
     start: str, row: Experts, experts: ExpertsSpec, *, hidden_size: int, most_weights: int | None
 ) -> list[tuple[tuple[SublayerPart, ...], ExpertGroup]]:

@@ -16,6 +16,7 @@ from exl2flow.model.config.experts_spec import (
     MlpSpec,
     Row,
     expert_groups,
+    group_name,
     mlp_rows,
     projections_of,
 )
@@ -257,7 +258,10 @@ def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
         groups = expert_groups(
             start, row, mlp, hidden_size=spec.hidden_size, most_weights=spec.group_weights
         )
-        experts = (_sublayer(spec, layer, "experts", *p, group=group) for p, group in groups)
+        experts = (
+            _sublayer(spec, layer, "experts", *p, name=group_name(start, row, group), group=group)
+            for p, group in groups
+        )
         return (attention, *experts)
     if spec.family.is_parallel:
         parts = (

@@ -143,9 +143,21 @@ class ExpertsSublayer(Sublayer):
         """Return the states after the group's experts."""
         if not self.group.is_last:
             return torch.cat([entered, total], dim=-1)
-        update = self.normed("after", total)
-        result = entered + (update if self.multiplier == 1.0 else update * self.multiplier)
+        result = self._ended(entered, total)
         return result if self.group.is_whole else torch.cat([result, torch.zeros_like(result)], -1)
+
+    def _ended(self, entered: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that a layer returns whose experts add up to this sum."""
+        update = self.normed("after", total)
+        return entered + (update if self.multiplier == 1.0 else update * self.multiplier)
+
+    def settled(self, states: torch.Tensor) -> torch.Tensor:
+        """See `Sublayer`."""
+        if not self.spec.is_paired:
+            return states
+        entered, total = self._halves(states)
+        result = entered if self.group.is_last else self._ended(entered, total)
+        return result.view(*states.shape[:-1], -1)
 
     def _reads(self, reads: RoutedReads) -> RoutedReads:
         """Compute what each expert reads.

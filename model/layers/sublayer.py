@@ -144,6 +144,10 @@ class Sublayer(ABC):
         update = self.normed("after", reduce(torch.add, outputs))
         return hidden + (update if self.multiplier == 1.0 else update * self.multiplier)
 
+    def settled(self, states: torch.Tensor) -> torch.Tensor:
+        """Return hidden states; of pairs, as if the layer's experts ended with this sublayer."""
+        return states
+
     def __call__(
         self,
         hidden: torch.Tensor,

@@ -29,6 +29,7 @@ from exl2flow.quant.compile.stage import (
     write_shard,
 )
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
+from exl2flow.quant.quantize.routing import experts_entry
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.refine.stored_model import StoredModel
 
@@ -120,6 +121,7 @@ def _record(
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},
         "predicted_kl": predicted_kl(layers),
+        **experts_entry(layers),
         "layers": layers,
     }
 
@@ -127,7 +129,7 @@ def _record(
 def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the report for a sublayer that keeps its old matrices."""
     projections = {
-        name: {key: entry[key] for key in ("params", "bits", "bpw") if key in entry}
+        name: {key: entry[key] for key in ("key", "params", "bits", "bpw") if key in entry}
         | entry["before"]
         for name, entry in layer["projections"].items()
     }

@@ -70,6 +70,7 @@ from exl2flow.quant.allocate.layout import (
     plan_shards,
     tensor_bytes,
 )
+from exl2flow.quant.quantize.routing import experts_entry
 from exl2flow.quant.quantize.stage import (
     read_report,
     result_files,
@@ -291,6 +292,7 @@ def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -
         "calibration": _calibration(run),
         "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
         "predicted_kl": predicted_kl(layers),
+        **experts_entry(layers),
         "layers": layers,
     }
     if apart:

@@ -34,6 +34,7 @@ from exl2flow.quant.quantize.correction import (
     advance_source,
     paired_rows,
 )
+from exl2flow.quant.quantize.routing import experts_in_log
 from exl2flow.quant.quantize.stored_form import Packed, Reports, storing
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.descent import Metric, refine_together
@@ -138,9 +139,17 @@ class MatrixWork(SublayerWork):
 
 
 def summary(name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
-    """Return the report on a sublayer or the head, without its own errors."""
+    """Return the report on a sublayer or the head, without its own errors.
+
+    Matrices whose names do not begin with the sublayer's have them in their reports.
+    """
     bits = sum(item.matrix.total_bits for item in packed)
     projections = [item.projection for item in packed]
+    elsewhere = {p.name: p.key for p in projections if p.key not in (name, f"{name}.{p.name}")}
+    reports = {
+        projection: {"key": elsewhere[projection], **report} if projection in elsewhere else report
+        for projection, report in reports.items()
+    }
     numel = sum(p.in_features * padded_columns(p.out_features) for p in projections)
     return {"name": name, "bits": bits, "bpw": bits / numel, "projections": reports}
 
@@ -148,11 +157,18 @@ def summary(name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, 
 def row_errors(
     sublayer: Sublayer, states: Iterable[torch.Tensor], reference: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the relative error of each row of states, in the reference's order, fp32 (rows,)."""
+    """Return the relative error of each row of states, in the reference's order, fp32 (rows,).
+
+    That of a group of experts is the error of the states that its layer would return without the
+    groups after it, so squares of all groups add up to about that of the layer.
+    """
     device = device_of(sublayer)
+
+    def settled(row: torch.Tensor) -> torch.Tensor:
+        return sublayer.settled(row.to(device, non_blocking=True))
+
     pairs = zip(states, reference.values(), strict=True)
-    errors = [relative_distance(row.to(device, non_blocking=True), y) for row, y in pairs]
-    return torch.stack(errors)
+    return torch.stack([relative_distance(settled(row), settled(y)) for row, y in pairs])
 
 
 class Quantizing(MatrixWork):
@@ -169,7 +185,8 @@ class Quantizing(MatrixWork):
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
         report = read_report(path)
-        return f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
+        words = f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
+        return words + experts_in_log(report)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: round, pack, and advance the states quantized."""

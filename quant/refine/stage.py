@@ -16,6 +16,7 @@ from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix, Sublayer
+from exl2flow.quant.quantize.routing import experts_in_log
 from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     MatrixWork,
@@ -57,7 +58,7 @@ class Refining(MatrixWork):
         report = read_report(path)
         before: Any = report["before"]
         change = f"{before['rel_err']:.4f}->{report['rel_err']:.4f}"
-        return f"bpw={report['bpw']:.3f} rel_err={change}"
+        return f"bpw={report['bpw']:.3f} rel_err={change}{experts_in_log(report)}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
@@ -89,6 +90,7 @@ class Refining(MatrixWork):
             return summary(sublayer.spec.name, packed, reports) | {
                 "rel_err": error["after"],
                 "before": {"rel_err": error["before"]},
+                **({} if coverage is None else {"experts": coverage.report()}),
             }
 
         return storing(path, packed, figures, finish)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from expert_reports import group_report
 
 from exl2flow.core.options.naming import bitrate_name
 from exl2flow.inference.report.card import CONTEXTS, render_card
@@ -17,6 +18,7 @@ from exl2flow.inference.report.publication import (
     without_paths,
 )
 from exl2flow.model.memory.footprint import cache_bytes
+from exl2flow.quant.quantize.routing import experts_summary
 
 ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="LICENSE")
 
@@ -78,6 +80,19 @@ def test_bitrates_are_listed_with_what_validation_found(bitrates: list[Bitrate])
         assert float(cells[1]) == pytest.approx(bitrate.bpw, abs=1e-3)
         assert float(cells[4]) == pytest.approx(bitrate.score.kl_divergence, abs=1e-5)
         assert cells[2] == f"{bitrate.weight_bytes / 1e3:.2f} kB"
+
+
+def test_experts_have_two_sentences(bitrates: list[Bitrate]) -> None:
+    layers = [group_report(layer, range(4), [150, 200, 250, 90]) for layer in range(2)]
+    summary = experts_summary(layers)
+    sparse = [replace(b, record={**b.record, "experts": summary}) for b in bitrates]
+
+    _, text = parts(render_card("org/tiny-exl2", sparse, ORIGIN))
+
+    assert "Each of the 8 experts in 2 layers was chosen by 90 to 250 calibration tokens" in text
+    listed = ", ".join(f"2.00 % at {bitrate.branch}" for bitrate in sparse)
+    assert f"Of the choices of experts, these differ from the source's: {listed}." in text
+    assert "experts" not in render_card("org/tiny-exl2", bitrates, ORIGIN)
 
 
 def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:

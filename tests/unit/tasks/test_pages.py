@@ -1,14 +1,19 @@
 """Tables and pages of runs: what they show, and the columns that all rows share."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
+from expert_reports import group_report
 from tiny import make_tiny
 
 from exl2flow.inference.report.plots import Measured
 from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.model import resolve
+from exl2flow.model import QuantParams, resolve
+from exl2flow.tasks import allocate
+from exl2flow.tasks.allocate import matrix_rows
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.hub_tasks import branch_links, publication_page
 from exl2flow.tasks.publish import Published
@@ -91,6 +96,39 @@ def test_measured_costs_of_a_sublayer_are_added_up_where_all_are_known(tmp_path:
 
     assert measured_of(spec, chosen) == Measured(nats={attention.name: 2.0})
     assert measured_of(spec, {mlp.name: {"accuracy": 0.75}}) == Measured(rel_err={mlp.name: 0.25})
+
+
+def test_groups_of_experts_are_one_sublayer_with_all_measured_costs(tmp_path: Path) -> None:
+    spec = replace(resolve(make_checkpoint("qwen3-moe", tmp_path / "moe")), group_weights=1)
+    groups = [s for s in spec.sublayers if s.block == "model.layers.0.mlp.experts"]
+    chosen = {p.key: {"nats": 0.5} for group in groups for p in group.projections}
+    reports = [group_report(0, range(e, e + 1), [500]) for e in range(len(groups))]
+
+    (row,) = sublayer_rows(reports, measured_of(spec, chosen))
+
+    assert len(groups) > 1
+    assert row["sublayer"] == "0.mlp.experts"
+    assert float(row["measured cost"]) == pytest.approx(0.5 * len(chosen))
+
+
+def test_very_many_matrices_share_rows_by_layer_and_role(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = resolve(make_checkpoint("qwen3-moe", tmp_path / "moe"))
+    params = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
+    choice = {p.key: params for p in spec.projections}
+    costs = {p.key: {"nats": 0.25} for p in spec.projections}
+    allocation = {"objective": "nats", "choice": costs}
+
+    assert len(matrix_rows(spec.projections, choice, allocation)) == len(spec.projections)
+    monkeypatch.setattr(allocate, "MOST_ROWS", 20)
+    rows = {row["matrix"]: row for row in matrix_rows(spec.projections, choice, allocation)}
+
+    assert len(rows) == 2 * (4 + 3)
+    experts = spec.experts_of(0)
+    shared = rows["0.mlp.experts.*.up_proj"]
+    assert shared["parameters"] == f"{experts} matrices"
+    assert float(shared["cost (nats)"]) == 0.25 * experts
 
 
 @pytest.mark.parametrize(("kl", "is_plotted"), [(0.25, True), (None, False)])

@@ -48,8 +48,8 @@ def test_a_foreign_model_is_listed_in_walk_order_with_exact_bits(foreign: Path) 
 
     assert [part.name for part in contents.parts] == [
         "model.layers.2.self_attn",
-        "model.layers.2.mlp",
-        "model.layers.10.mlp",
+        "model.layers.2.mlp.experts",
+        "model.layers.10.mlp.experts",
         "lm_head",
     ]
     bits = PARAMS.total_bits(K, N)

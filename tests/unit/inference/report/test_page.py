@@ -86,6 +86,7 @@ def test_each_source_has_a_section_with_its_own_figures(tmp_path: Path) -> None:
     assert "source perplexity 30.0000" in wiki
     assert "small" not in wiki
     assert "diverges no less" not in page
+    assert "Tokens of experts" not in page
 
 
 def test_a_larger_model_of_another_source_is_not_compared(tmp_path: Path) -> None:
