@@ -21,6 +21,7 @@ from exl2flow.core.options.publication import MeasurementPath, PublishOptions
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Preference = Literal["quality", "speed"]
+Experts = Literal["each", "layer"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
@@ -229,6 +230,11 @@ class AllocateOptions(Options):
         "quality",
         description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
         "groups of 128, which decode a little faster on a GPU; the error grows",
+    )
+    experts: Annotated[Experts, Option("each|layer", "Bit allocation")] = Field(
+        "each",
+        description="each: every expert gets bits of its own; layer: matrices of one role get the "
+        "same bits in all experts of a layer; models without experts are allocated alike",
     )
     objective: Annotated[Objective, Option("log|sum|power", "Bit allocation")] = Field(
         "power",
