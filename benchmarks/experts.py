@@ -296,7 +296,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bpw", type=float, nargs="+", default=[3.0, 4.0])
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--set", type=pair, nargs="+", default=[], metavar="FIELD=VALUE")
-    parser.add_argument("--layer", type=int, default=1, help="of the rare expert")
+    parser.add_argument("--layer", type=int, default=3, help="of the rare expert")
     parser.add_argument("--rare-tokens", type=int, default=32, help="tokens that it gets at most")
     parser.add_argument("--work", type=Path, default=Path("quality-work/experts"))
     arguments = parser.parse_args(words)
