@@ -202,6 +202,8 @@ def starve(arguments: argparse.Namespace, ids: torch.Tensor, folder: Path) -> tu
     changed = x @ tensors[name].double().T
     left = int((changed.topk(top).indices == expert).sum())
     print(f"expert {expert}: {int(counts[expert])} tokens, then {left}", file=sys.stderr)
+    if not 0 < left < arguments.rare_tokens:
+        raise SystemExit(f"`--rare-tokens {arguments.rare_tokens}` leaves {left}; try another one")
     return expert, left
 
 
