@@ -2,7 +2,8 @@
 
 The text is the generator's corpus and, as a smaller share, the calibration prose of this
 repository. The number of steps is fixed, so a run depends only on the seed and the shape. `demo` is
-the shape that is shipped; `deep` checks findings on other proportions.
+the shape that is shipped; `deep` checks findings on other proportions, and `moe`, a Qwen3-MoE, on
+experts, in fewer steps. Its loss includes what keeps the load of experts balanced.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -31,7 +32,7 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 SEED = 1234
 VOCABULARY = 4096
 TOKENS_PER_STEP = 2048
-STEPS = 5000
+STEPS, MOE_STEPS = 5000, 600
 COSINE_STEPS = 1500
 ROW_TOKENS, LONG_ROW_TOKENS = 512, 2048
 LONG_ROW_EVERY = 4  # one in this many steps of the cosine phase also sees the last positions
@@ -57,14 +58,36 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 2,
         "head_dim": 48,
     },
+    "moe": {
+        "hidden_size": 192,
+        "intermediate_size": 416,  # of dense layers, of which there are none
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.01,
 }
 
 
 def config_of(shape: str) -> dict[str, Any]:
     """Return the content of `config.json`."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **(QWEN3_MOE if shape == "moe" else LLAMA),
         "vocab_size": VOCABULARY,
         **SHAPES[shape],
         "hidden_act": "silu",
@@ -147,14 +170,14 @@ def make_stream(
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return the rate at a step: linear warm-up, a plateau, then half a cosine down."""
+    """Return the rate at a step: linear warm-up, a plateau if time is left, half a cosine down."""
     if step < WARM_UP:
         return PEAK_RATE * (step + 1) / WARM_UP
-    progress = max(0.0, 1 - (steps - step) / COSINE_STEPS)
+    progress = max(0.0, 1 - (steps - step) / min(COSINE_STEPS, steps - WARM_UP))
     return LAST_RATE + (PEAK_RATE - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def optimizer_for(model: PreTrainedModel) -> torch.optim.AdamW:
     """Return AdamW with weight decay on the matrices only."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -168,7 +191,7 @@ def row_tokens(step: int, steps: int) -> int:
     return LONG_ROW_TOKENS if is_long else ROW_TOKENS
 
 
-def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int) -> None:
+def train(model: PreTrainedModel, stream: torch.Tensor, steps: int) -> None:
     """Train in one pass over the stream, printing the mean loss of the last hundred steps."""
     optimizer = optimizer_for(model)
     started = time.monotonic()
@@ -190,13 +213,27 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, steps: int) -> None:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
 
 
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights as fp16 by their names in files: experts are packed in memory only."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in model.named_parameters():
+        block, is_packed, projections = name.partition(".experts.")
+        if not is_packed:
+            weights[name] = value
+            continue
+        names = ("gate_proj", "up_proj") if projections == "gate_up_proj" else ("down_proj",)
+        for expert, both in enumerate(value):
+            for projection, matrix in zip(names, both.chunk(len(names)), strict=True):
+                weights[f"{block}.experts.{expert}.{projection}.weight"] = matrix
+    return {name: value.half().cpu().contiguous() for name, value in weights.items()}
+
+
 def save(
-    model: LlamaForCausalLM, tokenizer: Tokenizer, config: dict[str, Any], folder: Path
+    model: PreTrainedModel, tokenizer: Tokenizer, config: dict[str, Any], folder: Path
 ) -> None:
     """Write the model in the Hugging Face layout, weights as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value.half().cpu().contiguous() for name, value in model.named_parameters()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights_of(model), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -221,7 +258,7 @@ def main() -> None:
     """Create the tokenizer, train, and save the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, help=f"{STEPS}; of `moe` {MOE_STEPS}")
     parser.add_argument("--output", type=Path, help="default for `demo`: the shipped folder")
     parser.add_argument("--device", default="cpu", help="cpu (2 threads) or cuda")
     arguments = parser.parse_args()
@@ -230,14 +267,17 @@ def main() -> None:
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
     prose = prose_pieces()
-    tokens = arguments.steps * TOKENS_PER_STEP
+    steps = arguments.steps or (MOE_STEPS if arguments.shape == "moe" else STEPS)
+    tokens = steps * TOKENS_PER_STEP
     corpus = take(max(5_000_000, int(tokens * CHARACTERS_PER_TOKEN)), SEED)
     tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
     stream = make_stream(tokenizer, corpus, prose, tokens, random.Random(SEED))
     config = config_of(arguments.shape)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    balanced = {"output_router_logits": True} if "num_experts" in config else {}
+    known = AutoConfig.for_model(**config, **balanced)
+    model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
-    train(model.to(arguments.device), stream, arguments.steps)
+    train(model.to(arguments.device), stream, steps)
     save(model, tokenizer, config, arguments.output or HERE / "model")
 
 

@@ -3,8 +3,6 @@
 Every default lives here and nowhere else.
 """
 
-import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -12,7 +10,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonValue
 
-from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
@@ -21,6 +18,7 @@ from exl2flow.core.options.publication import MeasurementPath, PublishOptions
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Preference = Literal["quality", "speed"]
+Experts = Literal["each", "layer"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
@@ -32,7 +30,6 @@ SIZE_CHOICES: list[JsonValue] = [
     {"type": "integer", "minimum": 1},
 ]
 DEFAULT_HEAD_BITS = 6
-LEAST_ARCHITECTURE = 80  # sm_80, the oldest that the kernels support
 LossySource = Annotated[
     bool,
     Option(panel="Source", rare=True),
@@ -229,6 +226,11 @@ class AllocateOptions(Options):
         "quality",
         description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
         "groups of 128, which decode a little faster on a GPU; the error grows",
+    )
+    experts: Annotated[Experts, Option("each|layer", "Bit allocation")] = Field(
+        "each",
+        description="each: every expert gets bits of its own; layer: matrices of one role get the "
+        "same bits in all experts of a layer; models without experts are allocated alike",
     )
     objective: Annotated[Objective, Option("log|sum|power", "Bit allocation")] = Field(
         "power",
@@ -468,46 +470,3 @@ class ConversionConfig(SharedOptions):
 def default_work_root(out: Path) -> Path:
     """Return the default folder for checkpoints: `.exl2flow` beside the converted model."""
     return out.resolve().parent / ".exl2flow"
-
-
-def cache_folder() -> Path | None:
-    """Return the folder for what is quick to make again; None if the user has no home.
-
-    `EXL2FLOW_CACHE` is its path; by default it is in the user's cache folder.
-    """
-    if given := os.environ.get("EXL2FLOW_CACHE"):
-        return Path(os.path.expanduser(given))
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
-    return folder / "exl2flow" if folder.is_absolute() else None
-
-
-def tuning_file() -> Path | None:
-    """Return the file that stores tuned kernel launches; None if tuning is off.
-
-    `EXL2FLOW_TUNING` is its path or `off`; by default it is in the cache folder.
-    """
-    given = os.environ.get("EXL2FLOW_TUNING")
-    if given:
-        return None if given == "off" else Path(os.path.expanduser(given))
-    folder = cache_folder()
-    return folder / "tuning.json" if folder is not None else None
-
-
-def virtual_architecture() -> int | None:
-    """Return the architecture to compile kernels for, such as 80; None: that of the GPU.
-
-    `EXL2FLOW_VIRTUAL_ARCH` is its number. It lets a GPU run the code of older ones.
-
-    Raises:
-        ConfigError: it is not a number, or older than what the kernels support.
-    """
-    given = os.environ.get("EXL2FLOW_VIRTUAL_ARCH")
-    if not given:
-        return None
-    if not re.fullmatch("[0-9]{2,3}", given) or int(given) < LEAST_ARCHITECTURE:
-        raise ConfigError(
-            f"`EXL2FLOW_VIRTUAL_ARCH` is `{given}`; set an architecture from "
-            f"{LEAST_ARCHITECTURE} on, such as `80` for sm_80, or unset it"
-        )
-    return int(given)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.config import virtual_architecture
+from exl2flow.core.options.environment import virtual_architecture
 from exl2flow.kernels.cuda.ptx import ptx_file
 from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SWIGLU_SLOPE

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from exl2flow.core.options.config import tuning_file, virtual_architecture
+from exl2flow.core.options.environment import tuning_file, virtual_architecture
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import (

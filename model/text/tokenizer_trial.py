@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from exl2flow.core.errors import SourceModelError
-from exl2flow.core.options.config import cache_folder
+from exl2flow.core.options.environment import cache_folder
 
 PROGRAM = Path(__file__).with_name("tokenizer_program.py")
 

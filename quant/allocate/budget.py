@@ -14,6 +14,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams, padded_columns
+from exl2flow.quant.allocate.groups import grouped
 from exl2flow.quant.allocate.knapsack import MOST_EXACT, solve
 from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
 from exl2flow.quant.measure.candidates import FAST_GROUP, HEAD_PARAMS, is_allowed
@@ -84,13 +85,18 @@ def allocate_bits(
         spec: the model.
         slots: slot → measured candidates.
         budget: bits permitted for all slots together.
-        options: the objective for slots without a cost in nats.
+        options: the objective for slots without a cost in nats; whether experts choose together.
 
     Raises:
         BudgetUnreachable: naming the reachable range in bits per weight.
+        ConfigError: experts of a layer are to be alike, but were not measured alike.
     """
-    bits = [bits_of(results) for results in slots.values()]
-    cost = [_costs(results, options) for results in slots.values()]
+    groups = grouped(spec, slots, options.experts)
+    bits, cost = [], []
+    for group in groups:
+        members = [slots[name] for name in group.slots]
+        bits.append(group.sums([bits_of(results) for results in members]))
+        cost.append(group.sums([_costs(results, options) for results in members]))
     projections = slot_projections(spec)
     numel = sum(_numel(p) for name in slots for p in projections[name])
     try:
@@ -98,10 +104,10 @@ def allocate_bits(
     except BudgetUnreachable as error:
         low, high = (sum(map(extreme, bits)) / numel for extreme in (min, max))
         raise bitrate_unreachable(budget / numel, low, high, options) from error
-    choice = {
-        name: results[index]
-        for (name, results), index in zip(slots.items(), solution.choice, strict=True)
-    }
+    places: dict[str, int] = {}
+    for group, index in zip(groups, solution.choice, strict=True):
+        places |= group.chosen(index)
+    choice = {name: results[places[name]] for name, results in slots.items()}
     return Allocation(
         budget_bits=budget,
         used_bits=solution.bits,

@@ -229,13 +229,14 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
-    prefer = config.allocate.prefer
+    prefer, experts = config.allocate.prefer, config.allocate.experts
     return {
         "target": {name: getattr(config, name) for name in TARGETS},
         "head_bits": config.fixed_head_bits,
         "shard_size_mb": config.shard_size_mb if config.bpw is None else None,
-        "allocate": config.allocate.model_dump(exclude={"prefer"}),
+        "allocate": config.allocate.model_dump(exclude={"prefer", "experts"}),
         **({} if prefer == "quality" else {"prefer": prefer}),  # as before there was a choice
+        **({} if experts == "each" else {"experts": experts}),
         "rounding": estimate_options(config.rounding) if config.allocate.rounds else None,
         "measurement": digest(config.measurement) if config.measurement else None,
     }

@@ -377,7 +377,7 @@ def test_environment_is_read_in_configuration_and_flows_only() -> None:
         return names & reads | {i.name for i in imports(file)} & {f"os.{name}" for name in reads}
 
     allowed = (
-        "core/options/config.py",
+        "core/options/environment.py",
         "core/runtime/device_locks.py",
         "flows/",
     )  # slots choose the device of a process

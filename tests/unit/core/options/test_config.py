@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import (
     HEAD_BITS,
     TARGETS,
@@ -15,8 +14,6 @@ from exl2flow.core.options.config import (
     ConversionConfig,
     FitOptions,
     Options,
-    tuning_file,
-    virtual_architecture,
 )
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
@@ -338,31 +335,6 @@ def test_every_option_is_described_for_the_form(options: type[Options]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"EXL2FLOW_TUNING": "off"}, None),
-        ({"EXL2FLOW_TUNING": "/a/b.json"}, Path("/a/b.json")),
-        ({"EXL2FLOW_TUNING": "~/b.json"}, Path("/home/someone/b.json")),
-        ({"EXL2FLOW_TUNING": ""}, Path("/home/someone/.cache/exl2flow/tuning.json")),
-        ({}, Path("/home/someone/.cache/exl2flow/tuning.json")),
-        ({"XDG_CACHE_HOME": "/caches"}, Path("/caches/exl2flow/tuning.json")),
-        ({"XDG_CACHE_HOME": "here"}, Path("/home/someone/.cache/exl2flow/tuning.json")),
-        ({"EXL2FLOW_CACHE": "~/c", "XDG_CACHE_HOME": "/a"}, Path("/home/someone/c/tuning.json")),
-    ],
-)
-def test_measured_launches_are_kept_where_the_environment_says(
-    variables: dict[str, str], expected: Path | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/home/someone")
-    for name in ("EXL2FLOW_TUNING", "EXL2FLOW_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    assert tuning_file() == expected
-
-
-@pytest.mark.parametrize(
     ("options", "name", "others"),
     [(ConversionConfig, "max_memory", ["null"]), (FitOptions, "memory", [])],
 )
@@ -373,22 +345,3 @@ def test_forms_ask_for_a_size_by_one_choice_with_names(
 
     assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", *others]
     assert "24GB" in asked["description"]
-
-
-@pytest.mark.parametrize(("given", "expected"), [("", None), ("80", 80), ("120", 120)])
-def test_kernels_are_for_the_architecture_of_the_environment(
-    given: str, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", given)
-
-    assert virtual_architecture() == expected
-
-
-@pytest.mark.parametrize("given", ["sm_80", "75", "8.0", "ampere", "\u0668\u0660"])
-def test_an_architecture_of_no_kernel_is_refused(
-    given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", given)
-
-    with pytest.raises(ConfigError, match=f"`{given}`; set an architecture from 80 on"):
-        virtual_architecture()

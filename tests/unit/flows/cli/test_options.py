@@ -44,7 +44,8 @@ def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 # presets set them, the command line does not
 IN_PYTHON_ONLY = {f"tune.{name}" for name in TuneOptions.model_fields}
 IN_PYTHON_ONLY |= {f"rounding.{name}" for name in RoundingOptions.model_fields} - {
-    "rounding.rounds"
+    "rounding.rounds",
+    "rounding.expert_tokens",
 }
 IN_PYTHON_ONLY |= {"sensitivity.block", "sensitivity.seed", "allocate.rounds"}
 IN_PYTHON_ONLY |= {"publish.sample_tokens", "publish.token_block"}  # the latter: `--token-block`

@@ -1,0 +1,52 @@
+"""Options of a machine rather than of a run: what environment variables say."""
+
+import os
+import re
+from pathlib import Path
+
+from exl2flow.core.errors import ConfigError
+
+LEAST_ARCHITECTURE = 80  # sm_80, the oldest that the kernels support
+
+
+def cache_folder() -> Path | None:
+    """Return the folder for what is quick to make again; None if the user has no home.
+
+    `EXL2FLOW_CACHE` is its path; by default it is in the user's cache folder.
+    """
+    if given := os.environ.get("EXL2FLOW_CACHE"):
+        return Path(os.path.expanduser(given))
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"))
+    return folder / "exl2flow" if folder.is_absolute() else None
+
+
+def tuning_file() -> Path | None:
+    """Return the file that stores tuned kernel launches; None if tuning is off.
+
+    `EXL2FLOW_TUNING` is its path or `off`; by default it is in the cache folder.
+    """
+    given = os.environ.get("EXL2FLOW_TUNING")
+    if given:
+        return None if given == "off" else Path(os.path.expanduser(given))
+    folder = cache_folder()
+    return folder / "tuning.json" if folder is not None else None
+
+
+def virtual_architecture() -> int | None:
+    """Return the architecture to compile kernels for, such as 80; None: that of the GPU.
+
+    `EXL2FLOW_VIRTUAL_ARCH` is its number. It lets a GPU run the code of older ones.
+
+    Raises:
+        ConfigError: it is not a number, or older than what the kernels support.
+    """
+    given = os.environ.get("EXL2FLOW_VIRTUAL_ARCH")
+    if not given:
+        return None
+    if not re.fullmatch("[0-9]{2,3}", given) or int(given) < LEAST_ARCHITECTURE:
+        raise ConfigError(
+            f"`EXL2FLOW_VIRTUAL_ARCH` is `{given}`; set an architecture from "
+            f"{LEAST_ARCHITECTURE} on, such as `80` for sm_80, or unset it"
+        )
+    return int(given)
