@@ -128,6 +128,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     """
     if x.dtype == weight.dtype:
         return functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
+    if not x.numel():  # an expert without tokens
+        return x.new_empty(*x.shape[:-1], len(weight))
     flat = torch.mm(narrowed(x).flatten(0, -2), weight.t(), out_dtype=x.dtype)
     y = flat.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias

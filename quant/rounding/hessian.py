@@ -45,6 +45,8 @@ class HessianSum:
         self._add(x if weights is None else x * weights.sqrt()[:, None].to(x.dtype))
 
     def _add(self, x: torch.Tensor) -> None:
+        if not len(x):
+            return
         if x.is_cuda:
             x = narrowed(x)
             torch.addmm(self._sum, x.T, x, out_dtype=torch.float32, out=self._sum)

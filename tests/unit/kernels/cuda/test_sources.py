@@ -21,6 +21,7 @@ from exl2flow.kernels.plans import product as plans_of_product
 from exl2flow.kernels.plans.product import FIXED_SHARED
 from exl2flow.kernels.plans.sources import source
 
+SLOW = pytest.mark.slow
 MOST_STACK = 128  # bytes of a thread: what the compiler spills beyond 128 registers
 
 
@@ -42,10 +43,13 @@ def check(file: str, instances: Sequence[str], device: int) -> None:
             assert most - RESERVED <= kernels[name].shared <= most, instance
 
 
+@pytest.mark.parametrize(
+    "device",
+    [device if device in (80, 90) else pytest.param(device, marks=SLOW) for device in DEVICES],
+)
 @pytest.mark.parametrize("file", SOURCES)
-def test_an_instance_of_each_source_compiles_for_every_device(file: str) -> None:
-    for device in DEVICES:
-        check(file, INSTANCES.get(file, [])[:1], device)
+def test_an_instance_of_each_source_compiles_for_every_device(file: str, device: int) -> None:
+    check(file, INSTANCES.get(file, [])[:1], device)
 
 
 @pytest.mark.slow
