@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import RouterArgs, Routes, get_ops
+from exl2flow.kernels import RouterArgs, Routes, get_ops, tensor_cores
 from exl2flow.model.config.spec import ModelSpec, router_tensors
 from exl2flow.model.config.sublayer_spec import ExpertGroup, SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
@@ -71,7 +71,7 @@ class ExpertsSublayer(Sublayer):
     @torch.no_grad()
     def routes(self, hidden: torch.Tensor) -> Routes:
         """Return the experts that tokens (b, t, hidden), or pairs, choose among their layer's."""
-        return get_ops(hidden.device).route(self.inputs(hidden), self.router)
+        return self._route(self.inputs(hidden))
 
     @torch.no_grad()
     def nearly_chosen(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,8 @@ class ExpertsSublayer(Sublayer):
 
         At most 1; 0 where the expert is chosen.
         """
-        return get_ops(hidden.device).nearly_chosen(self.inputs(hidden), self.router)
+        with tensor_cores(False):
+            return get_ops(hidden.device).nearly_chosen(self.inputs(hidden), self.router)
 
     def inputs(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what router and experts read, (b · t, hidden)."""
@@ -126,10 +127,6 @@ class ExpertsSublayer(Sublayer):
     def products(self) -> Products:
         """See `Sublayer.products`."""
         return (None,)
-
-    def counts(self, reads: Mapping[str, torch.Tensor]) -> dict[int, int]:
-        """Return how many tokens each expert of the group reads."""
-        return {expert: len(reads[f"{expert}.input"]) for expert in self.group.experts}
 
     def _halves(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what entered the layer's experts, and their sum so far, (b · t, hidden) each."""
@@ -186,8 +183,13 @@ class ExpertsSublayer(Sublayer):
     ) -> torch.Tensor:
         """Return the weights of an expert's tokens x (n, hidden) with their gradients, (n,)."""
         ids = routes.ids[tokens]
-        weights = get_ops(x.device).route(x, self.router, ids).weights
+        weights = self._route(x, ids).weights
         return weights.masked_fill(ids != expert, 0.0).sum(-1)
+
+    def _route(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> Routes:
+        """Choose experts, or weigh chosen ones, in full fp32: TF32 would change some choices."""
+        with tensor_cores(False):
+            return get_ops(x.device).route(x, self.router, ids)
 
     def _read(self, reads: RoutedReads, expert: str, x: torch.Tensor) -> None:
         reads[f"{expert}.input"] = x
