@@ -95,6 +95,7 @@ def test_a_dry_run_prints_the_plan_and_does_nothing(converted: Converted, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_restart_forgets_only_this_configuration(converted: Converted, tmp_path: Path) -> None:
     root = ["measure", converted.source, "--work-root", tmp_path / "w", *CALIBRATION]
     assert run(*root, "--out", tmp_path / "a.json").exit_code == 0

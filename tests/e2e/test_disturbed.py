@@ -29,6 +29,7 @@ def test_a_conversion_survives_power_cuts(tmp_path: Path) -> None:
     assert counts["composed"].same >= 4
 
 
+@pytest.mark.slow
 def test_stages_with_a_fault_can_be_repeated(tmp_path: Path) -> None:
     work = Campaign(among=STAGES, most={"files": 3, "memory": 1})
 

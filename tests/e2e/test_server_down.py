@@ -94,6 +94,7 @@ def test_database_that_does_not_answer_is_reported_without_its_password(
     assert server.processes() == []
 
 
+@pytest.mark.slow
 def test_home_without_a_server_is_reported(server: LastingServer) -> None:
     assert "no server was started in" in server.call("status").stderr
     assert "nothing ran" in server.call("down").stderr

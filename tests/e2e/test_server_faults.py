@@ -39,6 +39,7 @@ def stranger(server: LastingServer) -> Iterator[HTTPServer]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_another_server_at_the_port_is_not_taken_for_ours(
     server: LastingServer, stranger: HTTPServer
 ) -> None:
