@@ -13,6 +13,7 @@ Text = str | Sequence[int]
 EMBEDDING = "{{EMBED_HERE}}"  # stands for the next tensor in a prompt given as text
 FIRST_EMBEDDING = 1_000_000_000  # id of the first row of all tensors in a prompt given as ids
 MOST_TOKENS = 2**31  # of a request
+MOST_RANKED = 20  # likeliest tokens of the model itself
 MOST_SHOWN = 60  # characters of a refused value
 # Sequences of a `Request`: whether an element is right, and why it is refused
 ELEMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -74,7 +75,8 @@ class Request:
 
     prompt: text, token ids, or for classifier-free guidance a tuple of two of these, of which the
         generated text continues the first. A tuple of two integers is a prompt of two ids.
-    max_new_tokens: generate exactly this many unless the text ends earlier; None: all that fit.
+    max_new_tokens: generate exactly this many unless the text ends earlier; None: all that fit; 0
+        with `scores` only.
     min_new_tokens: ignore stop tokens until then; stop strings still end the text.
     seed: seed for sampling; None: a new one every time.
     drawn: draws of the seed to pass over, because a text that this one continues has used them.
@@ -88,6 +90,11 @@ class Request:
     decode_special: spell out special tokens in the text.
     probabilities: report each token's probability.
     top_tokens: report this many of the likeliest ids per token, with their probabilities.
+    raw: report probabilities and top tokens (at most 20) of the model itself, before any sampler
+        step, penalty, bias or filter; of a pair, after the first prompt.
+    scores: report the log probability of each prompt token, and this many of the likeliest ids in
+        its place (at most 20); None: do not. The prompt, the first one of a pair, is then read
+        without cached pages.
     logits: report the model's logits per token, before penalties.
     hooks: called in order for every sampled token; each may replace it.
     filters: what the text must match, all of them.
@@ -121,6 +128,8 @@ class Request:
     decode_special: bool = False
     probabilities: bool = False
     top_tokens: int = 0
+    raw: bool = False
+    scores: int | None = None
     logits: bool = False
     hooks: Sequence[Hook] = ()
     filters: Sequence[Filter] = ()
@@ -152,6 +161,7 @@ class Request:
                 f"`adapters` is {_shown(self.adapters)}; it takes adapters, each of them once"
             )
         self._check_numbers()
+        self._check_ranked()
         self._check_guidance()
         if self.embeddings:
             self._check_embeddings()
@@ -163,10 +173,10 @@ class Request:
         return cast(tuple[Text, ...], prompts)
 
     def _check_numbers(self) -> None:
-        least = {"max_new_tokens": 1} | dict.fromkeys(
-            ("min_new_tokens", "top_tokens", "max_skips", "drawn"), 0
+        least = {"max_new_tokens": int(self.scores is None)} | dict.fromkeys(
+            ("min_new_tokens", "top_tokens", "scores", "max_skips", "drawn"), 0
         )
-        optional = ("max_new_tokens", "max_skips", "seed")
+        optional = ("max_new_tokens", "scores", "max_skips", "seed")
         for name in (*least, "seed"):
             value = getattr(self, name)
             if value is None and name in optional:
@@ -180,6 +190,22 @@ class Request:
             raise ConfigError(
                 f"`min_new_tokens` is {self.min_new_tokens}, `max_new_tokens` only "
                 f"{self.max_new_tokens}; request at least as many"
+            )
+
+    def _check_ranked(self) -> None:
+        ranked = {"top_tokens": self.top_tokens if self.raw else 0, "scores": self.scores or 0}
+        for name, value in ranked.items():
+            if value > MOST_RANKED:
+                raw = " with `raw`" if name == "top_tokens" else ""
+                raise ConfigError(f"`{name}` is {value}; it must be {MOST_RANKED} or less{raw}")
+        if self.scores is not None and self.embeddings:
+            raise ConfigError(
+                "`scores` is set, but `embeddings` have no probabilities; leave one of them out"
+            )
+        if self.scores is not None and self.heal:
+            raise ConfigError(
+                "`scores` is set, but `heal` replaces the prompt's last token; leave one of "
+                "them out"
             )
 
     def _check_guidance(self) -> None:

@@ -77,10 +77,15 @@ class PagePool:
         held.cached += tokens
         return self._copy(held, source, tokens)
 
-    def needs(self, held: SequencePages, ids: Sequence[int]) -> int:
-        """Return how many of the free pages `match` and `reserve` take for all ids."""
-        index = self._boundary(held)
-        while index is not None and (page := self._listed.known(held, index, ids)) is not None:
+    def needs(
+        self, held: SequencePages, ids: Sequence[int], reusable: Sequence[int] | None = None
+    ) -> int:
+        """Return how many of the free pages `match` and `reserve` take for all ids.
+
+        reusable: leading ids that `match` gets; None: all.
+        """
+        index, matched = self._boundary(held), ids if reusable is None else reusable
+        while index is not None and (page := self._listed.known(held, index, matched)) is not None:
             if not self.pages[page].users:
                 break  # nor has any page after it users
             index += 1

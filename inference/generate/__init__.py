@@ -2,7 +2,7 @@
 
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.asynchronous import AsyncGenerator
-from exl2flow.inference.generate.event import Event, Statistics
+from exl2flow.inference.generate.event import Event, PromptScores, Statistics
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job
 
@@ -11,6 +11,7 @@ __all__ = [
     "Event",
     "Generator",
     "Job",
+    "PromptScores",
     "Request",
     "Statistics",
 ]

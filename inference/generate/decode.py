@@ -20,7 +20,12 @@ from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.pending_result import PendingResult
 from exl2flow.inference.generate.scheduler import Scheduler
 from exl2flow.inference.generate.step_job import UNCONSTRAINED, StepJob, TokenMask
-from exl2flow.inference.sampling import Kind
+from exl2flow.inference.sampling import (
+    Kind,
+    OwnProbabilities,
+    SampledTokens,
+    own_probabilities,
+)
 from exl2flow.inference.sampling.bits import ids_of
 
 CANDIDATES = 64  # that a hook sees
@@ -115,10 +120,20 @@ class Decode:
                 for one in sampling:
                     self._apply(one, one.masks[position])
                 sampled = self._device_slots.sample(slots, kind, after_draft=position > 0)
-                requests = ((one.slot, one.job.request) for one in sampling)
+                requests = [(one.slot, one.job.request) for one in sampling]
                 copied = [slot for slot, request in requests if request.logits or request.hooks]
-                results.append(PendingResult(sampled, self._device_slots.logits, copied))
+                own = self._own(requests, sampled)
+                results.append(PendingResult(sampled, self._device_slots.logits, copied, own))
         return _Launched(step_jobs, results, mu)
+
+    def _own(
+        self, requests: Sequence[tuple[int, Request]], sampled: SampledTokens
+    ) -> tuple[Sequence[int], OwnProbabilities] | None:
+        """Compute the model's own probabilities for the slots whose requests want them."""
+        tops = {slot: request.top_tokens for slot, request in requests if _wants_own(request)}
+        if not tops:
+            return None
+        return [*tops], self._device_slots.own([*tops], sampled, max(tops.values()))
 
     def _prepare(self, step_jobs: list[StepJob], slots: int, count: int) -> None:
         """Copy the draws of all draft positions, and the draft tokens, to the device."""
@@ -155,7 +170,7 @@ class Decode:
             {id(s): s for s in settings}.values(),  # a hash reads all of a long bias
             masked=has_mask or any(job.slot_mask != FREE for job in jobs),
             top=max(_top(job.request) for job in jobs),
-            probabilities=any(job.request.probabilities or job.request.hooks for job in jobs),
+            probabilities=any(_wants_probability(job.request) for job in jobs),
         )
 
     def _apply(self, step_job: StepJob, mask: TokenMask) -> None:
@@ -186,7 +201,8 @@ class Decode:
                 self._device_slots.sampler.mu[slot].copy_(launched.mu[slot])
             self._scheduler.advance(job)  # goes back to the last token that was read
             return
-        tokens = [result.token(slot, top) for result in launched.results[: len(step_job.masks)]]
+        results, own_top = launched.results[: len(step_job.masks)], job.request.top_tokens
+        tokens = [result.token(slot, top, own_top) for result in results]
         pairs = zip(tokens, step_job.draft, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
         job.acceptance.note(len(step_job.draft), accepted)
@@ -222,6 +238,7 @@ class Decode:
         job.sampled()
         if job.request.hooks:
             token = self._hooked(job, token)
+        token = token.raw()
         event = job.output.push(token)
         if event is not None and event.reason is not None:
             self._scheduler.end(job, event)
@@ -249,9 +266,24 @@ class Decode:
             return token
         for s in job.sequences:
             self._device_slots.replace(s.slot, len(s.ids), seen.sampled_token)
-        return token._replace(id=seen.sampled_token, probability=None)
+        own = token.own
+        if own is not None and isinstance(token.logits, torch.Tensor):
+            row, ids = token.logits[None], torch.tensor([seen.sampled_token])
+            logs = own_probabilities(row, ids, top=0, vocab_size=row.shape[1]).logs
+            own = float(logs.exp()), *own[1:]
+        return token._replace(id=seen.sampled_token, probability=None, own=own)
 
 
 def _top(request: Request) -> int:
-    """Return the number of top-k tokens that the request or its hooks need."""
-    return max(request.top_tokens, CANDIDATES if request.hooks else 0)
+    """Return the number of top-k tokens that the request or its hooks need from the sampler."""
+    return max(0 if request.raw else request.top_tokens, CANDIDATES if request.hooks else 0)
+
+
+def _wants_probability(request: Request) -> bool:
+    """Return whether the request or its hooks need the probability of the sampler."""
+    return bool((request.probabilities and not request.raw) or request.hooks)
+
+
+def _wants_own(request: Request) -> bool:
+    """Return whether the request needs the model's own probabilities."""
+    return request.raw and bool(request.probabilities or request.top_tokens)

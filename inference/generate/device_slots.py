@@ -23,12 +23,21 @@ from exl2flow.inference.drafts import Drafter, SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
 from exl2flow.inference.generate.runner import Runner
 from exl2flow.inference.loading.load import LoadedModel
-from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, completed, sample
+from exl2flow.inference.sampling import (
+    Kind,
+    OwnProbabilities,
+    SampledTokens,
+    SamplerSlots,
+    completed,
+    own_probabilities,
+    sample,
+)
 from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
 COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
+HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
 
 
@@ -230,6 +239,30 @@ class DeviceSlots:
         """
         key = self._batch_size(slots), kind, after_draft
         return self.graphs.replay(key, partial(self._sample, *key))
+
+    def own(self, slots: Sequence[int], sampled: SampledTokens, top: int) -> OwnProbabilities:
+        """Return the model's own probabilities of what some slots have sampled last.
+
+        Those of a sample without an id have no meaning.
+        """
+        rows = on_device(torch.tensor(slots), self.cache.device)
+        ids, logits = sampled.ids[rows], self.logits[rows]
+        return own_probabilities(logits, ids, top=top, vocab_size=self.sampler.vocab_size)
+
+    def scores(self, states: torch.Tensor, ids: Sequence[int], top: int) -> OwnProbabilities:
+        """Return the log probabilities of ids after hidden states (t, hidden), one after each."""
+        next_ids = on_device(torch.tensor(ids), self.cache.device)
+        parts, known = list[OwnProbabilities](), self.sampler.vocab_size
+        for begin in range(0, len(ids), HEAD_ROWS):
+            span = slice(begin, begin + HEAD_ROWS)
+            logits = self._decoder.head(states[None, span])[0]
+            parts.append(own_probabilities(logits, next_ids[span], top=top, vocab_size=known))
+        return OwnProbabilities.joined(parts)
+
+    def finish_copies(self) -> None:
+        """Wait until all that was launched has been computed and copied to the host."""
+        if self.is_asynchronous:
+            torch.cuda.current_stream(self.cache.device).synchronize()
 
     def max_drafts(self, slots: int) -> int:
         """Return the most draft tokens per slot that keep a step within the small-batch kernels."""

@@ -16,7 +16,9 @@ class Token(NamedTuple):
     """A sampled token with the extras that its request wants.
 
     probability: in the distribution it was drawn from; top_ids: the likeliest ids of that
-    distribution; logits: the model's row, in any form; fed: whether filters see the token.
+    distribution; logits: the model's row, in any form; fed: whether filters see the token; own: the
+    probability in the model's own distribution, its likeliest ids, and their probabilities, which
+    take the place of the others with `Request.raw`, once hooks have seen the token.
     """
 
     id: int
@@ -25,6 +27,16 @@ class Token(NamedTuple):
     top_probabilities: tuple[float, ...] = ()
     logits: object = None
     fed: bool = True
+    own: tuple[float, tuple[int, ...], tuple[float, ...]] | None = None
+
+    def raw(self) -> "Token":
+        """Return the token with the model's own probabilities, if it has them."""
+        if self.own is None:
+            return self
+        probability, ids, probabilities = self.own
+        return self._replace(
+            probability=probability, top_ids=ids, top_probabilities=probabilities, own=None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +72,21 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptScores:
+    """What the model expected at each place of a prompt: an entry per token.
+
+    logs: natural logarithms of the probability of each token, given those before it; None for the
+    first one, before which there is nothing. top_ids, top_logs: the likeliest ids in its place, if
+    wanted, and theirs; empty for the first one.
+    """
+
+    ids: tuple[int, ...]
+    logs: tuple[float | None, ...]
+    top_ids: tuple[tuple[int, ...], ...] = ()
+    top_logs: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event(TextPiece):
     """One step of a request; only the last event has a `reason`.
 
@@ -67,6 +94,7 @@ class Event(TextPiece):
     which are in `held` as well.
 
     read, total: prompt tokens in the cache, and how many must be there.
+    scores: of the whole prompt, in one event of stage "prompt", if wanted.
     trigger: the id or string that stopped the text.
     suppressed_text, suppressed_ids: cut because of a banned string, and never shown.
     held: what an ended text does not show: a stop token, or a stop string and the text behind it.
@@ -76,6 +104,7 @@ class Event(TextPiece):
     tag: object = None
     read: int = 0
     total: int = 0
+    scores: PromptScores | None = None
     suppressed_text: str = ""
     suppressed_ids: tuple[int, ...] = ()
     reason: Reason | None = None

@@ -15,6 +15,7 @@ from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics, Token
 from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
+from exl2flow.inference.generate.prompt_scorer import PromptScorer
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -28,17 +29,30 @@ DRAWS = 1 << 14  # skipped at a time
 class Sequence:
     """Tokens of a job that the model reads; all but the last are to be in the cache.
 
-    slot: its place in the steps, -1 while it waits.
+    slot: its place in the steps, -1 while it waits; scorer: of its prompt, if it is to be scored.
     """
 
     ids: list[int]
     held: SequencePages
     slot: int = -1
+    scorer: PromptScorer | None = None
 
     @property
     def unread(self) -> int:
         """Tokens that must be read before the next one can be sampled."""
         return len(self.ids) - 1 - self.held.filled
+
+    @property
+    def is_scoring(self) -> bool:
+        """Whether tokens of the prompt must be read for their scores, even if pages hold them."""
+        return self.scorer is not None and not self.scorer.is_complete
+
+    @property
+    def reusable(self) -> list[int]:
+        """The ids of which all but the last may be taken from the prefix cache."""
+        if self.scorer is None or self.scorer.is_complete:
+            return self.ids
+        return self.ids[: self.scorer.known + 1]
 
 
 class Job:
@@ -66,6 +80,8 @@ class Job:
         """Take a checked request; `deliver` gets its events, from `self.deliver`."""
         self.request, self.prompt, self.output, self.adapters = request, prompt, output, adapters
         self.sequences = [Sequence(list(ids), self.new_pages()) for ids in prompt.sequences]
+        if request.scores is not None:
+            self.lead.scorer = PromptScorer(self.lead.ids, request.scores)
         self.random = random.Random(Ranks.new_seed() if request.seed is None else request.seed)
         skip_draws(self.random, request.drawn)
         self.error: Exception | None = None

@@ -37,7 +37,10 @@ class Prefill:
             segments.append(Segment(pages=tuple(s.held.pages), begin=begin, end=end))
         if ids:
             adapters = [job.adapters for job, _, _ in chunks]
-            self._device_slots.read(ids, segments, embeddings, adapters)
+            is_scoring = any(s.is_scoring for _, s, _ in chunks)
+            states = self._device_slots.read(ids, segments, embeddings, adapters, states=is_scoring)
+            if is_scoring:
+                self._score(chunks, states)
         for job, sequence, count in chunks:
             held = sequence.held
             self._scheduler.page_pool.fill(held, sequence.ids[held.filled : held.filled + count])
@@ -45,6 +48,16 @@ class Prefill:
             read = total - sum(s.unread for s in job.sequences)
             job.deliver(Event(stage="prompt", tag=job.request.tag, read=read, total=total))
             self._scheduler.begin_steps(job)
+
+    def _score(self, chunks: list[Chunk], states: torch.Tensor) -> None:
+        """Score the tokens after those of a pass, from the hidden states (t, hidden) of all."""
+        split = states.split_with_sizes([count for _, _, count in chunks])
+        for (_, s, count), of_chunk in zip(chunks, split, strict=True):
+            if s.scorer is None or s.scorer.is_complete:
+                continue
+            ids = s.scorer.next_ids(s.held.filled, s.held.filled + count)
+            if ids:
+                s.scorer.add(self._device_slots.scores(of_chunk[-len(ids) :], ids, s.scorer.top))
 
     def _read_alone(self, chunk: Chunk, error: Exception) -> None:
         torch.cuda.empty_cache()
@@ -71,13 +84,13 @@ class Prefill:
             for sequence in job.sequences:
                 if job.is_decoding or job not in self._scheduler.running:
                     continue  # in the latter case another one took its pages
-                self._device_slots.copy(page_pool.match(sequence.held, sequence.ids))
+                self._device_slots.copy(page_pool.match(sequence.held, sequence.reusable))
                 if not sequence.unread:
                     self._scheduler.begin_steps(job)
                     continue
                 key = page_pool.next_key(sequence.held, sequence.ids)
                 count = self._chunk_size(sequence, room)
-                if not count or key in keys:
+                if not count or (key in keys and not sequence.is_scoring):
                     continue
                 if not self._scheduler.reserve(job, sequence, sequence.held.filled + count):
                     break

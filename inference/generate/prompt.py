@@ -136,7 +136,9 @@ def check(
         raise images_refused("the prompt")
     if len(prompt.sequences) > slots:
         raise ConfigError(f"`prompt` is a pair, which needs 2 slots; the generator has {slots}")
-    wanted = request.max_new_tokens or max(request.min_new_tokens, 1)
+    wanted = request.max_new_tokens
+    if wanted is None:
+        wanted = max(request.min_new_tokens, 1)
     if prompt.tokens + wanted > context:
         raise ContextOverflow(
             f"{prompt.tokens} prompt tokens and {wanted} new ones exceed the model's {context} "
@@ -166,7 +168,6 @@ def _check_ids(request: Request, prompt: Prompt, vocab_size: int) -> None:
                 f"id {token_id} in {where} is not in the vocabulary of {vocab_size}; use the "
                 "model's own tokenizer"
             )
-    if request.top_tokens > vocab_size:
-        raise ConfigError(
-            f"`top_tokens` is {request.top_tokens}, the vocabulary has only {vocab_size}"
-        )
+    for name, most in (("top_tokens", request.top_tokens), ("scores", request.scores or 0)):
+        if most > vocab_size:
+            raise ConfigError(f"`{name}` is {most}, the vocabulary has only {vocab_size}")

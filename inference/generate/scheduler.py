@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 
+from exl2flow.core.errors import InferenceError
 from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
@@ -65,13 +66,22 @@ class Scheduler:
     def _fits(self, job: Job) -> bool:
         if len(job.sequences) > len(self._free):
             return False
-        needed = sum(self.page_pool.needs(s.held, s.ids) for s in job.sequences)
+        needed = sum(self.page_pool.needs(s.held, s.ids, s.reusable) for s in job.sequences)
         # every running job may need another page soon
         return not self.running or needed + len(self.running) <= self.page_pool.free
 
     def begin_steps(self, job: Job) -> None:
-        """Let a job take part in decode steps once all of its sequences are read."""
+        """Let a job take part in decode steps once all of its sequences are read.
+
+        The scores of its prompt are delivered before; a job that wanted nothing else ends.
+        """
         if job.is_decoding or any(s.unread for s in job.sequences):
+            return
+        self._deliver_scores(job)
+        if job.is_done:
+            return
+        if not job.output.max_new_tokens:
+            self.end(job, job.output.finish("max_new_tokens"))
             return
         job.is_decoding, job.slot_mask = True, FREE
         for s in job.sequences:
@@ -80,6 +90,21 @@ class Scheduler:
             )
         if len(job.sequences) == 2:
             self._device_slots.sampler.pair(*(s.slot for s in job.sequences))
+
+    def _deliver_scores(self, job: Job) -> None:
+        """Deliver the scores of a prompt that has been read, once; end the job if it has none."""
+        scorer = job.lead.scorer
+        if scorer is None or scorer.is_delivered:
+            return
+        self._device_slots.finish_copies()
+        scorer.is_delivered, scores = True, scorer.scores()
+        if scores is None:
+            error = InferenceError("the logits are not finite; check the files of the model")
+            self.end(job, job.output.finish("error", error=error), keep=False)
+            return
+        total = sum(len(s.ids) - 1 for s in job.sequences)
+        tag = job.request.tag
+        job.deliver(Event(stage="prompt", tag=tag, read=total, total=total, scores=scores))
 
     def reserve_pages(self) -> None:
         """Take the pages that the next step writes; preempt jobs if there are too few."""

@@ -4,15 +4,18 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference.sampling.bits import completed
 from exl2flow.inference.sampling.chain import choose, sample
 from exl2flow.inference.sampling.kind import Kind
+from exl2flow.inference.sampling.own import OwnProbabilities, own_probabilities
 from exl2flow.inference.sampling.slots import SamplerSlots
 from exl2flow.kernels import SampledTokens
 
 __all__ = [
     "Kind",
+    "OwnProbabilities",
     "SampledTokens",
     "SamplerSlots",
     "SamplingSettings",
     "choose",
     "completed",
+    "own_probabilities",
     "sample",
 ]

@@ -72,6 +72,13 @@ def test_pair_needs_a_scale_and_a_scale_needs_a_pair() -> None:
         ({"min_new_tokens": 5, "max_new_tokens": 3}, "`min_new_tokens` is 5, `max_new_tokens` o"),
         ({"top_tokens": -1}, "`top_tokens` is -1"),
         ({"top_tokens": True}, "`top_tokens` is True"),
+        ({"raw": True, "top_tokens": 21}, "`top_tokens` is 21; it must be 20 or less with `raw`"),
+        ({"scores": -1}, "`scores` is -1; it must be 0 or more"),
+        ({"scores": 21}, "`scores` is 21; it must be 20 or less"),
+        ({"scores": True}, "`scores` is True; it must be an integer"),
+        ({"scores": 2.0}, "`scores` is 2.0; it must be an integer"),
+        ({"scores": 1, "heal": True}, "`scores` is set, but `heal` replaces the prompt's last"),
+        ({"scores": 1, "max_new_tokens": -1}, "`max_new_tokens` is -1; it must be 0 or more"),
         ({"max_skips": -2}, "`max_skips` is -2"),
         ({"seed": "x"}, "`seed` is 'x'; it must be an integer"),
         ({"drawn": -1}, "`drawn` is -1; it must be 0 or more"),
@@ -94,6 +101,28 @@ def test_values_that_no_model_can_use_are_refused(values: dict[str, Any], messag
         Request("a", **values)
 
     assert str(raised.value).startswith(message)
+
+
+def test_scores_of_embeddings_are_refused() -> None:
+    rows, prompt = np.zeros((1, 4), np.float32), "{{EMBED_HERE}} a"
+
+    class Rows:
+        ndim, shape, dtype = rows.ndim, rows.shape, rows.dtype
+
+        def is_floating_point(self) -> bool:
+            return True
+
+        def __len__(self) -> int:
+            return len(rows)
+
+    assert Request(prompt, embeddings=(Rows(),)).scores is None
+    with pytest.raises(ConfigError, match="`scores` is set, but `embeddings` have no prob"):
+        Request(prompt, embeddings=(Rows(),), scores=0)
+
+
+def test_no_new_tokens_are_enough_with_scores() -> None:
+    assert Request("a", scores=0, max_new_tokens=0).max_new_tokens == 0
+    assert Request("a", top_tokens=21).top_tokens == 21
 
 
 def test_lists_of_the_caller_may_change_afterwards() -> None:

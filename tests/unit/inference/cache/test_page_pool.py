@@ -142,6 +142,8 @@ def test_needs_counts_free_pages_even_when_cached() -> None:
     held = read(table, IDS[:8])
 
     assert table.needs(table.begin(), IDS[:10]) == 1
+    assert table.needs(table.begin(), IDS[:10], IDS[:5]) == 2  # so few may be shared
+    assert table.needs(table.begin(), IDS[:10], IDS[:1]) == 3
     table.release(held)
     assert table.needs(table.begin(), IDS[:10]) == 3
 

@@ -35,9 +35,9 @@ def passes(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts, steps = list[int](), generator._device_slots
     read, forward = steps.read, steps.forward
 
-    def reading(ids: list[int], *given: object) -> object:
+    def reading(ids: list[int], *given: object, **named: object) -> object:
         counts.append(len(ids))
-        return read(ids, *given)
+        return read(ids, *given, **named)
 
     def decoding(*given: object, **named: object) -> object:
         counts.append(1)

@@ -33,7 +33,7 @@ def test_decoded_tokens_are_never_prefilled(
     monkeypatch.setattr(
         generator._device_slots,
         "read",
-        lambda ids, *rest: (passes.append(len(ids)), read(ids, *rest)),
+        lambda ids, *rest, **more: (passes.append(len(ids)), read(ids, *rest, **more)),
     )
 
     bans = {"banned_strings": ("a", "e", "5"), "settings": HOT, "seed": 1}

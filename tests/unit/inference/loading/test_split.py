@@ -129,6 +129,14 @@ def packed(spec: ModelSpec, placement: Placement) -> Decoder:
     )
 
 
+def rated(model: LoadedModel) -> list[object]:
+    """Return the scores of a prompt, and the model's own probabilities of the text after it."""
+    wanted = {"scores": 3, "raw": True, "probabilities": True, "top_tokens": 2}
+    request = Request(TEXT * 9, max_new_tokens=5, settings=HOT, seed=1, **wanted)
+    events = [*Generator(model, slots=3, tokens=1024, chunk=256).stream(request)]
+    return [(e.scores, e.probabilities, e.top_ids) for e in events if e.scores or e.ids]
+
+
 def same(found: Generated, expected: Generated) -> bool:
     pairs = zip(found[1], expected[1], strict=True)
     return found[0] == expected[0] and all(torch.equal(x, y) for x, y in pairs)
@@ -200,6 +208,15 @@ def test_a_cache_of_another_format_is_split_alike(folder: Path, fakes: Devices) 
     )
 
     assert ids == other
+
+
+def test_scores_and_raw_probabilities_are_those_of_one_device(
+    folder: Path, placement: Placement, fakes: Devices
+) -> None:
+    found, expected = (rated(loaded(folder, each)) for each in (placement, WHOLE))
+
+    assert found == expected
+    assert len(found) > 1
 
 
 def test_replayed_recordings_say_the_same(
