@@ -100,7 +100,7 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
         return job
 
     def add(self, job: Job) -> Job:
-        """Put a prepared job in the queue and return it.
+        """Put a job from `prepare` in the queue and return it.
 
         Raises:
             Exl2FlowError: what `Generator.add` refuses, or the generator is closed.

@@ -300,6 +300,30 @@ def test_a_task_cancelled_while_its_request_is_prepared_adds_no_job(
     assert is_empty(generator)
 
 
+def test_any_thread_may_prepare_for_a_loop_and_cancel_before_adding(generator: Generator) -> None:
+    async def main() -> dict[object, list[Event]]:
+        found, queue = dict[object, list[Event]](), asyncio.Queue[Event]()
+        loop, left = asyncio.get_running_loop(), 3
+        async with AsyncGenerator(generator) as engine:
+            prepare = engine.prepare
+            made = [asyncio.to_thread(prepare, request(i), queue, loop) for i in range(left)]
+            jobs = await asyncio.gather(*made)
+            jobs[1].cancel()
+            for job in jobs:
+                engine.add(job)
+            while left:
+                event = await queue.get()
+                found.setdefault(event.tag, []).append(event)
+                left -= event.reason is not None
+        return found
+
+    found = run(main())
+
+    assert [event.reason for event in found[1]] == ["cancelled"]
+    for i in (0, 2):
+        assert "".join(event.text for event in found[i]) == text_of(generator, request(i))
+
+
 def test_closing_waits_for_no_filter_and_refuses_its_request(generator: Generator) -> None:
     slow = Slow()
 
