@@ -3,9 +3,9 @@
     python benchmarks/generation.py MODE … [--model DIR | --shape 7b] [--cache fp16] [--device cuda]
 
 Modes: overhead, mixed, admit, gap, prefix, sampler, fit, scattered, grammar, adapters, draft,
-ngram, ties, jobs, batch; grammar, adapters, ngram, jobs and batch also run on a CPU. Unless a
-model is given, one of random codes is written to a temporary folder. Texts end by their number of
-tokens only.
+ngram, ties, jobs, batch, prepare; grammar, adapters, ngram, jobs, batch and prepare also run on a
+CPU. Unless a model is given, one of random codes is written to a temporary folder. Texts end by
+their number of tokens only.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from decode import add_model, model_of, seconds
 from generation_drafts import draft, guessed, ngram
 from generation_features import adapters, grammar
 from generation_jobs import DEFAULT, GREEDY, prompt, request, stepped
+from generation_prepare import prepare
 from psutil import Process
 
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
@@ -357,6 +358,7 @@ MODES = {
         ties,
         jobs,
         batch,
+        prepare,
     )
 }
 

@@ -52,7 +52,7 @@ class Filter(Protocol):
     """A constraint on texts, shared by any number of requests; see `inference/filters/`."""
 
     def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
-        """Return the `Constraint` of an empty text.
+        """Return the `Constraint` of an empty text; may run in several threads at once.
 
         Args:
             tokenizer: the model's `Tokenizer`.

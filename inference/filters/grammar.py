@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from exl2flow.inference.sampling.bits import WORD, words_of
 from exl2flow.model import Tokenizer
 
 GUIDANCE = "x-guidance"  # llguidance's options, within a schema
+_VOCABULARY = Lock()  # several requests may need the first one at the same time
 WHITE_SPACE = r"\n?[ \t]{0,16}"  # between the parts of JSON
 
 
@@ -113,7 +115,8 @@ def prepare(constraints: Iterable[object]) -> None:
 
 @lru_cache(32)
 def _matcher(given: GrammarFilter, tokenizer: Tokenizer, ids: int, prefix: str) -> Any:
-    known = _tokenizer(tokenizer, ids)
+    with _VOCABULARY:
+        known = _tokenizer(tokenizer, ids)
     matcher = _llguidance().LLMatcher(known, given.rules(prefix), log_level=0)
     if matcher.is_error():
         raise ConfigError(f"cannot start {given}: {matcher.get_error()}")

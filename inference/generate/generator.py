@@ -13,6 +13,7 @@ from dataclasses import replace
 from threading import Event as Flag
 from threading import Lock
 from typing import Any, cast, overload
+from weakref import WeakSet
 
 import torch
 
@@ -43,7 +44,7 @@ Prompt = Text | tuple[Text, Text]
 
 
 class Generator:
-    """Generates texts; not thread-safe but for `submit` and `Job.cancel`.
+    """Generates texts; not thread-safe but for `submit`, `prepare`, `add` and `Job.cancel`.
 
     context: positions of one sequence; pages: of the whole cache; states: for programs with a loop
     of their own.
@@ -98,9 +99,27 @@ class Generator:
         self._decode = Decode(self._device_slots, self._scheduler)
         self._cancelled, self._events = deque[Job](), list[Event]()
         self._submitting = Lock()  # a job is added before a failure ends all, or refused after it
+        self._prepared = WeakSet[Job]()  # and not added yet
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
-        """Put a request in the queue, from any thread; `deliver` gets its events, not `step`.
+        """Prepare a request and add its job; `deliver` gets its events, not `step`.
+
+        Raises:
+            ConfigError, InferenceError, ContextOverflow, CacheFull: what `prepare` refuses.
+            InferenceError: the generator has failed.
+        """
+        job = self.prepare(request, deliver=deliver)
+        self.add(job)
+        return job
+
+    def prepare(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
+        """Check and encode a request and start its filters, beside steps that run meanwhile.
+
+        The job takes no slot and no page; `add` puts it in the queue, and dropping it is free.
+
+        Args:
+            request: what to generate.
+            deliver: gets the job's events in the thread of `step`, which otherwise returns them.
 
         Raises:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
@@ -124,9 +143,27 @@ class Generator:
             on_cancel=self._cancelled.append,
         )
         with self._submitting:
-            self._device_slots.check_works()
-            self._scheduler.add(job)
+            self._prepared.add(job)
         return job
+
+    def add(self, job: Job) -> None:
+        """Put a prepared job at the end of the queue, once; one that was cancelled just ends.
+
+        Raises:
+            ConfigError: the job was added before, or another generator prepared it.
+            InferenceError: the generator has failed.
+        """
+        with self._submitting:
+            self._device_slots.check_works()
+            if job not in self._prepared:
+                raise ConfigError(
+                    "the job was added before, or another generator prepared it; prepare its "
+                    "request again"
+                )
+            self._prepared.remove(job)
+            if not job.is_done:
+                job.queued()
+                self._scheduler.add(job)
 
     def _check(self, request: Request, prompt: EncodedPrompt) -> int:
         """Refuse a request that the model cannot run; return its limit of new tokens."""

@@ -56,7 +56,7 @@ class Sequence:
 
 
 class Job:
-    """A submitted request; `Generator` changes it.
+    """A prepared request; `Generator` changes it once it is added.
 
     launched: samples that were begun and not read yet; is_decoding: whether its prompt is read, and
     its sequences take part in decode steps; skips: how often another job overtook it in the queue;
@@ -91,7 +91,7 @@ class Job:
         self.acceptance = AcceptanceRate()
         self.draws = deque[float]()  # of samples that were not read yet
         self.mu: float | None = None
-        self._times = [time.monotonic()]  # submitted, started, first token, last token
+        self._times = [time.monotonic()]  # queued, started, first token, last token
         self._deliver, self._on_cancel = deliver, on_cancel
         self._cached = [0, 0]  # tokens and pages of the first start
 
@@ -170,6 +170,10 @@ class Job:
         self.constraint.accept(token.id, fed=token.fed)
         return not token.fed or token.id not in ends
 
+    def queued(self) -> None:
+        """Note that the job waits from now on."""
+        self._times = [time.monotonic()]
+
     def started(self) -> None:
         """Note that the prompt is read from now on."""
         if len(self._times) == 1:
@@ -189,7 +193,7 @@ class Job:
     def statistics(self) -> Statistics:
         """Return the counts and times so far."""
         now = [time.monotonic()] * 4
-        submitted, started, first, last = [*self._times, *now][:4]
+        queued, started, first, last = [*self._times, *now][:4]
         return Statistics(
             prompt_tokens=sum(map(len, self.prompt.sequences)),
             cached_tokens=self._cached[0],
@@ -197,7 +201,7 @@ class Job:
             new_tokens=max(self.output.new_tokens, 0),
             drafted_tokens=self.acceptance.drafted,
             accepted_tokens=self.acceptance.accepted,
-            waiting_seconds=started - submitted,
+            waiting_seconds=started - queued,
             prompt_seconds=first - started,
             text_seconds=last - first,
         )

@@ -1,4 +1,4 @@
-"""Any order of submitting, stepping, cancelling and sending back leaves texts as they are alone."""
+"""Texts are as they are alone, however jobs are prepared, added, cancelled and preempted."""
 
 import tempfile
 from functools import cache
@@ -40,6 +40,7 @@ class Jobs(RuleBasedStateMachine):
         super().__init__()
         self.generator = Generator(model(), tokens=PAGES * 256, slots=3, chunk=256)
         self.jobs: list[Job] = []
+        self.prepared: list[Job] = []  # and not added yet
         self.events: dict[Job, list[Event]] = {}
 
     @rule(
@@ -49,8 +50,9 @@ class Jobs(RuleBasedStateMachine):
         how=st.sampled_from([GREEDY, WARM]),
         seed=st.integers(0, 2),
         skips=st.sampled_from([0, 4, None]),
+        at_once=st.booleans(),
     )
-    def submit(self, beginning: tuple[int, ...], rest: list[int], **options: object) -> None:
+    def prepare(self, beginning: tuple[int, ...], rest: list[int], **options: object) -> None:
         request = Request(
             (*beginning, *rest),
             max_new_tokens=options["tokens"],
@@ -60,9 +62,16 @@ class Jobs(RuleBasedStateMachine):
             stops=(),
         )
         events: list[Event] = []
-        job = self.generator.submit(request, deliver=events.append)
+        make = self.generator.submit if options["at_once"] else self.generator.prepare
+        job = make(request, deliver=events.append)
         self.jobs.append(job)
+        self.prepared += [] if options["at_once"] else [job]
         self.events[job] = events
+
+    @precondition(lambda self: self.prepared)
+    @rule(which=st.integers(0, 100))
+    def add(self, which: int) -> None:
+        self.generator.add(self.prepared.pop(which % len(self.prepared)))
 
     @rule(count=st.sampled_from([1, 2, 15]))
     def step(self, count: int) -> None:
@@ -90,6 +99,8 @@ class Jobs(RuleBasedStateMachine):
         assert sorted([*slots, *schedule._free]) == [0, 1, 2]
 
     def teardown(self) -> None:
+        for job in self.prepared:
+            self.generator.add(job)
         while not self.generator.is_idle:
             self.generator.step()
         assert self.generator.free_pages == PAGES

@@ -2,6 +2,9 @@ import json
 import random
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from tiny import tiny_tokenizer
 from tokenizers import models
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.filters import Combined, Constraint, GrammarFilter, prepare
+from exl2flow.inference.filters import Combined, Constraint, GrammarFilter, grammar, prepare
 from exl2flow.model import Tokenizer
 
 ROOT = Path(__file__).parents[4]
@@ -336,3 +339,23 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ConfigError, match=r"`pip install exl2flow\[grammar\]`"):
         GrammarFilter(regex="a")
+
+
+def test_threads_that_start_grammars_at_once_read_the_vocabulary_once(
+    tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, reads = grammar._tokenizer.__wrapped__, list[int]()
+
+    def slow(tokenizer: Tokenizer, ids: int) -> object:
+        reads.append(ids)
+        time.sleep(0.02)
+        return read(tokenizer, ids)
+
+    monkeypatch.setattr(grammar, "_tokenizer", lru_cache(slow))
+    filters = [GrammarFilter(regex=f"thread [{i}-9]{{2}}") for i in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(lambda one: one.start(tiny, WIDTH), filters * 3))
+
+    assert reads == [WIDTH]
+    for one, text in zip(filters * 3, texts, strict=True):
+        assert same(text, one.start(tiny, WIDTH))
