@@ -87,7 +87,8 @@ class _GrammarState:
         ends = self._eos if may_end else frozenset()
         if self.words is None:  # stopped, or lost
             return Allowed(words_of(ends, self._width), ends, may_end, may_end)
-        return Allowed(self.words[: -(-self._width // WORD)], ends, may_end)
+        words = self.words[: -(-self._width // WORD)]
+        return Allowed(words, ends, may_end, is_named=True)
 
     def accept(self, token: int) -> None:
         self.words = None
