@@ -102,7 +102,8 @@ class _GrammarState:
 
 def prepare(constraints: Iterable[object]) -> None:
     """Compute the masks of all grammars among the constraints at once, without the GIL."""
-    texts = [text for text in constraints if isinstance(text, _GrammarState) and text.words is None]
+    given = [getattr(one, "answer", one) for one in constraints]  # within `Phases`
+    texts = [text for text in given if isinstance(text, _GrammarState) and text.words is None]
     texts = [text for text in texts if not text.lost and not text.matcher.is_stopped()]
     if texts:
         masks = torch.empty(len(texts), -(-texts[0].ids // WORD), dtype=torch.int32)
