@@ -75,6 +75,7 @@ class _PhasesState:
         if self._close not in b"".join(map(self._bytes, self._closing_ids)):
             raise ConfigError(f"the tokens of `{tokenizer.source}` cannot spell {marks.close!r}")
         self._eos = frozenset(tokenizer.eos_token_ids)
+        self._beyond = lru_cache(64)(self._find_beyond)
         self._inner: Constraint | None = None
         if given.then is not None:
             self._inner = given.then.start(tokenizer, width)
@@ -125,8 +126,6 @@ class _PhasesState:
         if self._inner is not None and self._end > length:
             self._inner.rollback(self._end - max(length, self._begin))
             self._end = max(length, self._begin)
-        if self._begin > length:
-            self._begin = self._end = self._skipped
         del self._ids[length:], self._places[length + 1 :]
 
     def _after(self, place: _Place, token: int, *, may: bool) -> _Place:
@@ -195,7 +194,7 @@ class _PhasesState:
             if mark.startswith(held) and (rest := mark[len(held) :]):
                 found = {*self._spelling_of(rest)}
                 if mark is self._direct:
-                    found -= {*self._beyond(rest)}
+                    found -= self._beyond(rest)
                 ids |= found
         return ids
 
@@ -204,7 +203,7 @@ class _PhasesState:
         ids, longest = set[int](), min(len(self._close) - 1, len(held))
         for count in range(longest + 1):
             if self._close.startswith(held[len(held) - count :]):
-                ids.update(self._beyond(self._close[count:]))
+                ids |= self._beyond(self._close[count:])
         return ids
 
     def _spelling_of(self, rest: bytes) -> Iterator[int]:
@@ -215,11 +214,10 @@ class _PhasesState:
             if name and (rest.startswith(name) or name.startswith(rest)):
                 yield token
 
-    def _beyond(self, rest: bytes) -> Iterator[int]:
-        """Yield the ids that begin with a text and go on with more than white space."""
-        for token in self._spelling_of(rest):
-            if self._bytes(token)[len(rest) :].strip():
-                yield token
+    def _find_beyond(self, rest: bytes) -> frozenset[int]:
+        """Return the ids that begin with a text and go on with more than white space."""
+        found = self._spelling_of(rest)
+        return frozenset(i for i in found if self._bytes(i)[len(rest) :].strip())
 
     def _bytes(self, token: int) -> bytes:
         if (name := self._special.get(token)) is not None:

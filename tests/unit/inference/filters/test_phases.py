@@ -1,6 +1,7 @@
 """Thoughts are free and end in time; the answer behind them is that of another filter."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.inference.filters import (
+    Allowed,
     Combined,
     GrammarFilter,
     Phases,
@@ -21,6 +23,7 @@ from exl2flow.inference.filters import (
     SelectFilter,
     prepare,
 )
+from exl2flow.inference.sampling.bits import words_of
 from exl2flow.model import Tokenizer
 from exl2flow.model.text.thoughts import Splitter
 
@@ -204,9 +207,44 @@ def test_beginning_of_a_mark_may_be_an_answer() -> None:
     assert state.allowed().must_end
 
 
+def test_white_space_may_come_before_thoughts() -> None:
+    state = fed(Phases(SPECIAL, False, 3, "", GrammarFilter(regex=r"\n[a-c]+!")), "\n", "<think>")
+
+    assert len(ids_of(state.allowed().words, WIDTH)) > 3000
+    state.rollback(1)
+    choices = {*ids_of(state.allowed().words, WIDTH)} - {*ids_for("<think>")}
+    assert {TOKENIZER.pieces[i][0] for i in choices} <= {*"abc<"}
+
+
+@dataclass(frozen=True)
+class Strict:
+    """A filter of letters `a` that cannot read anything else."""
+
+    def start(self, tokenizer: Tokenizer, width: int, prefix: str = "") -> "Strict":
+        return self
+
+    def allowed(self) -> Allowed:
+        return Allowed(words_of(ids_for("a")[:1], WIDTH))
+
+    def accept(self, token: int) -> None:
+        assert token == ids_for("a")[0]
+
+    def rollback(self, count: int) -> None:
+        pass
+
+
+def test_inner_filter_sees_only_what_it_allows() -> None:
+    state = fed(Phases(SPELLED, False, 3, "", Strict()), "[[")
+    assert ids_for("a")[0] not in ids_of(state.allowed().words, WIDTH)
+
+    other = fed(Phases(SPELLED, False, 3, "", Strict()), "[[thoughts]]", "so", "[[/thoughts]]")
+    assert ids_of(other.allowed().words, WIDTH) == ids_for("a")[:1]
+
+
 def test_token_does_not_close_thoughts_and_begin_an_answer() -> None:
-    marks = Thinking("[", "]")
-    ids = {i for i, piece in enumerate(TOKENIZER.pieces) if re.fullmatch(r"\].*\S.*", piece)}
+    marks = Thinking("[", ".")
+    ids = {i for i, piece in enumerate(TOKENIZER.pieces) if re.fullmatch(r"\..*\S.*", piece)}
+    assert ids
     state = fed(Phases(marks, True, 9, "", WORD), "so ")
 
     assert not ids & {*ids_of(state.allowed().words, WIDTH)}
