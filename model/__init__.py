@@ -29,7 +29,8 @@ from exl2flow.model.layers.rope import RopeTable, RopeTables
 from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.layers.sublayers import build_sublayer
 from exl2flow.model.memory.composition import Composition
-from exl2flow.model.text.chat_template import ChatTemplate, Message
+from exl2flow.model.text.chat_template import ChatTemplate
+from exl2flow.model.text.messages import Message
 from exl2flow.model.text.text_stream import TextStream
 from exl2flow.model.text.tokenizer import Tokenizer
 

@@ -1,10 +1,11 @@
-"""Filters: constrain generated texts to prefixes, choices and grammars."""
+"""Filters: constrain generated texts to prefixes, choices and grammars, behind thoughts or not."""
 
 from exl2flow.core.requests.request import Filter
 from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
 from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint
 from exl2flow.inference.filters.foreign import ForeignFilter
 from exl2flow.inference.filters.grammar import GrammarFilter, prepare
+from exl2flow.inference.filters.phases import Phases
 
 __all__ = [
     "Allowed",
@@ -13,6 +14,7 @@ __all__ = [
     "Filter",
     "ForeignFilter",
     "GrammarFilter",
+    "Phases",
     "PrefixFilter",
     "SelectFilter",
     "prepare",

@@ -89,7 +89,8 @@ class _GrammarState:
         ends = self._eos if may_end else frozenset()
         if self.words is None:  # stopped, or lost
             return Allowed(words_of(ends, self._width), ends, may_end, may_end)
-        return Allowed(self.words[: -(-self._width // WORD)], ends, may_end)
+        words = self.words[: -(-self._width // WORD)]
+        return Allowed(words, ends, may_end, is_named=True)
 
     def accept(self, token: int) -> None:
         self.words = None
@@ -103,7 +104,8 @@ class _GrammarState:
 
 def prepare(constraints: Iterable[object]) -> None:
     """Compute the masks of all grammars among the constraints at once, without the GIL."""
-    texts = [text for text in constraints if isinstance(text, _GrammarState) and text.words is None]
+    given = [getattr(one, "answer", one) for one in constraints]  # within `Phases`
+    texts = [text for text in given if isinstance(text, _GrammarState) and text.words is None]
     texts = [text for text in texts if not text.lost and not text.matcher.is_stopped()]
     if texts:
         masks = torch.empty(len(texts), -(-texts[0].ids // WORD), dtype=torch.int32)

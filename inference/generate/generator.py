@@ -131,7 +131,12 @@ class Generator:
         max_new_tokens = self._check(request, prompt)
         healed = "" if prompt.healed is None else tokenizer.pieces[prompt.healed]
         constraint = request.filters and Combined(
-            request.filters, tokenizer, width, prefix=healed, prefer_end=request.prefer_end
+            request.filters,
+            tokenizer,
+            width,
+            prefix=healed,
+            prefer_end=request.prefer_end,
+            stops=request.stops,
         )
         job = Job(
             request,

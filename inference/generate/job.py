@@ -118,6 +118,8 @@ class Job:
         """Continue with the settings, stops, hooks and exclusions of another request."""
         self.request = request
         self.output.follow(request)
+        if self.constraint is not None:
+            self.constraint.follow(request.stops)
         self.is_stale = self.launched > 0
 
     def exclude(self, ids: frozenset[int]) -> None:

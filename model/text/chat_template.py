@@ -11,19 +11,16 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.errors import ChatTemplateError
-from exl2flow.core.requests.images import refuse_images
+from exl2flow.core.errors import ChatTemplateError, ConfigError
 from exl2flow.model.config.fields import Fields
+from exl2flow.model.text.messages import AnyMessage, roles_of, tools_of, values_of
 from exl2flow.model.text.tokenizer import Tokenizer
-
-Role = Literal["system", "user", "assistant"]
 
 TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -31,16 +28,12 @@ DEFAULT_NAME = "default"  # of several templates in one file
 PROGRAM = Path(__file__).with_name("template_program.py")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: Role
-    content: str
-
-
 class ChatTemplate:
-    """A model's compiled template; `special_tokens` maps `bos_token` and the like to their text."""
+    """A model's compiled template.
+
+    special_tokens: text of `bos_token` and the like. mentioned: names that the template reads and
+    does not set itself, such as `messages` and `enable_thinking`; others have no effect.
+    """
 
     def __init__(
         self,
@@ -66,6 +59,7 @@ class ChatTemplate:
         self.origin = origin
         self.advice = advice
         self._process: _Process | None = None
+        self.mentioned = frozenset[str]()
         self._lock = Lock()
         with self._lock:
             self._started()
@@ -94,8 +88,9 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[AnyMessage],
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = False,
         now: datetime | None = None,
         variables: Mapping[str, object] | None = None,
@@ -103,32 +98,45 @@ class ChatTemplate:
         """Return the text of a conversation, BOS and the like as the template writes them.
 
         Args:
-            messages: the turns in order.
+            messages: the turns in order. Mappings have `role` and `content` and, where they apply,
+                `tool_calls`, `tool_call_id`, `name` and `reasoning_content`; other keys reach the
+                template as they are. Arguments of a call may be a mapping or its JSON text; the
+                template gets a mapping.
+            tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end with what begins the assistant's next turn.
             now: the date for templates that ask for it; the present when None.
             variables: further names of this template, such as `enable_thinking`.
 
         Raises:
             ChatTemplateError: the template refuses the messages, or fails.
-            ConfigError: the content of a message holds an image.
+            ConfigError: a message or a tool is not one, holds an image or what JSON cannot; a call
+                has arguments that are no JSON object; a variable has the name of an argument.
         """
-        refuse_images([each.content for each in messages], "a message")
+        if taken := {"messages", "tools", "add_generation_prompt"} & (variables or {}).keys():
+            raise ConfigError(f"`{min(taken)}` is no variable; give it as an argument")
         request = {
             "now": (now or datetime.now()).isoformat(),
             "variables": {
-                "messages": [{"role": each.role, "content": each.content} for each in messages],
+                "messages": values_of(messages),
                 "add_generation_prompt": add_generation_prompt,
-                "tools": None,
+                "tools": tools_of(tools),
                 "documents": None,
                 **self.special_tokens,
                 **(variables or {}),
             },
         }
+        try:
+            line = json.dumps(request, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"a message, a tool or a variable holds what JSON cannot: {error}; give it plain "
+                "values"
+            ) from error
         with self._lock:
-            answer = self._started().answer(request)
+            answer = self._started().answer(line)
         if "text" in answer:
-            return answer["text"]
-        roles = ", ".join(message.role for message in messages)
+            return str(answer["text"])
+        roles = ", ".join(roles_of(messages))
         raise ChatTemplateError(
             f"the chat template in `{self.origin}` cannot render turns of {roles}: "
             f"{answer['error']}; {self.advice}"
@@ -142,12 +150,13 @@ class ChatTemplate:
         """
         if self._process is None or self._process.has_ended:
             self._process = _Process()
-            answer = self._process.answer({"template": self.text})
+            answer = self._process.answer(json.dumps({"template": self.text}))
             if "error" in answer:
                 raise ChatTemplateError(
                     f"the chat template in `{self.origin}` does not compile "
                     f"({answer['error']}); fetch it again"
                 )
+            self.mentioned = frozenset(answer["mentioned"])
         return self._process
 
 
@@ -166,15 +175,14 @@ class _Process:
         """Tell whether a request has ended the process."""
         return not self._end.alive
 
-    def answer(self, request: Mapping[str, object]) -> dict[str, str]:
-        """Send a request; return the answer's `text`, nothing for a template, or its `error`."""
+    def answer(self, request: str) -> dict[str, Any]:
+        """Send a request, a line of JSON, and return the answer; see `template_program`."""
         stdin, stdout = self._child.stdin, self._child.stdout
         assert stdin is not None
         assert stdout is not None
-        line = json.dumps(request).encode() + b"\n"
         try:
             with suppress(BrokenPipeError):
-                stdin.write(line)
+                stdin.write(request.encode() + b"\n")
                 stdin.flush()
             answer = stdout.readline()
         except BaseException:  # also Ctrl-C: the answer would be taken for that of the next request
@@ -183,7 +191,7 @@ class _Process:
         if not answer.endswith(b"\n"):
             self._end()
             return {"error": "it takes more time or memory than a chat template may have"}
-        parsed: dict[str, str] = json.loads(answer)
+        parsed: dict[str, Any] = json.loads(answer)
         return parsed
 
 

@@ -5,8 +5,10 @@ of its memory or time (`{{ 'a' * 10**13 }}`), and no check of operators finds ev
 can. So they run in a child that the kernel limits. Starting it takes 0.1 s once for a template; a
 conversation takes some 50 µs more than without it. It imports nothing of exl2flow, hence no torch.
 
-A request is a line of JSON, and so is its answer: first `{"template": text}`, then any number of
-`{"variables": …, "now": …}`. It ends when its input does, or when the kernel ends it.
+A request is a line of JSON, and so is its answer. First comes `{"template": text}`, answered by
+`{"mentioned": names}` of the variables that the template reads; then any number of
+`{"variables": …, "now": …}`, answered by `{"text": …}`. Instead there may be an `{"error": …}`. It
+ends when its input does, or when the kernel ends it.
 """
 
 import json
@@ -17,7 +19,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -81,13 +83,16 @@ def limit(kind: int, most: int) -> None:
 
 def answered(
     line: bytes, template: jinja2.Template | None
-) -> tuple[jinja2.Template | None, dict[str, str]]:
+) -> tuple[jinja2.Template | None, dict[str, Any]]:
     """Return the template and the answer to a request: the first one compiles the template."""
-    answer: dict[str, str] = {}
+    answer: dict[str, Any] = {}
     try:
         request = json.loads(line)
         if template is None:
-            template = environment().from_string(request["template"])
+            sandbox = environment()
+            names = meta.find_undeclared_variables(sandbox.parse(request["template"]))
+            template = sandbox.from_string(request["template"])
+            answer["mentioned"] = sorted(names - {"strftime_now"})
         else:
             answer["text"] = rendered(template, request["variables"], request["now"])
     except MemoryError:

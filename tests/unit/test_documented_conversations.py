@@ -1,6 +1,7 @@
 """The program on the page about conversations runs, and the page names every format."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ def test_program_runs() -> None:
 
     assert [turn.user for turn in session.turns] == ["Hello", "Why?"]
     assert all(turn.answer for turn in session.turns)
+
+
+def test_template_gets_what_the_program_gives(tmp_path: Path) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)[1], names)
+    shutil.copy(PAGE.parents[2] / "demo" / "model" / "tokenizer.json", tmp_path)
+    template = (
+        "{{ tools[0].function.name }} {{ messages[1].tool_calls[0].function.arguments.city }}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(template + "{{ messages[2].content }}")
+
+    assert names["asked"](tmp_path) == "weather Bonnsunny"
 
 
 def test_every_format_is_named() -> None:

@@ -8,8 +8,10 @@ from constrained import walk
 from spelled import spelled
 
 from exl2flow.inference.filters import Combined
+from exl2flow.model import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "constrain-texts.md"
+DEMO = PAGE.parents[2] / "demo" / "model"
 
 
 def test_programs_run() -> None:
@@ -25,5 +27,7 @@ def test_programs_run() -> None:
         verdict = walk(Combined([names["verdict"]], tokenizer, 40), tokenizer, seed=seed)
         assert verdict is not None
         assert "".join(tokenizer.pieces[i] for i in verdict) in ("yes", "no", "not yet")
-    for answer in names["answers"](PAGE.parents[2] / "demo" / "model"):
+    assert names["in_time"].then == names["answer"]
+    Combined([names["in_time"]], Tokenizer.load(DEMO), 4128)
+    for answer in names["answers"](DEMO):
         assert answer in ("yes", "no", "not yet")

@@ -179,3 +179,44 @@ def test_a_text_that_must_not_end_yet_ends_where_its_filter_does(model: LoadedMo
 def test_objects_that_are_not_filters_are_refused() -> None:
     with pytest.raises(ConfigError, match="`filters` contains 'yes', which is no filter"):
         Request("a", filters=["yes"])
+
+
+@pytest.mark.parametrize("draft", [None, NgramDraft()])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_stop_that_is_not_eos_ends_a_complete_text(
+    model: LoadedModel, draft: Drafter | None, as_text: bool
+) -> None:
+    (stop,) = model.tokenizer.encode("\n")
+    eager = SamplingSettings(temperature=1.0, token_bias=((stop, 100.0),))
+    stops = ["\n" if as_text else stop]
+    letters = GrammarFilter(regex=r"[a-z]{3,40}")
+    wanted = [
+        request(letters, settings=eager, stops=stops, seed=1),
+        request(SelectFilter(["red", "reddish"]), settings=eager, stops=stops, seed=2),
+        request(GrammarFilter(regex=r"(?s).*"), settings=eager, stops=stops, seed=3),
+    ]
+
+    (word, end), (colour, colour_end), (free, free_end) = texts_of(model, *wanted, draft=draft)
+
+    assert re.fullmatch("[a-z]{3,}", word)
+    assert len(word) < 12
+    assert (colour, free) == ("red", "")
+    reason = "stop_string" if as_text else "stop_token"
+    assert {end.reason, colour_end.reason, free_end.reason} == {reason}
+
+
+def test_a_changed_stop_ends_a_filtered_text(model: LoadedModel) -> None:
+    (stop,) = model.tokenizer.encode("\n")
+    eager = SamplingSettings(temperature=1.0, token_bias=((stop, 100.0),))
+    generator, events = Generator(model, tokens=1024, slots=1), list[Event]()
+    letters = GrammarFilter(regex=r"[a-z]{3,}")
+    job = generator.submit(request(letters, settings=eager, seed=1), deliver=events.append)
+    while job.output.new_tokens < 8:
+        generator.step()
+
+    generator.change(job, stops=[stop])
+    while not generator.is_idle:
+        generator.step()
+
+    assert events[-1].reason == "stop_token"
+    assert re.fullmatch("[a-z]{8,}", "".join(event.text for event in events))

@@ -88,7 +88,7 @@ def test_text_is_that_of_transformers(folder: Path, text: str, prompt: bool) -> 
 def test_messages_with_images_are_refused(folder: Path) -> None:
     content: Any = [{"type": "text", "text": "What is this?"}, {"type": "image", "url": "a.png"}]
 
-    with pytest.raises(ConfigError, match="a message holds an image"):
+    with pytest.raises(ConfigError, match="message 1 holds an image"):
         with_template(folder, "a").render([Message(role="user", content=content)])
 
 
