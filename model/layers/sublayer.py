@@ -120,6 +120,8 @@ class Sublayer(ABC):
             reads: of all rows.
             places: of the rows. Unlike an index, they are not sent to the device.
         """
+        if len(places) == 1:  # a view
+            return {capture: x[places[0]][None] for capture, x in reads.items()}
         return {
             capture: torch.stack([x[place] for place in places]) for capture, x in reads.items()
         }

@@ -31,16 +31,16 @@ JUDGE_STEP = 8  # every eighth of them judges a correction
 class CrossProducts:
     """Sums `X̂ᵀ(X - X̂)` over rows while advancing the source's states."""
 
-    def __init__(self, sublayer: Sublayer, source: torch.Tensor, pairs: range) -> None:
+    def __init__(self, sublayer: Sublayer, source: torch.Tensor, rows: range) -> None:
         """Begin with zeros.
 
         Args:
             sublayer: with the source's weights.
             source: states fp32 (p, t, hidden) of the source; advanced in place.
-            pairs: the row numbers that they belong to.
+            rows: the row numbers that they belong to.
         """
-        self.sublayer, self.source, self.pairs = sublayer, source, pairs
-        self._fitting = fitting(len(pairs))
+        self.sublayer, self.source, self.rows = sublayer, source, rows
+        self._fitting = fitting(len(rows))
         self._wanted: dict[int, dict[str, torch.Tensor]] = {}
         self._tokens: dict[str, int] = {}  # by capture of an expert
         self._changed = list[torch.Tensor]()  # shares of routes that differ, by row
@@ -53,9 +53,7 @@ class CrossProducts:
 
         Source rows pass one at a time here and in `advance_source`, which must agree.
         """
-        if row not in self.pairs:
-            return
-        place = self.pairs.index(row)
+        place = self.rows.index(row)
         hidden = self.source[place : place + 1].to(device_of(self.sublayer), non_blocking=True)
         wanted: Mapping[str, torch.Tensor] = self.sublayer.reads(hidden)
         output = self.sublayer.output(hidden, wanted)[0]
@@ -80,7 +78,7 @@ class CrossProducts:
         """Return what parts of the source contribute to the rows that judge, by unit."""
         return [
             self._wanted.get(place) or {"": self.source[place][None]}
-            for place in range(0, len(self.pairs), JUDGE_STEP)
+            for place in range(0, len(self.rows), JUDGE_STEP)
         ]
 
     def means(self) -> dict[str, torch.Tensor]:
@@ -170,7 +168,7 @@ class Correction:
             crosses: has seen all rows.
             coverage: of experts, whose Hessians may be mixed with that of their layer.
         """
-        means, paired = crosses.means(), states[:: crosses.pairs.step]
+        means, paired = crosses.means(), states[:: crosses.rows.step]
         source = dict(sublayer.linears)
         if coverage is not None:
             for capture, cross in means.items():

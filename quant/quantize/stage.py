@@ -194,7 +194,7 @@ class Quantizing(MatrixWork):
         crosses = CrossProducts(sublayer, states[self.rows :], self.again)
         coverage = Coverage.of(sublayer, quantized, self.options.expert_tokens)
         hessians, reference = collect_hessians(
-            sublayer, quantized, keep=self.error_rows, observe=crosses.add, coverage=coverage
+            sublayer, quantized, keep=self.error_rows, observe=crosses, coverage=coverage
         )
         source, targets = dict(sublayer.linears), dict(sublayer.linears)
         if self.again:

@@ -5,9 +5,9 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -182,13 +182,23 @@ def _mean(hessian: torch.Tensor) -> torch.Tensor:
     return mean.clamp(min=LEAST_MEAN)
 
 
+class Observer(Protocol):
+    """Sees single rows that pass a sublayer; rows: their numbers."""
+
+    rows: range
+
+    def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
+        """Take what projections read of a row, see `Sublayer.reads`."""
+        ...
+
+
 def collect_hessians(
     sublayer: Sublayer,
     states: torch.Tensor,
     *,
     keep: range | None = None,
     move: bool = False,
-    observe: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None,
+    observe: Observer | None = None,
     coverage: Coverage | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
     """Run every row through the unquantized sublayer.
@@ -199,7 +209,7 @@ def collect_hessians(
         keep: rows whose outputs to return; None: all.
         move: whether to overwrite the states with the outputs instead of returning them.
         coverage: of the sublayer, if it has experts.
-        observe: called with each row's number and what its projections read, see `Sublayer`.
+        observe: sees what projections read of its rows, before the states change.
 
     Returns:
         Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
@@ -212,9 +222,9 @@ def collect_hessians(
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
         read: Mapping[str, torch.Tensor] = sublayer.reads(hidden)
         numbers = range(rows.start, rows.stop)
-        if observe is not None:
-            for row in numbers:
-                observe(row, sublayer.of_rows(hidden, read, [row - rows.start]))
+        for row in numbers:
+            if observe is not None and row in observe.rows:
+                observe.add(row, sublayer.of_rows(hidden, read, [row - rows.start]))
         for capture, x in read.items():
             if capture not in sums:
                 sums[capture] = HessianSum(x.shape[-1], device=x.device)

@@ -127,7 +127,7 @@ def targets_of(
     """Return the targets of the first row: it alone makes them."""
     quantized, source = (x[:1].clone() for x in states)
     sums = CrossProducts(sublayer, source, range(1))
-    hessians, _ = collect_hessians(sublayer, quantized, observe=sums.add)
+    hessians, _ = collect_hessians(sublayer, quantized, observe=sums)
     crosses = sums.means()
     correction = Correction(strength=strength, damping=DAMPING)
     return {
@@ -214,7 +214,7 @@ def test_rows_that_judge_are_not_fitted(
     source = states[1][::2].clone()
     sums = CrossProducts(sublayer, source, range(0, 3, 2))
 
-    collect_hessians(sublayer, states[0], observe=sums.add)
+    collect_hessians(sublayer, states[0], observe=sums)
 
     quantized, wanted = (inputs(sublayer, x[2:]) for x in states)  # the first pair judges
     for capture, found in sums.means().items():
@@ -353,7 +353,7 @@ def test_a_hessian_without_a_factor_leaves_the_weights_and_says_so(
     """So it is with a negative eigenvalue, as rounding of large sums makes it."""
     quantized, source = (x[:1].clone() for x in states)
     crosses = CrossProducts(sublayer, source, range(1))
-    hessians, _ = collect_hessians(sublayer, quantized, observe=crosses.add)
+    hessians, _ = collect_hessians(sublayer, quantized, observe=crosses)
     hessians["input"] -= 2 * torch.diag(hessians["input"].diagonal())
     notes: list[str] = []
     correction = Correction(strength=1.0, damping=1e-9, note=notes.append)
