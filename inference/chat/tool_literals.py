@@ -59,7 +59,7 @@ def parameter_value(text: str, schema: object) -> Any:
     kind = TYPES[type(value)]
     if not types or kind in types or (kind == "integer" and "number" in types):
         return value
-    if kind == "number" and "integer" in types and value.is_integer():
+    if isinstance(value, float) and "integer" in types and value.is_integer():
         return value
     if "string" in types:
         return text

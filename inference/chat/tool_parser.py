@@ -96,7 +96,9 @@ def parse_calls(
 ) -> Parsed:
     """Return content and calls of a text, or of its pieces."""
     parser, parsed = ToolParser(fmt, tools), Parsed()
-    events = [e for piece in ([text] if isinstance(text, str) else text) for e in parser.feed(piece)]
+    events = [
+        e for piece in ([text] if isinstance(text, str) else text) for e in parser.feed(piece)
+    ]
     for event in events + parser.finish():
         match event:
             case ToolText(text=piece, is_broken=is_broken):

@@ -31,7 +31,9 @@ class ToolFormat:
     end: what comes behind calls; a text that ends without it has ended as well.
     call_begin, call_end: around each of several calls between `begin` and `end`.
     name_key, arguments_key, id_key: of JSON objects; an empty `id_key`: they have none.
-    name_begin, name_end: around a function's name outside of JSON.
+    id_is_first: the model writes a number as id before the name; else letters at the end.
+    name_begin, name_end: around a function's name outside of JSON. between: what a model writes
+        between the two, such as the kind of arguments.
     key_begin, key_end, value_end: around the names and values of `parameters`.
     brackets: calls of `pythonic` are a list; otherwise each has a line.
     id_prefix, id_length: the ids that calls get, a prefix and letters and digits.
@@ -50,8 +52,10 @@ class ToolFormat:
     name_key: str = "name"
     arguments_key: str = "arguments"
     id_key: str = ""
+    id_is_first: bool = False
     name_begin: str = ""
     name_end: str = ""
+    between: str = ""
     key_begin: str = ""
     key_end: str = ""
     value_end: str = ""

@@ -14,7 +14,7 @@ WEATHER = {
                 "city": {"type": "string", "maxLength": 12},
                 "days": {"type": "integer", "minimum": 0, "maximum": 9},
                 "metric": {"type": "boolean"},
-                "hours": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+                "hours": {"type": "array", "items": {"enum": [0, 6, 12, 23]}, "maxItems": 3},
             },
             "required": ["city"],
             "additionalProperties": False,
@@ -63,9 +63,9 @@ TEMPLATES = {
     + (_JSON + "{{ '\n<tool_call>\n' }}" + _PAIR + "{{ '\n</tool_call>\n' }}" + _END),
     "phi4-mini": _JSON + "{{ '<|tool_call|>' }}" + _PAIR + "{{ '<|/tool_call|>' }}" + _END,
     "llama3-json": "{{ '<|start_header_id|>' if false }}"
-    + (_JSON + _PAIR.replace("arguments\": ", "parameters\": ") + _END),
+    + (_JSON + _PAIR.replace('arguments": ', 'parameters": ') + _END),
     "granite": "{{ '<|start_of_role|>' if false }}{{ '<|tool_call|>' }}" + _LIST,
-    "mistral-list": "{{ '[TOOL_CALLS] ' }}" + _LIST.replace("}}}{%-", "}}, \"id\": \"aB3456789\"}{%-"),
+    "mistral-list": "{{ '[TOOL_CALLS] ' }}" + _LIST.replace("}}}{%-", '}}, "id": "aB3456789"}{%-'),
     "command-r7b": "{{ '<|START_ACTION|>[\n' }}"
     "{%- for c in m.tool_calls %}{{ ',\n' if not loop.first }}"
     '    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", '
@@ -84,7 +84,12 @@ TEMPLATES = {
     "seed-oss": _SEED,
     "glm4.5": _JSON
     + ("{{ '\n<tool_call>' + c.function.name }}" + _ITEMS)
-    + ("{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}" + _TEXT + "{{ '</arg_value>' }}" + _END)
+    + (
+        "{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}"
+        + _TEXT
+        + "{{ '</arg_value>' }}"
+        + _END
+    )
     + ("{{ '\n</tool_call>' }}" + _END),
     "minimax-m2": "{{ '<minimax:tool_call>\n' }}"
     + (_JSON + "{{ '<invoke name=\"' + c.function.name + '\">\n' }}" + _ITEMS)
@@ -97,7 +102,8 @@ TEMPLATES = {
     "olmo3": "{{ '<function_calls>\n' }}"
     + (_PYTHON.replace("SEP", "'\n'") + "{{ '\n</function_calls>' }}"),
     "gpt-oss": _JSON
-    + "{{ '<|start|>assistant to=' + 'functions.' + c.function.name + '<|channel|>commentary json' }}"
+    + "{{ '<|start|>assistant to=' + 'functions.' + c.function.name }}"
+    + "{{ '<|channel|>commentary json' }}"
     + "{{ '<|message|>' }}{{ c.function.arguments | tojson }}{{ '<|call|>' }}"
     + _END,
 }

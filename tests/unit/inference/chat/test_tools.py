@@ -1,6 +1,6 @@
 import json
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 from tool_calls import ONE_CALL, TEMPLATES, TOOLS, template_of, turn
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.chat.tool_parser import Parsed, parse_calls
+from exl2flow.inference.chat.tool_parser import (
+    CallArguments,
+    CallBegin,
+    Parsed,
+    ToolParser,
+    parse_calls,
+)
 from exl2flow.inference.chat.tools import all_tool_formats, named_tool_format, tool_format
-from exl2flow.model.text.chat_template import ChatTemplate
+from exl2flow.model.text.messages import values_of
+from exl2flow.model.text.template_program import environment
 
 WEATHER = {"city": 'Bonn "am Rhein"', "days": 3, "metric": True, "hours": [6, 12]}
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WEATHER), ("stop", {})]
@@ -19,9 +26,9 @@ NAMES = sorted(TEMPLATES)
 BARE = {name for name, row in all_tool_formats().items() if not row.begin}
 
 
-def rendered(name: str, calls: Sequence[tuple[str, dict[str, Any]]], content: str = "") -> str:
-    template = ChatTemplate(template_of(name), special_tokens={}, origin=Path("ours"))
-    return template.render([turn(calls, content)], tools=TOOLS)
+def rendered(name: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    template = environment().from_string(template_of(name))
+    return template.render(messages=values_of([turn(calls)]), tools=TOOLS)
 
 
 TEXTS = {name: rendered(name, CALLS[: 1 if name in ONE_CALL else 2]) for name in NAMES}
@@ -37,7 +44,7 @@ def called(parsed: Parsed) -> list[tuple[str, dict[str, Any]]]:
 
 def pieces(text: str, cuts: Sequence[int]) -> list[str]:
     places = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    return [text[a:b] for a, b in pairwise(places)]
 
 
 def test_every_row_has_a_template() -> None:
@@ -142,12 +149,19 @@ def test_answer_that_begins_like_a_call_is_text(name: str) -> None:
 
 
 def test_arguments_come_in_fragments() -> None:
-    from exl2flow.inference.chat.tool_parser import CallArguments, CallBegin, ToolParser
-
     parser = ToolParser(named_tool_format("hermes"), TOOLS)
     events = parser.feed('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bo')
     assert [type(event) for event in events] == [CallBegin, CallArguments]
     assert parser.feed("nn")[0] == CallArguments(events[0].id, "nn")  # type: ignore[union-attr]
+
+
+def test_keys_of_a_call_come_in_any_order() -> None:
+    given = '{"city": "Bonn"}'
+    for arguments in (given, json.dumps(given)):
+        text = f'<tool_call>{{ "arguments": {arguments}, "name": "get_weather"}} </tool_call> '
+        parsed = parse_calls(named_tool_format("hermes"), text, TOOLS)
+        assert called(parsed) == [("get_weather", {"city": "Bonn"})]
+        assert parsed.content == ""
 
 
 def test_ids_have_the_format_of_the_row() -> None:
@@ -181,7 +195,7 @@ stop(a='it\'s, (a) "b"\d', b=[1, {'c': None}], d=-2.5, e=true)
 </function_calls>"""
 
     assert called(parse_calls(fmt, source)) == [
-        ("stop", {"a": "it's, (a) \"b\"\\d", "b": [1, {"c": None}], "d": -2.5, "e": True})
+        ("stop", {"a": 'it\'s, (a) "b"\\d', "b": [1, {"c": None}], "d": -2.5, "e": True})
     ]
 
 
