@@ -1,7 +1,7 @@
 """Force valid tool calls: a Lark grammar of all calls that a format, functions and a choice allow.
 
 A text under it is free up to the mark of a call; from there on, names and arguments are those of
-the functions. Marks that a vocabulary has as tokens of their own are forced as such, others as text.
+the functions. Marks that a vocabulary has as tokens are forced as tokens, others as text.
 """
 
 import json
@@ -196,9 +196,11 @@ class _Writer:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if {"pattern", "format"} & schema.keys():
             self.warnings.append(f"`{where}`: raw text is not held to its pattern or format")
-        rules = [f"TEXT_{number}: /(.|\\n){{{least},{most}}}/ & ~(ANY {_quoted(word)} ANY)"]
-        rules.append(f"raw_{number}[lazy]: TEXT_{number} {_quoted(end)}")
-        self._rules += rules
+        text = f"TEXT_{number}: /(.|\\n){{{least},{most}}}/ & ~(ANY {_quoted(word)} ANY)"
+        if word in self._special:  # no text contains it
+            self._rules.append(text)
+            return f"TEXT_{number} {self._mark(end.lstrip())}"
+        self._rules += [text, f"raw_{number}[lazy]: TEXT_{number} {_quoted(end)}"]
         return f"raw_{number}"
 
     def _python(self, name: str, schema: Schema) -> str:

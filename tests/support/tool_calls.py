@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from exl2flow.model.text.messages import values_of
+from exl2flow.model.text.template_program import environment
+
 WEATHER = {
     "type": "function",
     "function": {
@@ -120,3 +123,9 @@ def turn(calls: Sequence[tuple[str, dict[str, Any]]], content: str = "") -> dict
     """Return a turn of the assistant that calls functions."""
     functions = [{"function": {"name": name, "arguments": given}} for name, given in calls]
     return {"role": "assistant", "content": content, "tool_calls": functions}
+
+
+def rendered(name: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Return how a format writes calls."""
+    template = environment().from_string(template_of(name))
+    return template.render(messages=values_of([turn(calls)]), tools=TOOLS)

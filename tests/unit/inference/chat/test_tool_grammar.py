@@ -1,5 +1,7 @@
 import json
+import re
 from collections import Counter
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -8,12 +10,12 @@ from typing import Any
 import pytest
 import tokenizers
 from constrained import ids_of, text_of
-from tool_calls import TOOLS
+from tool_calls import ONE_CALL, TOOLS, rendered
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.chat.tool_grammar import Choice, tool_grammar
 from exl2flow.inference.chat.tool_parser import Parsed, parse_calls
-from exl2flow.inference.chat.tools import all_tool_formats, named_tool_format
+from exl2flow.inference.chat.tools import ToolFormat, all_tool_formats, named_tool_format
 from exl2flow.inference.filters import Constraint
 from exl2flow.model import Tokenizer
 
@@ -216,6 +218,41 @@ def test_mark_that_is_one_token_is_forced_as_one(is_special: bool) -> None:
     for token in spelled[:-1]:
         started.accept(token)
     assert spelled[-1] not in ids_of(started.allowed().words, WIDTH)
+
+
+MARK = re.compile(r"<[^<>= ]+>|\[[A-Z_]+\]")
+
+
+@cache
+def marked() -> Tokenizer:
+    """Return a tokenizer that has all marks of all formats as special tokens."""
+    texts = [text for row in ROWS.values() for text in vars_of(row) if isinstance(text, str)]
+    return with_special(*sorted({mark for text in texts for mark in MARK.findall(text)}))
+
+
+def vars_of(row: ToolFormat) -> list[object]:
+    return [getattr(row, field.name) for field in fields(row)]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("name", sorted(set(ROWS) - {"gpt-oss"}))
+def test_what_templates_write_is_allowed(name: str, is_special: bool) -> None:
+    tokenizer = marked() if is_special else demo()
+    weather = {"city": 'Bo"nn\n', "days": 3, "metric": True, "hours": [6, 12]}
+    calls: list[tuple[str, dict[str, Any]]] = [("get_weather", weather), ("stop", {})]
+    text = rendered(name, calls[: 1 if name in ONE_CALL else 2])
+    grammar = tool_grammar(named_tool_format(name), TOOLS, tokenizer)
+    for source, is_valid in ((text, True), (text.replace("get_weather", "get_wether"), False)):
+        started, seen = grammar.filter.start(tokenizer, tokenizer.vocab_size), []
+        for token in tokenizer.encode(source, special=True):
+            if token not in ids_of(started.allowed().words, tokenizer.vocab_size):
+                break
+            started.accept(token)
+            seen.append(token)
+        else:
+            seen.append(-1)
+        is_whole = seen[-1:] == [-1] and started.allowed().may_end
+        assert is_whole == is_valid, tokenizer.decode(seen[:-1], special=True)
 
 
 def test_schemas_beyond_the_grammar_are_loosened_with_a_warning() -> None:

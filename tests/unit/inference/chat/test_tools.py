@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tool_calls import ONE_CALL, TEMPLATES, TOOLS, template_of, turn
+from tool_calls import ONE_CALL, TEMPLATES, TOOLS, rendered, template_of
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.inference.chat.tool_parser import (
@@ -17,18 +17,13 @@ from exl2flow.inference.chat.tool_parser import (
     parse_calls,
 )
 from exl2flow.inference.chat.tools import all_tool_formats, named_tool_format, tool_format
-from exl2flow.model.text.messages import values_of
-from exl2flow.model.text.template_program import environment
 
 WEATHER = {"city": 'Bonn "am Rhein"', "days": 3, "metric": True, "hours": [6, 12]}
 CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WEATHER), ("stop", {})]
 NAMES = sorted(TEMPLATES)
+ONE_EACH = ["hermes", "hunyuan", "deepseek-v3.1", "qwen3-coder", "glm4.5", "olmo3", "gpt-oss"]
+ONE_EACH += ["llama3-json", "llama4-pythonic"]
 BARE = {name for name, row in all_tool_formats().items() if not row.begin}
-
-
-def rendered(name: str, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    template = environment().from_string(template_of(name))
-    return template.render(messages=values_of([turn(calls)]), tools=TOOLS)
 
 
 TEXTS = {name: rendered(name, CALLS[: 1 if name in ONE_CALL else 2]) for name in NAMES}
@@ -47,8 +42,11 @@ def pieces(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[a:b] for a, b in pairwise(places)]
 
 
-def test_every_row_has_a_template() -> None:
-    assert sorted(all_tool_formats()) == NAMES
+def test_every_row_has_a_template_and_every_kind_is_tried() -> None:
+    rows = all_tool_formats()
+
+    assert sorted(rows) == NAMES
+    assert {rows[name].kind for name in ONE_EACH} == {row.kind for row in rows.values()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -99,7 +97,7 @@ def test_unknown_name_is_refused_with_near_ones() -> None:
         named_tool_format("hermess")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_EACH)
 @given(cuts=st.lists(st.integers(0, 2000), max_size=12), end=st.integers(0, 2000))
 def test_any_split_gives_the_same(name: str, cuts: list[int], end: int) -> None:
     fmt, text = named_tool_format(name), f"{TEXTS[name]}\nmore{TEXTS[name]}"[:end]
@@ -113,7 +111,7 @@ def test_any_split_gives_the_same(name: str, cuts: list[int], end: int) -> None:
 ALPHABET = ["{", "}", "[", "]", '"', "'", ",", ":", "(", ")", "=", "\n", " ", "a", "\\", "stop"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE_EACH)
 @given(data=st.data())
 def test_nothing_is_lost_of_damaged_calls(name: str, data: st.DataObject) -> None:
     fmt, text = named_tool_format(name), TEXTS[name]
