@@ -4,17 +4,16 @@ from exl2flow.core.requests.conversation import Answer, PromptFormat, Thinking, 
 from exl2flow.inference.chat.answering import ChatStatistics, Piece
 from exl2flow.inference.chat.formats import all_formats, choose_format
 from exl2flow.inference.chat.session import Session
-from exl2flow.inference.chat.tool_grammar import ToolGrammar, tool_grammar
-from exl2flow.inference.chat.tool_parser import (
+from exl2flow.inference.chat.tool_events import (
     Call,
     CallArguments,
     CallBegin,
     CallEnd,
     Parsed,
-    ToolParser,
     ToolText,
-    parse_calls,
 )
+from exl2flow.inference.chat.tool_grammar import ToolGrammar, tool_grammar
+from exl2flow.inference.chat.tool_parser import ToolParser, parse_calls
 from exl2flow.inference.chat.tools import (
     ToolFormat,
     all_tool_formats,

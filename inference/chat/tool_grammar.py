@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.inference.chat.tool_events import functions_of
 from exl2flow.inference.chat.tool_literals import types_of
-from exl2flow.inference.chat.tool_parser import functions_of
 from exl2flow.inference.chat.tools import NAME, ToolFormat
 from exl2flow.inference.filters import GrammarFilter, bounded, marks_of
 from exl2flow.model import Tokenizer

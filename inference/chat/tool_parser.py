@@ -6,10 +6,18 @@ decides by what comes, never by where a piece ends. So any split of a text gives
 
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.inference.chat.tool_events import (
+    Call,
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Parsed,
+    ToolEvent,
+    ToolText,
+    functions_of,
+)
 from exl2flow.inference.chat.tool_literals import json_value, parameter_value, python_value
 from exl2flow.inference.chat.tools import NAME, ToolFormat
 
@@ -17,78 +25,8 @@ MOST_BETWEEN = 80  # characters behind a name: an id, or the kind of arguments
 Reading = Generator[None, None, None]  # ends when what it reads has been read
 
 
-@dataclass(frozen=True, slots=True)
-class ToolText:
-    """Text beside calls. is_broken: it begins like a call, and is none."""
-
-    text: str
-    is_broken: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegin:
-    """A call has begun."""
-
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """A fragment of the JSON text of a call's arguments."""
-
-    id: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnd:
-    """A call has ended. is_valid: if not, forget it; its source follows as text."""
-
-    id: str
-    is_valid: bool = True
-
-
-ToolEvent = ToolText | CallBegin | CallArguments | CallEnd
-
-
-@dataclass(slots=True)
-class Call:
-    """A call of a function; arguments: JSON text of an object."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Parsed:
-    """What a text says. is_broken: some of the content begins like a call, and is none."""
-
-    content: str = ""
-    calls: list[Call] = field(default_factory=list)
-    is_broken: bool = False
-
-
 class _BrokenCall(Exception):
     """What began like a call is none."""
-
-
-def functions_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return name → schema of its arguments; raises `ConfigError` for a tool without a name."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, tool in enumerate(tools, 1):
-        inner = tool.get("function", tool)
-        name = inner.get("name") if isinstance(inner, Mapping) else None
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ConfigError(
-                f"tool {number} has the name {name!r}; it needs one of letters, digits and `_.:-`"
-            )
-        schema = inner.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(schema, Mapping):
-            raise ConfigError(f"`parameters` of `{name}` must be a JSON schema")
-        found[name] = dict(schema)
-    return found
 
 
 def parse_calls(

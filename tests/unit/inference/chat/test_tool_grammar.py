@@ -13,8 +13,9 @@ from constrained import ids_of, text_of
 from tool_calls import ONE_CALL, TOOLS, rendered
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.inference.chat.tool_events import Parsed
 from exl2flow.inference.chat.tool_grammar import Choice, tool_grammar
-from exl2flow.inference.chat.tool_parser import Parsed, parse_calls
+from exl2flow.inference.chat.tool_parser import parse_calls
 from exl2flow.inference.chat.tools import ToolFormat, all_tool_formats, named_tool_format
 from exl2flow.inference.filters import Constraint
 from exl2flow.model import Tokenizer

@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 from tool_calls import ONE_CALL, TEMPLATES, TOOLS, rendered, template_of
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.chat.tool_parser import (
-    CallArguments,
-    CallBegin,
-    Parsed,
-    ToolParser,
-    parse_calls,
-)
+from exl2flow.inference.chat.tool_events import CallArguments, CallBegin, Parsed
+from exl2flow.inference.chat.tool_parser import ToolParser, parse_calls
 from exl2flow.inference.chat.tools import all_tool_formats, named_tool_format, tool_format
 
 WEATHER = {"city": 'Bonn "am Rhein"', "days": 3, "metric": True, "hours": [6, 12]}
@@ -207,3 +202,12 @@ stop(a='it\'s, (a) "b"\d', b=[1, {'c': None}], d=-2.5, e=true)
 )
 def test_channels_may_name_the_function_before_or_behind(text: str) -> None:
     assert called(parse_calls(named_tool_format("gpt-oss"), text, TOOLS)) == [("stop", {})]
+
+
+def test_mistral_may_write_an_id_behind_the_name() -> None:
+    text = "[TOOL_CALLS]stop[CALL_ID]a1B2c3D4e[ARGS]{}[TOOL_CALLS]stop[ARGS]{}"
+
+    parsed = parse_calls(named_tool_format("mistral-args"), text, TOOLS)
+
+    assert called(parsed) == [("stop", {}), ("stop", {})]
+    assert not parsed.content
