@@ -72,7 +72,13 @@ def functions_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]
                 f"tool {number} has the name {name!r}; it needs one of letters, digits and `_.:-`"
             )
         schema = inner.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(schema, Mapping):
-            raise ConfigError(f"`parameters` of `{name}` must be a JSON schema")
+        kinds = {"properties": dict, "required": list}
+        if not isinstance(schema, Mapping) or not all(
+            isinstance(schema.get(key) or kind(), kind) for key, kind in kinds.items()
+        ):
+            raise ConfigError(
+                f"`parameters` of `{name}` is no JSON schema of an object; give it `properties`, a "
+                "mapping, and `required`, a list"
+            )
         found[name] = dict(schema)
     return found

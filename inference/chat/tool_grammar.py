@@ -22,6 +22,7 @@ Schema = Mapping[str, Any]
 
 SPACES = r"SPACE: /\n[ ]{0,4}| /"  # between calls
 ANY = r"ANY: /(.|\n)*/"
+MOST_COUNTED = 50  # characters of raw text, added up; llguidance may give up from 100 on
 CONSTANTS = '("True" | "False" | "true" | "false")'
 HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")  # gpt-oss' marks of turns
 
@@ -77,7 +78,7 @@ class _Writer:
         self._fmt, self._is_single = fmt, is_single
         self._special = marks_of(tokenizer)
         self._eos = frozenset(tokenizer.eos_token_ids)
-        self._rules, self.warnings = list[str](), list[str]()
+        self._rules, self.warnings, self._counted = list[str](), list[str](), 0
         self._holds_many = fmt.kind in ("json_list", "pythonic") or bool(fmt.call_begin)
 
     def lines(self, functions: Mapping[str, Schema], choice: Choice) -> list[str]:
@@ -169,12 +170,15 @@ class _Writer:
             letters = f"/[A-Za-z0-9]{{{fmt.id_length}}}/"
             behind = f'(", " {id_key} {letters} {_quoted(chr(34))})? '
         middle = _quoted(f'{keys[0]}: "{name}", {keys[1]}: ')
-        return f'{before} {middle} {self._json(name, schema)} {behind}"}}"'
+        return f'{before} {middle} {self._arguments(name, schema)} {behind}"}}"'
+
+    def _arguments(self, name: str, schema: Schema) -> str:
+        return self._json(name, {**schema, "type": "object"})
 
     def _name_json(self, name: str, schema: Schema) -> str:
         mark = self._mark(self._fmt.between + self._fmt.name_end)
         end = self._closing(self._fmt.call_end)
-        return f"{_quoted(name)} {mark} {self._json(name, schema)} {end}"
+        return f"{_quoted(name)} {mark} {self._arguments(name, schema)} {end}"
 
     def _parameters(self, name: str, schema: Schema) -> str:
         fmt, parts = self._fmt, [self._mark(f"{self._fmt.name_begin}{name}{self._fmt.name_end}")]
@@ -196,6 +200,13 @@ class _Writer:
         least, most = schema.get("minLength", 0), schema.get("maxLength", "")
         if {"pattern", "format"} & schema.keys():
             self.warnings.append(f"`{where}`: raw text is not held to its pattern or format")
+        lengths = [length for length in (least, most) if length != ""]
+        is_held = all(isinstance(length, int) for length in lengths) and lengths == sorted(lengths)
+        if is_held and lengths[0] >= 0 and self._counted + lengths[-1] <= MOST_COUNTED:
+            self._counted += lengths[-1]
+        else:
+            self.warnings.append(f"`{where}`: raw text is not held to its length")
+            least, most = 0, ""
         text = f"TEXT_{number}: /(.|\\n){{{least},{most}}}/ & ~(ANY {_quoted(word)} ANY)"
         if word in self._special:  # no text contains it
             self._rules.append(text)

@@ -267,6 +267,46 @@ def test_schemas_beyond_the_grammar_are_loosened_with_a_warning() -> None:
     assert "any object" in warned({"type": "object", "not": {"required": ["a"]}})[0]
 
 
+def test_raw_text_is_held_to_its_length_where_that_is_possible() -> None:
+    def found(schema: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
+        parameters = {"type": "object", "properties": {"a": {"type": "string", **schema}}}
+        tools = [{"name": "f", "parameters": parameters}]
+        grammar = tool_grammar(named_tool_format("seed-oss"), tools, demo(), choice="required")
+        text = "<seed:tool_call>\n<function=f>\n<parameter=a>abc</parameter>\n</function>\n"
+        is_valid = accepts(grammar.filter.start(demo(), WIDTH), text + "</seed:tool_call>")
+        return grammar.warnings, is_valid
+
+    assert found({"minLength": 3, "maxLength": 3}) == ((), True)
+    assert found({"maxLength": 2}) == ((), False)
+    assert found({"minLength": 4}) == ((), False)
+    assert found({"maxLength": 50}) == ((), True)
+    for beyond in ({"maxLength": 10**7}, {"minLength": 4, "maxLength": 2}, {"minLength": "x"}):
+        assert found(beyond) == (("`f.a`: raw text is not held to its length",), True)
+    assert found({"enum": ["abc", "d"]}) == ((), True)
+    assert found({"const": "d"}) == ((), False)
+    assert "pattern" in found({"pattern": "^a"})[0][0]
+
+
+def test_several_long_texts_stay_within_what_the_grammar_can_count() -> None:
+    strings = {key: {"type": "string", "maxLength": 20} for key in "abc"}
+    tools = [{"name": "f", "parameters": {"type": "object", "properties": strings}}]
+    found = tool_grammar(named_tool_format("seed-oss"), tools, demo(), choice="required")
+    text = rendered(
+        "seed-oss", [("f", {"a": "Some", "b": "text", "c": "Some text. " * 30})]
+    ).lstrip()
+
+    assert found.warnings == ("`f.c`: raw text is not held to its length",)
+    assert accepts(found.filter.start(demo(), WIDTH), text)
+
+
+def test_arguments_are_an_object_even_where_the_schema_does_not_say() -> None:
+    tools = [{"name": "f", "parameters": {"description": "anything"}}]
+    grammar = tool_grammar(named_tool_format("hermes"), tools, demo(), choice="required")
+    for arguments, is_valid in (('{"a": 1}', True), ("5", False)):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert accepts(grammar.filter.start(demo(), WIDTH), text) == is_valid
+
+
 def test_references_of_parameters_are_followed() -> None:
     size = {"enum": [1, 2]}
     schema = {"properties": {"a": {"$ref": "#/$defs/size"}}, "required": ["a"]}
@@ -287,6 +327,8 @@ def test_choices_that_cannot_be_are_refused() -> None:
         tool_grammar(fmt, TOOLS, demo(), choice="named", name="go")
     with pytest.raises(ConfigError, match="needs functions"):
         tool_grammar(fmt, [], demo(), choice="required")
+    with pytest.raises(ConfigError, match="`parameters` of `f` is no JSON schema"):
+        tool_grammar(fmt, [{"name": "f", "parameters": {"properties": ["a"]}}], demo())
     with pytest.raises(ConfigError, match="tool 1 has the name"):
         tool_grammar(fmt, [{"name": "a b"}], demo())
 
