@@ -54,14 +54,14 @@ class GrammarFilter:
     def rules(self, prefix: str) -> str:
         text = {"name": "text", "lark_grammar": self.lark}
         if self.json_schema is not None:
-            text = {"name": "text", "json_schema": _bounded(json.loads(str(self.json_schema)))}
+            text = {"name": "text", "json_schema": bounded(json.loads(str(self.json_schema)))}
         elif self.regex is not None:
             text["lark_grammar"] = f"start: /{_llguidance().regex_to_lark(self.regex, '')}/"
         begin = {"lark_grammar": f"start: {json.dumps(prefix, ensure_ascii=False)} @text"}
         return json.dumps({"grammars": [begin, text] if prefix else [text]})
 
 
-def _bounded(schema: Any) -> Any:
+def bounded(schema: Any) -> Any:
     """Return a schema with bounded white space, unless it has options for that."""
     if not isinstance(schema, dict):
         return schema
@@ -123,6 +123,18 @@ def _matcher(given: GrammarFilter, tokenizer: Tokenizer, ids: int, prefix: str) 
     if matcher.is_error():
         raise ConfigError(f"cannot start {given}: {matcher.get_error()}")
     return matcher
+
+
+@lru_cache(4)
+def marks_of(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return name → id of the tokens that a grammar must name, for they never match as text.
+
+    Besides special tokens these are added ones that look like them, such as `<tool_call>`.
+    """
+    with _VOCABULARY:
+        known = _tokenizer(tokenizer, tokenizer.vocab_size)
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {token.content: i for i, token in added.items() if known.is_special_token(i)}
 
 
 @lru_cache(4)
