@@ -18,7 +18,7 @@ def usable(limit: int) -> int:
 
 
 def limit_for(tensors: int) -> int:
-    """Return the least limit of a GPU with which tensors may take so many bytes."""
+    """Return the smallest memory limit that leaves `tensors` bytes of a GPU to tensors."""
     return math.ceil((tensors + BESIDE_TENSORS) / (1 - WORKSPACE_SHARE)) + 1
 
 

@@ -58,7 +58,7 @@ def tool_grammar(
         parallel: allow several calls; otherwise a call ends the text.
 
     Raises:
-        ConfigError: there is no function to call, or none of that name; llguidance is missing.
+        ConfigError: there are no functions, `name` is not one of them, or llguidance is missing.
     """
     functions = functions_of(tools)
     if choice == "named" and name not in functions:

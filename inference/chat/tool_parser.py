@@ -119,7 +119,7 @@ class ToolParser:
             self._at = end
 
     def _section(self, length: int) -> Reading:
-        """Read calls behind a mark of so many characters; what is none is passed on as text."""
+        """Read the calls after a mark of `length` characters; pass anything else on as text."""
         fmt, self._from, self._count = self._fmt, self._at, len(self._events)
         has_begun = length > 0
         self._at += length
@@ -178,7 +178,7 @@ class ToolParser:
             self._at += len(word)
 
     def _until(self, mark: str, most: int | None = None) -> Generator[None, None, str]:
-        """Return what comes before a mark, at most so many characters, and go behind it."""
+        """Return the text before a mark, at most `most` characters, and skip the mark."""
         word, begin = mark.split()[0], self._at
         end = None if most is None else begin + most + len(word)
         while (place := self._text.find(word, begin, end)) < 0:

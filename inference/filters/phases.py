@@ -1,4 +1,4 @@
-"""A filter by phases: free thoughts, at most so many tokens of them, then another filter."""
+"""Filter a text by phases: free thoughts up to a budget of tokens, then another filter."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,9 +4,7 @@ Only headers and group tables are read, so large models take no longer than smal
 their costs and the divergence are known if the folder has our records.
 """
 
-import gc
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from exl2flow.core.errors import SourceModelError
+from exl2flow.core.runtime.collection import uncollected
 from exl2flow.inference.report.costs import MatrixCost, total_nats
 from exl2flow.inference.report.record import Record, mapping, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
@@ -154,19 +153,7 @@ class ModelContents:
         }
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: all of very many new objects stay, and each pass visits all."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+@uncollected()  # all of very many new objects stay, and each pass would visit them
 def inspect_model(folder: Path) -> ModelContents:
     """Return the contents of an EXL2 folder.
 

@@ -1,12 +1,13 @@
 """CUDA graphs: GPU work that is captured once and replayed, so the host launches nothing."""
 
-import gc
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from exl2flow.core.runtime.collection import uncollected
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class CudaGraph(Generic[T]):
         pool = None if beside is None else beside._graph.pool()
         here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
         with (
-            _uncollected(),
+            uncollected(),  # else Python may free unreachable graphs, which ends a capture
             here,
             torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
         ):
@@ -47,18 +48,6 @@ class CudaGraph(Generic[T]):
         """Replay the work."""
         self._graph.replay()
         return self.result
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Keep Python from freeing unreachable graphs meanwhile, which would end a capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class GraphPool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from exl2flow.kernels import RouterRule
 from exl2flow.model.config.family import Experts
 from exl2flow.model.config.sublayer_spec import (
+    ROUTED,
     ExpertGroup,
     ProjectionSpec,
     Role,
@@ -163,7 +164,7 @@ def _experts_part(
     for expert in members:
         names = {role: f"{expert}.{name}" for role, name in row.linears}
         rows = mlp_rows(hidden_size, mlp, first=f"{expert}.input", inner=f"{expert}.inner")
-        projections += projections_of(f"{start}.{row.experts}", names, rows, prefix="experts.")
+        projections += projections_of(f"{start}.{row.experts}", names, rows, prefix=ROUTED)
     name = f"{start}.{row.experts}.{members[0]}-{members[-1]}"
     return SublayerPart(name=name, projections=tuple(projections))
 

@@ -9,6 +9,7 @@ from exl2flow.kernels import RouterRule
 
 SublayerKind = Literal["attention", "mlp", "parallel", "experts"]
 Role = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
+ROUTED = "experts."  # begins names of projections in a sublayer
 NormRole = Literal["before", "after", "q", "k", "final"]
 
 
@@ -60,6 +61,11 @@ class ProjectionSpec:
     def is_last(self) -> bool:
         """Whether its output is added to the hidden state."""
         return self.role in ("o", "down")
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether it belongs to an expert that a router chooses."""
+        return self.name.startswith(ROUTED)
 
     @property
     def numel(self) -> int:

@@ -66,7 +66,11 @@ class ExpertsSublayer(Sublayer):
         self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> RoutedReads:
         """Return what each expert reads, (n, k) of its n tokens."""
-        return self._reads(RoutedReads(*self._halves(hidden), self.routes(hidden)))
+        entered, total = self._halves(hidden)
+        with torch.no_grad():
+            x = self.normed("before", entered)
+            routes = self._route(x)
+        return self._reads(RoutedReads(entered, total, routes), x)
 
     @torch.no_grad()
     def routes(self, hidden: torch.Tensor) -> Routes:
@@ -93,7 +97,9 @@ class ExpertsSublayer(Sublayer):
     def reads_like(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> RoutedReads:
         """See `Sublayer`: the tokens of each expert are those of `reads`."""
         assert isinstance(reads, RoutedReads)
-        return self._reads(RoutedReads(*self._halves(hidden), reads.routes))
+        entered, total = self._halves(hidden)
+        x = self.normed("before", entered)
+        return self._reads(RoutedReads(entered, total, reads.routes), x)
 
     def of_rows(
         self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor], places: Sequence[int]
@@ -156,15 +162,14 @@ class ExpertsSublayer(Sublayer):
         result = entered if self.group.is_last else self._ended(entered, total)
         return result.view(*states.shape[:-1], -1)
 
-    def _reads(self, reads: RoutedReads) -> RoutedReads:
-        """Compute what each expert reads.
+    def _reads(self, reads: RoutedReads, x: torch.Tensor) -> RoutedReads:
+        """Compute what each expert reads; x: what entered, normalized, without gradients.
 
         Where gradients are wanted, each expert normalizes and weighs its tokens by itself, so that
         its gradients are added to those by `entered` in turn, however a layer is divided.
         """
         entered, routes = reads.entered, reads.routes
         with_gradients = entered.requires_grad
-        x = self.normed("before", entered)
         for expert, tokens, weights in self._assigned(routes):
             own = x[tokens]
             if with_gradients:

@@ -13,7 +13,6 @@ from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.compact import slot_projections
 from exl2flow.quant.measure.results import Slots, candidates_of
 
-EXPERT = "experts."  # begins names of projections of routed experts
 Number = TypeVar("Number", int, float)
 
 
@@ -53,8 +52,7 @@ def grouped(spec: ModelSpec, slots: Slots, experts: Experts) -> list[SlotGroup]:
     members: dict[object, list[str]] = {}
     for name in slots:
         own = projections[name]
-        is_expert = own[0].name.startswith(EXPERT)
-        key = (layers[own[0].key], *(p.role for p in own)) if is_expert else name
+        key = (layers[own[0].key], *(p.role for p in own)) if own[0].is_routed else name
         members.setdefault(key, []).append(name)
     return [
         SlotGroup(

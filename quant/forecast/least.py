@@ -20,7 +20,7 @@ from exl2flow.quant.sensitivity.stage import (
     head_block,
     sublayer_bytes,
 )
-from exl2flow.quant.walk.needs import FLOAT, HALF, LIBRARIES, Card
+from exl2flow.quant.walk.needs import FLOAT, HALF, LIBRARIES, Card, hessian_elements
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.working_memory import PASSING, working_bytes
 
@@ -67,8 +67,7 @@ class _Part:
         return FLOAT * max(p.in_features for p in self.projections) ** 2
 
     def hessians(self) -> int:
-        widths = {p.capture: p.in_features for p in self.projections}
-        return FLOAT * sum(k * k for k in widths.values())
+        return FLOAT * hessian_elements(self.projections)
 
 
 def stage_works(config: ModelOptions, spec: ModelSpec, memory: int) -> tuple[StageWork, ...]:

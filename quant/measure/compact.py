@@ -96,9 +96,6 @@ def read_results(paths: Iterable[Path], spec: ModelSpec) -> dict[str, Results]:
     return results
 
 
-EXPERT = "experts."  # begins the names of experts' projections in a sublayer
-
-
 def experts_slot(spec: ModelSpec, layer: int) -> str:
     """Return exllamav2's name of all experts of a layer, whatever the family calls them."""
     return f"{spec.layers_key}{layer}.block_sparse_moe"
@@ -110,7 +107,7 @@ def slot_projections(spec: ModelSpec) -> dict[str, tuple[ProjectionSpec, ...]]:
     for s in spec.sublayers:
         if s.group is not None:
             layer = experts_slot(spec, s.layer_index)
-            routed = [p for p in s.projections if p.name.startswith(EXPERT)]
+            routed = [p for p in s.projections if p.is_routed]
             slots[layer] = (*slots.get(layer, ()), *routed)
     return slots | {p.key: (p,) for p in (*spec.projections, spec.head)}
 

@@ -226,16 +226,12 @@ def collect_hessians(
             if observe is not None and row in observe.rows:
                 observe.add(row, sublayer.of_rows(hidden, read, [row - rows.start]))
         for capture, x in read.items():
-            if capture not in sums:
-                sums[capture] = HessianSum(x.shape[-1], device=x.device)
             if x.ndim == 3:
-                sums[capture].add(x)
+                _sum_of(sums, capture, x).add(x)
             else:
-                sums[capture].add_tokens(x)
+                _sum_of(sums, capture, x).add_tokens(x)
         for more in coverage.reads(hidden, rows.start * states.shape[1]) if coverage else ():
-            if more.capture not in sums:
-                sums[more.capture] = HessianSum(more.x.shape[-1], device=more.x.device)
-            sums[more.capture].add_tokens(more.x, more.weights)
+            _sum_of(sums, more.capture, more.x).add_tokens(more.x, more.weights)
         kept = [row for row in numbers if keep is None or row in keep]
         if not kept:
             continue
@@ -252,6 +248,12 @@ def collect_hessians(
     check.finish(states if move else outputs)
     hessians = {capture: total.mean() for capture, total in sums.items()}
     return coverage.mixed(hessians) if coverage else hessians, outputs
+
+
+def _sum_of(sums: dict[str, HessianSum], capture: str, x: torch.Tensor) -> HessianSum:
+    if capture not in sums:
+        sums[capture] = HessianSum(x.shape[-1], device=x.device)
+    return sums[capture]
 
 
 def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:

@@ -95,7 +95,7 @@ def sums_of(spec: SublayerSpec, *, block: int, device: torch.device) -> Sums:
     """Return empty sums of a group of experts; `block` limits those that the layer shares."""
     sums = {}
     for p in spec.projections:
-        limit = EXPERT_BLOCK if is_routed(p) and p.role != "down" else block
+        limit = EXPERT_BLOCK if p.is_routed and p.role != "down" else block
         sums[p.name] = FactorSum(p.in_features, p.out_features, block=limit, device=device)
     return sums
 
@@ -112,9 +112,9 @@ def storing_group(
 
     What its experts share is added to the layer's sums.
     """
-    others = tuple(p for p in spec.projections if not is_routed(p))
+    others = tuple(p for p in spec.projections if not p.is_routed)
     tensors, captures = sublayer_tensors(others, sums, tokens)
-    for p in reversed([p for p in spec.projections if is_routed(p)]):
+    for p in reversed([p for p in spec.projections if p.is_routed]):
         total = sums[p.name]
         shared, output = INPUT, f"{p.name}.output"
         if p.role == "down":
@@ -181,8 +181,3 @@ def _with_trace(blocks: torch.Tensor, own: float, trace: float, columns: int) ->
         return blocks * (trace / own)
     identity = torch.eye(blocks.shape[-1], device=blocks.device)
     return identity.expand_as(blocks) * (trace / columns)
-
-
-def is_routed(p: ProjectionSpec) -> bool:
-    """Return whether a projection is that of an expert which a router chooses."""
-    return p.name.startswith("experts.")

@@ -32,7 +32,6 @@ from exl2flow.quant.sensitivity.expert_factors import (
     LayerSums,
     expert_factors,
     group_bytes,
-    is_routed,
     layer_file,
     storing_group,
     storing_layer,
@@ -149,8 +148,8 @@ def factor_bytes_of(sublayer: SublayerSpec, *, block: int) -> int:
     """Return the bytes of a sublayer's factors, of a layer's last experts with what all share."""
     if sublayer.group is None:
         return factor_bytes(sublayer.projections, block=block)
-    routed = [p for p in sublayer.projections if is_routed(p)]
-    others = tuple(p for p in sublayer.projections if not is_routed(p))
+    routed = [p for p in sublayer.projections if p.is_routed]
+    others = tuple(p for p in sublayer.projections if not p.is_routed)
     total = group_bytes(routed) + factor_bytes(others, block=block)
     if not sublayer.group.is_last:
         return total

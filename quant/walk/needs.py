@@ -5,13 +5,14 @@ moment of the code beside them. The sums were compared with the peaks of models 
 hidden states, mostly wide matrices or mostly head.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 
 from exl2flow.core.runtime.memory import free_memory, limit_memory
-from exl2flow.model import ModelSpec, SublayerSpec
+from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.layers.stream import CALIBRATION_ROWS
 from exl2flow.quant.walk.divergence import logit_bytes
@@ -86,7 +87,7 @@ class ModelSizes:
         )
         experts = [p.numel for s in groups for p in s.projections]
         self.expert = 3 * max(experts, default=0)  # its three matrices
-        self.squares = max((_squares(s) for s in groups), default=0)
+        self.squares = max((hessian_elements(s.projections) for s in groups), default=0)
         self.largest = max(k * n for part in parts for k, n in part)
         self.greatest = max(parts, key=lambda part: sum(k * (k + n) for k, n in part))
 
@@ -134,7 +135,7 @@ class ModelSizes:
         return {"gpu_memory_bytes": memory, "pinned_bytes": pinned}
 
 
-def _squares(sublayer: SublayerSpec) -> int:
-    """Return the elements of the Hessians of all activations of a sublayer."""
-    widths = {p.capture: p.in_features for p in sublayer.projections}
+def hessian_elements(projections: Sequence[ProjectionSpec]) -> int:
+    """Return the elements of the Hessians of all activations that projections read."""
+    widths = {p.capture: p.in_features for p in projections}
     return sum(k * k for k in widths.values())

@@ -18,7 +18,6 @@ from exl2flow.quant.sensitivity.expert_factors import (
     LayerSums,
     expert_factors,
     group_bytes,
-    is_routed,
     layer_file,
     storing_group,
     storing_layer,
@@ -163,7 +162,7 @@ def test_sizes_of_files_are_forecast(spec: ModelSpec, tmp_path: Path) -> None:
     stored(spec, tmp_path, None)
     sublayer = replace(spec, group_weights=None).sublayers[1]
 
-    size = group_bytes([p for p in sublayer.projections if is_routed(p)])
+    size = group_bytes([p for p in sublayer.projections if p.is_routed])
 
     tensors = load_file(tmp_path / factor_file(1))
     own = sum(t.nbytes for name, t in tensors.items() if not name.startswith("shared"))
