@@ -20,6 +20,7 @@ from exl2flow.kernels.interface.cache_formats import (
     slots_at,
     slots_of,
 )
+from exl2flow.kernels.interface.experts import ExpertBank, ExpertMatrices
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
     CHUNK_ELEMENTS,
@@ -86,6 +87,8 @@ __all__ = [
     "CacheFormat",
     "CardFacts",
     "Element",
+    "ExpertBank",
+    "ExpertMatrices",
     "FusedLinear",
     "Group",
     "LayerStore",

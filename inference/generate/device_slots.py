@@ -75,8 +75,7 @@ class DeviceSlots:
             slots=slots, max_tokens=max_tokens, vocab_size=known, width=width, device=device
         )
         is_resident = isinstance(model.decoder.sublayers, list)
-        # the host divides tokens among experts
-        records = device.type == "cuda" and is_resident and not model.spec.has_experts
+        records = device.type == "cuda" and is_resident and not model.decoder.waits_for_routes
         idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
         self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)

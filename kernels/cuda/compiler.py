@@ -22,7 +22,8 @@ from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SW
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
 from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.packed import BLOCK_PANELS, TILE
-from exl2flow.kernels.plans import batched, product, shares
+from exl2flow.kernels.interface.router import Scores
+from exl2flow.kernels.plans import batched, experts, product, shares
 from exl2flow.kernels.plans.sources import source
 from exl2flow.kernels.reference import descent as torch_descent
 from exl2flow.kernels.reference import ops as torch_ops
@@ -64,6 +65,16 @@ DEFINITIONS = {
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
     "LIST_HEADER": batched.LIST_HEADER,
+    "ITEM_ROWS": experts.ITEM_ROWS,
+    "EXPERT_WARPS": experts.EXPERT_WARPS,
+    "ROUTE_WARPS": experts.ROUTE_WARPS,
+    "ROUTE_ROWS": experts.ROUTE_ROWS,
+    "MANY_ROWS": experts.MANY_ROWS,
+    "MANY_WARPS": experts.MANY_WARPS,
+    "MANY_CHUNK": experts.MANY_CHUNK,
+    "MANY_SLOTS": experts.MANY_SLOTS,
+    "GATHER_THREADS": experts.GATHER_THREADS,
+    "SCORES": ",".join(Scores.__members__),
     "ATTENTION_WARPS": ATTENTION_WARPS,
     "ATTENTION_STEP": ATTENTION_STEP,
     "ROW_PAD": ROW_PAD,

@@ -15,6 +15,7 @@ import torch
 
 from exl2flow.core.runtime.background import helpers, own_stream
 from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.cuda import experts as cuda_experts
 from exl2flow.kernels.cuda import packing as cuda_packed
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
@@ -69,6 +70,8 @@ class CudaOps(Ops):
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_prompts.decode_packed)
     multiply = staticmethod(cuda_products.multiply)
+    experts = staticmethod(cuda_experts.experts)
+    runs_experts = staticmethod(cuda_experts.runs_experts)
     launches = staticmethod(cuda_products.launches)
     sample = staticmethod(cuda_sampler.sample)
 

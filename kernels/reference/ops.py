@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from exl2flow.kernels.interface import packed
+from exl2flow.kernels.interface.experts import ExpertBank
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
     PANEL_ROWS,
@@ -21,6 +22,7 @@ from exl2flow.kernels.interface.groups import (
 )
 from exl2flow.kernels.interface.packed import FusedLinear, runs_of
 from exl2flow.kernels.reference import cache as torch_cache
+from exl2flow.kernels.reference import experts as torch_experts
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import router as torch_router
 from exl2flow.kernels.reference import sampler as torch_sampler
@@ -58,6 +60,7 @@ class Ops:
     joined = staticmethod(torch_steps.joined)
     route = staticmethod(torch_router.route)
     nearly_chosen = staticmethod(torch_router.nearly_chosen)
+    experts = staticmethod(torch_experts.experts)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)
@@ -99,6 +102,10 @@ class Ops:
                 results = [results[0] if hidden is None else results[0] + hidden]
                 hidden = results[0]
         return results, results[0] if hidden is None else hidden
+
+    def runs_experts(self, bank: ExpertBank) -> bool:
+        """Return whether `experts` runs such a layer without waiting for its routes."""
+        return False
 
     def launches(self, products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
         """Return the launches in which `multiply` computes a chain for so many rows.

@@ -10,6 +10,7 @@ from exl2flow.kernels import get_ops, on_device
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import KvCache
+from exl2flow.model.layers.experts import ExpertsSublayer
 from exl2flow.model.layers.fuse import product_of
 from exl2flow.model.layers.linear import DenseLinear, Linear, is_packed, load_linear, read_to
 from exl2flow.model.layers.norms import Norm, load_norm
@@ -169,6 +170,14 @@ class Decoder:
             Span(spec, sublayers, device=device, layers=layers)
             for device, layers in self.placement.spans()
         ]
+
+    @property
+    def waits_for_routes(self) -> bool:
+        """Whether the host divides tokens among experts, of resident sublayers."""
+        return any(
+            isinstance(sublayer, ExpertsSublayer) and not sublayer.is_fused
+            for sublayer in self.sublayers
+        )
 
     def embed(
         self,

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import RouterArgs, Routes, get_ops, tensor_cores
+from exl2flow.kernels import ExpertBank, ExpertMatrices, RouterArgs, Routes, get_ops, tensor_cores
 from exl2flow.model.config.spec import ModelSpec, router_tensors
 from exl2flow.model.config.sublayer_spec import ExpertGroup, SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import LayerCache
 from exl2flow.model.layers.fuse import Products
-from exl2flow.model.layers.linear import Linear
+from exl2flow.model.layers.linear import Linear, PackedLinear
 from exl2flow.model.layers.mlp import activated
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
@@ -43,7 +43,7 @@ class RoutedReads(dict[str, torch.Tensor]):
 class ExpertsSublayer(Sublayer):
     """A `Sublayer` that ignores positions and cache.
 
-    shared_gate: fp32 (1, hidden), or None.
+    shared_gate: fp32 (1, hidden), or None. bank: all of it for `Ops.experts`, if packed.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class ExpertsSublayer(Sublayer):
         assert spec.group is not None
         self.group: ExpertGroup = spec.group
         self.router, self.shared_gate, self.activation = router, shared_gate, activation
+        self.bank = self._bank()
 
     def reads(
         self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
@@ -133,6 +134,47 @@ class ExpertsSublayer(Sublayer):
     def products(self) -> Products:
         """See `Sublayer.products`."""
         return (None,)
+
+    def __call__(
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
+    ) -> torch.Tensor:
+        """See `Sublayer`."""
+        if self.bank is None or self.together or hidden.dtype != torch.float16:
+            return super().__call__(hidden)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return get_ops(hidden.device).experts(flat, self.bank).view(hidden.shape)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the device finds the experts of tokens by itself."""
+        bank = None if self.together else self.bank
+        return bank is not None and get_ops(self.router.weight.device).runs_experts(bank)
+
+    def _bank(self) -> ExpertBank | None:
+        """Return the layer's experts; None unless they are all here, packed, and add their sum."""
+        if not self.group.is_whole or "after" in self.norms:
+            return None
+        found = [self._matrices(str(expert)) for expert in self.group.experts]
+        shared = self._matrices(SHARED) if self.group.has_shared else None
+        experts = tuple(expert for expert in found if expert is not None)
+        if len(experts) < len(found) or (shared is None and self.group.has_shared):
+            return None
+        return ExpertBank(
+            norm=self.norms.get("before"),
+            router=self.router,
+            experts=experts,
+            shared=shared,
+            shared_gate=self.shared_gate,
+            activation=self.activation,
+            multiplier=self.multiplier,
+        )
+
+    def _matrices(self, expert: str) -> ExpertMatrices | None:
+        """Return an expert's matrices if they are packed: gate, up and down."""
+        names = [*self._readers[f"{expert}.input"], *self._readers[f"{expert}.inner"]]
+        linears = [self.linears[name] for name in names]
+        matrices = [linear.matrix for linear in linears if isinstance(linear, PackedLinear)]
+        return ExpertMatrices(*matrices) if len(matrices) == len(ExpertMatrices._fields) else None
 
     def _halves(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what entered the layer's experts, and their sum so far, (b · t, hidden) each."""

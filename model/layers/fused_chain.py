@@ -3,7 +3,8 @@
 From an attention's output to the next queries, keys and values, each product reads what the one
 before it writes, so a GPU runs the chain of few tokens in one launch (`Ops.multiply`) where its
 kernel knows all of it. Before a parallel block a chain ends with the hidden state, which both of
-its parts read. In a decode step, attention writes what a chain reads in the order of its rows.
+its parts read; before experts, too, and another one begins behind them. In a decode step, attention
+writes what a chain reads in the order of its rows.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Self
 
 import torch
 
-from exl2flow.kernels import FEW_ROWS, FusedLinear, get_ops
+from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear, get_ops
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache, Projected
+from exl2flow.model.layers.experts import ExpertsSublayer
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
@@ -21,9 +23,25 @@ from exl2flow.model.layers.sublayer import Sublayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Products that are added to hidden states, then the layer of experts behind them."""
+
+    chain: Sequence[FusedLinear]
+    bank: ExpertBank
+
+    def __call__(self, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Return the next hidden states, (rows, hidden), of what the chain reads and theirs."""
+        ops = get_ops(x.device)
+        if self.chain:
+            _, states = ops.multiply(x, self.chain, states)
+        return ops.experts(states, self.bank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """An attention, and the chain of products before it, which ends with queries, keys and values.
 
+    runs: layers of experts before the chain, which then reads hidden states.
     inputs: of a parallel block, whose chain ends with hidden states; it computes queries, keys and
     values, and mlp the block's MLP, both from the norm of these.
     to: where the elements of an attention output go, see `StepCache`; None: in order.
@@ -31,6 +49,7 @@ class Link:
 
     attention: AttentionSublayer
     chain: Sequence[FusedLinear]
+    runs: Sequence[Run] = ()
     norm: Norm | None = None
     inputs: FusedLinear | None = None
     mlp: Sequence[FusedLinear] = ()
@@ -40,7 +59,8 @@ class Link:
     def calls(self) -> list[Sequence[FusedLinear]]:
         """The products of each call of `Ops.multiply`."""
         inputs = [] if self.inputs is None else [self.inputs]
-        return [products for products in (self.chain, inputs, self.mlp) if products]
+        calls = [*(run.chain for run in self.runs), self.chain, inputs, self.mlp]
+        return [products for products in calls if products]
 
     def project(
         self, x: torch.Tensor, states: torch.Tensor
@@ -52,6 +72,8 @@ class Link:
             states: hidden states before it, (rows, hidden).
         """
         ops = get_ops(x.device)
+        for run in self.runs:
+            x = states = run(x, states)
         if self.inputs is None:
             qkv, states = ops.multiply(x, self.chain, states)
             return qkv, x, states
@@ -110,13 +132,15 @@ def _projected(qkv: Sequence[torch.Tensor], shape: torch.Size) -> Projected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chains:
-    """The attentions with what leads to them, and the products after the last one.
+    """The attentions with what leads to them, and what comes after the last one.
 
+    last_runs: layers of experts, before the last products, of which there may be none.
     ordered: the same, where each attention writes its output in the order of o's rows.
     """
 
     links: Sequence[Link]
     last: Sequence[FusedLinear]
+    last_runs: Sequence[Run] = ()
     ordered: Self | None = None
 
     @classmethod
@@ -124,40 +148,50 @@ class Chains:
         """Return the chains of sublayers, or None unless all their linears are packed."""
         links: list[Link] = []
         chain: list[FusedLinear] = []
+        runs: list[Run] = []
         for sublayer in sublayers:
+            if isinstance(sublayer, ExpertsSublayer) and sublayer.bank and not sublayer.together:
+                runs, chain = [*runs, Run(chain=chain, bank=sublayer.bank)], []
+                continue
             candidates = sublayer.products()
             products = [product for product in candidates if product is not None]
             if len(products) < len(candidates):
                 return None
             if isinstance(sublayer, AttentionSublayer):
                 first, last = products
-                links.append(Link(attention=sublayer, chain=[*chain, first]))
-                chain = [last]
+                links.append(Link(attention=sublayer, chain=[*chain, first], runs=runs))
+                chain, runs = [last], []
             elif isinstance(sublayer, ParallelSublayer):
                 first, last, *mlp = products
                 attention, norm = sublayer.attention, sublayer.norms.get("before")
-                link = Link(attention=attention, chain=chain, norm=norm, inputs=first, mlp=mlp)
+                link = Link(
+                    attention=attention, chain=chain, runs=runs, norm=norm, inputs=first, mlp=mlp
+                )
                 links.append(link)
-                chain = [last]
+                chain, runs = [last], []
             else:
                 chain += products
         if not links:
             return None
-        return cls(links=links, last=chain, ordered=cls._ordered(links, chain))
+        whole = cls(links=links, last=chain, last_runs=runs)
+        return replace(whole, ordered=whole._ordered())
 
-    @classmethod
-    def _ordered(cls, links: Sequence[Link], last: Sequence[FusedLinear]) -> Self:
+    def _ordered(self) -> Self:
         """Return links whose attentions write their outputs in the order of what reads them."""
         readers = [
-            [replace(first, is_ordered=True), *others]
-            for first, *others in (*(link.chain for link in links[1:]), last)
+            _ordered(runs, chain)
+            for runs, chain in (
+                *((link.runs, link.chain) for link in self.links[1:]),
+                (self.last_runs, self.last),
+            )
         ]
-        chains = [links[0].chain, *readers[:-1]]
+        befores = [(self.links[0].runs, self.links[0].chain), *((r, c) for r, c, _ in readers[:-1])]
         ordered = [
-            replace(link, chain=chain, to=torch.argsort(reader[0].order).int())
-            for link, chain, reader in zip(links, chains, readers, strict=True)
+            replace(link, runs=runs, chain=chain, to=to)
+            for link, (runs, chain), (_, _, to) in zip(self.links, befores, readers, strict=True)
         ]
-        return cls(links=ordered, last=readers[-1])
+        runs, last, _ = readers[-1]
+        return replace(self, links=ordered, last_runs=runs, last=last)
 
     def __call__(
         self, hidden: torch.Tensor, *, start: int | RopeTables = 0, cache: KvCache | None = None
@@ -168,7 +202,10 @@ class Chains:
         chains = self._for(len(x), cache)
         for link in chains.links:
             x, states = link.attended(x, states, shape, start, cache)
-        _, states = get_ops(x.device).multiply(x, chains.last, states)
+        for run in chains.last_runs:
+            x = states = run(x, states)
+        if chains.last:
+            _, states = get_ops(x.device).multiply(x, chains.last, states)
         return states.view(shape)
 
     def fill(self, hidden: torch.Tensor, *, start: int | RopeTables, cache: KvCache) -> None:
@@ -186,3 +223,14 @@ class Chains:
 
     def _for(self, rows: int, cache: KvCache | None) -> "Chains":
         return self if cache is None or not cache.orders_results else self.of_step(rows)
+
+
+def _ordered(
+    runs: Sequence[Run], chain: Sequence[FusedLinear]
+) -> tuple[Sequence[Run], Sequence[FusedLinear], torch.Tensor]:
+    """Return what reads an attention, taking it in its order, and where its elements then go."""
+    first, *others = runs[0].chain if runs else chain
+    to, read = torch.argsort(first.order).int(), [replace(first, is_ordered=True), *others]
+    if not runs:
+        return runs, read, to
+    return [replace(runs[0], chain=read), *runs[1:]], chain, to

@@ -37,6 +37,7 @@ LINKS = {
     "hunyuan": [1, 4, 3],  # norms of heads after rotation
     "glm4": [1, 4, 3],  # interleaved, partial rotation
     "gpt2": [1, 4, 3],  # learned positions
+    "qwen3-moe": [1, 1, 0],  # experts, which begin a chain anew
 }
 
 

@@ -1,0 +1,52 @@
+// What the launches of a layer's experts share: tables of its experts, and items, which are an
+// expert with up to ITEM_ROWS of its tokens. experts.py makes them.
+
+struct Side {  // matrices of an expert that are multiplied together, two tiles at a time
+    const byte* words[2];  // [tile] of `tile_bytes`, see PackedMatrix: gate and up, or down twice
+    const int4* steps;     // kind (see Step), bytes before it in a tile, panels before it in x
+    const int* begins;     // in `steps`: of gate, of up, the end; or of each part of down, the end
+    int tile_bytes[2];
+    int pairs, parts;      // pairs of tiles; into how many the rows of down are divided
+};
+
+struct Expert {
+    Side up, down;
+    const half_bits* place;    // (hidden), of an in-feature in x, see `staged_at`
+    const half_bits* to;       // (inner), of a column of gate and up in what down reads
+    const half_bits* bias[3];  // of gate, up, down; or null
+    int inner, pad;            // columns of gate and up
+};
+
+struct Item {
+    int expert, rows, first;  // first: of its tokens in `assigned`
+    int units[2];             // before this item, in the launches for up and down
+};
+
+struct Experts {
+    const Expert* of;          // the routed ones, then the shared one if there is one
+    const half_bits* hidden;   // (rows, hidden), what enters
+    half_bits* x;              // (rows, hidden), normalized
+    const half_bits* norm;     // weights (hidden), or null
+    const float* router;       // (experts, hidden), then a row for the shared one's gate, if it has one
+    const float *bias, *correction;  // (experts), or null
+    float* logits;             // (rows, experts + 1)
+    int* ids;                  // (rows, slots), experts by token; the shared one last
+    float* weights;            // (rows, slots)
+    int* assigned;             // (rows · slots), row · slots + slot, by expert
+    Item* items;
+    int* totals;               // of items, and of units for up and down
+    half_bits* inner;          // (rows · slots, most inner), in the order of down's rows, `staged_at`
+    float* partial;            // (rows, shares, hidden): what the experts' parts add
+    half_bits* sum;            // (rows, hidden), the result
+    int* arrived;              // (1 + rows · pairs), zero before and after
+    int rows, size, experts, top, slots, gated;  // size: hidden; gated: whether the shared one is
+    int most_inner, part_rows, shares;           // part_rows: of down in a part; shares: of a token
+    int scores, groups, top_groups, scales_input;
+    int activation, ring_slots, x_bytes;         // activation 0: clamped swiglu
+    float eps, norm_power, least_norm, scaling, multiplier;  // norm_power 0: none
+};
+
+// Numbers of 8 are stored in the order in which `paired` has them.
+__device__ __forceinline__ int staged_at(int place) {  // bytes, in row 0 of ITEM_ROWS
+    return (place >> 5) * (ITEM_ROWS * 64) + (place & 31) * 2;
+}

@@ -1,0 +1,150 @@
+"""A layer of experts on a GPU: few rows in three launches; many sorted by expert.
+
+The host waits for no route.
+"""
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from exl2flow.kernels.backend import tensor_cores
+from exl2flow.kernels.cuda.compiler import launch, limits
+from exl2flow.kernels.cuda.steps import norm
+from exl2flow.kernels.interface.experts import ExpertBank
+from exl2flow.kernels.interface.packed import FEW_ROWS, TILE
+from exl2flow.kernels.plans.experts import (
+    EXPERT_WARPS,
+    GATHER_THREADS,
+    MANY_ROWS,
+    MANY_SHARED,
+    MANY_WARPS,
+    ROUTE_ROWS,
+    ROUTE_WARPS,
+    ExpertsPlan,
+    plan_of,
+)
+from exl2flow.kernels.plans.sources import filled, struct
+from exl2flow.kernels.reference import experts as torch_experts
+from exl2flow.kernels.reference.router import route
+
+ITEM, SORTED = struct("experts.cuh", "Item"), struct("experts_many.cu", "Sorted")
+_PLANS: WeakKeyDictionary[ExpertBank, ExpertsPlan | None] = WeakKeyDictionary()
+
+
+def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
+    """See `Ops.experts`."""
+    plan = _plan(bank)
+    if plan is None:
+        return torch_experts.experts(hidden, bank)
+    if len(hidden) <= FEW_ROWS:
+        return _few(hidden, plan)
+    return _many(hidden, bank, plan)
+
+
+def runs_experts(bank: ExpertBank) -> bool:
+    """See `Ops.runs_experts`."""
+    return _plan(bank) is not None
+
+
+def _plan(bank: ExpertBank) -> ExpertsPlan | None:
+    """Return the plan of a bank, computed once; None: the kernels cannot run it."""
+    if bank not in _PLANS:
+        device = bank.experts[0].up.words.device
+        _PLANS[bank] = plan_of(bank, FEW_ROWS, limits(device.index)) if bank.is_known else None
+    return _PLANS[bank]
+
+
+def _few(hidden: torch.Tensor, plan: ExpertsPlan) -> torch.Tensor:
+    """Run all launches of at most `FEW_ROWS` rows."""
+    hidden = hidden.contiguous()
+    argument, rows = plan.argument.copy(), len(hidden)
+    size, slots, count = (int(argument[name]) for name in ("size", "slots", "experts"))
+    all_slots = rows * slots
+    x, result = torch.empty_like(hidden), torch.empty_like(hidden)
+    integers = hidden.new_empty(2 * all_slots + 3, dtype=torch.int32)
+    items = hidden.new_empty(all_slots * ITEM.itemsize, dtype=torch.uint8)
+    floats = hidden.new_empty(rows * (count + 1) + all_slots, dtype=torch.float32)
+    partial = floats.new_empty(rows * int(argument["shares"]) * size)
+    inner = hidden.new_empty(all_slots * int(argument["most_inner"]))
+    filled(
+        argument,
+        rows=rows,
+        hidden=hidden,
+        x=x,
+        logits=floats,
+        weights=floats[rows * (count + 1) :],
+        ids=integers,
+        assigned=integers[all_slots:],
+        totals=integers[2 * all_slots :],
+        items=items,
+        inner=inner,
+        partial=partial,
+        sum=result,
+    )
+    device, scored = hidden.device, count + int(argument["gated"])
+    grid = -(-scored // ROUTE_WARPS), -(-rows // ROUTE_ROWS)
+    _launch("route.cu", "route", grid, argument, ROUTE_WARPS, plan.route_shared, device)
+    for name in ("experts_up", "experts_down"):
+        _launch("experts.cu", name, (plan.ctas,), argument, EXPERT_WARPS, plan.shared, device)
+    return result
+
+
+def _many(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Tensor:
+    """Run the launches of any number of rows."""
+    hidden = hidden.contiguous()
+    x = hidden if bank.norm is None else norm(hidden, bank.norm)
+    ids, weights = _slots(x, bank)
+    (rows, slots), count = ids.shape, len(bank.all)
+    by_expert, assigned = ids.flatten().sort(stable=True)
+    offsets = torch.searchsorted(by_expert, torch.arange(count + 1, device=ids.device))
+    tiles = (offsets.diff() + MANY_ROWS - 1) // MANY_ROWS
+    before = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
+    size, most_inner = int(plan.argument["size"]), int(plan.argument["most_inner"])
+    staged = hidden.new_empty(rows * slots, max(size, most_inner))
+    inner, y = (hidden.new_empty(rows * slots, width) for width in (most_inner, size))
+    places, result = ids.new_empty(rows * slots, dtype=torch.int32), torch.empty_like(hidden)
+    tensors = {"offsets": offsets, "before": before, "assigned": assigned, "places": places}
+    tensors |= {"x": x, "weights": weights, "hidden": hidden, "staged": staged, "inner": inner}
+    argument = filled(np.zeros(1, SORTED)[0], **tensors, y=y, sum=result, rows=rows, experts=count)
+    for name in ("of", "slots", "top", "size", "most_inner", "activation", "scales_input"):
+        argument[name] = plan.argument[name]
+    argument["multiplier"] = bank.multiplier
+    device, warps = hidden.device, GATHER_THREADS // 32
+    most_tiles = rows * slots // MANY_ROWS + count
+    widths = (2 * most_inner, size)  # gate's and up's columns; down's
+    for side, width in zip(("up", "down"), widths, strict=True):
+        read = 2 * (size if side == "up" else most_inner)
+        grid = -(-width // (MANY_WARPS * TILE)), most_tiles
+        file = "experts_many.cu"
+        _launch(file, f"gather_{side}", (rows * slots,), argument, warps, read, device)
+        _launch(file, f"many_{side}", grid, argument, MANY_WARPS, MANY_SHARED, device)
+    ctas = -(-rows * size // (8 * GATHER_THREADS))
+    _launch("experts_many.cu", "combine", (ctas,), argument, warps, 0, device)
+    return result
+
+
+def _slots(x: torch.Tensor, bank: ExpertBank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the experts of rows x (rows, hidden) and their weights fp32, (rows, slots) each."""
+    with tensor_cores(False):
+        routes = route(x, bank.router)
+        if bank.shared is None:
+            return routes.ids, routes.weights.contiguous()
+        shape, gate = (len(x), 1), bank.shared_gate
+        share = x.new_ones(shape).float()
+        if gate is not None:
+            share = torch.nn.functional.linear(x.float(), gate).sigmoid().half().float()
+    ids = routes.ids.new_full(shape, len(bank.experts))
+    return torch.cat([routes.ids, ids], 1), torch.cat([routes.weights, share], 1)
+
+
+def _launch(
+    file: str,
+    name: str,
+    grid: tuple[int, ...],
+    argument: np.void,
+    warps: int,
+    shared: int,
+    device: torch.device,
+) -> None:
+    launch(file, name, grid, argument, threads=32 * warps, shared=shared, device=device)
