@@ -57,15 +57,23 @@ class Allocation:
         choices = {role: [*map(parsed, texts)] for role, texts in table[found].items()}
         return cls(name=f"as {model} at {found} bpw", choices=choices)
 
-    def params(self, role: str, layer: int = 0, layers: int = 1) -> QuantParams:
-        """Return the choice for a matrix of one of `layers` at the same relative depth."""
+    def params(self, role: str, layer: int = 0, layers: int = 1, expert: int = 0) -> QuantParams:
+        """Return the choice for a matrix of one of `layers` at the same relative depth.
+
+        Experts of a layer have the choices of all layers in turn.
+        """
         choices = self.choices[role]
-        return choices[int((layer + 0.5) / layers * len(choices))]
+        return choices[(int((layer + 0.5) / layers * len(choices)) + expert) % len(choices)]
 
     def of(self, spec: ModelSpec) -> list[tuple[ProjectionSpec, QuantParams]]:
         """Return all linears of a model with their parameters, the head last."""
         found = [
-            (projection, self.params(projection.role, sublayer.layer_index, spec.num_layers))
+            (
+                projection,
+                self.params(
+                    projection.role, sublayer.layer_index, spec.num_layers, expert_of(projection)
+                ),
+            )
             for sublayer in spec.sublayers
             for projection in sublayer.projections
         ]
@@ -77,6 +85,12 @@ class Allocation:
         return sum(params.total_bits(k, n) for k, n, params in sizes) / sum(
             k * n for k, n, _ in sizes
         )
+
+
+def expert_of(projection: ProjectionSpec) -> int:
+    """Return the expert of a projection; 0 for others."""
+    found = re.match(r"(\d+)\.", projection.capture)
+    return int(found[1]) if found else 0
 
 
 def mixed(bits: float) -> QuantParams:

@@ -1,5 +1,5 @@
-// The experts of up to 32 rows, after route.cu: gate, up and activation in a launch, then down, its
-// weights and the sum. A CTA has adjacent units: two tiles of an item's expert, whose rows its warps
+// The experts of up to 32 rows, after route.cu: gate, up and activation in a launch; in another one
+// down and its weights, then CTAs meet, and all of them add up what the experts of a row return. A CTA has adjacent units: two tiles of an item's expert, whose rows its warps
 // share. docs/concepts/experts.md describes who computes what.
 #include "halves.cuh"
 #include "activations.cuh"
@@ -12,53 +12,63 @@ constexpr int SLOT = STEP + BLOCK_PANELS * 32;
 constexpr int STRIDE = TILE_COLUMNS + 4;  // of sums, so that lanes do not conflict in a bank
 constexpr int OF_WARP = ITEM_ROWS * STRIDE;
 
+__device__ __forceinline__ Item item_at(const Experts& e, int index) {
+    const int4* from = (const int4*)(e.items + index);
+    const int4 low = __ldcg(from), high = __ldcg(from + 1);
+    return {low.x, low.y, low.z, {low.w, high.x}, {high.y, high.z}, 0};
+}
+
 // A unit of a CTA, and the ones that follow it.
 template <bool DOWN> struct Cursor {
     const Experts& e;
     Item item;
     int index, unit, left;  // the item; its unit; the CTA's units from here on
     const Side* side;
+    int pairs;
 
-    __device__ __forceinline__ Cursor(const Experts& e, int index, int first, int count)
-        : e(e), index(index), left(count) {
-        if (!left) return;
+    __device__ __forceinline__ Cursor(const Experts& e, const Item& item, int index, int first,
+                                      int count)
+        : e(e), item(item), index(index), left(count) {
         open();
-        unit = first - item.units[DOWN];
+        unit = first - item.begin[DOWN];
     }
     __device__ __forceinline__ void open() {
-        const int* from = (const int*)(e.items + index);
-        item = {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2), {__ldcg(from + 3), __ldcg(from + 4)}};
         const Expert& of = e.of[item.expert];
         side = DOWN ? &of.down : &of.up;
-        unit = 0;
+        pairs = __ldg(&side->pairs), unit = 0;
     }
     __device__ __forceinline__ void next() {
-        if (--left && ++unit == side->pairs * side->parts) ++index, open();
+        if (!--left || ++unit < item.count[DOWN]) return;
+        item = item_at(e, ++index);
+        open();
     }
-    __device__ __forceinline__ int part() const { return DOWN ? unit / side->pairs : 0; }
-    __device__ __forceinline__ int pair() const { return DOWN ? unit % side->pairs : unit; }
+    __device__ __forceinline__ int part() const { return DOWN ? unit / pairs : 0; }
+    __device__ __forceinline__ int pair() const { return DOWN ? unit % pairs : unit; }
     __device__ __forceinline__ int tile(int half) const { return DOWN ? 2 * pair() + half : unit; }
+    // whether a half has a tile: hidden states may have an odd number
+    __device__ __forceinline__ bool has(int half) const {
+        return !DOWN || tile(half) * TILE_COLUMNS < e.size;
+    }
+    __device__ __forceinline__ int begin(int list) const { return __ldg(side->begins + list); }
 };
 
 // A warp's steps of all its units.
 template <bool DOWN> struct Fetcher {
     Cursor<DOWN> at;
     const byte* words;
-    const int4 *step, *end;
-    int half, of_tile;
+    const int4* step;
+    int half, of_tile, left;  // left: steps of the tile, of all its warps
 
-    __device__ __forceinline__ Fetcher(const Cursor<DOWN>& begin) : at(begin) {
-        half = threadIdx.x / 32 / OF_TILE, of_tile = threadIdx.x / 32 % OF_TILE;
-        if (at.left) open();
+    __device__ __forceinline__ Fetcher(const Cursor<DOWN>& begin)
+        : at(begin), half(threadIdx.x / 32 / OF_TILE), of_tile(threadIdx.x / 32 % OF_TILE) {
+        open();
     }
-    // the first steps from here on
-    __device__ __forceinline__ void open() {
+    __device__ __forceinline__ void open() {  // the first steps from here on
         for (;;) {
-            const Side& side = *at.side;
-            const int list = DOWN ? at.part() : half, tile = at.tile(half);
-            step = side.steps + side.begins[list] + of_tile, end = side.steps + side.begins[list + 1];
-            words = side.words[half] + (integer)tile * side.tile_bytes[half];
-            if (step < end && (!DOWN || tile * TILE_COLUMNS < at.e.size)) return;
+            const int list = DOWN ? at.part() : half, begin = at.begin(list) + of_tile;
+            step = at.side->steps + begin, left = at.begin(list + 1) - begin;
+            words = at.side->words[half] + (integer)at.tile(half) * at.side->tile_bytes[half];
+            if (left > 0 && at.has(half)) return;
             at.next();
             if (!at.left) return;
         }
@@ -67,8 +77,8 @@ template <bool DOWN> struct Fetcher {
         if (!at.left) return;
         const int4 one = __ldg(step);
         fetch(Step(one.x, 32), barrier, slot, words + one.y);
-        step += OF_TILE;
-        if (step < end) return;
+        step += OF_TILE, left -= OF_TILE;
+        if (left > 0) return;
         at.next();
         if (at.left) open();
     }
@@ -79,12 +89,12 @@ template <bool DOWN>
 __device__ __forceinline__ void stage_rows(const Experts& e, const Cursor<DOWN>& at, byte* xs) {
     const Item& item = at.item;
     if constexpr (DOWN) {
-        const Expert& of = e.of[item.expert];
-        const int begin = at.part() * e.part_rows, pieces = min(e.part_rows, of.inner - begin) / 8;
-        for (int i = threadIdx.x; i < pieces * item.rows; i += THREADS) {
-            const int row = i / pieces, c = i % pieces;
+        const int width = __ldg(&e.of[item.expert].inner);
+        const int begin = at.part() * e.part_rows, pieces = min(e.part_rows, width - begin) / 8;
+        for (int row = 0; row < item.rows; ++row) {
             const half_bits* from = e.inner + (integer)(item.first + row) * e.most_inner + begin;
-            *(uint4*)(xs + staged_at(8 * c) + row * 64) = __ldcg((const uint4*)from + c);
+            for (int c = threadIdx.x; c < pieces; c += THREADS)
+                *(uint4*)(xs + staged_at(8 * c) + row * 64) = __ldcg((const uint4*)from + c);
         }
     } else {
         const half_bits* place = e.of[item.expert].place;
@@ -99,9 +109,9 @@ __device__ __forceinline__ void stage_rows(const Experts& e, const Cursor<DOWN>&
                     const u32 weight = to_half(__ldcg(e.weights + assigned));
                     for (int i = 0; i < 4; ++i) pairs[i] = times(pairs[i], twice(weight));
                 }
+                byte* own = xs + row * 64;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    byte* own = xs + row * 64;
                     *(half_bits*)(own + staged_at(places[i] & 0xffff)) = (half_bits)pairs[i];
                     *(half_bits*)(own + staged_at(places[i] >> 16)) = (half_bits)(pairs[i] >> 16);
                 }
@@ -120,118 +130,124 @@ __device__ __forceinline__ void put(const float (*total)[4], float* to) {
             to[(2 * t + i % 2) * STRIDE + 16 * m + 8 * (i / 2) + g] = total[m][i];
 }
 
-__device__ __forceinline__ float summed(const float* sums, int half, int row, int column) {
-    float value = 0.0f;
+// What a thread writes of a unit, row threadIdx.x / 32 of the item: of gate and up one column,
+// of down one of each tile; read before the sums are complete.
+template <bool DOWN> struct Ending {
+    int column[2], to, assigned;
+    float bias[2], weight;
+
+    __device__ __forceinline__ Ending(const Experts& e, const Cursor<DOWN>& at) : to(0), assigned(-1) {
+        const Expert& of = e.of[at.item.expert];
+        const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int width = DOWN ? e.size : __ldg(&of.inner);
 #pragma unroll
-    for (int w = 0; w < OF_TILE; ++w)
-        value += sums[(half * OF_TILE + w) * OF_WARP + row * STRIDE + column];
-    return value;
-}
-
-// Write what down reads.
-__device__ __forceinline__ void finish_up(const Experts& e, const Cursor<false>& at,
-                                          const float* sums) {
-    const Item& item = at.item;
-    const Expert& of = e.of[item.expert];
-    for (int i = threadIdx.x; i < item.rows * TILE_COLUMNS; i += THREADS) {
-        const int row = i / TILE_COLUMNS, column = at.pair() * TILE_COLUMNS + i % TILE_COLUMNS;
-        if (column >= of.inner) continue;
-        float gate = summed(sums, 0, row, i % TILE_COLUMNS);
-        float up = summed(sums, 1, row, i % TILE_COLUMNS);
-        if (of.bias[0]) gate += from_half(of.bias[0][column]);
-        if (of.bias[1]) up += from_half(of.bias[1][column]);
-        gate = from_half(to_half(gate)), up = from_half(to_half(up));
-        const float y = e.activation ? activated(e.activation, gate) * up : clamped_swiglu(gate, up);
-        e.inner[(integer)(item.first + row) * e.most_inner + of.to[column]] = to_half(y);
-    }
-}
-
-// Write what a part of an expert adds to its rows; the last one of a row adds them up in order.
-__device__ __forceinline__ void finish_down(const Experts& e, const Cursor<true>& at,
-                                            const float* sums) {
-    __shared__ u32 complete;
-    const Item& item = at.item;
-    const Expert& of = e.of[item.expert];
-    const int first = at.pair() * 2 * TILE_COLUMNS, pairs = at.side->pairs, part = at.part();
-    for (int i = threadIdx.x; i < item.rows * 2 * TILE_COLUMNS; i += THREADS) {
-        const int row = i / (2 * TILE_COLUMNS), c = i % (2 * TILE_COLUMNS), column = first + c;
-        if (column >= e.size) continue;
-        const int assigned = __ldcg(e.assigned + item.first + row), slot = assigned % e.slots;
-        float value = summed(sums, c / TILE_COLUMNS, row, c % TILE_COLUMNS);
-        if (of.bias[2] && part == 0) value += from_half(of.bias[2][column]);
-        if (!e.scales_input || slot == e.top) value *= __ldcg(e.weights + assigned);
-        const int share = slot * e.of[0].down.parts + part;
-        __stcg(e.partial + ((integer)(assigned / e.slots) * e.shares + share) * e.size + column, value);
-    }
-    __syncthreads();
-    if (threadIdx.x < 32) {
-        bool is_last = false;
-        if ((int)threadIdx.x < item.rows) {
-            const int row = __ldcg(e.assigned + item.first + threadIdx.x) / e.slots;
-            int* arrived = e.arrived + 1 + row * pairs + at.pair();
-            __threadfence();
-            is_last = atomicAdd(arrived, 1) == e.shares - 1;
-            __threadfence();
-            if (is_last) *arrived = 0;
+        for (int half = 0; half < 2; ++half) {
+            column[half] = at.tile(half) * TILE_COLUMNS + lane, bias[half] = 0.0f;
+            if (column[half] >= width) column[half] = -1;
+            const half_bits* from = of.bias[DOWN ? 2 : half];
+            if (from && column[half] >= 0 && at.part() == 0) bias[half] = from_half(__ldg(from + column[half]));
         }
-        const u32 lasts = __ballot_sync(~0u, is_last);
-        if (threadIdx.x == 0) complete = lasts;
+        if (row >= at.item.rows) return;
+        assigned = __ldcg(e.assigned + at.item.first + row);
+        if constexpr (DOWN)
+            weight = e.scales_input && assigned % e.slots < e.top ? 1.0f : __ldcg(e.weights + assigned);
+        else if (column[0] >= 0) to = __ldg(of.to + column[0]);
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < item.rows * 2 * TILE_COLUMNS; i += THREADS) {
-        const int own = i / (2 * TILE_COLUMNS), column = first + i % (2 * TILE_COLUMNS);
-        if (!(complete >> own & 1) || column >= e.size) continue;
-        const integer row = __ldcg(e.assigned + item.first + own) / e.slots;
-        float sum = 0.0f;
+
+    __device__ __forceinline__ void finish(const Experts& e, const Cursor<DOWN>& at,
+                                           const float* sums) const {
+        if (assigned < 0) return;
+        const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+        float value[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            value[half] = bias[half];
+#pragma unroll
+            for (int w = 0; w < OF_TILE; ++w)
+                value[half] += sums[(half * OF_TILE + w) * OF_WARP + row * STRIDE + lane];
+        }
+        if constexpr (DOWN) {
+            const int share = assigned % e.slots * __ldg(&e.of[0].down.parts) + at.part();
+            float* to = e.partial + ((integer)(assigned / e.slots) * e.shares + share) * e.size;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (column[half] >= 0) __stcg(to + column[half], value[half] * weight);
+        } else if (column[0] >= 0) {
+            const float gate = from_half(to_half(value[0])), up = from_half(to_half(value[1]));
+            const float y = e.activation ? activated(e.activation, gate) * up : clamped_swiglu(gate, up);
+            e.inner[(integer)(at.item.first + row) * e.most_inner + to] = to_half(y);
+        }
+    }
+};
+
+// Add up what the experts of a row return, in order; a thread has 8 columns.
+__device__ __forceinline__ void combine(const Experts& e) {
+    const int pieces = e.size / 8;
+    for (int i = threadIdx.x * gridDim.x + blockIdx.x; i < e.rows * pieces; i += gridDim.x * THREADS) {
+        const int row = i / pieces, c = i % pieces;
+        float sum[8] = {}, x[8];
 #pragma unroll 4
-        for (int share = 0; share < e.shares; ++share)
-            sum += __ldcg(e.partial + (row * e.shares + share) * e.size + column);
-        const float before = from_half(__ldcg(e.hidden + row * e.size + column));
-        e.sum[row * e.size + column] = to_half(before + from_half(to_half(sum * e.multiplier)));
+        for (int share = 0; share < e.shares; ++share) {
+            const float4* from =
+                (const float4*)(e.partial + ((integer)row * e.shares + share) * e.size) + 2 * c;
+            const float4 low = __ldcg(from), high = __ldcg(from + 1);
+            sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
+            sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+        }
+        pairs_of(__ldcg((const uint4*)e.hidden + i), x);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum[j] = x[j] + from_half(to_half(sum[j] * e.multiplier));
+        ((uint4*)e.sum)[i] = {halves(sum[0], sum[1]), halves(sum[2], sum[3]),
+                              halves(sum[4], sum[5]), halves(sum[6], sum[7])};
     }
 }
 
-template <bool DOWN> __device__ __forceinline__ void run(const Experts& e) {
+template <bool DOWN> __device__ __forceinline__ void multiply_units(const Experts& e) {
     extern __shared__ __align__(128) byte shared[];
-    __shared__ int begin;
+    __shared__ Item begin;
+    __shared__ int index;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     byte* ring = shared + warp * e.ring_slots * SLOT;
     byte* xs = shared + WARPS * e.ring_slots * SLOT;
-    float* sums = (float*)(xs + e.x_bytes);
-    Barrier* barriers = (Barrier*)(sums + WARPS * OF_WARP);
+    float* sums = (float*)(xs + e.x_bytes);  // of two units in turn
+    Barrier* barriers = (Barrier*)(sums + 2 * WARPS * OF_WARP);
     const u32 ring_at = shared_address(ring);
     const u32 barrier = shared_address(barriers + warp * e.ring_slots);
-    let_the_next_begin();
     if (lane < e.ring_slots) begin_barrier(barrier + 8 * lane);
     end_barriers();
+    for (int i = grid_thread(); i * 128 < e.table_bytes; i += gridDim.x * THREADS)
+        prefetch((const byte*)e.of + i * 128);
     wait_for_input();
-    const int items = __ldcg(e.totals), units = __ldcg(e.totals + 1 + DOWN);
-    const int first = (integer)units * blockIdx.x / gridDim.x;
-    const int count = (int)((integer)units * (blockIdx.x + 1) / gridDim.x) - first;
+    const int4 totals = __ldcg((const int4*)e.totals);
+    const integer units = DOWN ? totals.z : totals.y;
+    const int first = units * blockIdx.x / gridDim.x;
+    const int count = (int)(units * (blockIdx.x + 1) / gridDim.x) - first;
     if (!count) return;
-    for (int i = threadIdx.x; i < items; i += THREADS) {
-        const int own = __ldcg(e.items[i].units + DOWN);
-        const int next = i + 1 < items ? __ldcg(e.items[i + 1].units + DOWN) : units;
-        if (own <= first && first < next) begin = i;
+    for (int i = threadIdx.x; i < e.rows * e.slots; i += THREADS) {
+        const Item own = item_at(e, i);
+        const int before = first - own.begin[DOWN];
+        if (i < totals.x && before >= 0 && before < own.count[DOWN]) begin = own, index = i;
     }
     __syncthreads();
-    Cursor<DOWN> at(e, begin, first, count);
+    Cursor<DOWN> at(e, begin, index, first, count);
     Fetcher<DOWN> fetcher(at);
     for (int s = 0; s < e.ring_slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
-    int slot = 0, parity = 0, staged = -1, staged_part = -1;
-    for (; at.left; at.next()) {
+    const int half = warp / OF_TILE;
+    int slot = 0, parity = 0, staged = -1, staged_part = -1, turn = 0;
+    for (; at.left; at.next(), turn ^= 1) {
+        const Ending<DOWN> ending(e, at);
         if (staged != at.index || staged_part != at.part()) {
             staged = at.index, staged_part = at.part();
             stage_rows(e, at, xs);
             __syncthreads();
         }
-        const int half = warp / OF_TILE, list = DOWN ? staged_part : half;
-        const int4* step = at.side->steps + at.side->begins[list] + warp % OF_TILE;
-        const int4* end = at.side->steps + at.side->begins[list + 1];
+        const int list = DOWN ? staged_part : half;
+        int step = at.begin(list) + warp % OF_TILE;
+        const int end = at.has(half) ? at.begin(list + 1) : 0;
+        const int4* steps = at.side->steps;
         float total[1][2][4] = {};
-        if (DOWN && at.tile(half) * TILE_COLUMNS >= e.size) step = end;
         for (; step < end; step += OF_TILE) {
-            const int4 one = __ldg(step);
+            const int4 one = __ldg(steps + step);
             const byte* codes = ring + slot * SLOT;
             const byte* scales = codes + (one.x & 15) * (one.x >> 4 & 7) * 128;
             const byte* from = xs + one.z * ITEM_ROWS * 64;
@@ -242,19 +258,22 @@ template <bool DOWN> __device__ __forceinline__ void run(const Experts& e) {
             fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
             if (++slot == e.ring_slots) slot = 0, parity ^= 1;
         }
-        put(total[0], sums + warp * OF_WARP);
-        __syncthreads();
-        if constexpr (DOWN) finish_down(e, at, sums);
-        else finish_up(e, at, sums);
-        __syncthreads();
+        float* own = sums + turn * WARPS * OF_WARP;
+        put(total[0], own + warp * OF_WARP);
+        __syncthreads();  // x may be replaced now, and the sums of the unit before
+        ending.finish(e, at, own);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     experts_up(const __grid_constant__ Experts e) {
-    run<false>(e);
+    let_the_next_begin();
+    multiply_units<false>(e);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     experts_down(const __grid_constant__ Experts e) {
-    run<true>(e);
+    let_the_next_begin();
+    multiply_units<true>(e);
+    meet(e.meetings, blockIdx.x, gridDim.x);
+    combine(e);
 }

@@ -4,9 +4,9 @@
 struct Side {  // matrices of an expert that are multiplied together, two tiles at a time
     const byte* words[2];  // [tile] of `tile_bytes`, see PackedMatrix: gate and up, or down twice
     const int4* steps;     // kind (see Step), bytes before it in a tile, panels before it in x
-    const int* begins;     // in `steps`: of gate, of up, the end; or of each part of down, the end
     int tile_bytes[2];
     int pairs, parts;      // pairs of tiles; into how many the rows of down are divided
+    int begins[MOST_BEGINS];    // in `steps`: of gate, of up, the end; or of each part, the end
 };
 
 struct Expert {
@@ -19,27 +19,29 @@ struct Expert {
 
 struct Item {
     int expert, rows, first;  // first: of its tokens in `assigned`
-    int units[2];             // before this item, in the launches for up and down
+    int begin[2], count[2];   // units before this item and of it, in the launches for up and down
+    int pad;
 };
 
 struct Experts {
-    const Expert* of;          // the routed ones, then the shared one if there is one
-    const half_bits* hidden;   // (rows, hidden), what enters
+    const Expert* of;          // the routed ones, then the shared one if there is one; their steps
+    const half_bits* hidden;   // (rows, hidden), to which the result is added
+    const half_bits* entering; // the same, or normalized
+    const half_bits* norm;     // weights (hidden), if the router normalizes; or null
     half_bits* x;              // (rows, hidden), normalized
-    const half_bits* norm;     // weights (hidden), or null
     const float* router;       // (experts, hidden), then a row for the shared one's gate, if it has one
     const float *bias, *correction;  // (experts), or null
     float* logits;             // (rows, experts + 1)
-    int* ids;                  // (rows, slots), experts by token; the shared one last
-    float* weights;            // (rows, slots)
+    float* weights;            // (rows, slots), of the chosen experts, then of the shared one
     int* assigned;             // (rows · slots), row · slots + slot, by expert
     Item* items;
     int* totals;               // of items, and of units for up and down
     half_bits* inner;          // (rows · slots, most inner), in the order of down's rows, `staged_at`
     float* partial;            // (rows, shares, hidden): what the experts' parts add
     half_bits* sum;            // (rows, hidden), the result
-    int* arrived;              // (1 + rows · pairs), zero before and after
-    int rows, size, experts, top, slots, gated;  // size: hidden; gated: whether the shared one is
+    int* arrived;              // CTAs of the router, zero before and after
+    unsigned* meetings;        // see meet
+    int table_bytes, rows, size, experts, top, slots, gated;  // size: hidden; gated: whether the shared one is
     int most_inner, part_rows, shares;           // part_rows: of down in a part; shares: of a token
     int scores, groups, top_groups, scales_input;
     int activation, ring_slots, x_bytes;         // activation 0: clamped swiglu

@@ -16,41 +16,65 @@ __device__ __forceinline__ float max_of_warp(float value) {
     return value;
 }
 
-// Normalize rows, and multiply them by the router's weights.
-__device__ __forceinline__ void score(const Experts& e) {
-    __shared__ float sizes[ROWS];
+// Normalize rows, and multiply them by the router's weights. rows_at: of x, (ROWS, hidden).
+__device__ __forceinline__ void score(const Experts& e, uint4* rows_at) {
+    __shared__ float squares[ROWS][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pieces = e.size / 8;
     const int first = blockIdx.y * ROWS, rows = min(ROWS, e.rows - first);
     const int expert = blockIdx.x * WARPS + warp, all = e.experts + e.gated;
-    for (int row = warp; row < rows; row += WARPS) {
-        const uint4* from = (const uint4*)(e.hidden + (integer)(first + row) * e.size);
-        float square = 0.0f;
-        for (int c = lane; c < pieces; c += 32) {
-            float x[8];
-            pairs_of(__ldcg(from + c), x);
+    const float4* weights = (const float4*)(e.router + (integer)min(expert, all - 1) * e.size);
+    for (int i = lane; i < e.size / 32; i += 32)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + 8 * i));
+    wait_for_input();
+    const uint4* from = (const uint4*)e.entering;
+    float square[ROWS] = {};
+    for (int c = threadIdx.x; c < pieces; c += 32 * WARPS) {
+        uint4 v[ROWS];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) square += x[i] * x[i];
+        for (int row = 0; row < ROWS; ++row)
+            v[row] = __ldcg(from + (integer)(first + min(row, rows - 1)) * pieces + c);
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
+            float x[8];
+            pairs_of(v[row], x);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) square[row] += x[i] * x[i];
+            rows_at[row * pieces + c] = v[row];
         }
-        square = sum_of_warp(square);
-        if (lane == 0) sizes[row] = rsqrtf(square / e.size + e.eps);
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+        square[row] = sum_of_warp(square[row]);
+        if (lane == 0) squares[row][warp] = square[row];
     }
     __syncthreads();
-    float total[ROWS] = {};
-    const float4* weights = (const float4*)(e.router + (integer)min(expert, all - 1) * e.size);
-    for (int c = lane; c < pieces; c += 32) {
-        const float4 low = __ldg(weights + 2 * c), high = __ldg(weights + 2 * c + 1);
-        const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+    for (int row = 0; row < ROWS; ++row) {
+        square[row] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) square[row] += squares[row][w];
+        square[row] = rsqrtf(square[row] / e.size + e.eps);
+    }
+    for (int c = threadIdx.x; c < pieces; c += 32 * WARPS) {  // those that this thread has read
         uint4 by = {};
         if (e.norm) by = __ldg((const uint4*)e.norm + c);
 #pragma unroll
         for (int row = 0; row < ROWS; ++row) {
-            if (row >= rows) break;
-            const integer at = (integer)(first + row) * pieces + c;
-            uint4 v = __ldcg((const uint4*)e.hidden + at);
-            if (e.norm) v = normed(v, sizes[row], by);
-            if (blockIdx.x == 0 && c / 32 % WARPS == warp) ((uint4*)e.x)[at] = v;
+            uint4 v = rows_at[row * pieces + c];
+            if (e.norm) rows_at[row * pieces + c] = v = normed(v, square[row], by);
+            if (blockIdx.x == 0 && row < rows) ((uint4*)e.x)[(integer)(first + row) * pieces + c] = v;
+        }
+    }
+    __syncthreads();
+    float total[ROWS] = {};
+#pragma unroll 4
+    for (int c = lane; c < pieces; c += 32) {
+        const float4 low = __ldg(weights + 2 * c), high = __ldg(weights + 2 * c + 1);
+        const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+        for (int row = 0; row < ROWS; ++row) {
             float x[8];
-            pairs_of(v, x);
+            pairs_of(rows_at[row * pieces + c], x);
 #pragma unroll
             for (int i = 0; i < 8; ++i) total[row] += x[i] * w[i];
         }
@@ -81,8 +105,9 @@ template <class Value> __device__ __forceinline__ int best(int count, u32 taken,
     return __shfl_sync(~0u, found, 0);  // with NaN, lanes may disagree
 }
 
-// Choose the experts of a row; a lane has one of them.
-__device__ __forceinline__ void choose(const Experts& e, int row, float* scores, float* ranked) {
+// Choose the experts of a row; a lane has one of them. ids: (rows, slots).
+__device__ __forceinline__ void choose(const Experts& e, int row, float* scores, float* ranked,
+                                       int* ids) {
     const int lane = threadIdx.x % 32;
     const float* logits = e.logits + row * (e.experts + 1);
     float most = -LARGEST, sum = 0.0f;
@@ -138,67 +163,72 @@ __device__ __forceinline__ void choose(const Experts& e, int row, float* scores,
         const float all = sum_of_warp(p == 1.0f ? size : is_chosen ? powf(size, p) : 0.0f);
         weight /= fmaxf(p == 1.0f ? all : powf(all, 1.0f / p), e.least_norm);
     }
-    if (is_chosen) e.ids[row * e.slots + lane] = own, e.weights[row * e.slots + lane] = weight * e.scaling;
+    if (is_chosen) {
+        ids[row * e.slots + lane] = own;
+        e.weights[row * e.slots + lane] = weight * e.scaling;
+    }
     if (e.slots > e.top && lane == 0) {
-        e.ids[row * e.slots + e.top] = e.experts;
+        ids[row * e.slots + e.top] = e.experts;
         const float z = e.gated ? __ldcg(logits + e.experts) : 0.0f;
         e.weights[row * e.slots + e.top] =
             e.gated ? from_half(to_half(1.0f / (1.0f + expf(-z)))) : 1.0f;
     }
 }
 
-// List the items: of each expert in turn, its tokens in order.
-__device__ __forceinline__ void list_items(const Experts& e, int* before) {
+// List the items: of each expert in turn, its tokens in order. counts: (experts + 1).
+__device__ __forceinline__ void list_items(const Experts& e, const int* ids, int* counts) {
     const int lane = threadIdx.x % 32, experts = e.experts + (e.slots > e.top);
     const int all = e.rows * e.slots;
-    auto assigned = [&](int expert, auto then) {
+    for (int expert = threadIdx.x; expert < experts; expert += 32 * WARPS) {
         int count = 0;
-        for (int i = 0; i < all; ++i)
-            if (e.ids[i] == expert) then(count++, i);
-        return count;
-    };
-    for (int i = threadIdx.x; i < experts; i += 32 * WARPS)
-        before[i] = assigned(i, [](int, int) {});
+#pragma unroll 8
+        for (int i = 0; i < all; ++i) count += ids[i] == expert;
+        counts[expert] = count;
+    }
     __syncthreads();
     int first = 0, item = 0, units[2] = {};
     for (int base = 0; base < experts; base += 32) {  // each warp, for its own experts
-        const int i = base + lane;
-        const int count = i < experts ? before[i] : 0, items = (count + ITEM_ROWS - 1) / ITEM_ROWS;
+        const int expert = base + lane, count = expert < experts ? counts[expert] : 0;
+        const int items = (count + ITEM_ROWS - 1) / ITEM_ROWS;
         int sides[2] = {};
         if (count) {
-            sides[0] = e.of[i].up.pairs * e.of[i].up.parts;
-            sides[1] = e.of[i].down.pairs * e.of[i].down.parts;
+            sides[0] = __ldg(&e.of[expert].up.pairs);
+            sides[1] = __ldg(&e.of[expert].down.pairs) * __ldg(&e.of[expert].down.parts);
         }
         int upto[4] = {count, items, items * sides[0], items * sides[1]};
         const int own[4] = {upto[0], upto[1], upto[2], upto[3]};
+#pragma unroll
         for (int o = 1; o < 32; o *= 2)
+#pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const int other = __shfl_up_sync(~0u, upto[j], o);
                 if (lane >= o) upto[j] += other;
             }
         if (count && base / 32 % WARPS == (int)threadIdx.x / 32) {
             const int start = first + upto[0] - own[0];
-            assigned(i, [&](int n, int at) { e.assigned[start + n] = at; });
-            for (int n = 0; n < items; ++n)
-                e.items[item + upto[1] - own[1] + n] = {
-                    i, min(ITEM_ROWS, count - n * ITEM_ROWS), start + n * ITEM_ROWS,
-                    {units[0] + upto[2] - own[2] + n * sides[0],
-                     units[1] + upto[3] - own[3] + n * sides[1]}};
+            for (int i = 0, n = 0; n < count; ++i)
+                if (ids[i] == expert) e.assigned[start + n++] = i;
+            for (int n = 0; n < items; ++n) {
+                const int begin = start + n * ITEM_ROWS;
+                int4* to = (int4*)(e.items + item + upto[1] - own[1] + n);
+                to[0] = {expert, min(ITEM_ROWS, count - n * ITEM_ROWS), begin,
+                         units[0] + upto[2] - own[2] + n * sides[0]};
+                to[1] = {units[1] + upto[3] - own[3] + n * sides[1], sides[0], sides[1], 0};
+            }
         }
         first += __shfl_sync(~0u, upto[0], 31), item += __shfl_sync(~0u, upto[1], 31);
         for (int j = 0; j < 2; ++j) units[j] += __shfl_sync(~0u, upto[2 + j], 31);
     }
-    if (threadIdx.x == 0) e.totals[0] = item, e.totals[1] = units[0], e.totals[2] = units[1];
+    if (threadIdx.x == 0) *(int4*)e.totals = {item, units[0], units[1], 0};
 }
 
 // Grid: (experts / WARPS, rows / ROWS). The last CTA to arrive chooses.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     route(const __grid_constant__ Experts e) {
-    extern __shared__ float room[];  // scores and ranks of a row per warp; then counts of experts
+    extern __shared__ __align__(16) byte room[];  // rows; then ids, and scores and ranks per warp
     __shared__ int before;
     let_the_next_begin();
-    wait_for_input();
-    score(e);
+    score(e, (uint4*)room);
     __syncthreads();
     if (threadIdx.x == 0) {
         __threadfence();
@@ -208,9 +238,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     }
     __syncthreads();
     if (before != gridDim.x * gridDim.y - 1) return;
-    float* own = room + threadIdx.x / 32 * 2 * e.experts;
+    int* ids = (int*)room;
+    float* own = (float*)(ids + e.rows * e.slots) + threadIdx.x / 32 * 2 * e.experts;
     for (int row = threadIdx.x / 32; row < e.rows; row += WARPS)
-        choose(e, row, own, own + e.experts), __syncwarp();
+        choose(e, row, own, own + e.experts, ids), __syncwarp();
     __syncthreads();
-    list_items(e, (int*)room);
+    list_items(e, ids, ids + e.rows * e.slots);
 }

@@ -3,13 +3,13 @@
 The host waits for no route.
 """
 
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from exl2flow.kernels.backend import tensor_cores
-from exl2flow.kernels.cuda.compiler import launch, limits
+from exl2flow.kernels.cuda.compiler import LaunchRefused, launch, limits, tell_refusal
 from exl2flow.kernels.cuda.steps import norm
 from exl2flow.kernels.interface.experts import ExpertBank
 from exl2flow.kernels.interface.packed import FEW_ROWS, TILE
@@ -37,9 +37,16 @@ def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
     plan = _plan(bank)
     if plan is None:
         return torch_experts.experts(hidden, bank)
-    if len(hidden) <= FEW_ROWS:
-        return _few(hidden, plan)
-    return _many(hidden, bank, plan)
+    if len(hidden) > FEW_ROWS:
+        return _many(hidden, bank, plan)
+    while True:
+        try:
+            return _few(hidden, bank, plan)
+        except LaunchRefused as refusal:
+            if plan.ctas == 1:
+                raise
+            _PLANS[bank] = plan = replace(plan, ctas=plan.ctas // 2)
+            tell_refusal("experts.cu", refusal.reason, "half as many CTAs")
 
 
 def runs_experts(bank: ExpertBank) -> bool:
@@ -51,19 +58,22 @@ def _plan(bank: ExpertBank) -> ExpertsPlan | None:
     """Return the plan of a bank, computed once; None: the kernels cannot run it."""
     if bank not in _PLANS:
         device = bank.experts[0].up.words.device
-        _PLANS[bank] = plan_of(bank, FEW_ROWS, limits(device.index)) if bank.is_known else None
+        _PLANS[bank] = plan_of(bank, limits(device.index)) if bank.is_known else None
     return _PLANS[bank]
 
 
-def _few(hidden: torch.Tensor, plan: ExpertsPlan) -> torch.Tensor:
+def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Tensor:
     """Run all launches of at most `FEW_ROWS` rows."""
     hidden = hidden.contiguous()
+    entering = hidden
+    if bank.norm is not None and not bank.norm.is_plain:
+        entering = norm(hidden, bank.norm)
     argument, rows = plan.argument.copy(), len(hidden)
     size, slots, count = (int(argument[name]) for name in ("size", "slots", "experts"))
     all_slots = rows * slots
     x, result = torch.empty_like(hidden), torch.empty_like(hidden)
-    integers = hidden.new_empty(2 * all_slots + 3, dtype=torch.int32)
-    items = hidden.new_empty(all_slots * ITEM.itemsize, dtype=torch.uint8)
+    assigned = hidden.new_empty(all_slots, dtype=torch.int32)
+    items = hidden.new_empty(all_slots + 1, ITEM.itemsize, dtype=torch.uint8)
     floats = hidden.new_empty(rows * (count + 1) + all_slots, dtype=torch.float32)
     partial = floats.new_empty(rows * int(argument["shares"]) * size)
     inner = hidden.new_empty(all_slots * int(argument["most_inner"]))
@@ -71,12 +81,12 @@ def _few(hidden: torch.Tensor, plan: ExpertsPlan) -> torch.Tensor:
         argument,
         rows=rows,
         hidden=hidden,
+        entering=entering,
         x=x,
         logits=floats,
         weights=floats[rows * (count + 1) :],
-        ids=integers,
-        assigned=integers[all_slots:],
-        totals=integers[2 * all_slots :],
+        assigned=assigned,
+        totals=items[-1],
         items=items,
         inner=inner,
         partial=partial,
@@ -86,7 +96,16 @@ def _few(hidden: torch.Tensor, plan: ExpertsPlan) -> torch.Tensor:
     grid = -(-scored // ROUTE_WARPS), -(-rows // ROUTE_ROWS)
     _launch("route.cu", "route", grid, argument, ROUTE_WARPS, plan.route_shared, device)
     for name in ("experts_up", "experts_down"):
-        _launch("experts.cu", name, (plan.ctas,), argument, EXPERT_WARPS, plan.shared, device)
+        launch(
+            "experts.cu",
+            name,
+            (plan.ctas,),
+            argument,
+            threads=32 * EXPERT_WARPS,
+            shared=plan.shared,
+            device=device,
+            together=name == "experts_down",
+        )
     return result
 
 
@@ -126,14 +145,13 @@ def _many(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Te
 
 def _slots(x: torch.Tensor, bank: ExpertBank) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of rows x (rows, hidden) and their weights fp32, (rows, slots) each."""
-    with tensor_cores(False):
-        routes = route(x, bank.router)
-        if bank.shared is None:
-            return routes.ids, routes.weights.contiguous()
-        shape, gate = (len(x), 1), bank.shared_gate
-        share = x.new_ones(shape).float()
-        if gate is not None:
-            share = torch.nn.functional.linear(x.float(), gate).sigmoid().half().float()
+    routes = route(x, bank.router)
+    if bank.shared is None:
+        return routes.ids, routes.weights.contiguous()
+    shape, gate = (len(x), 1), bank.shared_gate
+    share = x.new_ones(shape).float()
+    if gate is not None:
+        share = torch.nn.functional.linear(x.float(), gate).sigmoid().half().float()
     ids = routes.ids.new_full(shape, len(bank.experts))
     return torch.cat([routes.ids, ids], 1), torch.cat([routes.weights, share], 1)
 

@@ -48,12 +48,11 @@ class ExpertBank:
     def is_known(self) -> bool:
         """Whether the kernels know all that is asked for."""
         rule = self.router.rule
-        is_simple = self.norm is None or self.norm.is_plain
         is_small = (
             rule.experts <= MOST_EXPERTS and rule.top <= MOST_CHOSEN and rule.groups <= MOST_GROUPS
         )
         is_activated = self.activation in {*ACTIVATIONS, *GATED_ACTIVATIONS}
-        return is_simple and is_small and is_activated and all(map(_is_known, self.all))
+        return is_small and is_activated and all(map(_is_known, self.all))
 
 
 def _is_known(expert: ExpertMatrices) -> bool:

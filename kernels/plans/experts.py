@@ -7,6 +7,7 @@ or of a part of down's rows. Tables of all experts lie on the device, where thei
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ import torch
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.experts import ExpertBank, ExpertMatrices
 from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.packed import BLOCK_PANELS, SCALE_WORDS, TILE, laid_panels
+from exl2flow.kernels.interface.packed import BLOCK_PANELS, FEW_ROWS, SCALE_WORDS, TILE, laid_panels
 from exl2flow.kernels.interface.router import Scores
 from exl2flow.kernels.plans.shares import STEP, kinds_of, slot_bytes
 from exl2flow.kernels.plans.sources import fill, filled, struct
@@ -26,14 +27,17 @@ MANY_ROWS, MANY_WARPS = 64, 8  # of a prompt: tokens of a tile, and warps, with 
 MANY_CHUNK, MANY_SLOTS = 4, 2  # panels of x at a time, of two; steps that a warp has in flight
 GATHER_THREADS = 128  # of a CTA that reorders a row
 MOST_SLOTS, CTAS = 4, 2  # most steps that a warp has in flight, and CTAs of a multiprocessor
-SUMS = 4 * EXPERT_WARPS * ITEM_ROWS * (TILE + 4)  # bytes of a CTA's sums
+SUMS = 8 * EXPERT_WARPS * ITEM_ROWS * (TILE + 4)  # bytes of a CTA's sums of two units
 MANY_SHARED = MANY_WARPS * MANY_SLOTS * (STEP + 4 * BLOCK_PANELS * SCALE_WORDS + 8) + (
     2 * MANY_CHUNK * 64 * MANY_ROWS
 )
-RESERVED = 1 << 10  # bytes of shared memory that each CTA takes besides
+RESERVED, OF_SYSTEM = 1280, 1024  # bytes of shared memory that each CTA takes besides; of these
 PAIRED = (0, 2, 1, 3, 4, 6, 5, 7)  # where 8 numbers stand, see `paired` in halves.cuh
-EXPERT, ARGUMENT = struct("experts.cuh", "Expert"), struct("experts.cuh", "Experts")
+MOST_BEGINS = 17  # of the parts of down's rows, and their end
+EXPERT = struct("experts.cuh", "Expert", MOST_BEGINS=MOST_BEGINS)
+ARGUMENT = struct("experts.cuh", "Experts")
 
+STEP_BYTES = 16
 Step = tuple[int, int, int, int]  # see `Side` in experts.cuh
 
 
@@ -42,53 +46,53 @@ class ExpertsPlan:
     """The launches of a layer of experts, without inputs and results.
 
     argument: `ARGUMENT`; ctas, shared: of the launches for up and down, CTAs and bytes of each;
-    route_shared: of the router's; pairs: pairs of tiles of a hidden state; tensors: what the
-    argument points to.
+    route_shared: of the router's; tensors: what the argument points to.
     """
 
     argument: np.void
     ctas: int
     shared: int
     route_shared: int
-    pairs: int
     tensors: Sequence[torch.Tensor]
 
 
-def plan_of(bank: ExpertBank, rows: int, limits: tuple[int, int]) -> ExpertsPlan | None:
-    """Plan the launches for up to so many rows.
+def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
+    """Plan the launches for few rows.
 
     Args:
         bank: whose matrices are on the device; `is_known`.
-        rows: the most.
         limits: multiprocessors of the device, and bytes of shared memory that a CTA can have.
 
     Returns:
-        The plan, or None if a row of x does not fit into shared memory.
+        The plan, or None if what an expert reads does not fit into shared memory.
     """
-    first = bank.experts[0]
+    first, rule = bank.experts[0], bank.router.rule
     size, inner = len(first.up.order), len(first.down.order)
     parts = -(-inner // size)
     part_rows = -(-inner // (PANEL_ROWS * parts)) * PANEL_ROWS
-    x_bytes = 2 * ITEM_ROWS * max(size, part_rows)
-    fitting = _fit(x_bytes, slot_bytes(first.up) + 8, limits[1])
-    if fitting is None:
+    shared_parts = 0 if bank.shared is None else -(-len(bank.shared.down.order) // part_rows)
+    x_bytes, slot = 2 * ITEM_ROWS * max(size, part_rows), slot_bytes(first.up) + 8
+    fitting = _fit(x_bytes, slot, limits[1])
+    route_shared = max(
+        2 * ROUTE_ROWS * size,
+        4 * (FEW_ROWS * (rule.top + 1) + max(2 * ROUTE_WARPS * rule.experts, rule.experts + 1)),
+    )
+    if fitting is None or max(parts, shared_parts) >= MOST_BEGINS or route_shared > limits[1]:
         return None
     ctas, slots = fitting
-    rule, device = bank.router.rule, first.up.words.device
-    shared = bank.shared
-    shares = rule.top * parts + (-(-len(shared.down.order) // part_rows) if shared else 0)
-    argument = np.zeros(1, ARGUMENT)[0]
-    pairs = -(-size // (2 * TILE))
-    tensors = _fill_router(argument, bank)
-    tensors += fill(
+    argument, counters = np.zeros(1, ARGUMENT)[0], first.up.words.new_zeros(2)
+    tables = _tables(bank.all, part_rows)
+    tensors = fill(
         argument,
-        of=_table(bank.all, part_rows, tensors),
-        arrived=torch.zeros(1 + rows * pairs, dtype=torch.int32, device=device),
+        of=tables[0],
+        table_bytes=tables[0].nbytes,
+        arrived=counters,
+        meetings=counters[1:],
         size=size,
-        slots=rule.top + (shared is not None),
+        slots=rule.top + (bank.shared is not None),
         most_inner=max(len(expert.down.order) for expert in bank.all),
         part_rows=part_rows,
-        shares=shares,
+        shares=rule.top * parts + shared_parts,
         activation=_number(bank.activation),
         ring_slots=slots,
         x_bytes=x_bytes,
@@ -97,10 +101,9 @@ def plan_of(bank: ExpertBank, rows: int, limits: tuple[int, int]) -> ExpertsPlan
     return ExpertsPlan(
         argument=argument,
         ctas=limits[0] * ctas,
-        shared=_shared(x_bytes, slots, slot_bytes(first.up) + 8),
-        route_shared=4 * max(2 * ROUTE_WARPS * rule.experts, rule.experts + 1),
-        pairs=pairs,
-        tensors=tensors,
+        shared=_shared(x_bytes, slots, slot),
+        route_shared=route_shared,
+        tensors=[*tensors, *tables, *_fill_router(argument, bank)],
     )
 
 
@@ -112,7 +115,7 @@ def _fit(x_bytes: int, slot: int, most: int) -> tuple[int, int] | None:
     """Return CTAs of a multiprocessor, and steps that a warp has in flight; the first that fits."""
     for ctas, least in ((CTAS, 2), (1, 1)):
         for slots in range(MOST_SLOTS, least - 1, -1):
-            if ctas * (_shared(x_bytes, slots, slot) + RESERVED) <= most + RESERVED:
+            if ctas * (_shared(x_bytes, slots, slot) + RESERVED) <= most + OF_SYSTEM:
                 return ctas, slots
     return None
 
@@ -125,6 +128,7 @@ def _number(activation: str) -> int:
 def _fill_router(entry: np.void, bank: ExpertBank) -> list[torch.Tensor]:
     """Fill the fields of the router; return what they point to."""
     router, rule, norm = bank.router, bank.router.rule, bank.norm
+    norm = norm if norm is not None and norm.is_plain else None
     weight = router.weight
     if bank.shared_gate is not None:
         weight = torch.cat([weight, bank.shared_gate])
@@ -148,61 +152,53 @@ def _fill_router(entry: np.void, bank: ExpertBank) -> list[torch.Tensor]:
     )
 
 
-def _table(
-    experts: Sequence[ExpertMatrices], part_rows: int, tensors: list[torch.Tensor]
-) -> torch.Tensor:
-    """Return `Expert` of each, uint8 on the device; add what it points to to `tensors`."""
+def _tables(experts: Sequence[ExpertMatrices], part_rows: int) -> list[torch.Tensor]:
+    """Return on the device `Expert` of each with their steps, uint8, and what they point to."""
     device = experts[0].up.words.device
-    table = np.zeros(len(experts), EXPERT)
-    steps, begins = list[Step](), list[int]()
-    known: dict[object, tuple[int, int]] = {}  # by groups: where steps and begins of a side are
+    table, steps = np.zeros(len(experts), EXPERT), list[Step]()
+    known: dict[object, tuple[int, list[int]]] = {}  # by groups: the first step, and begins
 
-    def listed(*runs: tuple[tuple[Group, ...], int, int]) -> tuple[int, int]:
+    def listed(*runs: tuple[tuple[Group, ...], int, int]) -> tuple[int, list[int]]:
         if runs not in known:
-            known[runs] = len(steps), len(begins)
-            first = len(steps)
-            for run in runs:
-                begins.append(len(steps) - first)
-                steps.extend(_steps(*run))
-            begins.append(len(steps) - first)
+            lists = [_steps(*run) for run in runs]
+            known[runs] = len(steps), [*accumulate(map(len, lists), initial=0)]
+            steps.extend(chain.from_iterable(lists))
         return known[runs]
 
-    places = list[tuple[int, int]]()
-    for expert in experts:
-        gate, up, down = expert
-        rows, width = len(up.order), len(down.order)
-        whole = ((m.groups, 0, rows // PANEL_ROWS) for m in (gate, up))
-        cuts = range(0, width // PANEL_ROWS, part_rows // PANEL_ROWS)
-        parts = ((down.groups, c, c + part_rows // PANEL_ROWS) for c in cuts)
-        places += [listed(*whole), listed(*parts)]
-    step_table = torch.tensor(steps, dtype=torch.int32).to(device)
-    begin_table = torch.tensor(begins, dtype=torch.int32).to(device)
-    tensors += [step_table, begin_table]
-    for index, expert in enumerate(experts):
-        for side, (step, begin) in zip(("up", "down"), places[2 * index :][:2], strict=True):
-            entry = table[index][side]
-            entry["steps"] = step_table.data_ptr() + 16 * step
-            entry["begins"] = begin_table.data_ptr() + 4 * begin
-        tensors += _fill_expert(table[index], expert, part_rows)
-    for name, orders in (
-        ("place", [expert.up.order for expert in experts]),
-        ("to", [expert.down.order for expert in experts]),
-    ):
-        tensors += _fill_places(table[name], orders)
-    return torch.from_numpy(table.view(np.uint8)).to(device)
-
-
-def _fill_expert(entry: np.void, expert: ExpertMatrices, part_rows: int) -> list[torch.Tensor]:
-    """Fill what is an expert's own; return what it points to."""
-    gate, up, down = expert
-    for side, pair in (("up", (gate, up)), ("down", (down, down))):
-        entry[side]["words"] = [matrix.words.data_ptr() for matrix in pair]
-        entry[side]["tile_bytes"] = [4 * matrix.words.shape[1] for matrix in pair]
-    filled(entry["up"], pairs=len(gate.words), parts=1)
-    filled(entry["down"], pairs=-(-len(down.words) // 2), parts=-(-len(down.order) // part_rows))
-    entry["bias"] = [0 if m.bias is None else m.bias.data_ptr() for m in expert]
-    entry["inner"] = gate.columns
-    return [t for m in expert for t in (m.words, m.bias) if t is not None]
+    places = list[int]()
+    for entry, (gate, up, down) in zip(table, experts, strict=True):
+        panels, cuts = len(up.order) // PANEL_ROWS, range(0, len(down.order), part_rows)
+        sides = (
+            ("up", (gate, up), [(m.groups, 0, panels) for m in (gate, up)]),
+            (
+                "down",
+                (down, down),
+                [(down.groups, c // PANEL_ROWS, (c + part_rows) // PANEL_ROWS) for c in cuts],
+            ),
+        )
+        for name, pair, runs in sides:
+            first, begins = listed(*runs)
+            places.append(first)
+            side = entry[name]
+            side["begins"][: len(begins)] = begins
+            side["words"] = [matrix.words.data_ptr() for matrix in pair]
+            side["tile_bytes"] = [4 * matrix.words.shape[1] for matrix in pair]
+        filled(entry["up"], pairs=len(gate.words), parts=1)
+        filled(entry["down"], pairs=-(-len(down.words) // 2), parts=len(cuts))
+        entry["bias"] = [0 if m.bias is None else m.bias.data_ptr() for m in (gate, up, down)]
+        entry["inner"] = gate.columns
+    tensors = _fill_places(table["place"], [expert.up.order for expert in experts])
+    tensors += _fill_places(table["to"], [expert.down.order for expert in experts])
+    padding = -table.nbytes % STEP_BYTES
+    room = torch.empty(table.nbytes + padding + STEP_BYTES * len(steps), dtype=torch.uint8)
+    stored, begin = room.to(device), table.nbytes + padding
+    firsts = stored.data_ptr() + begin + STEP_BYTES * np.array(places, np.uint64).reshape(-1, 2)
+    table["up"]["steps"], table["down"]["steps"] = firsts.T
+    room[: table.nbytes] = torch.from_numpy(table.view(np.uint8))
+    room[begin:] = torch.tensor(steps, dtype=torch.int32).view(-1).view(torch.uint8)
+    stored.copy_(room)
+    matrices = chain.from_iterable(experts)
+    return [stored, *tensors, *(t for m in matrices for t in (m.words, m.bias) if t is not None)]
 
 
 def _fill_places(column: np.ndarray, orders: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -142,7 +142,7 @@ class ExpertsSublayer(Sublayer):
         if self.bank is None or self.together or hidden.dtype != torch.float16:
             return super().__call__(hidden)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return get_ops(hidden.device).experts(flat, self.bank).view(hidden.shape)
+        return run_experts(flat, self.bank).view(hidden.shape)
 
     @property
     def is_fused(self) -> bool:
@@ -265,6 +265,12 @@ class ExpertsSublayer(Sublayer):
         assert self.shared_gate is not None
         x = reads[f"{SHARED}.input"]
         return torch.nn.functional.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
+
+
+def run_experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
+    """See `Ops.experts`; routes are computed in full fp32."""
+    with tensor_cores(False):
+        return get_ops(hidden.device).experts(hidden, bank)
 
 
 def load_router(

@@ -15,7 +15,7 @@ import torch
 
 from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear, get_ops
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache, Projected
-from exl2flow.model.layers.experts import ExpertsSublayer
+from exl2flow.model.layers.experts import ExpertsSublayer, run_experts
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
@@ -23,7 +23,7 @@ from exl2flow.model.layers.sublayer import Sublayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ExpertLink:
     """Products that are added to hidden states, then the layer of experts behind them."""
 
     chain: Sequence[FusedLinear]
@@ -31,10 +31,9 @@ class Run:
 
     def __call__(self, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the next hidden states, (rows, hidden), of what the chain reads and theirs."""
-        ops = get_ops(x.device)
         if self.chain:
-            _, states = ops.multiply(x, self.chain, states)
-        return ops.experts(states, self.bank)
+            _, states = get_ops(x.device).multiply(x, self.chain, states)
+        return run_experts(states, self.bank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +48,7 @@ class Link:
 
     attention: AttentionSublayer
     chain: Sequence[FusedLinear]
-    runs: Sequence[Run] = ()
+    runs: Sequence[ExpertLink] = ()
     norm: Norm | None = None
     inputs: FusedLinear | None = None
     mlp: Sequence[FusedLinear] = ()
@@ -140,7 +139,7 @@ class Chains:
 
     links: Sequence[Link]
     last: Sequence[FusedLinear]
-    last_runs: Sequence[Run] = ()
+    last_runs: Sequence[ExpertLink] = ()
     ordered: Self | None = None
 
     @classmethod
@@ -148,10 +147,10 @@ class Chains:
         """Return the chains of sublayers, or None unless all their linears are packed."""
         links: list[Link] = []
         chain: list[FusedLinear] = []
-        runs: list[Run] = []
+        runs: list[ExpertLink] = []
         for sublayer in sublayers:
             if isinstance(sublayer, ExpertsSublayer) and sublayer.bank and not sublayer.together:
-                runs, chain = [*runs, Run(chain=chain, bank=sublayer.bank)], []
+                runs, chain = [*runs, ExpertLink(chain=chain, bank=sublayer.bank)], []
                 continue
             candidates = sublayer.products()
             products = [product for product in candidates if product is not None]
@@ -226,8 +225,8 @@ class Chains:
 
 
 def _ordered(
-    runs: Sequence[Run], chain: Sequence[FusedLinear]
-) -> tuple[Sequence[Run], Sequence[FusedLinear], torch.Tensor]:
+    runs: Sequence[ExpertLink], chain: Sequence[FusedLinear]
+) -> tuple[Sequence[ExpertLink], Sequence[FusedLinear], torch.Tensor]:
     """Return what reads an attention, taking it in its order, and where its elements then go."""
     first, *others = runs[0].chain if runs else chain
     to, read = torch.argsort(first.order).int(), [replace(first, is_ordered=True), *others]

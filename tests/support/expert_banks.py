@@ -54,6 +54,7 @@ def bank(
     corrected: bool = False,
     activation: str = "silu",
     multiplier: float = 1.0,
+    centered: bool = False,
     device: str = "cpu",
     bits: Sequence[int] = BITS,
 ) -> ExpertBank:
@@ -71,7 +72,9 @@ def bank(
         return (torch.randn(*shape) * scale).to(device)
 
     return ExpertBank(
-        norm=NormArgs(weight=(torch.rand(size) + 0.5).half().to(device), eps=1e-5),
+        norm=NormArgs(
+            weight=(torch.rand(size) + 0.5).half().to(device), eps=1e-5, centered=centered
+        ),
         router=RouterArgs(
             rule=rule,
             weight=tensor(rule.experts, size, scale=2 * size**-0.5),

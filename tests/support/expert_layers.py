@@ -30,7 +30,7 @@ LAYERS = {
         ),
         {**SMALL, "shared": 96, "corrected": True},
     ),
-    "dbrx": (RouterRule(experts=16, top=4, norm=2.0), SMALL),
+    "dbrx": (RouterRule(experts=16, top=4, norm=2.0), {**SMALL, "centered": True}),
     "llama4": (
         RouterRule(experts=16, top=1, scores=Scores.TOP_SIGMOID, scales_input=True),
         {**SMALL, "shared": 96},

@@ -46,13 +46,14 @@ def quantized(
 ) -> QuantizedMatrix:
     """Return a random matrix whose results are about as large as what it multiplies."""
     half = k // 64 * 32
-    groups = (Group(bits=5, start=0, rows=half), Group(bits=3, start=half, rows=k - half))
+    groups = [Group(bits=5, start=0, rows=half)] if half else []
+    groups.append(Group(bits=3, start=half, rows=k - half))
     codes = [torch.randint(0, 1 << group.bits, (group.rows, n)) for group in groups]
     sizes = torch.tensor([2.0**-group.bits for group in groups])
     return QuantizedMatrix.encode(
         codes=torch.cat(codes).to(torch.uint8),
         groups=groups,
-        scale_codes=torch.randint(8, 16, (2, n), dtype=torch.uint8),
+        scale_codes=torch.randint(8, 16, (len(groups), n), dtype=torch.uint8),
         max_scales=(4 * sizes * k**-0.5).half(),
         perm=perm,
         bias=None if bias is None else bias.half(),

@@ -11,12 +11,14 @@ from cupy_backends.cuda.libs import nvrtc
 from kernel_resources import DEVICES, compiled, resources
 
 from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.cuda import experts as cuda_experts
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda.cache import RESERVED, _beside
 from exl2flow.kernels.cuda.compiler import OPTIONS
 from exl2flow.kernels.interface.cache_formats import Element
 from exl2flow.kernels.plans import batched
+from exl2flow.kernels.plans import experts as plans_of_experts
 from exl2flow.kernels.plans import product as plans_of_product
 from exl2flow.kernels.plans.product import FIXED_SHARED
 from exl2flow.kernels.plans.sources import source
@@ -35,6 +37,8 @@ def check(file: str, instances: Sequence[str], device: int) -> None:
         assert taken.stack <= MOST_STACK, name
         if file in ("product.cu", "batched.cu"):
             assert taken.shared <= FIXED_SHARED, name
+        if file == "experts.cu":
+            assert taken.shared <= plans_of_experts.RESERVED, name
     if file == "attention.cu":
         for instance, name in zip(instances, names, strict=True):
             width, keys, values, *counts = instance[7:-1].split(", ")
@@ -64,7 +68,10 @@ STRUCTS = {
     "batched.cu": ("Chain", batched.CHAIN),
     "choose.cu": ("Sampler", cuda_sampler.CALL),
     "decode.cu": ("Work", cuda_prompts.WORK),
+    "experts.cu": ("Expert", plans_of_experts.EXPERT),
+    "experts_many.cu": ("Sorted", cuda_experts.SORTED),
     "product.cu": ("Chain", plans_of_product.CHAIN),
+    "route.cu": ("Experts", plans_of_experts.ARGUMENT),
 }
 
 
@@ -100,12 +107,15 @@ def test_no_source_is_left_out() -> None:
         "decode.cu",
         "descend.cu",
         "elementwise.cu",
+        "experts.cu",
+        "experts_many.cu",
         "lay_out.cu",
         "logits.cu",
         "pack.cu",
         "product.cu",
         "refit.cu",
         "round.cu",
+        "route.cu",
         "search.cu",
         "select.cu",
     ]
@@ -123,5 +133,13 @@ def test_kernels_that_may_start_early_wait_for_their_input() -> None:
         text = source(file)
         if "void wait_for_input" in text:
             bodies = text.split("__global__")[1:]
-            waits = ("wait_for_input()", "overlap_launches()", "<W", "decode<")
+            waits = (
+                "wait_for_input()",
+                "overlap_launches()",
+                "<W",
+                "decode<",
+                "multiply_units<",
+                "BODY(s)",
+                "score(",
+            )
             assert all(any(wait in body for wait in waits) for body in bodies), file
