@@ -5,6 +5,7 @@ files: embedding, norms, packed codes, scales and permutations, head.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,8 +14,9 @@ import torch
 from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS
 from exl2flow.kernels.interface.cache_formats import LayerStore
 from exl2flow.kernels.interface.groups import PANEL_ROWS
+from exl2flow.model.config.experts_spec import MlpSpec
 from exl2flow.model.config.spec import ModelSpec
-from exl2flow.model.config.sublayer_spec import SublayerSpec
+from exl2flow.model.config.sublayer_spec import ProjectionSpec, SublayerSpec
 
 # A process besides its tensors: CUDA context, compiled kernels, cuBLAS workspaces and recorded
 # graphs (0.80 GB measured, docs/benchmarks.md), and fragmentation of the allocator
@@ -23,6 +25,8 @@ PROMPT_TOKENS = 2048  # of a prompt in one forward pass
 SCALE_BYTES = 1  # per column and group in GPU layout; files take half
 ORDER_BYTES = 8  # per in-feature in GPU layout; files take four
 HALF = 2  # bytes
+PLACE_BYTES = 2  # of an in-feature of an expert, where its row is
+EXPERT_BYTES = 2048  # of an expert's addresses and lists of steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,18 +87,20 @@ class DeviceNeed:
 
     @classmethod
     def of_layer(cls, spec: ModelSpec, index: int, texts: Texts) -> "DeviceNeed":
-        """Return the needs of a layer, whose experts are decoded one at a time."""
+        """Return the needs of a layer."""
         sublayers = [s for s in spec.sublayers if s.layer_index == index]
         matrices = [p for s in sublayers for p in s.projections]
         attention = spec.attentions[index]
         largest = max(p.numel for p in matrices)
         beside = min(max(map(_beside, sublayers)), MOST_BESIDE // HALF)
         widths = 4 * spec.hidden_size + 3 * spec.widest_mlp + 2 * attention.width
+        widths += _expert_widths(spec, index)
         return cls(
             cache=store_bytes(
                 attention.num_kv_heads, attention.head_dim, texts.pages + 1, texts.cache_format
             ),
-            layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices),
+            layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices)
+            + _expert_tables(spec, index, matrices),
             activations=HALF * _prompt_tokens(texts) * widths,
             held=HALF * 2 * attention.kv_width * pages(texts.context) * PAGE_TOKENS,
             decoded=HALF * max(largest, beside),
@@ -184,6 +190,27 @@ def store_bytes(kv_heads: int, head_dim: int, count: int, cache_format: str) -> 
 def _prompt_tokens(texts: Texts) -> int:
     """Return the tokens of prompts in one forward pass."""
     return min(PROMPT_TOKENS, texts.context * texts.sequences)
+
+
+def _expert_widths(spec: ModelSpec, index: int) -> int:
+    """Return the numbers of a token in a pass of many: what each of its experts reads and adds."""
+    layer = spec.mlps[index]
+    if isinstance(layer, MlpSpec):
+        return 0
+    shared = 0 if layer.shared is None else layer.shared.intermediate_size
+    widest = max(layer.expert.intermediate_size, shared)
+    slots = layer.rule.top + (layer.shared is not None)
+    return slots * (max(spec.hidden_size, widest) + widest + spec.hidden_size)
+
+
+def _expert_tables(spec: ModelSpec, index: int, matrices: Sequence[ProjectionSpec]) -> int:
+    """Return the bytes of routers in fp32, and of the tables by which tokens find experts."""
+    layer = spec.mlps[index]
+    if isinstance(layer, MlpSpec):
+        return 0
+    router = HALF * layer.rule.experts * spec.hidden_size
+    places = sum(p.in_features for p in matrices if p.is_routed and p.role in ("up", "down"))
+    return router + PLACE_BYTES * places + EXPERT_BYTES * layer.rule.experts
 
 
 def _beside(sublayer: SublayerSpec) -> int:

@@ -115,6 +115,12 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
 
 
 @pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
+    """Return the same of a model with experts."""
+    return _converted("mixtral", tmp_path_factory.mktemp("mixtral"))
+
+
+@pytest.fixture(scope="session")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     """Return the same of a model with biases."""
     return _converted("qwen2", tmp_path_factory.mktemp("qwen2"))

@@ -27,6 +27,10 @@ NAMES = (  # biases, norms after sublayers, parallel blocks, MLPs without a gate
     "olmo3",
     "granite4-no-rope",
     "gpt2",
+    "qwen2-moe",  # a shared expert
+    "gpt-oss",
+    "dbrx",
+    "llama4",
 )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from device_products import DEVICE, TOLERANCE, chain, inputs
+from expert_banks import bank
+from expert_layers import LAYERS
 from sampled import PLAIN, slots_of
 
 from exl2flow.inference.sampling import Kind
@@ -131,6 +133,25 @@ def test_a_recording_holds_what_runs_instead(rows: int, limited: Callable[[int],
     launched, after_launched = get_ops(DEVICE).multiply(x, products, hidden)
     for y, z in zip([*found, after], [*launched, after_launched], strict=True):
         assert torch.equal(y, z)
+
+
+@torch.inference_mode()
+def test_refused_experts_run_with_fewer_ctas(
+    limited: Callable[[int], Driver], caplog: pytest.LogCaptureFixture
+) -> None:
+    rule, options = LAYERS["mixtral"]
+    layer, hidden = bank(rule, **options, device=DEVICE), torch.randn(4, options["size"]).half()
+    hidden = hidden.to(DEVICE)
+    expected = TORCH_OPS.experts(hidden, layer)
+    driver = limited(half())
+
+    found = get_ops(DEVICE).experts(hidden, layer)
+
+    count = driver.refused
+    assert torch.equal(get_ops(DEVICE).experts(hidden, layer), found)
+    assert driver.refused == count > 0
+    assert (found.float() - expected.float()).norm() <= TOLERANCE * expected.float().norm()
+    check_notes(caplog)
 
 
 @pytest.mark.parametrize("room", ["none", "a team", "half"])

@@ -28,7 +28,7 @@ ROWS = (1, 2, 4, 16, 32, 64)
 NEAR_TIE = 2**-6  # of the greatest logit: a hidden state is rounded by 2^-11, some dozens of times
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])  # mistral has windows
+@pytest.fixture(scope="module", params=["llama", "mistral", "mixtral"])  # windows; experts
 def model(request: pytest.FixtureRequest) -> LoadedModel:
     return load_model(request.getfixturevalue(request.param).out, device=DEVICE)
 

@@ -38,6 +38,8 @@ LINKS = {
     "glm4": [1, 4, 3],  # interleaved, partial rotation
     "gpt2": [1, 4, 3],  # learned positions
     "qwen3-moe": [1, 1, 0],  # experts, which begin a chain anew
+    "glm4-moe": [1, 4, 0],  # behind a dense layer, and with a shared one
+    "gpt-oss": [1, 1, 0],
 }
 
 
