@@ -1,5 +1,5 @@
-// The experts of up to 32 rows, after route.cu: gate, up and activation in a launch; in another one
-// down and its weights, then CTAs meet, and all of them add up what the experts of a row return. A CTA has adjacent units: two tiles of an item's expert, whose rows its warps
+// A layer of experts for up to 32 rows: CTAs route them, meet, multiply by gate and up, meet, multiply
+// by down, meet, and add up what the experts of a row return. A CTA has adjacent units: two tiles of an item's expert, whose rows its warps
 // share. docs/concepts/experts.md describes who computes what.
 #include "halves.cuh"
 #include "activations.cuh"
@@ -12,83 +12,96 @@ constexpr int SLOT = STEP + BLOCK_PANELS * 32;
 constexpr int STRIDE = TILE_COLUMNS + 4;  // of sums, so that lanes do not conflict in a bank
 constexpr int OF_WARP = ITEM_ROWS * STRIDE;
 
+#include "route.cuh"
+
 __device__ __forceinline__ Item item_at(const Experts& e, int index) {
     const int4* from = (const int4*)(e.items + index);
     const int4 low = __ldcg(from), high = __ldcg(from + 1);
     return {low.x, low.y, low.z, {low.w, high.x}, {high.y, high.z}, 0};
 }
 
-// A unit of a CTA, and the ones that follow it.
-template <bool DOWN> struct Cursor {
-    const Experts& e;
+// Where a CTA's units begin: of gate and up, and of down.
+struct Begin {
     Item item;
-    int index, unit, left;  // the item; its unit; the CTA's units from here on
-    const Side* side;
-    int pairs;
+    int index, first, count;  // of the item; the unit; how many
+};
 
-    __device__ __forceinline__ Cursor(const Experts& e, const Item& item, int index, int first,
-                                      int count)
-        : e(e), item(item), index(index), left(count) {
-        open();
-        unit = first - item.begin[DOWN];
+// A unit of a CTA, and the ones that follow it.
+struct Cursor {
+    const Experts& e;
+    const Side* side;
+    int index, unit, units, left;  // the item; its unit, and how many; the CTA's units from here on
+    int pairs;
+    bool down;
+
+    __device__ __forceinline__ Cursor(const Experts& e, const Begin& begin, bool down)
+        : e(e), down(down) {
+        start(begin);
     }
-    __device__ __forceinline__ void open() {
+    __device__ __forceinline__ void start(const Begin& begin) {
+        index = begin.index, left = begin.count;
+        if (!left) return;
+        open(begin.item);
+        unit = begin.first - begin.item.begin[down];
+    }
+    __device__ __forceinline__ void open(const Item& item) {
         const Expert& of = e.of[item.expert];
-        side = DOWN ? &of.down : &of.up;
-        pairs = __ldg(&side->pairs), unit = 0;
+        side = down ? &of.down : &of.up;
+        pairs = __ldg(&side->pairs), unit = 0, units = item.count[down];
     }
     __device__ __forceinline__ void next() {
-        if (!--left || ++unit < item.count[DOWN]) return;
-        item = item_at(e, ++index);
-        open();
+        if (--left && ++unit == units) open(item_at(e, ++index));
     }
-    __device__ __forceinline__ int part() const { return DOWN ? unit / pairs : 0; }
-    __device__ __forceinline__ int pair() const { return DOWN ? unit % pairs : unit; }
-    __device__ __forceinline__ int tile(int half) const { return DOWN ? 2 * pair() + half : unit; }
+    __device__ __forceinline__ int part() const { return down ? unit / pairs : 0; }
+    __device__ __forceinline__ int pair() const { return down ? unit % pairs : unit; }
+    __device__ __forceinline__ int tile(int half) const { return down ? 2 * pair() + half : unit; }
     // whether a half has a tile: hidden states may have an odd number
     __device__ __forceinline__ bool has(int half) const {
-        return !DOWN || tile(half) * TILE_COLUMNS < e.size;
+        return !down || tile(half) * TILE_COLUMNS < e.size;
     }
     __device__ __forceinline__ int begin(int list) const { return __ldg(side->begins + list); }
 };
 
-// A warp's steps of all its units.
-template <bool DOWN> struct Fetcher {
-    Cursor<DOWN> at;
+// A warp's steps of all its units, those of down after those of gate and up.
+struct Fetcher {
+    Cursor at;
     const byte* words;
     const int4* step;
-    int half, of_tile, left;  // left: steps of the tile, of all its warps
+    int left;  // steps of the tile, of all its warps
 
-    __device__ __forceinline__ Fetcher(const Cursor<DOWN>& begin)
-        : at(begin), half(threadIdx.x / 32 / OF_TILE), of_tile(threadIdx.x / 32 % OF_TILE) {
-        open();
+    __device__ __forceinline__ Fetcher(const Experts& e, const Begin* begins)
+        : at(e, begins[0], false) {
+        open(begins);
     }
-    __device__ __forceinline__ void open() {  // the first steps from here on
-        for (;;) {
-            const int list = DOWN ? at.part() : half, begin = at.begin(list) + of_tile;
+    __device__ __forceinline__ void open(const Begin* begins) {  // the first steps from here on
+        const int half = threadIdx.x / 32 / OF_TILE, of_tile = threadIdx.x / 32 % OF_TILE;
+        for (;; at.next()) {
+            if (!at.left) {
+                if (at.down) return;
+                at.down = true, at.start(begins[1]);
+                if (!at.left) return;
+            }
+            const int list = at.down ? at.part() : half, begin = at.begin(list) + of_tile;
             step = at.side->steps + begin, left = at.begin(list + 1) - begin;
             words = at.side->words[half] + (integer)at.tile(half) * at.side->tile_bytes[half];
             if (left > 0 && at.has(half)) return;
-            at.next();
-            if (!at.left) return;
         }
     }
-    __device__ __forceinline__ void next(u32 barrier, u32 slot) {
+    __device__ __forceinline__ void next(const Begin* begins, u32 barrier, u32 slot) {
         if (!at.left) return;
         const int4 one = __ldg(step);
         fetch(Step(one.x, 32), barrier, slot, words + one.y);
         step += OF_TILE, left -= OF_TILE;
         if (left > 0) return;
         at.next();
-        if (at.left) open();
+        open(begins);
     }
 };
 
 // Put the rows of an item into shared memory, as `multiply` reads them.
-template <bool DOWN>
-__device__ __forceinline__ void stage_rows(const Experts& e, const Cursor<DOWN>& at, byte* xs) {
-    const Item& item = at.item;
-    if constexpr (DOWN) {
+__device__ __forceinline__ void stage_rows(const Experts& e, const Cursor& at, const Item& item,
+                                           byte* xs) {
+    if (at.down) {
         const int width = __ldg(&e.of[item.expert].inner);
         const int begin = at.part() * e.part_rows, pieces = min(e.part_rows, width - begin) / 8;
         for (int row = 0; row < item.rows; ++row) {
@@ -130,52 +143,51 @@ __device__ __forceinline__ void put(const float (*total)[4], float* to) {
             to[(2 * t + i % 2) * STRIDE + 16 * m + 8 * (i / 2) + g] = total[m][i];
 }
 
-// What a thread writes of a unit, row threadIdx.x / 32 of the item: of gate and up one column,
-// of down one of each tile; read before the sums are complete.
-template <bool DOWN> struct Ending {
-    int column[2], to, assigned;
-    float bias[2], weight;
+// What a thread writes of a unit, row threadIdx.x / 32 of the item: of gate and up one column, of
+// down one of each tile. Some of it is read before the sums are complete.
+struct Ending {
+    int to, assigned;
+    float weight;
 
-    __device__ __forceinline__ Ending(const Experts& e, const Cursor<DOWN>& at) : to(0), assigned(-1) {
-        const Expert& of = e.of[at.item.expert];
-        const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const int width = DOWN ? e.size : __ldg(&of.inner);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            column[half] = at.tile(half) * TILE_COLUMNS + lane, bias[half] = 0.0f;
-            if (column[half] >= width) column[half] = -1;
-            const half_bits* from = of.bias[DOWN ? 2 : half];
-            if (from && column[half] >= 0 && at.part() == 0) bias[half] = from_half(__ldg(from + column[half]));
-        }
-        if (row >= at.item.rows) return;
-        assigned = __ldcg(e.assigned + at.item.first + row);
-        if constexpr (DOWN)
-            weight = e.scales_input && assigned % e.slots < e.top ? 1.0f : __ldcg(e.weights + assigned);
-        else if (column[0] >= 0) to = __ldg(of.to + column[0]);
+    __device__ __forceinline__ Ending(const Experts& e, const Cursor& at, const Item& item)
+        : to(0), assigned(-1), weight(1.0f) {
+        const Expert& of = e.of[item.expert];
+        const int row = threadIdx.x / 32, column = at.tile(0) * TILE_COLUMNS + threadIdx.x % 32;
+        if (row >= item.rows) return;
+        assigned = __ldcg(e.assigned + item.first + row);
+        if (!at.down && column < __ldg(&of.inner)) to = __ldg(of.to + column);
+        if (at.down && !(e.scales_input && assigned % e.slots < e.top))
+            weight = __ldcg(e.weights + assigned);
     }
 
-    __device__ __forceinline__ void finish(const Experts& e, const Cursor<DOWN>& at,
+    __device__ __forceinline__ void finish(const Experts& e, const Cursor& at, const Item& item,
                                            const float* sums) const {
         if (assigned < 0) return;
+        const Expert& of = e.of[item.expert];
         const int row = threadIdx.x / 32, lane = threadIdx.x % 32;
+        const int width = at.down ? e.size : __ldg(&of.inner);
         float value[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            value[half] = bias[half];
+            const int column = at.tile(half) * TILE_COLUMNS + lane;
+            const half_bits* bias = at.part() == 0 ? of.bias[at.down ? 2 : half] : nullptr;
+            value[half] = bias && column < width ? from_half(__ldg(bias + column)) : 0.0f;
 #pragma unroll
             for (int w = 0; w < OF_TILE; ++w)
                 value[half] += sums[(half * OF_TILE + w) * OF_WARP + row * STRIDE + lane];
         }
-        if constexpr (DOWN) {
+        if (at.down) {
             const int share = assigned % e.slots * __ldg(&e.of[0].down.parts) + at.part();
-            float* to = e.partial + ((integer)(assigned / e.slots) * e.shares + share) * e.size;
+            float* sum = e.partial + ((integer)(assigned / e.slots) * e.shares + share) * e.size;
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (column[half] >= 0) __stcg(to + column[half], value[half] * weight);
-        } else if (column[0] >= 0) {
+            for (int half = 0; half < 2; ++half) {
+                const int column = at.tile(half) * TILE_COLUMNS + lane;
+                if (column < width) __stcg(sum + column, value[half] * weight);
+            }
+        } else if (at.tile(0) * TILE_COLUMNS + lane < width) {
             const float gate = from_half(to_half(value[0])), up = from_half(to_half(value[1]));
             const float y = e.activation ? activated(e.activation, gate) * up : clamped_swiglu(gate, up);
-            e.inner[(integer)(at.item.first + row) * e.most_inner + to] = to_half(y);
+            e.inner[(integer)(item.first + row) * e.most_inner + to] = to_half(y);
         }
     }
 };
@@ -202,78 +214,90 @@ __device__ __forceinline__ void combine(const Experts& e) {
     }
 }
 
-template <bool DOWN> __device__ __forceinline__ void multiply_units(const Experts& e) {
+// Find where a CTA's units begin.
+__device__ __forceinline__ void find(const Experts& e, Begin* begins) {
+    const int4 totals = __ldcg((const int4*)e.totals);
+    const integer units[2] = {totals.y, totals.z};
+    int first[2], count[2];
+#pragma unroll
+    for (int down = 0; down < 2; ++down) {
+        first[down] = units[down] * blockIdx.x / gridDim.x;
+        count[down] = (int)(units[down] * (blockIdx.x + 1) / gridDim.x) - first[down];
+        if (threadIdx.x == 0) begins[down].first = first[down], begins[down].count = count[down];
+    }
+    for (int i = threadIdx.x; i < e.rows * e.slots; i += THREADS) {
+        const Item own = item_at(e, i);
+#pragma unroll
+        for (int down = 0; down < 2; ++down) {
+            const int before = first[down] - own.begin[down];
+            if (i < totals.x && before >= 0 && before < own.count[down])
+                begins[down].item = own, begins[down].index = i;
+        }
+    }
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    experts(const __grid_constant__ Experts e) {
     extern __shared__ __align__(128) byte shared[];
-    __shared__ Item begin;
-    __shared__ int index;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    __shared__ Begin begins[2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / OF_TILE;
     byte* ring = shared + warp * e.ring_slots * SLOT;
     byte* xs = shared + WARPS * e.ring_slots * SLOT;
     float* sums = (float*)(xs + e.x_bytes);  // of two units in turn
     Barrier* barriers = (Barrier*)(sums + 2 * WARPS * OF_WARP);
     const u32 ring_at = shared_address(ring);
     const u32 barrier = shared_address(barriers + warp * e.ring_slots);
+    let_the_next_begin();
     if (lane < e.ring_slots) begin_barrier(barrier + 8 * lane);
     end_barriers();
+    if (blockIdx.x < RouterShare::count(e)) RouterShare(e, blockIdx.x).begin(e);
     for (int i = grid_thread(); i * 128 < e.table_bytes; i += gridDim.x * THREADS)
         prefetch((const byte*)e.of + i * 128);
     wait_for_input();
-    const int4 totals = __ldcg((const int4*)e.totals);
-    const integer units = DOWN ? totals.z : totals.y;
-    const int first = units * blockIdx.x / gridDim.x;
-    const int count = (int)(units * (blockIdx.x + 1) / gridDim.x) - first;
-    if (!count) return;
-    for (int i = threadIdx.x; i < e.rows * e.slots; i += THREADS) {
-        const Item own = item_at(e, i);
-        const int before = first - own.begin[DOWN];
-        if (i < totals.x && before >= 0 && before < own.count[DOWN]) begin = own, index = i;
-    }
-    __syncthreads();
-    Cursor<DOWN> at(e, begin, index, first, count);
-    Fetcher<DOWN> fetcher(at);
-    for (int s = 0; s < e.ring_slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
-    const int half = warp / OF_TILE;
-    int slot = 0, parity = 0, staged = -1, staged_part = -1, turn = 0;
-    for (; at.left; at.next(), turn ^= 1) {
-        const Ending<DOWN> ending(e, at);
-        if (staged != at.index || staged_part != at.part()) {
-            staged = at.index, staged_part = at.part();
-            stage_rows(e, at, xs);
-            __syncthreads();
-        }
-        const int list = DOWN ? staged_part : half;
-        int step = at.begin(list) + warp % OF_TILE;
-        const int end = at.has(half) ? at.begin(list + 1) : 0;
-        const int4* steps = at.side->steps;
-        float total[1][2][4] = {};
-        for (; step < end; step += OF_TILE) {
-            const int4 one = __ldg(steps + step);
-            const byte* codes = ring + slot * SLOT;
-            const byte* scales = codes + (one.x & 15) * (one.x >> 4 & 7) * 128;
-            const byte* from = xs + one.z * ITEM_ROWS * 64;
-            wait_for_bytes(barrier + 8 * slot, parity);
+    route(e, xs);
+    meet(e.meetings, blockIdx.x, gridDim.x);
+    find(e, begins);
+    Fetcher fetcher(e, begins);
+    for (int s = 0; s < e.ring_slots; ++s) fetcher.next(begins, barrier + 8 * s, ring_at + s * SLOT);
+    int slot = 0, parity = 0, turn = 0;
+#pragma unroll 1
+    for (int down = 0; down < 2; ++down) {
+        if (down) meet(e.meetings, blockIdx.x, gridDim.x);
+        int staged = -1, staged_part = -1;
+        Item item = begins[down].item;
+#pragma unroll 1
+        for (Cursor at(e, begins[down], down); at.left; at.next(), turn ^= 1) {
+            if (staged >= 0 && staged != at.index) item = item_at(e, at.index);
+            const Ending ending(e, at, item);
+            if (staged != at.index || staged_part != at.part()) {
+                staged = at.index, staged_part = at.part();
+                stage_rows(e, at, item, xs);
+                __syncthreads();
+            }
+            const int list = down ? staged_part : half;
+            int step = at.begin(list) + warp % OF_TILE;
+            const int end = at.has(half) ? at.begin(list + 1) : 0;
+            const int4* steps = at.side->steps;
+            float total[1][2][4] = {};
+            for (; step < end; step += OF_TILE) {
+                const int4 one = __ldg(steps + step);
+                const byte* codes = ring + slot * SLOT;
+                const byte* scales = codes + (one.x & 15) * (one.x >> 4 & 7) * 128;
+                const byte* from = xs + one.z * ITEM_ROWS * 64;
+                wait_for_bytes(barrier + 8 * slot, parity);
 #define CASE(B) multiply<B, ITEM_ROWS, false>(codes, scales, from, one.x, lane, total)
-            FOR_BITS(one.x & 15, CASE)
-            __syncwarp();
-            fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
-            if (++slot == e.ring_slots) slot = 0, parity ^= 1;
+                FOR_BITS(one.x & 15, CASE)
+                __syncwarp();
+                fetcher.next(begins, barrier + 8 * slot, ring_at + slot * SLOT);
+                if (++slot == e.ring_slots) slot = 0, parity ^= 1;
+            }
+            float* own = sums + turn * WARPS * OF_WARP;
+            put(total[0], own + warp * OF_WARP);
+            __syncthreads();  // x may be replaced now, and the sums of the unit before
+            ending.finish(e, at, item, own);
         }
-        float* own = sums + turn * WARPS * OF_WARP;
-        put(total[0], own + warp * OF_WARP);
-        __syncthreads();  // x may be replaced now, and the sums of the unit before
-        ending.finish(e, at, own);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    experts_up(const __grid_constant__ Experts e) {
-    let_the_next_begin();
-    multiply_units<false>(e);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    experts_down(const __grid_constant__ Experts e) {
-    let_the_next_begin();
-    multiply_units<true>(e);
     meet(e.meetings, blockIdx.x, gridDim.x);
     combine(e);
 }

@@ -68,7 +68,6 @@ DEFINITIONS = {
     "ITEM_ROWS": experts.ITEM_ROWS,
     "EXPERT_WARPS": experts.EXPERT_WARPS,
     "MOST_BEGINS": experts.MOST_BEGINS,
-    "ROUTE_WARPS": experts.ROUTE_WARPS,
     "ROUTE_ROWS": experts.ROUTE_ROWS,
     "MANY_ROWS": experts.MANY_ROWS,
     "MANY_WARPS": experts.MANY_WARPS,

@@ -1,4 +1,4 @@
-"""A layer of experts on a GPU: few rows in three launches; many sorted by expert.
+"""A layer of experts on a GPU: few rows in one launch; many sorted by expert.
 
 The host waits for no route.
 """
@@ -19,8 +19,6 @@ from exl2flow.kernels.plans.experts import (
     MANY_ROWS,
     MANY_SHARED,
     MANY_WARPS,
-    ROUTE_ROWS,
-    ROUTE_WARPS,
     ExpertsPlan,
     plan_of,
 )
@@ -63,7 +61,7 @@ def _plan(bank: ExpertBank) -> ExpertsPlan | None:
 
 
 def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Tensor:
-    """Run all launches of at most `FEW_ROWS` rows."""
+    """Run the launch of at most `FEW_ROWS` rows."""
     hidden = hidden.contiguous()
     entering = hidden
     if bank.norm is not None and not bank.norm.is_plain:
@@ -92,20 +90,16 @@ def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Ten
         partial=partial,
         sum=result,
     )
-    device, scored = hidden.device, count + int(argument["gated"])
-    grid = -(-scored // ROUTE_WARPS), -(-rows // ROUTE_ROWS)
-    _launch("route.cu", "route", grid, argument, ROUTE_WARPS, plan.route_shared, device)
-    for name in ("experts_up", "experts_down"):
-        launch(
-            "experts.cu",
-            name,
-            (plan.ctas,),
-            argument,
-            threads=32 * EXPERT_WARPS,
-            shared=plan.shared,
-            device=device,
-            together=name == "experts_down",
-        )
+    launch(
+        "experts.cu",
+        "experts",
+        (plan.ctas,),
+        argument,
+        threads=32 * EXPERT_WARPS,
+        shared=plan.shared,
+        device=hidden.device,
+        together=True,
+    )
     return result
 
 

@@ -1,4 +1,4 @@
-"""Launch plans of a layer of experts for few rows, which `csrc/route.cu` and `experts.cu` follow.
+"""Launch plans of a layer of experts for few rows, which `csrc/experts.cu` follows.
 
 An item is an expert with up to `ITEM_ROWS` of its tokens; a unit of it, two tiles: of gate and up,
 or of a part of down's rows. Tables of all experts lie on the device, where their ids choose.
@@ -21,8 +21,8 @@ from exl2flow.kernels.plans.shares import STEP, kinds_of, slot_bytes
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ITEM_ROWS = 8  # tokens of an item
-EXPERT_WARPS = 8  # of a CTA that multiplies
-ROUTE_WARPS, ROUTE_ROWS = 8, 4  # of a CTA that scores: warps with an expert each, and rows
+EXPERT_WARPS = 8  # of a CTA
+ROUTE_ROWS = 4  # rows for which a warp scores an expert at a time
 MANY_ROWS, MANY_WARPS = 64, 8  # of a prompt: tokens of a tile, and warps, with 32 columns each
 MANY_CHUNK, MANY_SLOTS = 4, 2  # panels of x at a time, of two; steps that a warp has in flight
 GATHER_THREADS = 128  # of a CTA that reorders a row
@@ -43,21 +43,20 @@ Step = tuple[int, int, int, int]  # see `Side` in experts.cuh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsPlan:
-    """The launches of a layer of experts, without inputs and results.
+    """The launch of a layer of experts for few rows, without inputs and results.
 
-    argument: `ARGUMENT`; ctas, shared: of the launches for up and down, CTAs and bytes of each;
-    route_shared: of the router's; tensors: what the argument points to.
+    argument: `ARGUMENT`; ctas, shared: their number, and bytes of each; tensors: what the argument
+    points to.
     """
 
     argument: np.void
     ctas: int
     shared: int
-    route_shared: int
     tensors: Sequence[torch.Tensor]
 
 
 def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
-    """Plan the launches for few rows.
+    """Plan the launch for few rows.
 
     Args:
         bank: whose matrices are on the device; `is_known`.
@@ -71,13 +70,14 @@ def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
     parts = -(-inner // size)
     part_rows = -(-inner // (PANEL_ROWS * parts)) * PANEL_ROWS
     shared_parts = 0 if bank.shared is None else -(-len(bank.shared.down.order) // part_rows)
-    x_bytes, slot = 2 * ITEM_ROWS * max(size, part_rows), slot_bytes(first.up) + 8
-    fitting = _fit(x_bytes, slot, limits[1])
-    route_shared = max(
-        2 * ROUTE_ROWS * size,
-        4 * (FEW_ROWS * (rule.top + 1) + max(2 * ROUTE_WARPS * rule.experts, rule.experts + 1)),
+    slot = slot_bytes(first.up) + 8
+    # ids of all rows, with scores and ranks by warp, then counts of experts
+    routed = FEW_ROWS * (rule.top + 1) + max(2 * EXPERT_WARPS * rule.experts, rule.experts + 1)
+    x_bytes = max(
+        2 * ITEM_ROWS * max(size, part_rows), 2 * ROUTE_ROWS * size, -(-routed // 32) * 128
     )
-    if fitting is None or max(parts, shared_parts) >= MOST_BEGINS or route_shared > limits[1]:
+    fitting = _fit(x_bytes, slot, limits[1])
+    if fitting is None or max(parts, shared_parts) >= MOST_BEGINS:
         return None
     ctas, slots = fitting
     argument, counters = np.zeros(1, ARGUMENT)[0], first.up.words.new_zeros(2)
@@ -102,7 +102,6 @@ def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
         argument=argument,
         ctas=limits[0] * ctas,
         shared=_shared(x_bytes, slots, slot),
-        route_shared=route_shared,
         tensors=[*tensors, *tables, *_fill_router(argument, bank)],
     )
 

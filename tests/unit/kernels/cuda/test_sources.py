@@ -68,10 +68,9 @@ STRUCTS = {
     "batched.cu": ("Chain", batched.CHAIN),
     "choose.cu": ("Sampler", cuda_sampler.CALL),
     "decode.cu": ("Work", cuda_prompts.WORK),
-    "experts.cu": ("Expert", plans_of_experts.EXPERT),
+    "experts.cu": ("Experts", plans_of_experts.ARGUMENT),
     "experts_many.cu": ("Sorted", cuda_experts.SORTED),
     "product.cu": ("Chain", plans_of_product.CHAIN),
-    "route.cu": ("Experts", plans_of_experts.ARGUMENT),
 }
 
 
@@ -115,7 +114,6 @@ def test_no_source_is_left_out() -> None:
         "product.cu",
         "refit.cu",
         "round.cu",
-        "route.cu",
         "search.cu",
         "select.cu",
     ]

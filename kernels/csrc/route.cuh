@@ -1,10 +1,7 @@
 // The router of a layer of experts for up to 32 rows: normalize, choose experts, weigh them, and list
-// for each expert its tokens. Twin: route in reference/router.py.
-#include "packed.cuh"
-#include "early.cuh"
-#include "experts.cuh"
+// for each expert its tokens. Twin: route in reference/router.py. A warp has an expert, for some rows.
 
-constexpr int WARPS = ROUTE_WARPS, ROWS = ROUTE_ROWS;  // per CTA: a warp has an expert, for these rows
+constexpr int ROWS = ROUTE_ROWS;
 
 constexpr float LARGEST = 3.4e38f;  // in place of infinity
 
@@ -16,16 +13,32 @@ __device__ __forceinline__ float max_of_warp(float value) {
     return value;
 }
 
+// A share of the router's work: so many experts for so many rows.
+struct RouterShare {
+    int expert, first, rows;
+    const float4* weights;
+
+    __device__ __forceinline__ RouterShare(const Experts& e, int index) {
+        const int wide = (e.experts + e.gated + WARPS - 1) / WARPS;
+        expert = index % wide * WARPS + threadIdx.x / 32, first = index / wide * ROWS;
+        rows = min(ROWS, e.rows - first);
+        const int own = min(expert, e.experts + e.gated - 1);
+        weights = (const float4*)(e.router + (integer)own * e.size);
+    }
+    static __device__ __forceinline__ int count(const Experts& e) {
+        return (e.experts + e.gated + WARPS - 1) / WARPS * ((e.rows + ROWS - 1) / ROWS);
+    }
+    __device__ __forceinline__ void begin(const Experts& e) const {  // before there is input
+        for (int i = threadIdx.x % 32; i < e.size / 32; i += 32) prefetch(weights + 8 * i);
+    }
+};
+
 // Normalize rows, and multiply them by the router's weights. rows_at: of x, (ROWS, hidden).
-__device__ __forceinline__ void score(const Experts& e, uint4* rows_at) {
+__device__ __forceinline__ void score(const Experts& e, const RouterShare& share, uint4* rows_at) {
     __shared__ float squares[ROWS][WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pieces = e.size / 8;
-    const int first = blockIdx.y * ROWS, rows = min(ROWS, e.rows - first);
-    const int expert = blockIdx.x * WARPS + warp, all = e.experts + e.gated;
-    const float4* weights = (const float4*)(e.router + (integer)min(expert, all - 1) * e.size);
-    for (int i = lane; i < e.size / 32; i += 32)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(weights + 8 * i));
-    wait_for_input();
+    const int first = share.first, rows = share.rows, all = e.experts + e.gated;
+    const float4* weights = share.weights;
     const uint4* from = (const uint4*)e.entering;
     float square[ROWS] = {};
     for (int c = threadIdx.x; c < pieces; c += 32 * WARPS) {
@@ -62,12 +75,12 @@ __device__ __forceinline__ void score(const Experts& e, uint4* rows_at) {
         for (int row = 0; row < ROWS; ++row) {
             uint4 v = rows_at[row * pieces + c];
             if (e.norm) rows_at[row * pieces + c] = v = normed(v, square[row], by);
-            if (blockIdx.x == 0 && row < rows) ((uint4*)e.x)[(integer)(first + row) * pieces + c] = v;
+            if (share.expert < WARPS && row < rows) ((uint4*)e.x)[(integer)(first + row) * pieces + c] = v;
         }
     }
     __syncthreads();
     float total[ROWS] = {};
-#pragma unroll 4
+#pragma unroll 2
     for (int c = lane; c < pieces; c += 32) {
         const float4 low = __ldg(weights + 2 * c), high = __ldg(weights + 2 * c + 1);
         const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -82,27 +95,27 @@ __device__ __forceinline__ void score(const Experts& e, uint4* rows_at) {
 #pragma unroll
     for (int row = 0; row < ROWS; ++row) {
         const float sum = sum_of_warp(total[row]);
-        if (lane == 0 && row < rows && expert < all)
-            e.logits[(first + row) * (e.experts + 1) + expert] = sum;
+        if (lane == 0 && row < rows && share.expert < all)
+            e.logits[(first + row) * (e.experts + 1) + share.expert] = sum;
     }
+    __syncthreads();
+}
+
+// A number that orders as floats do; NaN are the lowest, above 0.
+__device__ __forceinline__ u32 ordered(float x) {
+    const u32 bits = __float_as_uint(x);
+    return x != x ? 1 : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
 // A warp's best of values it has not taken: the highest, of equal ones the first.
 template <class Value> __device__ __forceinline__ int best(int count, u32 taken, Value value) {
-    float most = -LARGEST;
-    int found = 1 << 30;
+    u32 most = 0, found = 0;
     for (int i = threadIdx.x % 32, bit = 0; i < count; i += 32, ++bit) {
-        if (taken >> bit & 1) continue;
-        const float v = value(i);
-        if (v > most || found == 1 << 30) most = v, found = i;
+        const u32 v = taken >> bit & 1 ? 0 : ordered(value(i));
+        if (v > most) most = v, found = i;
     }
-    for (int offset = 16; offset; offset >>= 1) {
-        const float other = __shfl_xor_sync(~0u, most, offset);
-        const int id = __shfl_xor_sync(~0u, found, offset);
-        if (id != 1 << 30 && (found == 1 << 30 || other > most || (other == most && id < found)))
-            most = other, found = id;
-    }
-    return __shfl_sync(~0u, found, 0);  // with NaN, lanes may disagree
+    const u32 highest = __reduce_max_sync(~0u, most);
+    return __reduce_min_sync(~0u, most == highest && most ? found : ~0u);
 }
 
 // Choose the experts of a row; a lane has one of them. ids: (rows, slots).
@@ -222,22 +235,22 @@ __device__ __forceinline__ void list_items(const Experts& e, const int* ids, int
     if (threadIdx.x == 0) *(int4*)e.totals = {item, units[0], units[1], 0};
 }
 
-// Grid: (experts / WARPS, rows / ROWS). The last CTA to arrive chooses.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    route(const __grid_constant__ Experts e) {
-    extern __shared__ __align__(16) byte room[];  // rows; then ids, and scores and ranks per warp
+// Route all rows; the last CTA chooses. room: of the CTA, see `plan_of` in experts.py.
+__device__ __forceinline__ void route(const Experts& e, byte* room) {
     __shared__ int before;
-    let_the_next_begin();
-    score(e, (uint4*)room);
-    __syncthreads();
+    int done = 0;
+    const int all = RouterShare::count(e);
+    for (int i = blockIdx.x; i < all; i += gridDim.x, ++done)
+        score(e, RouterShare(e, i), (uint4*)room);
+    if (!done) return;
     if (threadIdx.x == 0) {
         __threadfence();
-        before = atomicAdd(e.arrived, 1);
+        before = atomicAdd(e.arrived, done);
         __threadfence();
-        if (before == gridDim.x * gridDim.y - 1) *e.arrived = 0;
+        if (before + done == all) *e.arrived = 0;
     }
     __syncthreads();
-    if (before != gridDim.x * gridDim.y - 1) return;
+    if (before + done != all) return;
     int* ids = (int*)room;
     float* own = (float*)(ids + e.rows * e.slots) + threadIdx.x / 32 * 2 * e.experts;
     for (int row = threadIdx.x / 32; row < e.rows; row += WARPS)
