@@ -2,6 +2,8 @@
 // by down, meet, and add up what the experts of a row return. A CTA has adjacent units: two tiles of an item's expert, whose rows its warps
 // share. docs/concepts/experts.md describes who computes what.
 #include "halves.cuh"
+#include "panels.cuh"
+#include "input.cuh"
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
@@ -98,20 +100,46 @@ struct Fetcher {
     }
 };
 
+// Where a number of an item's row belongs in shared memory: one row is compact.
+__device__ __forceinline__ int place_in_row(int place, int rows) {
+    return rows == 1 ? 2 * place : staged_at(place);
+}
+
+// Turn a row into 16-bit numbers of its panels with units, as products of one row read it.
+__device__ __forceinline__ void quantize_row(byte* xs, Unit* units, int pieces) {
+    for (int base = threadIdx.x / 32 * 32; base < pieces; base += THREADS) {
+        const int c = base + threadIdx.x % 32;
+        uint4 v = {};
+        if (c < pieces) v = paired(((const uint4*)xs)[c]);  // in order again
+        __syncwarp();  // the four lanes of a panel have read it before one of them writes over it
+        float numbers[8];
+        u32 planes[2][2];
+        pairs_of(v, numbers);
+        const Unit unit = quantize(numbers, planes);
+        if (c >= pieces) continue;
+        byte* to = xs + c / 4 * 64 + c % 4 * 8;
+        *(uint2*)to = {planes[0][0], planes[0][1]};
+        *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
+        if (c % 4 == 0) units[c / 4] = unit;
+    }
+}
+
 // Put the rows of an item into shared memory, as `multiply` reads them.
 __device__ __forceinline__ void stage_rows(const Experts& e, const Cursor& at, const Item& item,
-                                           byte* xs) {
+                                           byte* xs, Unit* units) {
+    int pieces = e.size / 8;
     if (at.down) {
-        const int width = __ldg(&e.of[item.expert].inner);
-        const int begin = at.part() * e.part_rows, pieces = min(e.part_rows, width - begin) / 8;
+        const int begin = at.part() * e.part_rows;
+        pieces = min(e.part_rows, __ldg(&e.of[item.expert].inner) - begin) / 8;
         for (int row = 0; row < item.rows; ++row) {
             const half_bits* from = e.inner + (integer)(item.first + row) * e.most_inner + begin;
             for (int c = threadIdx.x; c < pieces; c += THREADS)
-                *(uint4*)(xs + staged_at(8 * c) + row * 64) = __ldcg((const uint4*)from + c);
+                *(uint4*)(xs + place_in_row(8 * c, item.rows) + row * 64) =
+                    __ldcg((const uint4*)from + c);
         }
     } else {
         const half_bits* place = e.of[item.expert].place;
-        for (int c = threadIdx.x; c < e.size / 8; c += THREADS) {
+        for (int c = threadIdx.x; c < pieces; c += THREADS) {
             const uint4 to = __ldg((const uint4*)place + c);
             const u32 places[4] = {to.x, to.y, to.z, to.w};
             for (int row = 0; row < item.rows; ++row) {
@@ -125,12 +153,16 @@ __device__ __forceinline__ void stage_rows(const Experts& e, const Cursor& at, c
                 byte* own = xs + row * 64;
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    *(half_bits*)(own + staged_at(places[i] & 0xffff)) = (half_bits)pairs[i];
-                    *(half_bits*)(own + staged_at(places[i] >> 16)) = (half_bits)(pairs[i] >> 16);
+                    const int low = places[i] & 0xffff, high = places[i] >> 16;
+                    *(half_bits*)(own + place_in_row(low, item.rows)) = (half_bits)pairs[i];
+                    *(half_bits*)(own + place_in_row(high, item.rows)) = (half_bits)(pairs[i] >> 16);
                 }
             }
         }
     }
+    if (item.rows > 1) return;
+    __syncthreads();
+    quantize_row(xs, units, pieces);
 }
 
 // Store a warp's sums of a tile: [row][column].
@@ -141,6 +173,20 @@ __device__ __forceinline__ void put(const float (*total)[4], float* to) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
             to[(2 * t + i % 2) * STRIDE + 16 * m + 8 * (i / 2) + g] = total[m][i];
+}
+
+// The same of one row: a lane has the sums of every fourth panel, of columns 8 c + g.
+__device__ __forceinline__ void put_row(const float* total, float* to) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float own = 0.0f;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        float sum = total[c];
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (c == t) own = sum;
+    }
+    to[8 * t + g] = own;
 }
 
 // What a thread writes of a unit, row threadIdx.x / 32 of the item: of gate and up one column, of
@@ -244,6 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / OF_TILE;
     byte* ring = shared + warp * e.ring_slots * SLOT;
     byte* xs = shared + WARPS * e.ring_slots * SLOT;
+    Unit* units = (Unit*)(xs + e.x_bytes / 2);  // of one row, which is compact
     float* sums = (float*)(xs + e.x_bytes);  // of two units in turn
     Barrier* barriers = (Barrier*)(sums + 2 * WARPS * OF_WARP);
     const u32 ring_at = shared_address(ring);
@@ -272,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             const Ending ending(e, at, item);
             if (staged != at.index || staged_part != at.part()) {
                 staged = at.index, staged_part = at.part();
-                stage_rows(e, at, item, xs);
+                stage_rows(e, at, item, xs, units);
                 __syncthreads();
             }
             const int list = down ? staged_part : half;
@@ -284,16 +331,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                 const int4 one = __ldg(steps + step);
                 const byte* codes = ring + slot * SLOT;
                 const byte* scales = codes + (one.x & 15) * (one.x >> 4 & 7) * 128;
-                const byte* from = xs + one.z * ITEM_ROWS * 64;
                 wait_for_bytes(barrier + 8 * slot, parity);
-#define CASE(B) multiply<B, ITEM_ROWS, false>(codes, scales, from, one.x, lane, total)
-                FOR_BITS(one.x & 15, CASE)
+#define ONE(B) \
+    multiply<B, 1, false>(codes, scales, xs + one.z * 64, units + one.z, one.x, lane, total[0][0])
+#define SEVERAL(B) \
+    multiply<B, ITEM_ROWS, false>(codes, scales, xs + one.z * ITEM_ROWS * 64, one.x, lane, total)
+                if (item.rows == 1) {
+                    FOR_BITS(one.x & 15, ONE)
+                } else {
+                    FOR_BITS(one.x & 15, SEVERAL)
+                }
                 __syncwarp();
                 fetcher.next(begins, barrier + 8 * slot, ring_at + slot * SLOT);
                 if (++slot == e.ring_slots) slot = 0, parity ^= 1;
             }
             float* own = sums + turn * WARPS * OF_WARP;
-            put(total[0], own + warp * OF_WARP);
+            if (item.rows == 1) put_row(total[0][0], own + warp * OF_WARP);
+            else put(total[0], own + warp * OF_WARP);
             __syncthreads();  // x may be replaced now, and the sums of the unit before
             ending.finish(e, at, item, own);
         }

@@ -1,6 +1,8 @@
 // The layout of matrices on the GPU at inference: tiles of 32 columns, panels of 32 rows with codes
 // in the places of an mma's operand. packed.py writes it, docs/concepts/decoding.md
 // draws it.
+#ifndef PACKED  // both ways to multiply include it
+#define PACKED
 #include "exl2.cuh"
 
 typedef unsigned u32;
@@ -184,3 +186,4 @@ template <bool GPTQ> __device__ __forceinline__ Scales scales_of(const byte* at,
         case 6: CASE(6); break; \
         default: CASE(8);       \
     }
+#endif

@@ -107,15 +107,34 @@ __device__ __forceinline__ u32 ordered(float x) {
     return x != x ? 1 : bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// A warp's best of values it has not taken: the highest, of equal ones the first.
-template <class Value> __device__ __forceinline__ int best(int count, u32 taken, Value value) {
-    u32 most = 0, found = 0;
-    for (int i = threadIdx.x % 32, bit = 0; i < count; i += 32, ++bit) {
-        const u32 v = taken >> bit & 1 ? 0 : ordered(value(i));
-        if (v > most) most = v, found = i;
+// The best of values by turns, the highest first, of equal ones that with the lowest index; a lane
+// has every 32nd value.
+template <class Value> struct Ranking {
+    Value value;
+    int count;
+    u32 taken, most;  // bits of values; the lane's best of the others
+    int found;
+
+    __device__ __forceinline__ Ranking(int count, Value value) : value(value), count(count), taken(0) {
+        look();
     }
-    const u32 highest = __reduce_max_sync(~0u, most);
-    return __reduce_min_sync(~0u, most == highest && most ? found : ~0u);
+    __device__ __forceinline__ void look() {
+        most = 0, found = 0;
+        for (int i = threadIdx.x % 32, bit = 0; i < count; i += 32, ++bit) {
+            const u32 v = taken >> bit & 1 ? 0 : ordered(value(i));
+            if (v > most) most = v, found = i;
+        }
+    }
+    __device__ __forceinline__ int next() {
+        const u32 highest = __reduce_max_sync(~0u, most);
+        const int id = __reduce_min_sync(~0u, most == highest ? (u32)found : ~0u);
+        if (id % 32 == (int)threadIdx.x % 32) taken |= 1u << (id / 32), look();
+        __syncwarp();
+        return id;
+    }
+};
+template <class Value> __device__ __forceinline__ Ranking<Value> ranked_by(int count, Value value) {
+    return {count, value};
 }
 
 // Choose the experts of a row; a lane has one of them. ids: (rows, slots).
@@ -150,17 +169,16 @@ __device__ __forceinline__ void choose(const Experts& e, int row, float* scores,
         }
         const float both = of_group > 1 ? first + second : first;
         u32 kept = 0;
-        for (int k = 0; k < e.top_groups; ++k)
-            kept |= 1u << best(e.groups, kept >> lane & 1, [&](int) { return both; });
+        auto best = ranked_by(e.groups, [&](int) { return both; });
+        for (int k = 0; k < e.top_groups; ++k) kept |= 1u << best.next();
         for (int i = lane; i < e.experts; i += 32)
             if (!(kept >> (i / of_group) & 1)) ranked[i] = -LARGEST;
         __syncwarp();
     }
-    u32 taken = 0;
     int own = 0;
+    auto best = ranked_by(e.experts, [&](int i) { return ranked[i]; });
     for (int k = 0; k < e.top; ++k) {
-        const int id = best(e.experts, taken, [&](int i) { return ranked[i]; });
-        if (id % 32 == lane) taken |= 1u << (id / 32);
+        const int id = best.next();
         if (k == lane) own = id;
     }
     const bool is_chosen = lane < e.top;
@@ -244,9 +262,8 @@ __device__ __forceinline__ void route(const Experts& e, byte* room) {
         score(e, RouterShare(e, i), (uint4*)room);
     if (!done) return;
     if (threadIdx.x == 0) {
-        __threadfence();
-        before = atomicAdd(e.arrived, done);
-        __threadfence();
+        asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], %2;"
+                     : "=r"(before) : "l"(e.arrived), "r"(done) : "memory");
         if (before + done == all) *e.arrived = 0;
     }
     __syncthreads();

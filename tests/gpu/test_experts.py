@@ -1,6 +1,7 @@
 """A layer of experts on the GPU against the torch twin."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -48,6 +49,21 @@ def test_rows_are_what_the_twin_computes(name: str, rows: int) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("rows", [4, 100])
+def test_the_host_waits_for_no_route(
+    rows: int, without_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
+    rule, options = LAYERS["qwen2"]
+    layer, hidden = bank(rule, **options, device="cuda"), states(rows, options["size"])
+    expected = OPS.experts(hidden, layer)
+
+    with without_waiting():
+        found = OPS.experts(hidden, layer)
+
+    assert torch.equal(found, expected)
+
+
+@torch.inference_mode()
 def test_all_rows_may_choose_the_same_experts() -> None:
     torch.manual_seed(0)
     layer = bank(RouterRule(experts=8, top=2), **SMALL, device="cuda")
@@ -55,7 +71,7 @@ def test_all_rows_may_choose_the_same_experts() -> None:
 
     found = OPS.experts(hidden, layer)
 
-    assert torch.equal(found, OPS.experts(hidden[:1], layer).expand_as(found))
+    assert torch.equal(found, OPS.experts(hidden[:2], layer)[:1].expand_as(found))
 
 
 @torch.inference_mode()
