@@ -28,6 +28,7 @@ from exl2flow.kernels.interface.groups import (
     BegunGroups,
     Group,
     Scales,
+    by_factor,
     half_ranges,
 )
 from exl2flow.kernels.interface.norm import NormArgs
@@ -103,6 +104,7 @@ __all__ = [
     "Scores",
     "StepCache",
     "Threads",
+    "by_factor",
     "device_table",
     "get_ops",
     "half_ranges",
