@@ -397,7 +397,7 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
     states = sizes.token * tokens * (config.calibration.rows + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
     working = sizes.walk_memory(sizes.worked_on(weight), tokens)
-    work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT)
+    work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT) + sizes.together(1)
     return Need(
         memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),
         kept_bytes=sizes.packed,

@@ -365,17 +365,17 @@ def upper_factors(turned: list[torch.Tensor]) -> tuple[torch.Tensor, list[bool]]
     Args:
         turned: as for `upper_factor`; emptied.
     """
-    lower, failures = torch.empty(len(turned), *turned[0].shape, device=turned[0].device), []
-    for place in range(len(lower)):
-        transposed, failed = torch.linalg.cholesky_ex(turned.pop(0), upper=True)
-        lower[place] = transposed.mT
-        failures.append(failed)
-    del transposed
+    joined = torch.stack(turned)
+    turned.clear()
+    by_columns, failed = torch.linalg.cholesky_ex(joined)
+    del joined
+    lower = by_columns.contiguous()
+    del by_columns
     with tensor_cores(False):
         invert_lower(lower)
     upper = lower.flip(1, 2)
     is_whole = upper.isfinite().flatten(1).all(1) & upper.diagonal(dim1=1, dim2=2).all(1)
-    are_good: list[bool] = (is_whole & (torch.stack(failures) == 0)).tolist()
+    are_good: list[bool] = (is_whole & (failed == 0)).tolist()
     return upper, are_good
 
 

@@ -11,11 +11,9 @@ import torch
 
 from exl2flow.model import SublayerSpec
 from exl2flow.model.files.exl2 import padded_columns
+from exl2flow.quant.walk.working_memory import MOST_TOGETHER
 
 T = TypeVar("T")
-
-MOST_ELEMENTS = 1 << 28  # weights side by side; each copy of a matrix counts
-BYTES = 11  # per weight: its row's value, codes, decoded values; one of several steps
 
 
 def runs_together(
@@ -43,7 +41,7 @@ def weights_of(spec: SublayerSpec, capture: str) -> int:
 
 def batches(items: Sequence[T], elements: int) -> Iterator[Sequence[T]]:
     """Yield about equal batches of experts with so many elements each, at least one expert."""
-    most = max(1, MOST_ELEMENTS // elements)
+    most = max(1, MOST_TOGETHER // elements)
     count = -(-len(items) // most)
     size = -(-len(items) // count)
     for begin in range(0, len(items), size):

@@ -16,7 +16,7 @@ from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.layers.stream import CALIBRATION_ROWS
 from exl2flow.quant.walk.divergence import logit_bytes
-from exl2flow.quant.walk.working_memory import working_bytes
+from exl2flow.quant.walk.working_memory import together_bytes, working_bytes
 
 HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
 SUBLAYER_WEIGHT = 34  # bytes per weight: read, padded, rounded, refined, decoded, packed
@@ -124,6 +124,11 @@ class ModelSizes:
         widest = max(max(size) for size in self.greatest)
         passing = PASSING * FLOAT * CALIBRATION_ROWS * tokens * widest
         return passing + sum(k * (weight * n + square * k) for k, n in self.greatest)
+
+    def together(self, copies: int) -> int:
+        """Return a GPU's bytes for experts side by side, with so many copies of each matrix."""
+        parts = (s.projections for s in self.spec.sublayers)
+        return max(together_bytes(projections, copies=copies) for projections in parts)
 
     def on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
         """Return a GPU's entries of a `Need`: libraries, work, and the states if they fit."""
