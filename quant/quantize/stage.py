@@ -105,12 +105,14 @@ class MatrixWork(SublayerWork):
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """See `SublayerWork`: advance states through the matrices of an earlier run."""
-        advance_source(sublayer, states[self.rows :])
+        quantized = states[: self.rows]
+        pairs = CrossProducts(sublayer, states[self.rows :], self.again)
+        advance_source(sublayer, pairs, quantized)
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
             install(sublayer, projection, matrix.to(device_of(sublayer)))
-        advance(sublayer, states[: self.rows])
+        advance(sublayer, quantized)
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or the head; empty if there are none."""

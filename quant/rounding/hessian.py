@@ -183,12 +183,14 @@ def _mean(hessian: torch.Tensor) -> torch.Tensor:
 
 
 class Observer(Protocol):
-    """Sees single rows that pass a sublayer; rows: their numbers."""
+    """Sees some rows that pass a sublayer."""
 
-    rows: range
+    def together(self, rows: range) -> Iterator[list[int]]:
+        """Yield which of these rows, by number, are seen together."""
+        ...
 
-    def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Take what projections read of a row, see `Sublayer.reads`."""
+    def add(self, rows: Sequence[int], read: Mapping[str, torch.Tensor]) -> None:
+        """Take what projections read of rows, see `Sublayer.reads`."""
         ...
 
 
@@ -222,9 +224,10 @@ def collect_hessians(
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
         read: Mapping[str, torch.Tensor] = sublayer.reads(hidden)
         numbers = range(rows.start, rows.stop)
-        for row in numbers:
-            if observe is not None and row in observe.rows:
-                observe.add(row, sublayer.of_rows(hidden, read, [row - rows.start]))
+        if observe is not None:
+            for seen in observe.together(numbers):
+                places = [row - rows.start for row in seen]
+                observe.add(seen, sublayer.of_rows(hidden, read, places))
         for capture, x in read.items():
             if x.ndim == 3:
                 _sum_of(sums, capture, x).add(x)

@@ -14,7 +14,7 @@ import torch
 from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
-from exl2flow.model.layers.stream import CALIBRATION_ROWS
+from exl2flow.model.layers.stream import CALIBRATION_ROWS, EXPERT_ROWS
 from exl2flow.quant.walk.divergence import logit_bytes
 from exl2flow.quant.walk.working_memory import together_bytes, working_bytes
 
@@ -85,6 +85,8 @@ class ModelSizes:
             (size for size, s in zip(sublayers, spec.sublayers, strict=True) if s.group is None),
             default=0,
         )
+        widths = [max(p.in_features, p.out_features) for s in groups for p in s.projections]
+        self.passing = EXPERT_ROWS * max(widths, default=0)  # of rows that pass experts together
         experts = [p.numel for s in groups for p in s.projections]
         self.expert = 3 * max(experts, default=0)  # its three matrices
         self.squares = max((hessian_elements(s.projections) for s in groups), default=0)
@@ -122,7 +124,7 @@ class ModelSizes:
             square: bytes per element of a Hessian.
         """
         widest = max(max(size) for size in self.greatest)
-        passing = PASSING * FLOAT * CALIBRATION_ROWS * tokens * widest
+        passing = PASSING * FLOAT * tokens * max(CALIBRATION_ROWS * widest, self.passing)
         return passing + sum(k * (weight * n + square * k) for k, n in self.greatest)
 
     def together(self, copies: int) -> int:

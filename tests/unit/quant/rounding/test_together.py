@@ -133,19 +133,21 @@ def test_each_matrix_is_refined_in_its_own_metric(output: bool, items: list[Hess
 
 def test_factors_and_their_remedies_are_those_of_each() -> None:
     spoiled = torch.full((K, K), torch.nan)
-    weak = torch.ones(K, K) * 1e8  # of rank 1: needs more damping in fp32
+    weak = torch.eye(K)
+    weak[0, 1] = weak[1, 0] = 1.02  # one eigenvalue is -0.02
     blends = [MixedHessian.plain(h) for h in (hessian(0), spoiled, hessian(1), weak)]
     names = ["a", "b", "c", "d"]
 
-    found = factor_together(blends, damping=1e-8, names=names)
+    found = factor_together(blends, damping=0.01, names=names)
 
     for blend, name, item in zip(blends, names, found, strict=True):
-        alone = factor(blend, damping=1e-8, name=name)
+        alone = factor(blend, damping=0.01, name=name)
         assert item.remedy == alone.remedy
         assert item.hessian.added == alone.hessian.added
         assert torch.equal(item.perm, alone.perm)
-        torch.testing.assert_close(item.upper, alone.upper, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(item.upper, alone.upper, rtol=1e-3, atol=1e-4)
     assert found[1].remedy == IDENTITY
+    assert found[3].remedy == "damping x3"
     assert found[0].remedy == found[2].remedy == ""
 
 
