@@ -70,7 +70,8 @@ def _row_costs(
             look()
             own = slice(begin, begin + len(params))
             price, squared = metric.costs(p, values[:, own])
-            norms = p.factors.output.row_norms(fed_back[:, own].reshape(-1, values.shape[2]))
+            left = fed_back[:, own].to(values.device).reshape(-1, values.shape[2])
+            norms = p.factors.output.row_norms(left)
             shares = norms.view(len(values), -1).T.clamp(min=0).double()
             least = torch.finfo(torch.float64).tiny
             shares /= shares.sum(dim=1, keepdim=True).clamp(min=least)

@@ -194,7 +194,8 @@ def rounded_values(
         search: likewise.
 
     Returns:
-        fp16 and fp32 (k, j, n), rows in the act-order of each factor.
+        fp16 and fp32 (k, j, n), rows in the act-order of each factor; `fed_back` is in main memory
+        if it is too large for the device.
     """
     _check_rows(factors[0])
     batch = _Batch(jobs, factors, search, keep_fed_back=True)
