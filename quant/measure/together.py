@@ -41,8 +41,7 @@ def estimated_together(
     numbers = _of_options(costs, widths, options)
     if rounding.rounds:
         without = costs[:, widths.index(REFERENCE), 0].sum(dim=1)
-        reached = [_with_metric(batch, rounding) for batch in batches(experts, elements)]
-        gains = (torch.cat(reached) / without).clamp(max=1).nan_to_num(nan=1)
+        gains = (_with_metric(experts, rounding) / without).clamp(max=1).nan_to_num(nan=1)
         numbers[:, :, 0] *= gains[:, None]
     projections = list(chain.from_iterable(experts))
     bits = bits_by_shape([p.spec for p in projections], options)

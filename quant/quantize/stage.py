@@ -53,7 +53,7 @@ from exl2flow.quant.rounding.hessian import (
     head_hessian,
     widest_first,
 )
-from exl2flow.quant.rounding.together import batches, runs_together, weights_of
+from exl2flow.quant.rounding.together import runs_together
 from exl2flow.quant.sensitivity.fisher import Factors, shared_factors
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows
@@ -353,9 +353,7 @@ class Quantizing(MatrixWork):
             return dict(zip(names, round_run(own, found), strict=True))
 
         runs = runs_together(spec, widest_first(hessians), device_of(sublayer))
-        works = [
-            partial(work, batch) for run in runs for batch in batches(run, weights_of(spec, run[0]))
-        ]
+        works = [partial(work, run) for run in runs]
         parts = run_concurrently(works, device_of(sublayer))
         rounded = {name: matrix for part in parts for name, matrix in part.items()}
         for matrix in rounded.values():

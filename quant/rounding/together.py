@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 
 from exl2flow.model import SublayerSpec
-from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.walk.working_memory import MOST_TOGETHER
 
 T = TypeVar("T")
@@ -31,12 +30,6 @@ def runs_together(
         key = (shapes.pop(), len(readers)) if is_alike else capture
         runs.setdefault(key, []).append(capture)
     return list(runs.values())
-
-
-def weights_of(spec: SublayerSpec, capture: str) -> int:
-    """Return the weights of the matrices that read a capture, as stored."""
-    readers = spec.reading(capture)
-    return sum(p.in_features * padded_columns(p.out_features) for p in readers)
 
 
 def batches(items: Sequence[T], elements: int) -> Iterator[Sequence[T]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from roundings import whole_groups
 
-from exl2flow.kernels import Scales
+from exl2flow.kernels import PANEL_ROWS, Scales
 from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.rounding.descent import Metric, refine_together
@@ -23,6 +23,7 @@ from exl2flow.quant.rounding.hessian import (
     factor_together,
     invert_lower,
 )
+from exl2flow.quant.walk import pinned
 
 K, N, FACTORS = 320, 64, 3
 PARAMS = (
@@ -101,6 +102,23 @@ def test_values_are_what_codes_decode_to(items: list[HessianFactor]) -> None:
         item = items[place // (2 * len(PARAMS))]
         error = jobs[place].weight[matrix.perm] - values[:, place].float()
         torch.testing.assert_close(item.upper.T @ fed_back[:, place], error, rtol=1e-3, atol=1e-3)
+
+
+def test_matrices_in_main_memory_are_rounded_alike(
+    items: list[HessianFactor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "is_tall", lambda elements, limit: True)
+    monkeypatch.setattr(pinned, "TALL_WINDOW_ROWS", 2 * PANEL_ROWS)
+    jobs = [jobs_of(seed, output=False) for seed in range(FACTORS)]
+
+    values, _ = rounded_values([job for own in jobs for job in own], items, search="column")
+
+    alone = [
+        matrix.dequantize()[matrix.perm]
+        for own, item in zip(jobs, items, strict=True)
+        for matrix in round_matrices(own, item, search="column")
+    ]
+    assert (values != torch.stack(alone, dim=1)).float().mean() < 0.02
 
 
 @pytest.mark.parametrize("output", [False, True], ids=["plain", "metric"])
