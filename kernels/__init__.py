@@ -29,6 +29,7 @@ from exl2flow.kernels.interface.groups import (
     BegunGroups,
     Group,
     Scales,
+    by_factor,
     half_ranges,
 )
 from exl2flow.kernels.interface.norm import NormArgs
@@ -106,6 +107,7 @@ __all__ = [
     "Scores",
     "StepCache",
     "Threads",
+    "by_factor",
     "device_table",
     "get_ops",
     "half_ranges",

@@ -2,17 +2,20 @@
 #include "exl2.cuh"
 #include "coupled.cuh"
 
+// Columns lie side by side by Hessian: `own` of each of `gridDim.y` Hessians, m together.
+
 // Independent columns: one thread per column, its gradients in registers.
-// steps fp32 (p, m), overwritten; gradient fp32 (p, m), H E; hessian: the panel's diagonal block,
-// rows `stride` apart -> change fp32 (p, m).
+// steps fp32 (p, m), overwritten; gradient fp32 (p, m), H E; hessian: the panel's diagonal blocks,
+// rows `stride` and Hessians `apart` apart -> change fp32 (p, m).
 extern "C" __global__ void __launch_bounds__(128)
 descend_panel(float* steps, const float* gradient, const float* hessian, integer stride,
-              const float* scales, const float* half_range, float* change, integer p, integer m) {
+              integer apart, const float* scales, const float* half_range, float* change, integer p,
+              integer own) {
     __shared__ float h[PANEL_ROWS][PANEL_ROWS];
-    load_block(hessian, stride, p, h);
+    load_block(hessian + blockIdx.y * apart, stride, p, h);
     __syncthreads();
-    const integer column = grid_thread();
-    if (column >= m) return;
+    if (grid_thread() >= own) return;
+    const integer m = gridDim.y * own, column = blockIdx.y * own + grid_thread();
     const float scale = scales[column], high = half_range[column];
     const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     float slope[PANEL_ROWS];
@@ -34,16 +37,17 @@ descend_panel(float* steps, const float* gradient, const float* hessian, integer
 }
 
 // Columns coupled by O (blocks, b, b): one CTA per block, one thread per column. `gradient`, H E O,
-// is overwritten with what each row's change added to it, over its curvature.
+// is overwritten with what each row's change added to it, over its curvature. A Hessian has
+// `own_blocks`.
 extern "C" __global__ void __launch_bounds__(MOST_COLUMNS, 1)
-descend_coupled(float* steps, float* gradient, const float* hessian, integer stride,
+descend_coupled(float* steps, float* gradient, const float* hessian, integer stride, integer apart,
                 const float* scales, const float* half_range, const float* O, float* change,
-                integer p, integer m, integer size) {
+                integer p, integer m, integer size, integer own_blocks) {
     __shared__ Room room;
     __shared__ float h[PANEL_ROWS][PANEL_ROWS];
     const int b = (int)size, c = threadIdx.x;
     const integer column = blockIdx.x * size + c;
-    load_block(hessian, stride, p, h);
+    load_block(hessian + blockIdx.x / own_blocks * apart, stride, p, h);
     const Block own = block_of(scales, half_range, O, b);
     int turn = 0;
     __syncthreads();

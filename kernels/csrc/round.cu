@@ -4,16 +4,20 @@
 
 #define TILE 64  // columns whose errors are multiplied by O at a time
 
+// Columns lie side by side by factor: `own` of each of `gridDim.y` factors, m together.
+
 // Independent columns: one thread per column, its rows in registers.
-// rows fp32 (p, m), p <= PANEL_ROWS; upper: its diagonal block, rows `stride` apart.
+// rows fp32 (p, m), p <= PANEL_ROWS; upper: diagonal blocks of the factors, rows `stride` and
+// factors `apart` apart.
 extern "C" __global__ void __launch_bounds__(128)
-round_panel(const float* rows, const float* upper, integer stride, const float* scales,
-            const float* half_range, byte* codes, float* errors, integer p, integer m) {
+round_panel(const float* rows, const float* upper, integer stride, integer apart,
+            const float* scales, const float* half_range, byte* codes, float* errors, integer p,
+            integer own) {
     __shared__ float factor[PANEL_ROWS][PANEL_ROWS];
-    load_block(upper, stride, p, factor);
+    load_block(upper + blockIdx.y * apart, stride, p, factor);
     __syncthreads();
-    const integer column = grid_thread();
-    if (column >= m) return;
+    if (grid_thread() >= own) return;
+    const integer m = gridDim.y * own, column = blockIdx.y * own + grid_thread();
     const float scale = scales[column], high = half_range[column];
     float x[PANEL_ROWS];
 #pragma unroll
@@ -31,21 +35,22 @@ round_panel(const float* rows, const float* upper, integer stride, const float* 
     }
 }
 
-// Columns coupled by O (blocks, b, b): one CTA per block, one thread per column.
+// Columns coupled by O (blocks, b, b): one CTA per block, one thread per column. A factor has
+// `own_blocks`.
 //
 // A row starts at its nearest codes, whose gradient is a dense product with O. All the panel's rows
 // compute theirs at once, from the codes nearest to their values before the panel; what feedback
 // changes later is added: errors of rows above, times O, remain from their own descent, and few
 // nearest codes move. The rounding of values to fp16 is ignored there. scratch fp32 (p, m).
 extern "C" __global__ void __launch_bounds__(MOST_COLUMNS, 1)
-round_coupled(const float* rows, const float* upper, integer stride, const float* scales,
-              const float* half_range, const float* O, byte* codes, float* errors, float* scratch,
-              integer p, integer m, integer size) {
+round_coupled(const float* rows, const float* upper, integer stride, integer apart,
+              const float* scales, const float* half_range, const float* O, byte* codes,
+              float* errors, float* scratch, integer p, integer m, integer size, integer own_blocks) {
     __shared__ Room room;
     __shared__ float factor[PANEL_ROWS][PANEL_ROWS], nearest_error[TILE][PANEL_ROWS];
     const int b = (int)size, c = threadIdx.x;
     const integer first = blockIdx.x * size, column = first + c;
-    load_block(upper, stride, p, factor);
+    load_block(upper + blockIdx.x / own_blocks * apart, stride, p, factor);
     const Block own = block_of(scales, half_range, O, b);
     float gradients[PANEL_ROWS];
 #pragma unroll

@@ -4,7 +4,7 @@
 #define REACHED (2 * CODE_REACH + 1)
 
 // Rows fp32 (r, m) of matrices of n columns side by side. A searched one, `blockIdx.z` or `.y`, is
-// matrix places[...]; its group has rows[...] rows.
+// matrix places[...]; its group has rows[...] rows. Row weights lie `apart` for every `own` matrices.
 
 // The scale at which the codes just span a column -> base fp32 (searched, n).
 extern "C" __global__ void column_ranges(const float* x, const integer* places, const integer* rows,
@@ -56,7 +56,8 @@ __device__ float best_level(const float* column, const float* row_weights, integ
 // (searched, MAXIMA, sampled).
 extern "C" __global__ void maximum_costs(const float* x, const integer* places, const integer* rows,
                                          const float* half_range, const float* row_weights,
-                                         const float* base, const integer* order,
+                                         integer apart, integer own, const float* base,
+                                         const integer* order,
                                          const float* multiples, float* cost, integer m, integer n,
                                          integer step, integer sampled) {
     const integer i = grid_thread(), j = blockIdx.z;
@@ -67,8 +68,8 @@ extern "C" __global__ void maximum_costs(const float* x, const integer* places, 
         order[i < WIDEST_COLUMNS ? i : WIDEST_COLUMNS + (i - WIDEST_COLUMNS) * step];
     const half_bits maximum = to_half(base[order[0]] * multiples[blockIdx.y]);
     float error;
-    best_level(x + places[j] * n + column, row_weights, rows[j], m, base[column], half_range[j],
-               maximum, &error);
+    best_level(x + places[j] * n + column, row_weights + places[j] / own * apart, rows[j], m,
+               base[column], half_range[j], maximum, &error);
     cost[(j * MAXIMA + blockIdx.y) * sampled + i] = error;
 }
 
@@ -98,14 +99,15 @@ extern "C" __global__ void best_maximum(const integer* places, const float* base
 // matrices, (m,).
 extern "C" __global__ void choose_codes(const float* x, const integer* places, const integer* rows,
                                         const float* half_range, const float* row_weights,
-                                        const float* base, const half_bits* chosen, byte* codes,
+                                        integer apart, integer own, const float* base,
+                                        const half_bits* chosen, byte* codes,
                                         float* decoded, float* half_ranges, integer m, integer n) {
     const integer column = grid_thread(), j = blockIdx.y;
     if (column >= n) return;
     const integer place = places[j] * n + column;
     float error;
-    const float level = best_level(x + place, row_weights, rows[j], m, base[j * n + column],
-                                   half_range[j], chosen[j], &error);
+    const float level = best_level(x + place, row_weights + places[j] / own * apart, rows[j], m,
+                                   base[j * n + column], half_range[j], chosen[j], &error);
     codes[place] = (byte)(level - 1.0f);
     decoded[place] = decoder_scale(level, chosen[j]);
     half_ranges[place] = half_range[j];

@@ -49,7 +49,13 @@ from exl2flow.kernels.reference.ops import (
     sample_step,
     search_multiples,
 )
-from exl2flow.kernels.reference.refit import REFIT_MAXIMA, STRENGTHS, maxima_multiples, times_output
+from exl2flow.kernels.reference.refit import (
+    REFIT_MAXIMA,
+    STRENGTHS,
+    maxima_multiples,
+    times_hessian,
+    times_output,
+)
 from exl2flow.kernels.streams import device_table
 
 _CAPTURING = threading.Lock()  # captures register with the random number generator
@@ -114,13 +120,14 @@ class CudaOps(Ops):
         places = device_table(tuple(members), device)
         searched, base = (rows, places, counts, halves), torch.empty(j, n, device=device)
         launch("search.cu", "column_ranges", (_tiles(n), j), *searched, base, m, n)
-        chosen = _best_maxima(searched, row_weights, base, scales.maxima)
+        whose = _row_weights(row_weights, scales.codes.shape[1])
+        chosen = _best_maxima(searched, whose, base, scales.maxima)
         launch(
             "search.cu",
             "choose_codes",
             (_tiles(n), j),
             *searched,
-            row_weights,
+            *whose,
             base,
             chosen,
             scales.codes,
@@ -145,12 +152,14 @@ class CudaOps(Ops):
         codes = torch.empty(p, m, dtype=torch.uint8, device=rows.device)
         errors = torch.empty_like(rows)
         upper = _by_rows(upper)
-        first = (rows, upper.data_ptr(), upper.stride(0), scales, half_range)
+        f = len(upper)
+        first = (rows, *_block_of(upper), scales, half_range)
         if output is None:
-            launch("round.cu", "round_panel", (_tiles(m),), *first, codes, errors, p, m)
+            own = m // f
+            launch("round.cu", "round_panel", (_tiles(own), f), *first, codes, errors, p, own)
         else:
             blocks, b, _ = output.shape
-            last = (output, codes, errors, torch.empty_like(rows), p, m, b)
+            last = (output, codes, errors, torch.empty_like(rows), p, m, b, blocks // f)
             launch("round.cu", "round_coupled", (blocks,), *first, *last, threads=whole_warps(b))
         return codes, errors
 
@@ -169,12 +178,14 @@ class CudaOps(Ops):
         p, m = steps.shape
         change = torch.empty_like(steps)
         hessian = _by_rows(hessian)
-        first = (steps, gradient, hessian.data_ptr(), hessian.stride(0), scales, half_range)
+        f = len(hessian)
+        first = (steps, gradient, *_block_of(hessian), scales, half_range)
         if output is None:
-            launch("descend.cu", "descend_panel", (_tiles(m),), *first, change, p, m)
+            own = m // f
+            launch("descend.cu", "descend_panel", (_tiles(own), f), *first, change, p, own)
         else:
             blocks, b, _ = output.shape
-            last = (output, change, p, m, b)
+            last = (output, change, p, m, b, blocks // f)
             launch(
                 "descend.cu", "descend_coupled", (blocks,), *first, *last, threads=whole_warps(b)
             )
@@ -194,7 +205,11 @@ class CudaOps(Ops):
         steps, pushed = begun.only(steps), times_output(gradient, output)
         curvature, wanted = _wanted_scales(steps, pushed, hessian, scales, output)
         codes, maxima, decoded, change = _nearest_scales(wanted, curvature, steps, scales)
-        moved = hessian @ times_output(change.flatten(0, 1), output).view(change.shape)
+        bent = times_output(change.flatten(0, 1), output).view(change.shape)
+        if hessian.ndim == 2:
+            moved = hessian @ bent
+        else:
+            moved = torch.stack([times_hessian(hessian, x) for x in bent])
         tiles, sizes = _tiles(n), (r, n, j)
         rises, taken = steps.new_empty(STRENGTHS * j, tiles), torch.empty_like(steps)
         grid = (tiles, STRENGTHS * j)
@@ -287,14 +302,14 @@ class CudaOps(Ops):
 
 def _best_maxima(
     searched: tuple[torch.Tensor, ...],
-    row_weights: torch.Tensor,
+    whose: tuple[int, ...],
     base: torch.Tensor,
     maxima: torch.Tensor,
 ) -> torch.Tensor:
     """Return the best maximum of each group, fp16 (j,), and store it among those of all matrices.
 
-    searched: rows, and places, row counts and half ranges of the groups; base: fp32 (j, n), ranges
-    of their columns.
+    searched: rows, and places, row counts and half ranges of the groups; whose: see `_row_weights`;
+    base: fp32 (j, n), ranges of their columns.
     """
     (_, places, *_), (j, n), m = searched, base.shape, searched[0].shape[1]
     order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
@@ -302,7 +317,7 @@ def _best_maxima(
     cost, multiples = base.new_empty(j, MAXIMA, sampled), search_multiples(base.device)
     chosen, grid = base.new_empty(j, dtype=torch.float16), (_tiles(sampled), MAXIMA, j)
     tried, columns = (base, order, multiples, cost), (n, step, sampled)
-    launch("search.cu", "maximum_costs", grid, *searched, row_weights, *tried, m, *columns)
+    launch("search.cu", "maximum_costs", grid, *searched, *whose, *tried, m, *columns)
     threads = 32 * MAXIMA
     launch(
         "search.cu", "best_maximum", (j,), places, *tried, chosen, maxima, *columns, threads=threads
@@ -325,7 +340,7 @@ def _wanted_scales(
         "wanted_scales",
         (_tiles(m),),
         steps,
-        hessian @ steps,
+        times_hessian(hessian, steps),
         pushed,
         0 if output is None else output,
         scales.decoded,
@@ -394,8 +409,22 @@ def _group_tables(
 
 
 def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix whose rows are contiguous; cuSOLVER's are not."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    """Return matrices (…, r, c) whose rows are contiguous, as (f, r, c); cuSOLVER's are not."""
+    matrix = matrix if matrix.stride(-1) == 1 else matrix.contiguous()
+    return matrix if matrix.ndim == 3 else matrix[None]
+
+
+def _block_of(matrices: torch.Tensor) -> tuple[int, int, int]:
+    """Return where blocks (f, p, p) are, and the distances of their rows and of the blocks."""
+    return matrices.data_ptr(), matrices.stride(1), matrices.stride(0)
+
+
+def _row_weights(row_weights: torch.Tensor, j: int) -> tuple[int, int, int]:
+    """Return where weights (f, r) or (r,) of `j` matrices are, their distance, matrices of each."""
+    assert row_weights.stride(-1) == 1
+    if row_weights.ndim == 1:
+        return row_weights.data_ptr(), 0, j
+    return row_weights.data_ptr(), row_weights.stride(0), j // len(row_weights)
 
 
 def _tiles(n: int) -> int:

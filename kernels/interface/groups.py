@@ -27,6 +27,11 @@ class Group:
         return float(2 ** (self.bits - 1))
 
 
+def by_factor(x: torch.Tensor, factors: int) -> torch.Tensor:
+    """Return a view of x (r, m), whose columns lie side by side by factor, as (factors, r, c)."""
+    return x.view(len(x), factors, x.shape[1] // factors).transpose(0, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """Scales of `j` matrices of n columns, by row panel.

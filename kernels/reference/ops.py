@@ -46,7 +46,9 @@ CACHED_ELEMENTS = 1 << 14  # per piece of the grid search, so that it fits in on
 class Ops:
     """The operations of quantization and inference; all tensors of a call lie on one device.
 
-    Vectorized over columns, and over matrices that share a Hessian.
+    Vectorized over columns, and over matrices. Those side by side share a Hessian, or have f of
+    them: then blocks of it, or of its factor, are (f, …), and the columns of each lie together, in
+    the same order and number.
     """
 
     write_cache = staticmethod(torch_cache.write_cache)
@@ -148,11 +150,12 @@ class Ops:
         Args:
             x: as for `search_grid`.
             groups: as for `search_grid`.
-            row_weights: fp32 (r,), weight of each row's squared error.
+            row_weights: fp32 (r,), weight of each row's squared error; or (j, r), by matrix.
 
         Returns:
             As `search_grid`.
         """
+        row_weights = row_weights.expand(len(groups), -1)
         base = self._column_ranges(x, groups)  # (j, n)
         multiples = search_multiples(x.device)
         maxima = (base.amax(dim=1, keepdim=True) * multiples).half()  # (j, MAXIMA)
@@ -179,7 +182,7 @@ class Ops:
             members: index of each matrix, of `j`, that has a group → the group.
             scales: of this one panel; overwritten for the members.
             half_range: fp32 (m,), 2 ** (bits - 1) of each column; overwritten for the members.
-            row_weights: fp32 (r,), for `search_columns`; None: use `search_grid`.
+            row_weights: fp32 (r,), or (f, r), for `search_columns`; None: use `search_grid`.
         """
         _, j, n = scales.codes.shape
         groups, places = list(members.values()), device_table(tuple(members), rows.device)
@@ -187,6 +190,8 @@ class Ops:
         if row_weights is None:
             codes, maxima = self.search_grid(x, groups)
         else:
+            if row_weights.ndim == 2:
+                row_weights = row_weights[places * len(row_weights) // j]
             codes, maxima = self.search_columns(x, groups, row_weights)
         scales.codes[0, places] = codes
         scales.maxima[0, places] = maxima
@@ -230,7 +235,7 @@ class Ops:
         cost = torch.stack(
             [
                 _weighted_cost(
-                    x[j, : g.rows], scales[j].flatten(0, 1), g.half_range, row_weights[: g.rows]
+                    x[j, : g.rows], scales[j].flatten(0, 1), g.half_range, row_weights[j, : g.rows]
                 )
                 for j, g in enumerate(groups)
             ]
@@ -250,7 +255,7 @@ class Ops:
 
         Args:
             rows: fp32 (p, m), overwritten; p is at most `PANEL_ROWS`.
-            upper: fp32 (p, p), the panel's diagonal block of the upper factor of H⁻¹.
+            upper: fp32 (p, p), the panel's diagonal block of the upper factor of H⁻¹; or (f, p, p).
             scales: fp32 (m,), decoder scale of each column.
             half_range: fp32 (m,), 2 ** (bits - 1) of each column.
             output: fp32 (blocks, b, b) with blocks · b = m, metric in which a row's error is
@@ -259,6 +264,12 @@ class Ops:
         Returns:
             Codes uint8 (p, m), and errors over the factor's diagonal fp32 (p, m).
         """
+        if upper.ndim == 3:
+            own = _of_factors(len(upper), rows, scales, half_range, output)
+            parts = [
+                self.round_panel(x, u, *rest) for u, (x, *rest) in zip(upper, own, strict=True)
+            ]
+            return torch.cat([c for c, _ in parts], dim=1), torch.cat([e for _, e in parts], dim=1)
         row = descent_of(scales, half_range, output)
         rows = row.ordered(rows)
         divisors = torch.where(row.scales > 0, row.scales, torch.inf)  # scale 0: the zero point
@@ -286,7 +297,7 @@ class Ops:
         Args:
             steps: fp32 (p, m), signed codes; overwritten; p is at most `PANEL_ROWS`.
             gradient: fp32 (p, m), H E O of the panel's rows; overwritten.
-            hessian: fp32 (p, p), the panel's diagonal block of H.
+            hessian: fp32 (p, p), the panel's diagonal block of H; or (f, p, p).
             scales: fp32 (m,), decoder scale of each column.
             half_range: fp32 (m,), 2 ** (bits - 1) of each column.
             output: fp32 (blocks, b, b), O; None: the identity.
@@ -294,6 +305,13 @@ class Ops:
         Returns:
             The change of the panel's values, fp32 (p, m).
         """
+        if hessian.ndim == 3:
+            own = _of_factors(len(hessian), steps, scales, half_range, output, gradient)
+            parts = [
+                self.descend_panel(x, g, h, *rest)
+                for h, (x, *rest, g) in zip(hessian, own, strict=True)
+            ]
+            return torch.cat(parts, dim=1)
         row = descent_of(scales, half_range, output)
         before, slopes = row.ordered(steps), row.ordered(gradient)
         improved = before.clone()
@@ -405,6 +423,20 @@ class Ops:
 
 
 TORCH_OPS = Ops()
+
+
+def _of_factors(
+    factors: int,
+    rows: torch.Tensor,
+    scales: torch.Tensor,
+    half_range: torch.Tensor,
+    output: torch.Tensor | None,
+    *others: torch.Tensor,
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the columns of each factor, as views: of rows (p, m), those of one row, blocks of O."""
+    wide = (x.chunk(factors, dim=-1) for x in (rows, scales, half_range))
+    blocks = [None] * factors if output is None else output.chunk(factors)
+    yield from zip(*wide, blocks, *(x.chunk(factors, dim=-1) for x in others), strict=True)
 
 
 @device_cache

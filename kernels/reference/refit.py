@@ -5,7 +5,13 @@ See `docs/concepts/quality.md`, section 4.
 
 import torch
 
-from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, BegunGroups, Scales
+from exl2flow.kernels.interface.groups import (
+    PANEL_ROWS,
+    SCALE_LEVELS,
+    BegunGroups,
+    Scales,
+    by_factor,
+)
 from exl2flow.kernels.streams import device_cache, sent
 
 REFIT_MAXIMA = 31  # maxima tried around the current one
@@ -33,6 +39,14 @@ def times_output(x: torch.Tensor, output: torch.Tensor | None) -> torch.Tensor:
     return wide.transpose(0, 1).reshape(x.shape)
 
 
+def times_hessian(hessian: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return H x for x (r, m) and H fp32 (r, r), or (f, r, r) by the columns' factors."""
+    if hessian.ndim == 2:
+        return hessian @ x
+    product = torch.bmm(hessian, by_factor(x, len(hessian)))
+    return product.transpose(0, 1).reshape(x.shape)
+
+
 def refit_scales(
     steps: torch.Tensor,
     gradient: torch.Tensor,
@@ -46,7 +60,7 @@ def refit_scales(
     Args:
         steps: fp32 (r, m), signed codes of `j` matrices side by side, from the groups' start.
         gradient: fp32 (r, m), H E of these rows.
-        hessian: fp32 (r, r), their diagonal block of H.
+        hessian: fp32 (r, r), their diagonal block of H; or (f, r, r), see `Ops`.
         begun: the groups, the longest of r rows.
         scales: of the r / 32 panels; overwritten.
         output: fp32 (blocks, b, b), O; None: the identity.
@@ -60,7 +74,7 @@ def refit_scales(
     steps = begun.only(steps)
     before = scales.decoded[0].clone()  # (j, n)
     pushed = times_output(gradient, output)
-    curvature = ((hessian @ steps) * steps).sum(dim=0)
+    curvature = (times_hessian(hessian, steps) * steps).sum(dim=0)
     if output is not None:
         curvature *= output.diagonal(dim1=1, dim2=2).flatten()
     slope = (pushed * steps).sum(dim=0)
@@ -72,7 +86,7 @@ def refit_scales(
         codes, maxima = nearest_scales(scales.maxima[0], target, curvature.view(j, n))
         decoded = decode_scales(codes, maxima).float()
         change = steps * (decoded - before).view(-1)  # (r, m)
-        moved = hessian @ times_output(change, output)
+        moved = times_hessian(hessian, times_output(change, output))
         rise = ((moved + 2 * pushed) * change).view(r, j, n).sum(dim=(0, 2))
         taken = is_open & (rise < 0)
         is_open = is_open & ~taken

@@ -12,6 +12,7 @@ from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.layers.sublayers import build_sublayer
 
 CALIBRATION_ROWS, CALIBRATION_TENSORS = 4, 24  # see `rows_together`
+EXPERT_ROWS = 16  # the same of experts, each of which reads few of their tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

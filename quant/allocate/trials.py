@@ -14,7 +14,7 @@ from exl2flow.core.options.config import RoundingOptions
 from exl2flow.model import DenseLinear, Linear, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.layout import Choice
-from exl2flow.quant.measure.estimate import Projection
+from exl2flow.quant.measure.projection import Projection
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.hessian import collect_hessians, head_hessian
 from exl2flow.quant.sensitivity.fisher import shared_factor

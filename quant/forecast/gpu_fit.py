@@ -12,12 +12,12 @@ from exl2flow.core.runtime.memory import limit_for, usable
 from exl2flow.core.words import size
 from exl2flow.model import ModelSpec
 from exl2flow.model.files.exl2 import padded_columns
-from exl2flow.model.layers.stream import CALIBRATION_ROWS, rows_together
+from exl2flow.model.layers.stream import rows_together
 from exl2flow.quant.forecast.least import StageWork, stage_works
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.walk.needs import Card
 from exl2flow.quant.walk.pinned import is_tall
-from exl2flow.quant.walk.source_model import widest
+from exl2flow.quant.walk.source_model import most_rows, widest
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +89,8 @@ def fit_on(config: ModelOptions, spec: ModelSpec, gigabytes: int) -> GpuFit:
 def _reductions(config: ModelOptions, spec: ModelSpec, memory: int) -> Iterator[str]:
     """Yield what is done to need less memory."""
     tokens = max(config.calibration.row_tokens, config.calibration.measure_row_tokens)
-    features = max(widest(sublayer.projections) for sublayer in spec.sublayers)
-    if rows_together(features, tokens, memory) < CALIBRATION_ROWS:
+    usual = {(widest(sublayer.projections), most_rows(sublayer)) for sublayer in spec.sublayers}
+    if any(rows_together(w, tokens, memory, most=most) < most for w, most in usual):
         yield "fewer rows at a time"
     needs = stage_needs(config, spec, Card(name="", memory=memory), packed=0)
     main = ["states"] if any(need.pinned_bytes for need in needs.values()) else []

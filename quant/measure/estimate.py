@@ -5,38 +5,33 @@ a single width are rounded; a mixed one costs the sum of its rows' costs at thei
 (`docs/concepts/quality.md`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from exl2flow.core.errors import QuantizationError
-from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch
+from exl2flow.core.options.config import RoundingOptions, RunOptions
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import run_concurrently
-from exl2flow.model import DenseLinear, Linear, ProjectionSpec, Sublayer
+from exl2flow.model import DenseLinear, Sublayer
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.measure.compact import is_compact, read_numbers, write_results
-from exl2flow.quant.measure.measurement import CandidateResult, projection_bits
+from exl2flow.quant.measure.measurement import CandidateResult
+from exl2flow.quant.measure.projection import REFERENCE, Projection, reference_job
+from exl2flow.quant.measure.together import estimated_together
 from exl2flow.quant.rounding.coverage import Coverage
-from exl2flow.quant.rounding.error_feedback import (
-    RoundedMatrix,
-    RoundingJob,
-    near,
-    padded_weight,
-    round_matrices,
-)
+from exl2flow.quant.rounding.error_feedback import round_matrices
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
     collect_hessians,
     head_hessian,
-    squared_norm,
     widest_first,
 )
-from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats, shared_factor
+from exl2flow.quant.rounding.together import runs_together
+from exl2flow.quant.sensitivity.fisher import shared_factor, shared_factors
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.walk.divergence import divergence
 from exl2flow.quant.walk.pinned import made_to_fit
@@ -45,9 +40,6 @@ from exl2flow.quant.walk.walk import Store, SublayerWork, walk
 
 HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
-HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
-LEAST_SIZE = 1e-30  # of a projection's output
-REFERENCE = (3, 128)  # bits and group size at which the gain of the output metric is measured
 
 
 class Estimating(SublayerWork):
@@ -76,130 +68,38 @@ class Estimating(SublayerWork):
         coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
         hessians, _ = collect_hessians(sublayer, states, move=True, coverage=coverage)
         factors = self.factors.read(sublayer.spec.index)
-        reading, note = sublayer.spec.reading, self.folder.note
+        spec, note = sublayer.spec, self.folder.note
+        runs = runs_together(spec, widest_first(hessians), device_of(sublayer))
 
-        def factor(capture: str) -> HessianFactor:
-            first, hessian = reading(capture)[0], hessians[capture]
-            return shared_factor(first, hessian, factors, self.options, note=note)
+        def factored(run: Sequence[str]) -> list[HessianFactor]:
+            firsts = [spec.reading(capture)[0] for capture in run]
+            own = [hessians[capture] for capture in run]
+            return shared_factors(firsts, own, factors, self.options, note=note)
 
-        # experts are rounded one by one, so that memory does not grow with their number
-        items = {} if sublayer.spec.group else {capture: factor(capture) for capture in hessians}
+        # experts are rounded run by run, so that memory does not grow with their number
+        items = {} if spec.group else {capture: factored([capture]) for capture in hessians}
 
-        def work(capture: str) -> dict[str, list[CandidateResult]]:
-            hessian, item = hessians[capture], items.get(capture) or factor(capture)
-            projections = [
-                Projection(spec, sublayer.linears[spec.name], hessian, item, factors[spec.name])
-                for spec in reading(capture)
+        def work(run: Sequence[str]) -> dict[str, list[CandidateResult]]:
+            found = items[run[0]] if run[0] in items else factored(run)
+            experts = [
+                [
+                    Projection(
+                        p, sublayer.linears[p.name], hessians[capture], item, factors[p.name]
+                    )
+                    for p in spec.reading(capture)
+                ]
+                for capture, item in zip(run, found, strict=True)
             ]
-            return estimated(projections, PROJECTION_OPTIONS, self.options)
+            if len(experts) > 1:
+                return estimated_together(experts, PROJECTION_OPTIONS, self.options)
+            return estimated(experts[0], PROJECTION_OPTIONS, self.options)
 
-        works = [partial(work, capture) for capture in widest_first(hessians)]
+        works = [partial(work, run) for run in runs]
         results: dict[str, list[CandidateResult]] = {}
         for by_key in run_concurrently(works, device_of(sublayer)):
             results |= by_key
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
         return partial(write_results, path, in_order, compact=self.compact)
-
-
-class Projection:
-    """A projection and the cost of rounding it."""
-
-    def __init__(
-        self,
-        spec: ProjectionSpec,
-        linear: Linear,
-        hessian: torch.Tensor,
-        item: HessianFactor,
-        factors: Factors,
-    ) -> None:
-        self.spec, self.hessian, self.item = spec, hessian, item
-        self.factors = factors.to(hessian.device)
-        self.weight = padded_weight(linear)
-        self.values = near(self.weight, linear)
-
-    def rounded(
-        self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
-    ) -> Iterator[RoundedMatrix]:
-        """Yield the matrix rounded with each set of parameters."""
-        jobs = [RoundingJob(weight=self.weight, params=params) for params in options]
-        return round_matrices(jobs, self.item, search=search, keep_fed_back=keep_fed_back)
-
-    def row_costs(
-        self,
-        options: Iterable[QuantParams],
-        search: ScaleSearch,
-        nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Return nats and squared relative error of each row, for parameters of one width.
-
-        Later rows cannot compensate the part of a row's error that feedback leaves: rows of
-        `U⁻ᵀ E` are uncorrelated in the metric of the Hessian, so each has its own share of the
-        objective.
-
-        Args:
-            options: the parameters.
-            search: how scales are chosen.
-            nats: cost of a matrix fp16 (k, n). None: the estimate from the factors.
-
-        Returns:
-            fp64 (options, 2, k), in act-order.
-        """
-        size = squared_norm(self.hessian, self.values).clamp(min=LEAST_SIZE)
-
-        def cost(matrix: RoundedMatrix) -> torch.Tensor:
-            assert matrix.fed_back is not None
-            norms = [self.factors.output.row_norms(part) for part in matrix.fed_back.readings()]
-            shares = torch.cat(norms).clamp(min=0).double()
-            shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
-            rounded = matrix.dequantize()
-            squared = squared_norm(self.hessian, rounded, less=self.values).clamp(min=0) / size
-            price = self.nats(rounded) if nats is None else nats(rounded)
-            return torch.stack([price, squared])[:, None].double() * shares
-
-        # keep no matrix of a head while the next one is computed
-        return torch.stack(list(map(cost, self.rounded(options, search, keep_fed_back=True))))
-
-    def nats(self, rounded: torch.Tensor) -> torch.Tensor:
-        """Return the estimated cost of a rounded matrix, (k, n)."""
-        return estimated_nats(rounded, self.factors, less=self.values)
-
-    def results(
-        self,
-        options: Sequence[QuantParams],
-        costs: Mapping[tuple[int, int], torch.Tensor],
-        gain: float,
-    ) -> list[CandidateResult]:
-        """Return the cost of every candidate.
-
-        Args:
-            options: the candidates.
-            costs: bits and group size → fp64 (2, k), as from `row_costs`.
-            gain: factor by which the output metric reduces the nats.
-
-        Raises:
-            QuantizationError: even the best one is unusable.
-        """
-        results = []
-        for params in options:
-            bands = [  # each band's rows cost what they do at its width
-                costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
-                for band in params.bands(self.spec.in_features)
-            ]
-            nats, squared_error = torch.stack(bands).sum(dim=0).tolist()
-            result = CandidateResult(
-                accuracy=max(0.0, 1 - squared_error**0.5),
-                total_bits=projection_bits(self.spec, params),
-                params={self.spec.name: params},
-                nats=gain * nats,
-            )
-            results.append(result)
-        best = 1 - max(result.accuracy for result in results)
-        if best > HOPELESS_ERROR:
-            raise QuantizationError(
-                f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
-                "the model or the calibration data is unusable: check both with `--dry-run`"
-            )
-        return results
 
 
 def estimated(
@@ -234,14 +134,7 @@ def estimated(
 
 def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -> torch.Tensor:
     """Return the cost of `REFERENCE` when rounding in the output metric, (projections,)."""
-    jobs = [
-        RoundingJob(
-            weight=p.weight,
-            params=QuantParams.uniform(*REFERENCE),
-            output=p.factors.output.damped(rounding.output_damping).blocks,
-        )
-        for p in projections
-    ]
+    jobs = [reference_job(p, rounding) for p in projections]
     rounded = round_matrices(jobs, projections[0].item, search=rounding.scale_search)
     pairs = zip(projections, rounded, strict=True)
     return torch.stack([p.nats(matrix.dequantize()) for p, matrix in pairs])

@@ -5,7 +5,7 @@ for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goe
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,7 @@ from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.pinned import is_tall
-from exl2flow.quant.walk.source_model import device_of, relative_distance
-from exl2flow.quant.walk.walk import advance
+from exl2flow.quant.walk.source_model import device_of, relative_distance, row_batches
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +45,48 @@ class CrossProducts:
         self._changed = list[torch.Tensor]()  # shares of routes that differ, by row
         self._sums: dict[str, torch.Tensor] = {}
 
-    def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Add what projections of the quantized model read of a row, see `Sublayer.reads`.
+    def together(self, rows: range) -> Iterator[list[int]]:
+        """Yield which of these rows the source has, by number, divided as they pass together.
+
+        Source rows pass one at a time; those of experts, which read few tokens of each, together
+        but for the ones that judge.
+        """
+        judging, others = list[list[int]](), list[int]()
+        for row in rows:
+            if row in self.rows:
+                place = self.rows.index(row)
+                is_alone = self.sublayer.spec.group is None or place % JUDGE_STEP == 0
+                judging.append([row]) if is_alone else others.append(row)
+        yield from sorted([*judging, others]) if others else judging
+
+    def advance(self, rows: Sequence[int]) -> None:
+        """Advance the source's states of rows."""
+        self._leave(rows, self.sublayer(self._entering(rows)))
+
+    def _entering(self, rows: Sequence[int]) -> torch.Tensor:
+        device, places = device_of(self.sublayer), [self.rows.index(row) for row in rows]
+        parts = [self.source[place : place + 1].to(device, non_blocking=True) for place in places]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _leave(self, rows: Sequence[int], outputs: torch.Tensor) -> None:
+        for row, output in zip(rows, outputs, strict=True):
+            self.source[self.rows.index(row)].copy_(output, non_blocking=True)
+
+    def add(self, rows: Sequence[int], read: Mapping[str, torch.Tensor]) -> None:
+        """Add what projections of the quantized model read of rows, see `Sublayer.reads`.
 
         Experts read the same tokens in the source as in the quantized model.
-
-        Source rows pass one at a time here and in `advance_source`, which must agree.
         """
-        place = self.rows.index(row)
-        hidden = self.source[place : place + 1].to(device_of(self.sublayer), non_blocking=True)
+        hidden = self._entering(rows)
         wanted: Mapping[str, torch.Tensor] = self.sublayer.reads(hidden)
-        output = self.sublayer.output(hidden, wanted)[0]
-        if self.sublayer.spec.group is not None:
-            self._changed.append(differing(wanted, read))
+        outputs = self.sublayer.output(hidden, wanted)
+        place, is_routed = self.rows.index(rows[0]), self.sublayer.spec.group is not None
+        if is_routed:
+            self._changed += [differing(wanted, read)] * len(rows)
             wanted = self.sublayer.reads_like(hidden, read)
             if place % JUDGE_STEP == 0:
                 self._wanted[place] = self.sublayer.contributions(hidden, wanted)
-        self.source[place].copy_(output, non_blocking=True)  # which `hidden` may be
+        self._leave(rows, outputs)  # which `hidden` may be
         if place not in self._fitting:
             return
         for capture, x in wanted.items():
@@ -70,7 +94,7 @@ class CrossProducts:
             if capture not in self._sums:
                 k = quantized.shape[-1]
                 self._sums[capture] = torch.zeros(k, k, device=quantized.device)
-            if self.sublayer.spec.group is not None:
+            if is_routed:
                 self._tokens[capture] = self._tokens.get(capture, 0) + len(quantized)
             self._sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
 
@@ -107,13 +131,20 @@ def differing(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tenso
     return (ids[:, :, None] != other_ids[:, None]).all(-1).float().mean()
 
 
-def advance_source(sublayer: Sublayer, source: torch.Tensor) -> None:
-    """Run source rows through a sublayer in place, with the same bits as `CrossProducts`.
+def advance_source(sublayer: Sublayer, source: CrossProducts, states: torch.Tensor) -> None:
+    """Run source rows through a sublayer in place, with the same bits as `CrossProducts.add`.
 
-    One at a time as there, because a GPU may sum products of another shape in another order.
+    In the same batches as there, because a GPU may sum products of another shape in another order.
+
+    Args:
+        sublayer: with the source's weights.
+        source: which has seen nothing.
+        states: of all rows of the quantized model, fp32 (rows, t, hidden).
     """
-    for row in torch.split(source, 1):
-        advance(sublayer, row)
+    for batch in row_batches(sublayer, states):
+        for rows in source.together(range(batch.start, batch.stop)):
+            look()
+            source.advance(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ from exl2flow.quant.rounding.error_feedback import (
     alike,
     padded_weight,
     round_matrices,
+    round_together,
     side_by_side,
 )
 from exl2flow.quant.rounding.hessian import (
@@ -52,7 +53,8 @@ from exl2flow.quant.rounding.hessian import (
     head_hessian,
     widest_first,
 )
-from exl2flow.quant.sensitivity.fisher import Factors, shared_factor
+from exl2flow.quant.rounding.together import runs_together
+from exl2flow.quant.sensitivity.fisher import Factors, shared_factors
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
@@ -103,12 +105,14 @@ class MatrixWork(SublayerWork):
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """See `SublayerWork`: advance states through the matrices of an earlier run."""
-        advance_source(sublayer, states[self.rows :])
+        quantized = states[: self.rows]
+        pairs = CrossProducts(sublayer, states[self.rows :], self.again)
+        advance_source(sublayer, pairs, quantized)
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
             install(sublayer, projection, matrix.to(device_of(sublayer)))
-        advance(sublayer, states[: self.rows])
+        advance(sublayer, quantized)
 
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or the head; empty if there are none."""
@@ -118,7 +122,16 @@ class MatrixWork(SublayerWork):
         self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
     ) -> HessianFactor:
         """Return the factor of an activation, given the first projection that reads it."""
-        return shared_factor(first, hessian, factors, self.options, note=self.folder.note)
+        return self.factored([first], [hessian], factors)[0]
+
+    def factored(
+        self,
+        firsts: Sequence[ProjectionSpec],
+        hessians: Sequence[torch.Tensor],
+        factors: Mapping[str, Factors],
+    ) -> list[HessianFactor]:
+        """Return the factors of activations, given the first projection that reads each."""
+        return shared_factors(firsts, hessians, factors, self.options, note=self.folder.note)
 
     def output_metric(self, factors: Factors | None) -> torch.Tensor | None:
         """Return the metric of errors in one row of a matrix, fp32 (blocks, b, b)."""
@@ -234,7 +247,7 @@ class Quantizing(MatrixWork):
 
         # keep no reference to targets and weights, which are as large as the head
         jobs = [self._job(projection, target(), factors)]
-        (matrix,) = self._round(jobs, self.factor(projection, hessian, factors))
+        (matrix,) = self._round(jobs, self.factored([projection], [hessian], factors))
         self.store_head(self._packed(projection, head.linear, matrix, hessian, factors))
 
     def _job(
@@ -256,14 +269,38 @@ class Quantizing(MatrixWork):
         params, fisher = str(self.choice[projection.key]), factors.get(projection.name)
         return Packed(projection, linear, rounded, hessian, fisher, params=params)
 
-    def _round(self, jobs: list[RoundingJob], item: HessianFactor) -> list[RoundedMatrix]:
+    def _round_together(
+        self, jobs: list[RoundingJob], items: list[HessianFactor]
+    ) -> list[RoundedMatrix]:
+        """Round alike matrices of several experts side by side.
+
+        Args:
+            jobs: the matrices, equally many of each expert.
+            items: the factors of what the experts read; emptied.
+        """
+        options = self.options
+        rounded = round_together(jobs, items, search=options.scale_search)
+        if not options.rounds:
+            return rounded
+        hessians = [item.hessian for item in items]
+        items.clear()
+        metric = Metric(
+            hessian=torch.stack([hessian.matrix() for hessian in hessians]),
+            output=side_by_side([job.output for job in jobs]),
+        )
+        weights = [job.weight for job in jobs]
+        return refine_together(
+            rounded, weights, metric, rounds=options.rounds, sweeps=options.sweeps
+        )
+
+    def _round(self, jobs: list[RoundingJob], items: list[HessianFactor]) -> list[RoundedMatrix]:
         """Round matrices that read one activation.
 
         Args:
             jobs: the matrices; emptied, and freed early if unreferenced elsewhere.
-            item: the factor of what they read; freed likewise.
+            items: the factor of what they read; emptied likewise.
         """
-        options = self.options
+        options, item = self.options, items.pop()
         hessian, rounded = item.hessian, round_matrices(jobs, item, search=options.scale_search)
         record_stream(item.upper)
         del item
@@ -298,23 +335,25 @@ class Quantizing(MatrixWork):
             p.name: self._job(p, targets.pop(p.name), factors) for p in sublayer.spec.projections
         }
 
-        def factor(capture: str) -> HessianFactor:
-            first = sublayer.spec.reading(capture)[0]
-            return self.factor(first, hessians[capture], factors)
+        spec = sublayer.spec
 
-        # experts are rounded one by one, so that memory does not grow with their number
-        items = {} if sublayer.spec.group else {capture: factor(capture) for capture in hessians}
+        def factored(run: Sequence[str]) -> list[HessianFactor]:
+            firsts = [spec.reading(capture)[0] for capture in run]
+            return self.factored(firsts, [hessians[capture] for capture in run], factors)
 
-        def work(capture: str) -> dict[str, RoundedMatrix]:
-            names = [p.name for p in sublayer.spec.reading(capture)]
-            rounded = self._round(
-                [jobs[name] for name in names],
-                # already used if this runs a second time, or of an expert
-                items.pop(capture) if capture in items else factor(capture),
-            )
-            return dict(zip(names, rounded, strict=True))
+        # experts are rounded run by run, so that memory does not grow with their number
+        items = {} if spec.group else {capture: factored([capture]) for capture in hessians}
 
-        works = [partial(work, capture) for capture in widest_first(hessians)]
+        def work(run: Sequence[str]) -> dict[str, RoundedMatrix]:
+            names = [p.name for capture in run for p in spec.reading(capture)]
+            own = [jobs[name] for name in names]
+            # already used if this runs a second time, or of experts
+            found = items.pop(run[0]) if run[0] in items else factored(run)
+            round_run = self._round if len(run) == 1 else self._round_together
+            return dict(zip(names, round_run(own, found), strict=True))
+
+        runs = runs_together(spec, widest_first(hessians), device_of(sublayer))
+        works = [partial(work, run) for run in runs]
         parts = run_concurrently(works, device_of(sublayer))
         rounded = {name: matrix for part in parts for name, matrix in part.items()}
         for matrix in rounded.values():
@@ -358,7 +397,7 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
     states = sizes.token * tokens * (config.calibration.rows + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
     working = sizes.walk_memory(sizes.worked_on(weight), tokens)
-    work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT)
+    work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT) + sizes.together(1)
     return Need(
         memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),
         kept_bytes=sizes.packed,

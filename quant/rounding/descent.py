@@ -23,6 +23,7 @@ from exl2flow.kernels import (
 )
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
+    add_product,
     first_panels,
     group_starts,
     rows_of,
@@ -32,7 +33,10 @@ from exl2flow.quant.walk.pinned import Tall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """hessian: damped, in act-order, fp32 (k, k); output: fp32 (blocks, b, b), None: identity."""
+    """hessian: damped, in act-order, fp32 (k, k), or (f, k, k) of f times as many matrices.
+
+    output: fp32 (blocks, b, b), None: identity.
+    """
 
     hessian: torch.Tensor
     output: torch.Tensor | None = None
@@ -61,7 +65,7 @@ def refine_together(
     rounds: int,
     sweeps: int,
 ) -> list[RoundedMatrix]:
-    """Refine matrices of one shape and one permutation side by side; see `refine`.
+    """Refine matrices of one shape side by side; see `refine`.
 
     Args:
         rounded: the starting points; emptied, because a head's matrix is very large.
@@ -139,7 +143,7 @@ class _Refinement:
             for j, weight in enumerate(weights):
                 index = self.rounded[j].perm[source]
                 error.view(-1, *self.shape)[:, j] -= rows_of(weight, index)
-            part.addmm_(self.metric.hessian[rows, source], error)
+            add_product(part, self.metric.hessian[..., rows, source], error)
 
     def _steps(self, rows: slice) -> torch.Tensor:
         """Return the signed codes of whole panels of rows, fp32 (r, m)."""
@@ -191,12 +195,12 @@ class _Refinement:
         """Add a window's changes of values, (bottom - top, m), to the gradients outside it."""
         for begin, end in ((0, top), (bottom, len(self.codes))):
             for rows, part in self.gradient.parts(begin, end):
-                part.addmm_(self.metric.hessian[rows, top:bottom], change)
+                add_product(part, self.metric.hessian[..., rows, top:bottom], change)
 
     def descend(self) -> None:
         """Visit every code once, one panel after another."""
         for top, bottom in self.gradient.windows():
-            hessian = self.metric.hessian[top:bottom, top:bottom]
+            hessian = self.metric.hessian[..., top:bottom, top:bottom]
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = []
             for begin in range(0, bottom - top, PANEL_ROWS):
@@ -205,12 +209,12 @@ class _Refinement:
                 change = self.ops.descend_panel(
                     steps[panel],
                     times_output(gradient[panel].clone(), self.metric.output),
-                    hessian[panel, panel],
+                    hessian[..., panel, panel],
                     self.scales.decoded[index].view(-1),
                     self.half_range[index].view(-1),
                     self.metric.output,
                 )
-                gradient.addmm_(hessian[:, panel], change)
+                add_product(gradient, hessian[..., panel], change)
                 changes.append(change)
             self._take(top, steps)
             self.gradient.write(top, gradient)
@@ -221,7 +225,7 @@ class _Refinement:
         k = len(self.codes)
         for top, end in self.gradient.windows():
             bottom = min(end + self.longest - PANEL_ROWS, k)  # of groups that begin in the window
-            hessian = self.metric.hessian[top:bottom, top:bottom]
+            hessian = self.metric.hessian[..., top:bottom, top:bottom]
             gradient, steps = self.gradient.read(top, bottom), self._steps(slice(top, bottom))
             changes = torch.zeros_like(steps)
             for row in range(top, end, PANEL_ROWS):
@@ -233,12 +237,12 @@ class _Refinement:
                 change = self.ops.refit_scales(
                     steps[group],
                     gradient[group],
-                    hessian[group, group],
+                    hessian[..., group, group],
                     begun,
                     self.scales.of(slice(row // PANEL_ROWS, (row + begun.longest) // PANEL_ROWS)),
                     self.metric.output,
                 )
-                gradient.addmm_(hessian[:, group], change)
+                add_product(gradient, hessian[..., group], change)
                 changes[group] += change
             self.gradient.write(top, gradient)
             self._follow(changes, top, bottom)

@@ -18,7 +18,7 @@ from exl2flow.core.errors import TensorShapeError
 from exl2flow.core.options.config import ScaleSearch
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.runtime.memory import free_memory
-from exl2flow.kernels import PANEL_ROWS, Group, Scales, device_table, get_ops
+from exl2flow.kernels import PANEL_ROWS, Group, Scales, by_factor, device_table, get_ops
 from exl2flow.model import Linear
 from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams, column_parts, padded_columns
 from exl2flow.model.files.group_table import ROW_MULTIPLE
@@ -147,15 +147,13 @@ def round_matrices(
     Raises:
         TensorShapeError: the number of rows is not a multiple of 32.
     """
-    k = len(factor.perm)
-    if k % ROW_MULTIPLE:
-        raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
+    _check_rows(factor)
     for run in alike(jobs):
         count = max(1, batch_elements(factor.perm.device) // run[0].weight.numel())
         count = -(-len(run) // -(-len(run) // count))  # equal batches
         while run:
             try:
-                matrices = _Batch(run[:count], factor, search, keep_fed_back).round()
+                matrices = _Batch(run[:count], [factor], search, keep_fed_back).rounded()
             except torch.OutOfMemoryError:
                 if count == 1:
                     raise
@@ -166,6 +164,63 @@ def round_matrices(
             while matrices:  # keep no reference: a head's takes as much memory as everything else
                 yield matrices.pop(0)
             run = run[count:]
+
+
+def round_together(
+    jobs: Sequence[RoundingJob], factors: Sequence[HessianFactor], *, search: ScaleSearch
+) -> list[RoundedMatrix]:
+    """Round matrices of several Hessians side by side, all of them at once.
+
+    Args:
+        jobs: of one shape and block size; those of each factor together, equally many.
+        factors: of the Hessians.
+        search: how scales are chosen.
+
+    Raises:
+        TensorShapeError: the number of rows is not a multiple of 32.
+    """
+    _check_rows(factors[0])
+    return _Batch(jobs, factors, search, keep_fed_back=False).rounded()
+
+
+def rounded_values(
+    jobs: Sequence[RoundingJob], factors: Sequence[HessianFactor], *, search: ScaleSearch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what matrices side by side would decode to, and their `fed_back`; no codes.
+
+    Args:
+        jobs: as for `round_together`.
+        factors: likewise.
+        search: likewise.
+
+    Returns:
+        fp16 and fp32 (k, j, n), rows in the act-order of each factor; `fed_back` is in main memory
+        if it is too large for the device.
+    """
+    _check_rows(factors[0])
+    batch = _Batch(jobs, factors, search, keep_fed_back=True)
+    values = torch.empty(batch.codes.shape, dtype=torch.float16, device=batch.codes.device)
+    batch.round(values)
+    shape = (len(values), *batch.shape)
+    return values.view(shape), batch.rows.values.view(shape)
+
+
+def add_product(x: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, sign: int = 1) -> None:
+    """Add `left @ right` to x (r, m), in place; right (p, m).
+
+    left: (r, p), or (f, r, p) by the columns' factors.
+    """
+    if left.ndim == 2:
+        x.addmm_(left, right, alpha=sign)
+    else:
+        f = len(left)
+        by_factor(x, f).baddbmm_(left, by_factor(right, f), alpha=sign)
+
+
+def _check_rows(factor: HessianFactor) -> None:
+    k = len(factor.perm)
+    if k % ROW_MULTIPLE:
+        raise TensorShapeError(f"{k} in-features are not a multiple of {ROW_MULTIPLE}")
 
 
 def batch_elements(device: torch.device) -> int:
@@ -181,31 +236,40 @@ def gpu_batch_elements(free: int) -> int:
 
 
 class _Batch:
-    """Jobs of one shape side by side as columns, and the state of their rounding."""
+    """Jobs of one shape side by side as columns, and the state of their rounding.
+
+    upper: of the factor, fp32 (k, k), or (f, k, k) if there are several, equally many jobs of each.
+    """
 
     def __init__(
         self,
         jobs: Sequence[RoundingJob],
-        factor: HessianFactor,
+        factors: Sequence[HessianFactor],
         search: ScaleSearch,
         keep_fed_back: bool,
     ) -> None:
-        self.factor = factor
+        perms = [factor.perm for factor in factors]
+        self.perms = [perm for perm in perms for _ in range(len(jobs) // len(factors))]
+        self.upper = stacked([factor.upper for factor in factors])
         self.search = search
         self.output = side_by_side([job.output for job in jobs])
-        self.ops = get_ops(factor.upper.device)
+        self.ops = get_ops(self.upper.device)
         k, n = jobs[0].weight.shape
         m = n * len(jobs)
         self.shape = len(jobs), n
         self.groups = [job.params.groups(k) for job in jobs]
         self.starts = group_starts(self.groups)
         self.longest = max(group.rows for groups in self.groups for group in groups)
-        new = partial(torch.empty, device=factor.upper.device)
-        self.rows = Tall.empty(k, m, factor.upper.device)  # errors, once rounded
+        new = partial(torch.empty, device=self.upper.device)
+        self.rows = Tall.empty(k, m, self.upper.device)  # errors, once rounded
         for rows, part in self.rows.parts():
-            for j, job in enumerate(jobs):
-                part.view(-1, *self.shape)[:, j] = rows_of(job.weight, factor.perm[rows])
-        self.row_weights = factor.upper.diagonal().reciprocal().square()
+            j = 0
+            for _, run in groupby(jobs, key=lambda job: id(job.weight)):
+                count = len(list(run))  # the same matrix several times
+                own = rows_of(jobs[j].weight, self.perms[j][rows])
+                part.view(-1, *self.shape)[:, j : j + count] = own[:, None]
+                j += count
+        self.row_weights = self.upper.diagonal(dim1=-2, dim2=-1).reciprocal().square()
         self.codes = new(k, m, dtype=torch.uint8)
         self.scales = new(m)
         self.half_range = new(m)
@@ -214,10 +278,19 @@ class _Batch:
         self.max_scales = new(panels, len(jobs), dtype=torch.float16)
         self.keep_fed_back = keep_fed_back
 
-    def round(self) -> list[RoundedMatrix]:
-        """Round one panel after another, feeding each panel's errors to all rows below it."""
+    def rounded(self) -> list[RoundedMatrix]:
+        """Round, and return the matrices."""
+        self.round()
+        return [self._result(j) for j in range(len(self.groups))]
+
+    def round(self, values: torch.Tensor | None = None) -> None:
+        """Round one panel after another, feeding each panel's errors to all rows below it.
+
+        Args:
+            values: fp16 (k, m), overwritten with what codes decode to.
+        """
         for top, bottom in self.rows.windows():
-            upper = self.factor.upper[top:bottom]
+            upper = self.upper[..., top:bottom, :]
             window = self.rows.read(
                 top, bottom + self.longest - PANEL_ROWS
             )  # groups may extend further
@@ -229,17 +302,21 @@ class _Batch:
                 self._begin_groups(top + begin, window[begin:])
                 self.codes[panel], errors = self.ops.round_panel(
                     rows[begin:end],
-                    upper[begin:end, panel],
+                    upper[..., begin:end, panel],
                     self.scales,
                     self.half_range,
                     self.output,
                 )
-                rows[end:].addmm_(upper[begin:end, panel.stop : bottom].T, errors, alpha=-1)
+                below = upper[..., begin:end, panel.stop : bottom]
+                add_product(rows[end:], below.mT, errors, sign=-1)
                 rows[begin:end] = errors
+                if values is not None:
+                    steps = self.codes[panel] - self.half_range
+                    torch.mul(steps, self.scales, out=steps)
+                    values[panel] = steps
             self.rows.write(top, rows)
-            for below, part in self.rows.parts(bottom):
-                part.addmm_(upper[:, below].T, rows, alpha=-1)
-        return [self._result(j) for j in range(len(self.groups))]
+            for others, part in self.rows.parts(bottom):
+                add_product(part, upper[..., others].mT, rows, sign=-1)
 
     def _result(self, j: int) -> RoundedMatrix:
         columns = slice(j * self.shape[1], (j + 1) * self.shape[1])
@@ -249,7 +326,7 @@ class _Batch:
             groups=self.groups[j],
             scale_codes=self.scale_codes[begun, j],
             max_scales=self.max_scales[begun, j],
-            perm=self.factor.perm,
+            perm=self.perms[j],
             fed_back=self.rows.columns(columns) if self.keep_fed_back else None,
         )
 
@@ -265,7 +342,7 @@ class _Batch:
             maxima=self.max_scales[panel : panel + 1],
             decoded=self.scales.view(1, *self.shape),
         )
-        weights = None if self.search == "grid" else self.row_weights[row : row + longest]
+        weights = None if self.search == "grid" else self.row_weights[..., row : row + longest]
         self.ops.begin_groups(rows[:longest], members, scales, self.half_range, weights)
 
 
@@ -281,6 +358,11 @@ def group_starts(matrices: Sequence[Sequence[Group]]) -> dict[int, dict[int, Gro
 def first_panels(groups: Sequence[Group], device: torch.device) -> torch.Tensor:
     """Return the first panel of each group, int64 (g,)."""
     return device_table(tuple(group.start // PANEL_ROWS for group in groups), device)
+
+
+def stacked(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices (k, k) as (f, k, k), a single one as it is."""
+    return matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
 
 
 def side_by_side(outputs: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

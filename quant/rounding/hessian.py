@@ -5,7 +5,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -183,12 +183,14 @@ def _mean(hessian: torch.Tensor) -> torch.Tensor:
 
 
 class Observer(Protocol):
-    """Sees single rows that pass a sublayer; rows: their numbers."""
+    """Sees some rows that pass a sublayer."""
 
-    rows: range
+    def together(self, rows: range) -> Iterator[list[int]]:
+        """Yield which of these rows, by number, are seen together."""
+        ...
 
-    def add(self, row: int, read: Mapping[str, torch.Tensor]) -> None:
-        """Take what projections read of a row, see `Sublayer.reads`."""
+    def add(self, rows: Sequence[int], read: Mapping[str, torch.Tensor]) -> None:
+        """Take what projections read of rows, see `Sublayer.reads`."""
         ...
 
 
@@ -222,9 +224,10 @@ def collect_hessians(
         hidden = states[rows].to(device_of(sublayer), non_blocking=True)
         read: Mapping[str, torch.Tensor] = sublayer.reads(hidden)
         numbers = range(rows.start, rows.stop)
-        for row in numbers:
-            if observe is not None and row in observe.rows:
-                observe.add(row, sublayer.of_rows(hidden, read, [row - rows.start]))
+        if observe is not None:
+            for seen in observe.together(numbers):
+                places = [row - rows.start for row in seen]
+                observe.add(seen, sublayer.of_rows(hidden, read, places))
         for capture, x in read.items():
             if x.ndim == 3:
                 _sum_of(sums, capture, x).add(x)
@@ -297,6 +300,32 @@ def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor
     raise SingularHessian(f"the identity of `{name}` has no Cholesky factor; report this")
 
 
+def factor_together(
+    hessians: Sequence[MixedHessian], *, damping: float, names: Sequence[str]
+) -> list[HessianFactor]:
+    """Factor Hessians of one size side by side, as `factor` does each; remedies are their own.
+
+    Args:
+        hessians: of the inputs.
+        damping: as for `factor`.
+        names: of the projections, for the log.
+    """
+    diagonals = torch.stack([hessian.diagonal() for hessian in hessians])
+    perms = diagonals.argsort(dim=1, descending=True, stable=True)
+    means = diagonals.gather(1, perms).double().mean(dim=1).tolist()
+    damped = [
+        DampedHessian(undamped=hessian, perm=perm, added=max(damping * mean, LEAST_DAMPING))
+        for hessian, perm, mean in zip(hessians, perms, means, strict=True)
+    ]
+    uppers, are_good = upper_factors([replace(d, perm=d.perm.flip(0)).matrix() for d in damped])
+    return [
+        HessianFactor(hessian=found, upper=upper)
+        if is_good
+        else factor(found.undamped, damping=damping, name=name)
+        for found, upper, is_good, name in zip(damped, uppers, are_good, names, strict=True)
+    ]
+
+
 def _attempts(damping: float) -> Iterator[tuple[str, torch.dtype, float]]:
     """Yield the remedy to record, the dtype to factor in, and the damping."""
     yield "", torch.float32, damping
@@ -333,16 +362,37 @@ def upper_factor(turned: torch.Tensor) -> torch.Tensor:
     return upper
 
 
+def upper_factors(turned: list[torch.Tensor]) -> tuple[torch.Tensor, list[bool]]:
+    """Return what `upper_factor` returns of several matrices, (f, k, k), and which have a factor.
+
+    Args:
+        turned: as for `upper_factor`; emptied.
+    """
+    joined = torch.stack(turned)
+    turned.clear()
+    by_columns, failed = torch.linalg.cholesky_ex(joined)
+    del joined
+    lower = by_columns.contiguous()
+    del by_columns
+    with tensor_cores(False):
+        invert_lower(lower)
+    upper = lower.flip(1, 2)
+    is_whole = upper.isfinite().flatten(1).all(1) & upper.diagonal(dim1=1, dim2=2).all(1)
+    are_good: list[bool] = (is_whole & (failed == 0)).tolist()
+    return upper, are_good
+
+
 def invert_lower(lower: torch.Tensor) -> None:
-    """Invert a lower triangular matrix (k, k) in place, by halves whose products are GEMMs."""
+    """Invert lower triangular matrices (…, k, k) in place, by halves whose products are GEMMs."""
     look()
-    k = len(lower)
+    k = lower.shape[-1]
     if k <= LEAF:
         identity = torch.eye(k, dtype=lower.dtype, device=lower.device)
         lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
         return
     half = -(-k // (2 * LEAF)) * LEAF
-    first, last, below = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    first, last = lower[..., :half, :half], lower[..., half:, half:]
+    below = lower[..., half:, :half]
     invert_lower(first)
     invert_lower(last)
     below.copy_((last @ below) @ first).neg_()

@@ -6,7 +6,7 @@ would be the square of the out-features.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -20,7 +20,13 @@ from exl2flow.core.store.files import read_metadata, read_tensors, write_tensors
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import ProjectionSpec
 from exl2flow.model.files.exl2 import COLUMN_MULTIPLE, padded_columns
-from exl2flow.quant.rounding.hessian import HessianFactor, column_chunks, factor, mixed
+from exl2flow.quant.rounding.hessian import (
+    HessianFactor,
+    column_chunks,
+    factor,
+    factor_together,
+    mixed,
+)
 
 LEAST_TRACE = 1e-30  # of an output factor, against division by zero
 CAPTURES_KEY = "captures"  # header entry: projection → [input factor, columns, output factor]
@@ -142,12 +148,31 @@ def shared_factor(
         options: of rounding.
         note: records a remedy that the factor needed.
     """
-    weighted = factors[first.name].input if factors else None
-    blend = mixed(hessian, weighted, options.fisher_share)
-    item = factor(blend, damping=options.damping, name=first.reads)
-    if item.remedy:
-        note(f"{first.reads}: {item.remedy}")
-    return item
+    return shared_factors([first], [hessian], factors, options, note=note)[0]
+
+
+def shared_factors(
+    firsts: Sequence[ProjectionSpec],
+    hessians: Sequence[torch.Tensor],
+    factors: Mapping[str, Factors],
+    options: RoundingOptions,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+) -> list[HessianFactor]:
+    """Return what `shared_factor` returns for several Hessians of one size."""
+    blends = [
+        mixed(hessian, factors[p.name].input if factors else None, options.fisher_share)
+        for p, hessian in zip(firsts, hessians, strict=True)
+    ]
+    names = [p.reads for p in firsts]
+    if len(blends) > 1:
+        items = factor_together(blends, damping=options.damping, names=names)
+    else:
+        items = [factor(blends[0], damping=options.damping, name=names[0])]
+    for name, item in zip(names, items, strict=True):
+        if item.remedy:
+            note(f"{name}: {item.remedy}")
+    return items
 
 
 def block_size(columns: int, limit: int) -> int:

@@ -13,7 +13,7 @@ from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.layers.stream import CALIBRATION_ROWS, rows_together
 from exl2flow.quant.walk.pinned import is_tall
-from exl2flow.quant.walk.source_model import widest
+from exl2flow.quant.walk.source_model import most_rows, widest
 
 
 def effect_of_limit(config: RunOptions, row_tokens: int) -> dict[str, object]:
@@ -31,8 +31,13 @@ def effect_of_limit(config: RunOptions, row_tokens: int) -> dict[str, object]:
         return {}
     limit, spec = usable(config.max_memory), resolve(config.source)
     parts = [sublayer.projections for sublayer in spec.sublayers]
-    together = {w: rows_together(w, row_tokens, limit) for w in map(widest, parts)}
-    fewer = {str(w): rows for w, rows in sorted(together.items()) if rows < CALIBRATION_ROWS}
+    usual = {(widest(s.projections), most_rows(s)) for s in spec.sublayers}
+    together = [(w, most, rows_together(w, row_tokens, limit, most=most)) for w, most in usual]
+    fewer = {
+        str(w) if most == CALIBRATION_ROWS else f"{w} of experts": rows
+        for w, most, rows in sorted(together)
+        if rows < most
+    }
     sizes = {size for projections in (*parts, (spec.head,)) for size in _sizes(projections)}
     tall = sorted(size for size in sizes if is_tall(size, limit))
     return {"limit": {"rows_together": fewer, "tall": tall}} if fewer or tall else {}

@@ -14,9 +14,9 @@ import torch
 from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
-from exl2flow.model.layers.stream import CALIBRATION_ROWS
+from exl2flow.model.layers.stream import CALIBRATION_ROWS, EXPERT_ROWS
 from exl2flow.quant.walk.divergence import logit_bytes
-from exl2flow.quant.walk.working_memory import working_bytes
+from exl2flow.quant.walk.working_memory import together_bytes, working_bytes
 
 HALF, FLOAT, TOKEN = 2, 4, 8  # bytes of fp16, of fp32, of a token's id
 SUBLAYER_WEIGHT = 34  # bytes per weight: read, padded, rounded, refined, decoded, packed
@@ -85,6 +85,8 @@ class ModelSizes:
             (size for size, s in zip(sublayers, spec.sublayers, strict=True) if s.group is None),
             default=0,
         )
+        widths = [max(p.in_features, p.out_features) for s in groups for p in s.projections]
+        self.passing = EXPERT_ROWS * max(widths, default=0)  # of rows that pass experts together
         experts = [p.numel for s in groups for p in s.projections]
         self.expert = 3 * max(experts, default=0)  # its three matrices
         self.squares = max((hessian_elements(s.projections) for s in groups), default=0)
@@ -122,8 +124,13 @@ class ModelSizes:
             square: bytes per element of a Hessian.
         """
         widest = max(max(size) for size in self.greatest)
-        passing = PASSING * FLOAT * CALIBRATION_ROWS * tokens * widest
+        passing = PASSING * FLOAT * tokens * max(CALIBRATION_ROWS * widest, self.passing)
         return passing + sum(k * (weight * n + square * k) for k, n in self.greatest)
+
+    def together(self, copies: int) -> int:
+        """Return a GPU's bytes for experts side by side, with so many copies of each matrix."""
+        parts = (s.projections for s in self.spec.sublayers)
+        return max(together_bytes(projections, copies=copies) for projections in parts)
 
     def on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
         """Return a GPU's entries of a `Need`: libraries, work, and the states if they fit."""

@@ -29,7 +29,7 @@ from exl2flow.model import (
     resolve,
 )
 from exl2flow.model.config.spec import router_tensors
-from exl2flow.model.layers.stream import rows_together
+from exl2flow.model.layers.stream import CALIBRATION_ROWS, EXPERT_ROWS, rows_together
 from exl2flow.quant.walk.working_memory import working_bytes
 
 NARROW = torch.float16  # of weights on a GPU, for speed
@@ -215,10 +215,16 @@ def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
     """
     device, together = device_of(sublayer), 1
     if device.type == "cuda":
-        feature = widest(sublayer.spec.projections)
-        together = rows_together(feature, states.shape[1], limit_of(device))
+        spec = sublayer.spec
+        room, feature = limit_of(device), widest(spec.projections)
+        together = rows_together(feature, states.shape[1], room, most=most_rows(spec))
     for begin in range(0, len(states), together):
         yield slice(begin, min(begin + together, len(states)))
+
+
+def most_rows(sublayer: SublayerSpec) -> int:
+    """Return how many rows pass a sublayer together on a GPU that has room for them."""
+    return CALIBRATION_ROWS if sublayer.group is None else EXPERT_ROWS
 
 
 def widest(projections: Sequence[ProjectionSpec]) -> int:

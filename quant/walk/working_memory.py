@@ -3,6 +3,8 @@
 States stay on the GPU if they fit beside this, else they go to main memory.
 """
 
+from collections.abc import Sequence
+
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.walk.pinned import is_tall
@@ -13,6 +15,10 @@ ROUNDED = 8  # bytes per weight while rounding: values, codes, decoded values
 REFINED = 7  # per weight while refining: gradient, codes before and after, a window's change
 TALL = 7  # per weight of a tall matrix: as in the file, codes, decoded values, packed
 PASSING = 1 << 29  # a row's activations, chunks of wide matrices, the libraries' own
+MOST_TOGETHER = 3 << 27  # weights of experts side by side; each copy of a matrix counts
+TOGETHER = 11  # bytes per such weight: values, codes, decoded values; errors of some
+COPIES = 18  # of a matrix side by side while measuring, at most
+FACTORING = 12  # bytes per element of experts' Hessians: factors being computed, and side by side
 
 
 def working_bytes(spec: ModelSpec, limit: int) -> int:
@@ -42,4 +48,26 @@ def _working(projections: tuple[ProjectionSpec, ...], limit: int) -> int:
     refining = (
         2 * hessians + FLOAT * weights + largest + max(largest, REFINED * max(readers.values()))
     )
+    measuring += together_bytes(projections, copies=COPIES)
+    refining += together_bytes(projections, copies=1)
     return NARROW * weights + max(measuring, refining)
+
+
+def together_bytes(projections: Sequence[ProjectionSpec], *, copies: int) -> int:
+    """Return what a GPU needs in bytes to round a group's experts side by side; 0 without experts.
+
+    Args:
+        projections: of a sublayer.
+        copies: of each matrix.
+    """
+    weights: dict[str, int] = {}  # by capture of an expert
+    squares: dict[str, int] = {}
+    for p in projections:
+        if p.is_routed:
+            size = copies * p.in_features * padded_columns(p.out_features)
+            weights[p.capture] = weights.get(p.capture, 0) + size
+            squares[p.capture] = p.in_features**2
+    if not weights:
+        return 0
+    beside = min(max(MOST_TOGETHER, *weights.values()), sum(weights.values()))
+    return TOGETHER * beside + FACTORING * sum(squares.values())

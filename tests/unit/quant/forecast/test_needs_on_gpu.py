@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from exl2flow.model import resolve
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.walk.needs import Card, Need
-from exl2flow.quant.walk.working_memory import working_bytes
+from exl2flow.quant.walk.working_memory import (
+    FACTORING,
+    MOST_TOGETHER,
+    TOGETHER,
+    together_bytes,
+    working_bytes,
+)
 
 CARD = Card(name="A card", memory=80 * 10**9)
 
@@ -73,6 +80,25 @@ def test_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
 
     for name in ("sensitivity", "measure", "quantize"):
         assert few[name].gpu_memory_bytes == many[name].gpu_memory_bytes, name
+
+
+def test_experts_side_by_side_are_counted_up_to_a_bound(tmp_path: Path) -> None:
+    spec = resolve(make_tiny("qwen2-moe", tmp_path / "experts"))
+    routed = [p for p in spec.sublayers[1].projections if p.is_routed]
+    weights, squares = sum(p.numel for p in routed), 8 * (64**2 + 32**2)
+
+    assert together_bytes(routed, copies=3) == TOGETHER * 3 * weights + FACTORING * squares
+    assert together_bytes(spec.sublayers[0].projections, copies=3) == 0
+
+    one = routed[0]
+    copies = MOST_TOGETHER // one.numel // 2  # two of them fill a batch
+    sizes = [
+        together_bytes([replace(one, capture=str(i)) for i in range(count)], copies=copies)
+        for count in (1, 2, 3, 4)
+    ]
+    steps = [after - before for before, after in pairwise(sizes)]
+    square = FACTORING * one.in_features**2
+    assert steps == [TOGETHER * copies * one.numel + square, square, square]
 
 
 def test_the_plan_shows_the_card_to_people_and_programs(source: Path) -> None:

@@ -20,10 +20,11 @@ from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageFolder
 from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.files.exl2 import QuantParams
-from exl2flow.quant.measure import estimate as estimate_module
+from exl2flow.quant.measure import projection as projection_module
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
-from exl2flow.quant.measure.estimate import HEAD_FILE, REFERENCE
+from exl2flow.quant.measure.estimate import HEAD_FILE
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, projection_bits, read_measurement
+from exl2flow.quant.measure.projection import REFERENCE
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.rounding.hessian import HessianFactor, HessianSum, MixedHessian, factor, mixed
 from exl2flow.quant.sensitivity import fisher as fisher_module
@@ -283,7 +284,7 @@ def test_lost_head_is_measured_again_and_nothing_else(converted: Any, tmp_path: 
 def test_hopeless_projection_stops_the_run(
     single: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate_module, "HOPELESS_ERROR", 0.0)
+    monkeypatch.setattr(projection_module, "HOPELESS_ERROR", 0.0)
 
     with pytest.raises(
         QuantizationError, match=r"`model\.layers\.0\.self_attn\.q_proj` .* 0\.\d{3}"

@@ -13,12 +13,14 @@ from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
-from exl2flow.model import Sublayer, resolve
+from exl2flow.model import CanonicalTensors, Sublayer, build_sublayer, resolve
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.mlp import MlpSublayer
-from exl2flow.quant.quantize.correction import CrossProducts
+from exl2flow.quant.quantize import correction
+from exl2flow.quant.quantize.correction import JUDGE_STEP, CrossProducts
 from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing
 from exl2flow.quant.rounding import hessian
+from exl2flow.quant.rounding.hessian import collect_hessians
 from exl2flow.quant.walk import walk
 
 ROWS = 16
@@ -99,3 +101,54 @@ def test_replay_passes_rows_in_the_batches_of_the_first_run(
     assert sum(source) == ROWS
     assert seen["add"] == SUBLAYERS * source
     assert seen["replay"] == SUBLAYERS * [*source, *(ROWS // 4) * [4]]
+
+
+def test_source_rows_of_experts_pass_in_the_batches_of_the_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve(make_tiny("qwen2-moe", tmp_path / "model"))
+    spec = next(s for s in source.sublayers if s.group is not None)
+    tensors = CanonicalTensors(source)
+    sublayer = build_sublayer(source, spec, tensors, dtype=torch.float32, device="cpu")
+    for module in (hessian, correction):
+        monkeypatch.setattr(module, "row_batches", by_sixteens)
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(40, 8, source.hidden_size, generator=generator)
+    again = range(0, 40, 3)
+    first = states[list(again)] + 0.1 * torch.randn(len(again), *states.shape[1:])
+    second, alone = first.clone(), first.clone()
+    passed: list[list[int]] = []
+    inner = CrossProducts._leave
+
+    def leave(self: CrossProducts, rows: list[int], outputs: torch.Tensor) -> None:
+        passed.append(rows)
+        inner(self, rows, outputs)
+
+    monkeypatch.setattr(CrossProducts, "_leave", leave)
+    crosses = CrossProducts(sublayer, first, again)
+    collect_hessians(sublayer, states, observe=crosses)
+    count = len(passed)
+    correction.advance_source(sublayer, CrossProducts(sublayer, second, again), states)
+
+    assert torch.equal(first, second)
+    assert passed[:count] == passed[count:]
+    judging = [row for place, row in enumerate(again) if place % JUDGE_STEP == 0]
+    assert [rows for rows in passed[:count] if set(rows) & set(judging)] == [[r] for r in judging]
+    assert sorted(row for rows in passed[:count] for row in rows) == list(again)
+    assert max(map(len, passed)) == 5
+
+    plain = CrossProducts(sublayer, alone, again)
+    for module in (hessian, correction):
+        monkeypatch.setattr(module, "row_batches", lambda *_: (slice(i, i + 1) for i in range(40)))
+    collect_hessians(sublayer, states, observe=plain)
+    torch.testing.assert_close(alone, first)
+    means, singles = crosses.means(), plain.means()
+    assert means.keys() == singles.keys()
+    for capture, mean in means.items():
+        torch.testing.assert_close(mean, singles[capture], rtol=1e-3, atol=1e-4)
+    assert crosses.changed_routes() == pytest.approx(plain.changed_routes())
+
+
+def by_sixteens(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+    """Yield rows as beside a GPU, of experts."""
+    return (slice(i, min(i + 16, len(states))) for i in range(0, len(states), 16))

@@ -46,6 +46,16 @@ def test_effect_names_rows_and_matrices_that_the_limit_changes(source: Path) -> 
     assert {64 * 64, 64 * 96, 2 * 64 * 96, 64 * 301, 64 * 320} <= set(found["tall"])
 
 
+def test_effect_names_rows_that_pass_experts(tmp_path: Path) -> None:
+    source = make_tiny("qwen2-moe", tmp_path / "model")
+    config = small_config(source, tmp_path / "out", max_memory=TIGHT)
+
+    found = effect_of_limit(config, 64)["limit"]
+
+    assert isinstance(found, dict)
+    assert found["rows_together"] == {"64": 1, "64 of experts": 1}
+
+
 def test_fingerprints_on_a_gpu_follow_a_limit_that_changes_the_walk(source: Path) -> None:
     free, tight = (fingerprints(source, "cuda", limit) for limit in (None, TIGHT))
 

@@ -1,0 +1,149 @@
+"""The cost of rounding a single projection, from its Fisher factors."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from exl2flow.core.errors import QuantizationError
+from exl2flow.core.options.config import RoundingOptions, ScaleSearch
+from exl2flow.model import Linear, ProjectionSpec
+from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.quant.measure.measurement import CandidateResult, projection_bits
+from exl2flow.quant.rounding.error_feedback import (
+    RoundedMatrix,
+    RoundingJob,
+    near,
+    padded_weight,
+    round_matrices,
+)
+from exl2flow.quant.rounding.hessian import HessianFactor, squared_norm
+from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
+
+HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
+LEAST_SIZE = 1e-30  # of a projection's output
+REFERENCE = (3, 128)  # bits and group size at which the gain of the output metric is measured
+
+
+class Projection:
+    """A projection and the cost of rounding it."""
+
+    def __init__(
+        self,
+        spec: ProjectionSpec,
+        linear: Linear,
+        hessian: torch.Tensor,
+        item: HessianFactor,
+        factors: Factors,
+    ) -> None:
+        self.spec, self.hessian, self.item = spec, hessian, item
+        self.factors = factors.to(hessian.device)
+        self.weight = padded_weight(linear)
+        self.values = near(self.weight, linear)
+
+    def rounded(
+        self, options: Iterable[QuantParams], search: ScaleSearch, *, keep_fed_back: bool = False
+    ) -> Iterator[RoundedMatrix]:
+        """Yield the matrix rounded with each set of parameters."""
+        jobs = [RoundingJob(weight=self.weight, params=params) for params in options]
+        return round_matrices(jobs, self.item, search=search, keep_fed_back=keep_fed_back)
+
+    def row_costs(
+        self,
+        options: Iterable[QuantParams],
+        search: ScaleSearch,
+        nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return nats and squared relative error of each row, for parameters of one width.
+
+        Later rows cannot compensate the part of a row's error that feedback leaves: rows of
+        `U⁻ᵀ E` are uncorrelated in the metric of the Hessian, so each has its own share of the
+        objective.
+
+        Args:
+            options: the parameters.
+            search: how scales are chosen.
+            nats: cost of a matrix fp16 (k, n). None: the estimate from the factors.
+
+        Returns:
+            fp64 (options, 2, k), in act-order.
+        """
+        size = squared_norm(self.hessian, self.values).clamp(min=LEAST_SIZE)
+
+        def cost(matrix: RoundedMatrix) -> torch.Tensor:
+            assert matrix.fed_back is not None
+            norms = [self.factors.output.row_norms(part) for part in matrix.fed_back.readings()]
+            shares = torch.cat(norms).clamp(min=0).double()
+            shares /= shares.sum().clamp(min=torch.finfo(torch.float64).tiny)
+            rounded = matrix.dequantize()
+            squared = squared_norm(self.hessian, rounded, less=self.values).clamp(min=0) / size
+            price = self.nats(rounded) if nats is None else nats(rounded)
+            return torch.stack([price, squared])[:, None].double() * shares
+
+        # keep no matrix of a head while the next one is computed
+        return torch.stack(list(map(cost, self.rounded(options, search, keep_fed_back=True))))
+
+    def nats(self, rounded: torch.Tensor) -> torch.Tensor:
+        """Return the estimated cost of a rounded matrix, (k, n)."""
+        return estimated_nats(rounded, self.factors, less=self.values)
+
+    def results(
+        self,
+        options: Sequence[QuantParams],
+        costs: Mapping[tuple[int, int], torch.Tensor],
+        gain: float,
+    ) -> list[CandidateResult]:
+        """Return the cost of every candidate.
+
+        Args:
+            options: the candidates.
+            costs: bits and group size → fp64 (2, k), as from `row_costs`.
+            gain: factor by which the output metric reduces the nats.
+
+        Raises:
+            QuantizationError: even the best one is unusable.
+        """
+        numbers = []
+        for params in options:
+            bands = [  # each band's rows cost what they do at its width
+                costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
+                for band in params.bands(self.spec.in_features)
+            ]
+            nats, squared_error = torch.stack(bands).sum(dim=0).tolist()
+            numbers.append((gain * nats, squared_error))
+        bits = [projection_bits(self.spec, params) for params in options]
+        return self.results_of(options, numbers, bits)
+
+    def results_of(
+        self,
+        options: Sequence[QuantParams],
+        numbers: Sequence[tuple[float, float]],
+        bits: Sequence[int],
+    ) -> list[CandidateResult]:
+        """Return results, given nats and squared relative error of every candidate, and its bits.
+
+        Raises:
+            QuantizationError: even the best one is unusable.
+        """
+        results = [
+            CandidateResult(
+                accuracy=max(0.0, 1 - squared_error**0.5),
+                total_bits=total,
+                params={self.spec.name: params},
+                nats=nats,
+            )
+            for params, (nats, squared_error), total in zip(options, numbers, bits, strict=True)
+        ]
+        best = 1 - max(result.accuracy for result in results)
+        if best > HOPELESS_ERROR:
+            raise QuantizationError(
+                f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
+                "the model or the calibration data is unusable: check both with `--dry-run`"
+            )
+        return results
+
+
+def reference_job(p: Projection, rounding: RoundingOptions) -> RoundingJob:
+    """Return the job that rounds a projection with `REFERENCE` in its output metric."""
+    output = p.factors.output.damped(rounding.output_damping).blocks
+    params = QuantParams.uniform(*REFERENCE)
+    return RoundingJob(weight=p.weight, params=params, output=output)

@@ -1,0 +1,41 @@
+"""Experts of a group side by side: which of their matrices, and how many at a time.
+
+On a GPU, launches of one expert's matrices take longer than their work. All depends on shapes only,
+because products of another size may round differently there.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from exl2flow.model import SublayerSpec
+from exl2flow.quant.walk.working_memory import MOST_TOGETHER
+
+T = TypeVar("T")
+
+
+def runs_together(
+    spec: SublayerSpec, captures: Sequence[str], device: torch.device
+) -> list[list[str]]:
+    """Divide captures into runs whose readers are alike: one each, but for experts on a GPU.
+
+    A run with several has readers of one shape, equally many of each capture.
+    """
+    runs: dict[object, list[str]] = {}
+    for capture in captures:
+        readers = spec.reading(capture)
+        shapes = {(p.in_features, p.out_features) for p in readers}
+        is_alike = device.type == "cuda" and len(shapes) == 1 and readers[0].is_routed
+        key = (shapes.pop(), len(readers)) if is_alike else capture
+        runs.setdefault(key, []).append(capture)
+    return list(runs.values())
+
+
+def batches(items: Sequence[T], elements: int) -> Iterator[Sequence[T]]:
+    """Yield about equal batches of experts with so many elements each, at least one expert."""
+    most = max(1, MOST_TOGETHER // elements)
+    count = -(-len(items) // most)
+    size = -(-len(items) // count)
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
