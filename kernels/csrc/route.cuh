@@ -80,7 +80,7 @@ __device__ __forceinline__ void score(const Experts& e, const RouterShare& share
     }
     __syncthreads();
     float total[ROWS] = {};
-#pragma unroll 2
+#pragma unroll 4
     for (int c = lane; c < pieces; c += 32) {
         const float4 low = __ldg(weights + 2 * c), high = __ldg(weights + 2 * c + 1);
         const float w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -120,6 +120,7 @@ template <class Value> struct Ranking {
     }
     __device__ __forceinline__ void look() {
         most = 0, found = 0;
+#pragma unroll 4
         for (int i = threadIdx.x % 32, bit = 0; i < count; i += 32, ++bit) {
             const u32 v = taken >> bit & 1 ? 0 : ordered(value(i));
             if (v > most) most = v, found = i;
@@ -143,6 +144,7 @@ __device__ __forceinline__ void choose(const Experts& e, int row, float* scores,
     const int lane = threadIdx.x % 32;
     const float* logits = e.logits + row * (e.experts + 1);
     float most = -LARGEST, sum = 0.0f;
+#pragma unroll 4
     for (int i = lane; i < e.experts; i += 32) {
         float z = __ldcg(logits + i);
         if (e.bias) z += e.bias[i];
@@ -150,9 +152,11 @@ __device__ __forceinline__ void choose(const Experts& e, int row, float* scores,
     }
     most = max_of_warp(most);
     if (e.scores == SOFTMAX) {
+#pragma unroll 4
         for (int i = lane; i < e.experts; i += 32) sum += scores[i] = expf(scores[i] - most);
         sum = sum_of_warp(sum);
     }
+#pragma unroll 4
     for (int i = lane; i < e.experts; i += 32) {
         if (e.scores == SOFTMAX) scores[i] /= sum;
         if (e.scores == SIGMOID) scores[i] = 1.0f / (1.0f + expf(-scores[i]));
@@ -210,12 +214,9 @@ __device__ __forceinline__ void choose(const Experts& e, int row, float* scores,
 __device__ __forceinline__ void list_items(const Experts& e, const int* ids, int* counts) {
     const int lane = threadIdx.x % 32, experts = e.experts + (e.slots > e.top);
     const int all = e.rows * e.slots;
-    for (int expert = threadIdx.x; expert < experts; expert += 32 * WARPS) {
-        int count = 0;
-#pragma unroll 8
-        for (int i = 0; i < all; ++i) count += ids[i] == expert;
-        counts[expert] = count;
-    }
+    for (int expert = threadIdx.x; expert < experts; expert += 32 * WARPS) counts[expert] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < all; i += 32 * WARPS) atomicAdd(counts + ids[i], 1);
     __syncthreads();
     int first = 0, item = 0, units[2] = {};
     for (int base = 0; base < experts; base += 32) {  // each warp, for its own experts
@@ -235,10 +236,8 @@ __device__ __forceinline__ void list_items(const Experts& e, const int* ids, int
                 const int other = __shfl_up_sync(~0u, upto[j], o);
                 if (lane >= o) upto[j] += other;
             }
-        if (count && base / 32 % WARPS == (int)threadIdx.x / 32) {
-            const int start = first + upto[0] - own[0];
-            for (int i = 0, n = 0; n < count; ++i)
-                if (ids[i] == expert) e.assigned[start + n++] = i;
+        const int start = first + upto[0] - own[0];
+        if (count && base / 32 % WARPS == (int)threadIdx.x / 32)
             for (int n = 0; n < items; ++n) {
                 const int begin = start + n * ITEM_ROWS;
                 int4* to = (int4*)(e.items + item + upto[1] - own[1] + n);
@@ -246,9 +245,17 @@ __device__ __forceinline__ void list_items(const Experts& e, const int* ids, int
                          units[0] + upto[2] - own[2] + n * sides[0]};
                 to[1] = {units[1] + upto[3] - own[3] + n * sides[1], sides[0], sides[1], 0};
             }
-        }
+        __syncthreads();  // all have read these counts
+        if (threadIdx.x < 32 && expert < experts) counts[expert] = start;
         first += __shfl_sync(~0u, upto[0], 31), item += __shfl_sync(~0u, upto[1], 31);
-        for (int j = 0; j < 2; ++j) units[j] += __shfl_sync(~0u, upto[2 + j], 31);
+        units[0] += __shfl_sync(~0u, upto[2], 31), units[1] += __shfl_sync(~0u, upto[3], 31);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < all; i += 32 * WARPS) {
+        int before = 0;  // of the same expert
+#pragma unroll 8
+        for (int other = 0; other < i; ++other) before += ids[other] == ids[i];
+        e.assigned[counts[ids[i]] + before] = i;
     }
     if (threadIdx.x == 0) *(int4*)e.totals = {item, units[0], units[1], 0};
 }

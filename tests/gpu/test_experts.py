@@ -84,6 +84,6 @@ def test_states_that_are_not_finite_end_no_program() -> None:
 
     found = OPS.experts(hidden, layer)
 
-    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+    assert torch.allclose(found[[0, 3]], expected[[0, 3]], atol=2e-2)
     assert found[[1, 2]].isnan().any(dim=1).all()
     assert torch.equal(OPS.experts(states(4, SMALL["size"]), layer), expected)
