@@ -365,10 +365,11 @@ def _stages(
     row = width * bits // 8
     step = 32 if 32 * row <= ATTENTION_STEP else 16
     stage, warps = step * (row + 2 * _pad(width)), ATTENTION_WARPS
-    while warps > 1 and 2 * warps * stage > room:
+    least = -(-4 * columns * width // stage)
+    while warps > 1 and max(2, least) * warps * stage > room:
         warps //= 2
-    least, most = -(-4 * columns * width // stage), max(1, room // (warps * stage))
-    stages = min(MOST_STAGES, most, max(least, -(-positions // (warps * step))))
+    stages = min(MOST_STAGES, room // (warps * stage), -(-positions // (warps * step)))
+    stages = max(1, least, stages)
     return warps, stages, warps * stages * stage
 
 

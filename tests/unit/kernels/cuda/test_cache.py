@@ -65,6 +65,17 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
         assert shared // warps >= 4 * count * width  # sums of values
 
 
+@pytest.mark.parametrize("room", [-4096, 0, 2048, 6144])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", GPU_FORMATS)
+def test_sums_fit_where_many_ctas_leave_no_room(name: str, width: int, room: int) -> None:
+    for positions, count in product((1, 256), (SET, 2 * SET)):
+        warps, stages, shared = _stages(bits_of(name), width, count, positions=positions, room=room)
+
+        assert shared // warps >= 4 * count * width
+        assert stages <= MOST_STAGES
+
+
 def columns_of(tokens: int, width: int, pairs: int, positions: int = WIDE_FROM) -> int:
     return _columns(tokens, width, pairs, positions, is_coded=False)
 
