@@ -69,7 +69,8 @@ class Estimating(SublayerWork):
         hessians, _ = collect_hessians(sublayer, states, move=True, coverage=coverage)
         factors = self.factors.read(sublayer.spec.index)
         spec, note = sublayer.spec, self.folder.note
-        runs = runs_together(spec, widest_first(hessians), device_of(sublayer))
+        copies = len(single_widths(PROJECTION_OPTIONS))
+        runs = runs_together(spec, widest_first(hessians), device_of(sublayer), copies=copies)
 
         def factored(run: Sequence[str]) -> list[HessianFactor]:
             firsts = [spec.reading(capture)[0] for capture in run]

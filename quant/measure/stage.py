@@ -313,7 +313,8 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     two = sorted(k * n for k, n in sizes.greatest)[-2:]  # matrices at a time
     work = sum(8 * min(max(batch, size), widths * size) for size in two)
     work += sizes.gpu_work(tokens, weight=8, square=3 * FLOAT)
-    work += 2 * sizes.together(widths)  # runs at a time
+    beside = sizes.together(widths, runs=2)
+    work = max(work, sizes.group_work(tokens, weight=8, square=3 * FLOAT, beside=beside))
     return Need(
         memory_bytes=2 * states + sizes.walk_memory(weights, tokens),
         kept_bytes=entry_bytes(sizes.spec),

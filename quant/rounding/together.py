@@ -16,17 +16,19 @@ T = TypeVar("T")
 
 
 def runs_together(
-    spec: SublayerSpec, captures: Sequence[str], device: torch.device
+    spec: SublayerSpec, captures: Sequence[str], device: torch.device, *, copies: int = 1
 ) -> list[list[str]]:
     """Divide captures into runs whose readers are alike: one each, but for experts on a GPU.
 
-    A run with several has readers of one shape, equally many of each capture.
+    A run with several has readers of one shape, equally many of each capture, and as many copies
+    of an expert's matrices as a batch has at most.
     """
     runs: dict[object, list[str]] = {}
     for capture in captures:
         readers = spec.reading(capture)
         shapes = {(p.in_features, p.out_features) for p in readers}
         is_alike = device.type == "cuda" and len(shapes) == 1 and readers[0].is_routed
+        is_alike = is_alike and copies * sum(p.numel for p in readers) <= MOST_TOGETHER
         key = (shapes.pop(), len(readers)) if is_alike else capture
         runs.setdefault(key, []).append(capture)
     return list(runs.values())

@@ -127,10 +127,24 @@ class ModelSizes:
         passing = PASSING * FLOAT * tokens * max(CALIBRATION_ROWS * widest, self.passing)
         return passing + sum(k * (weight * n + square * k) for k, n in self.greatest)
 
-    def together(self, copies: int) -> int:
-        """Return a GPU's bytes for experts side by side, with so many copies of each matrix."""
+    def together(self, copies: int, runs: int = 1) -> int:
+        """Return a GPU's bytes for experts side by side; see `together_bytes`."""
         parts = (s.projections for s in self.spec.sublayers)
-        return max(together_bytes(projections, copies=copies) for projections in parts)
+        return max(together_bytes(projections, copies=copies, runs=runs) for projections in parts)
+
+    def group_work(self, tokens: int, *, weight: int, square: int, beside: int) -> int:
+        """Return a GPU's work on a group of experts in bytes; 0 without experts.
+
+        Args:
+            tokens: tokens per row.
+            weight: bytes per weight of the group.
+            square: bytes per element of a Hessian.
+            beside: what rounding takes, after rows have passed.
+        """
+        if not self.group:
+            return 0
+        passing = PASSING * FLOAT * tokens * self.passing
+        return weight * self.group + square * self.squares + max(passing, beside)
 
     def on_gpu(self, work: int, states: int = 0) -> dict[str, int]:
         """Return a GPU's entries of a `Need`: libraries, work, and the states if they fit."""

@@ -3,6 +3,7 @@
 States stay on the GPU if they fit beside this, else they go to main memory.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from exl2flow.model import ModelSpec, ProjectionSpec
@@ -15,7 +16,8 @@ ROUNDED = 8  # bytes per weight while rounding: values, codes, decoded values
 REFINED = 7  # per weight while refining: gradient, codes before and after, a window's change
 TALL = 7  # per weight of a tall matrix: as in the file, codes, decoded values, packed
 PASSING = 1 << 29  # a row's activations, chunks of wide matrices, the libraries' own
-MOST_TOGETHER = 3 << 27  # weights of experts side by side; each copy of a matrix counts
+MOST_TOGETHER = 3 << 27  # weights of experts side by side; each copy of a matrix counts, and one
+# expert's copies have to fit
 TOGETHER = 11  # bytes per such weight: values, codes, decoded values; errors of some
 COPIES = 18  # of a matrix side by side while measuring, at most
 FACTORING = 12  # bytes per element of experts' Hessians: factors being computed, and side by side
@@ -53,21 +55,26 @@ def _working(projections: tuple[ProjectionSpec, ...], limit: int) -> int:
     return NARROW * weights + max(measuring, refining)
 
 
-def together_bytes(projections: Sequence[ProjectionSpec], *, copies: int) -> int:
+def together_bytes(projections: Sequence[ProjectionSpec], *, copies: int, runs: int = 1) -> int:
     """Return what a GPU needs in bytes to round a group's experts side by side; 0 without experts.
 
     Args:
         projections: of a sublayer.
         copies: of each matrix.
+        runs: kinds of matrices that are rounded at a time.
     """
     weights: dict[str, int] = {}  # by capture of an expert
-    squares: dict[str, int] = {}
+    widths = {p.capture: p.in_features for p in projections}
     for p in projections:
         if p.is_routed:
             size = copies * p.in_features * padded_columns(p.out_features)
             weights[p.capture] = weights.get(p.capture, 0) + size
-            squares[p.capture] = p.in_features**2
-    if not weights:
-        return 0
-    beside = min(max(MOST_TOGETHER, *weights.values()), sum(weights.values()))
-    return TOGETHER * beside + FACTORING * sum(squares.values())
+    alike = Counter((widths[capture], size) for capture, size in weights.items())
+    found = [
+        (width, size, count)
+        for (width, size), count in alike.items()
+        if count > 1 and size <= MOST_TOGETHER
+    ]
+    beside = min(MOST_TOGETHER, sum(size * count for _, size, count in found))
+    squares = sum(width**2 * count for width, _, count in found)
+    return runs * TOGETHER * beside + FACTORING * squares

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -91,14 +90,19 @@ def test_experts_side_by_side_are_counted_up_to_a_bound(tmp_path: Path) -> None:
     assert together_bytes(spec.sublayers[0].projections, copies=3) == 0
 
     one = routed[0]
-    copies = MOST_TOGETHER // one.numel // 2  # two of them fill a batch
-    sizes = [
-        together_bytes([replace(one, capture=str(i)) for i in range(count)], copies=copies)
-        for count in (1, 2, 3, 4)
-    ]
-    steps = [after - before for before, after in pairwise(sizes)]
-    square = FACTORING * one.in_features**2
-    assert steps == [TOGETHER * copies * one.numel + square, square, square]
+
+    def sizes(copies: int, *counts: int) -> list[int]:
+        return [
+            together_bytes([replace(one, capture=str(i)) for i in range(count)], copies=copies)
+            for count in counts
+        ]
+
+    square, half = FACTORING * one.in_features**2, MOST_TOGETHER // one.numel // 2
+    none, two, *more = sizes(half, 1, 2, 3, 4)
+    assert none == 0
+    assert two == TOGETHER * 2 * half * one.numel + 2 * square
+    assert [size - two for size in more] == [square, 2 * square]
+    assert sizes(2 * half + 2, 2) == [0]  # an expert's own copies are a batch already
 
 
 def test_the_plan_shows_the_card_to_people_and_programs(source: Path) -> None:

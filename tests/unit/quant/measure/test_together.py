@@ -17,8 +17,10 @@ from exl2flow.quant.quantize.stage import read_report
 from exl2flow.quant.rounding import together
 
 
-def on_a_gpu(spec: SublayerSpec, captures: list[str], device: torch.device) -> list[list[str]]:
-    return together.runs_together(spec, captures, torch.device("cuda"))
+def on_a_gpu(
+    spec: SublayerSpec, captures: list[str], device: torch.device, **copies: int
+) -> list[list[str]]:
+    return together.runs_together(spec, captures, torch.device("cuda"), **copies)
 
 
 def test_experts_cost_side_by_side_what_they_cost_alone(
