@@ -146,6 +146,21 @@ def _tokenizer(tokenizer: Tokenizer, ids: int) -> Any:
         raise ConfigError(f"llguidance cannot read `{tokenizer.source}`: {error}") from error
 
 
+def lark_of(text: str) -> str:
+    """Return a grammar in Lark, which may be given in llama.cpp's GBNF as well.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    _llguidance()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # its own kinds
+        raise ConfigError(f"the `grammar` is neither Lark nor GBNF: {error}") from error
+
+
 _executor = cache(lambda: _llguidance().LLExecutor())
 
 
