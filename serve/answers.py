@@ -81,16 +81,16 @@ class Choice:
         self.calls, self.is_broken, self.reasoning_tokens = 0, False, 0
         self._is_forced, self._drops = plan.is_forced, False
         self._held = list[Part]()
-        self._splitter = Splitter(plan.marks, opened=plan.opened)
+        self._splitter = None  # which drops white space, too
+        if plan.marks is not None:
+            self._splitter = Splitter(plan.marks, opened=plan.opened)
         self._parser = ToolParser(plan.tool_format, plan.tools) if plan.tool_format else None
 
     def parts(self, event: Event) -> list[Part]:
         """Return what an event adds."""
         parts = list[Part]()
         ends = event.reason is not None
-        if self._splitter.kind == "thinking":
-            self.reasoning_tokens += len(event.ids)
-        for kind, text in self._splitter.push(event.text, ends=ends):
+        for kind, text in self._split(event, ends=ends):
             if kind == "thinking":
                 parts.append(Thought(text))
             elif self._parser is None:
@@ -100,6 +100,13 @@ class Choice:
         if ends and self._parser is not None:
             parts += self._read(self._parser.finish())
         return parts
+
+    def _split(self, event: Event, *, ends: bool) -> Sequence[tuple[str, str]]:
+        if self._splitter is None:
+            return [("answer", event.text)] if event.text else []
+        if self._splitter.kind == "thinking":
+            self.reasoning_tokens += len(event.ids)
+        return self._splitter.push(event.text, ends=ends)
 
     def _read(self, events: Sequence[Any]) -> list[Part]:
         """Return parts of calls; those that may turn out to be none are held to their ends."""

@@ -82,6 +82,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
         for index in range(body.n)
     )
     is_inline = body.reasoning_format == "none" or engine.options.reasoning_field == "inline"
+    is_inline |= _goes_on(body)  # behind its thoughts, if any
     return AnswerPlan(
         requests=requests,
         prompts=(tuple(ids),),

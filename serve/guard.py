@@ -131,6 +131,8 @@ class Guard:
 
     def _check(self, scope: Scope, given: Mapping[str, str]) -> None:
         """Refuse a request by its headers."""
+        if sum(len(k) + len(v) for k, v in scope["headers"]) > LARGEST_HEADERS:
+            raise ApiError(431, f"the headers have more than {LARGEST_HEADERS} bytes")
         host = urlsplit(f"//{given.get('host', '')}").hostname or ""
         if not (is_loopback(host) or host in self._hosts):
             raise ApiError(403, f"the host {host!r:.80} is not ours; `--allow-host` adds a name")

@@ -173,7 +173,6 @@ def room_for(body: Body, engine: Engine, prompt: Sequence[int]) -> int | None:
             f"the prompt has {len(prompt)} tokens, there is room for {engine.room} in all; "
             "shorten it",
             code="context_length_exceeded",
-            param="messages",
         )
     return None if wanted is None or wanted > room else wanted
 
