@@ -1,0 +1,297 @@
+"""One server with the demo model, through the wire, with the official client and without."""
+
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+from servers import wait_for
+from serving import DEMO, Served, serving
+
+from exl2flow.inference import Generator, SamplingSettings, load_model
+
+HI: Any = [{"role": "user", "content": "What is a cat?"}]
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 10}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+SLOW_GRAMMAR = (
+    "start: T\nT: /(.|\\n)*a(.|\\n){20}/ & ~/(.|\\n)*b(.|\\n){21}/ & ~/(.|\\n)*c(.|\\n){22}/"
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving("--format", "chatml", "--slots", "4", "--tokens", "8192") as server:
+        yield server
+
+
+def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
+    with served.http() as client:
+        return client.post(path, json=body, headers=headers)
+
+
+def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """Return an error, which has OpenAI's form."""
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert answer.headers["x-request-id"]
+    return error
+
+
+def test_same_seed_gives_the_text_of_the_generator_alone_and_in_company(served: Served) -> None:
+    model = load_model(DEMO, device="cpu")
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, top_k=0)
+    prompts = [f"The cat number {n}" for n in range(8)]
+    expected = [
+        Generator(model, slots=1).generate(prompt, seed=7, max_new_tokens=12, settings=settings)
+        for prompt in prompts
+    ]
+
+    async def together() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-") as client:
+            answers = await asyncio.gather(
+                *(
+                    client.completions.create(model="m", prompt=prompt, seed=7, max_tokens=12)
+                    for prompt in prompts
+                )
+            )
+        return [answer.choices[0].text for answer in answers]
+
+    with served.openai() as client:
+        alone = client.completions.create(model="m", prompt=prompts[0], seed=7, max_tokens=12)
+
+    assert alone.choices[0].text == expected[0]
+    assert asyncio.run(together()) == expected
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streams_join_to_the_plain_answer(served: Served, n: int) -> None:
+    options: Any = {"model": "m", "messages": HI, "max_tokens": 30, "seed": 5, "n": n}
+    with served.openai() as client:
+        plain = client.chat.completions.create(**options)
+        stream = client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}
+        )
+        texts, usage = [""] * n, None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+
+    assert texts == [choice.message.content for choice in plain.choices]
+    assert plain.usage is not None
+    assert usage is not None
+    assert usage.completion_tokens == plain.usage.completion_tokens
+    assert len(set(texts)) == n
+
+
+def test_calls_are_forced_and_streamed(served: Served) -> None:
+    options: Any = {
+        "model": "m",
+        "messages": HI,
+        "max_tokens": 200,
+        "seed": 3,
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
+    with served.openai() as client:
+        plain = client.chat.completions.with_raw_response.create(**options)
+        pieces, names = "", list[str | None]()
+        for chunk in client.chat.completions.create(**options, stream=True):
+            for call in chunk.choices[0].delta.tool_calls or ():
+                assert call.function is not None
+                pieces += call.function.arguments or ""
+                names += [call.function.name] if call.function.name else []
+    choice = plain.parse().choices[0]
+
+    assert "template shows no tools" in plain.headers["x-exl2flow-warnings"]
+    assert choice.finish_reason == "tool_calls"
+    [call] = choice.message.tool_calls
+    assert names == [call.function.name] == ["get_weather"]
+    assert pieces == call.function.arguments
+    assert len(json.loads(pieces)["city"]) <= 10
+
+
+class Pet(BaseModel):
+    """What an answer must be."""
+
+    legs: int
+    is_tame: bool
+
+
+def test_answers_match_a_schema(served: Served) -> None:
+    with served.openai() as client:
+        answer = client.chat.completions.parse(
+            model="m", messages=HI, max_tokens=100, seed=1, response_format=Pet
+        )
+
+    assert isinstance(answer.choices[0].message.parsed, Pet)
+
+
+def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
+    body = {"prompt": [[0, 306, 1801], "The cat"], "echo": True, "logprobs": 1, "max_tokens": 1}
+
+    first, second = post(served, "/v1/completions", body).json()["choices"]
+
+    logs = first["logprobs"]
+    assert logs["tokens"][:3] == ["<|bos|>", "The", " cat"]
+    assert logs["token_logprobs"][0] is None
+    assert all(-20 < log < 0 for log in logs["token_logprobs"][1:])
+    assert logs["token_logprobs"][:3] == second["logprobs"]["token_logprobs"][:3]
+    assert max(logs["top_logprobs"][1].values()) >= logs["token_logprobs"][1]
+    assert logs["text_offset"][:3] == [0, 7, 10]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("chat/completions", {"messages": HI, "temperature": -1}, 400, "`temperature`"),
+        ("chat/completions", {"messages": HI, "temperature": "hot"}, 400, "`temperature`"),
+        ("chat/completions", {"messages": []}, 400, "`messages`"),
+        ("chat/completions", {"messages": [{"content": "x"}]}, 400, "`role`"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "image_url",
+        ),
+        ("chat/completions", {"messages": HI, "chat_template": "x"}, 400, "`chat_template`"),
+        ("chat/completions", {"messages": HI, "tool_choice": "required"}, 400, "`tools`"),
+        ("completions", {"prompt": [5] * 3000}, 400, "3000 tokens"),
+        ("completions", {"prompt": [5, 999_999]}, 400, "id 999999"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, "`suffix`"),
+        ("completions", {"prompt": "a", "json_schema": {}, "regex_pattern": "a"}, 400, "two"),
+        ("completions", {"prompt": "a", "grammar": SLOW_GRAMMAR}, 400, "more than 5 s"),
+        ("completions", {"prompt": "a", "n_predict": 1, "max_tokens": 2}, 400, "`max_tokens`"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("embeddings", {"input": "a"}, 501, "/v1/embeddings"),
+    ],
+)
+def test_bad_requests_are_refused_by_name(
+    served: Served, path: str, body: Any, status: int, words: str
+) -> None:
+    content = json.dumps(body).encode()
+    with served.http() as client:
+        answer = client.post(
+            f"/v1/{path}", content=content, headers={"content-type": "application/json"}
+        )
+
+    assert words in refused(answer, status)["message"]
+
+
+def test_too_long_a_prompt_has_its_code(served: Served) -> None:
+    error = refused(post(served, "/v1/completions", {"prompt": [5] * 3000, "stream": True}), 400)
+
+    assert error["code"] == "context_length_exceeded"
+
+
+def test_unknown_fields_are_named(served: Served) -> None:
+    answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1, "user": ""})
+
+    assert answer.status_code == 200
+    assert answer.headers["x-exl2flow-ignored"] == "foo"
+    assert int(answer.headers["x-exl2flow-seed"]) >= 0
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, 400),
+        ({"content": b"x" * (9 << 20), "headers": {"content-type": "application/json"}}, 413),
+        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 415),
+        ({"json": {}, "headers": {"origin": "http://evil.example"}}, 403),
+        ({"json": {}, "headers": {"host": "evil.example"}}, 403),
+        ({"json": {}, "headers": {"x-large": "x" * (33 << 10)}}, 431),
+    ],
+)
+def test_strange_requests_are_refused(served: Served, options: Any, status: int) -> None:
+    with served.http() as client:
+        refused(client.post("/v1/completions", **options), status)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> None:
+    body = {"prompt": "The", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    content = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(content)}\r\n\r\n"
+    )
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + content)
+        wait_for(lambda: served.status()["running"] == 1, pause=0.01)
+        assert served.status()["kv_cache_usage"] > 0
+    began = time.monotonic()
+    wait_for(lambda: served.status()["running"] == 0, pause=0.01)
+    wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
+
+    assert time.monotonic() - began < 1.0  # the text would take 5 s
+    assert any(" 499" in line for line in served.lines)
+
+
+def test_ids_and_texts_are_each_others_inverse(served: Served) -> None:
+    ids = post(served, "/tokenize", {"prompt": "A cat.", "add_special_tokens": False}).json()
+
+    assert post(served, "/detokenize", {"tokens": ids["tokens"]}).json() == {"prompt": "A cat."}
+    assert ids["count"] == len(ids["tokens"])
+
+
+def test_the_server_describes_itself(served: Served) -> None:
+    with served.http() as client:
+        [model] = client.get("/v1/models").json()["data"]
+        info = client.get("/tokenizer_info").json()
+        metrics = client.get("/metrics").text
+        document = client.get("/openapi.json").json()
+        assert client.get("/health").json() == {"status": "ok"}
+        assert client.get("/v1/nothing").status_code == 404
+        assert client.get("/v1/completions").status_code == 405
+
+    assert model["id"] == "model"
+    assert model["max_model_len"] == 2048
+    assert info["bos_token"] == "<|bos|>"
+    assert 'exl2flow_generation_tokens_total{model_name="model"}' in metrics
+    assert "/v1/chat/completions" in document["paths"]
+
+
+def test_lines_of_the_log_have_no_texts(served: Served) -> None:
+    post(served, "/v1/completions", {"prompt": "secret words", "max_tokens": 1})
+
+    line = [line for line in served.lines if "key=" in line][-1]
+    assert "prompt=" in line
+    assert "new=1" in line
+    assert not any("secret" in line for line in served.lines)
+
+
+def test_what_clients_open_is_closed(served: Served) -> None:
+    folder = f"/proc/{served.process.pid}/fd"
+
+    def settled() -> int:
+        wait_for(lambda: served.status()["running"] == 0)
+        time.sleep(0.2)
+        return len(os.listdir(folder))
+
+    post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    before = settled()
+    for _ in range(20):
+        post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    assert settled() <= before + 1
