@@ -3,6 +3,7 @@
 Ranges are checked where values are used; what is wrong there names the field as well.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -51,7 +52,20 @@ HARMLESS = frozenset(
 )
 
 
-class Body(BaseModel):
+class _Unicode(BaseModel):
+    """A body whose texts can be encoded; JSON can spell halves of surrogate pairs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_unicode(cls, given: Any) -> Any:
+        try:
+            json.dumps(given, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("a text of the body is broken Unicode: half of a surrogate") from None
+        return given
+
+
+class Body(_Unicode):
     """Fields that chat completions and completions share; a null is as good as no field."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
@@ -183,7 +197,7 @@ class CompletionBody(Body):
     add_bos_token: bool = True
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(_Unicode):
     """A text or a conversation to encode."""
 
     prompt: str | None = None

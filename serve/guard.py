@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import h11
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -123,6 +124,9 @@ class Guard:
         body = _Body(receive)
         try:
             self._check(scope, given)
+            if scope["method"] == "OPTIONS" and given.get("origin") in self._origins:
+                await Response(status_code=204)(scope, receive, told)
+                return
             await self._app(scope, body, told)
         except ApiError as error:
             if not is_begun:

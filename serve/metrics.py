@@ -103,6 +103,8 @@ class Metrics:
             for choice in answer.choices:
                 if choice.calls or choice.is_broken:
                     self.add("tool_calls", format=fmt.name, parsed=str(not choice.is_broken))
+                if choice.is_broken:
+                    log.warning("%s: a call of a function is broken", state["request_id"])
         total, usage = time.monotonic() - answer.began, answer.usage()
         first = total if answer.first is None else answer.first - answer.began
         self._histograms["time_to_first_token_seconds"].labels(**self._label).observe(first)

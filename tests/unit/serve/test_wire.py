@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -181,7 +182,7 @@ def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
         ("completions", {"prompt": "a", "json_schema": {}, "regex_pattern": "a"}, 400, "two"),
         ("completions", {"prompt": "a", "grammar": SLOW_GRAMMAR}, 400, "more than 5 s"),
         ("completions", {"prompt": "a", "n_predict": 1, "max_tokens": 2}, 400, "`max_tokens`"),
-        ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("completions", {"prompt": "\ud800"}, 400, "surrogate"),
         ("embeddings", {"input": "a"}, 501, "/v1/embeddings"),
     ],
 )
@@ -247,6 +248,21 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
 
     assert time.monotonic() - began < 1.0  # the text would take 5 s
     assert any(" 499" in line for line in served.lines)
+
+
+def test_idle_connections_make_room_for_others(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
+    try:
+        answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        silent[0].settimeout(5.0)
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+    finally:
+        for connection in silent:
+            connection.close()
+
+    assert answer.status_code == 200
 
 
 def test_ids_and_texts_are_each_others_inverse(served: Served) -> None:
