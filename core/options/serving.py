@@ -18,12 +18,12 @@ class ServeOptions(LoadOptions):
         "127.0.0.1", description="interface to listen on; another one needs a key"
     )
     port: Annotated[int, Option("PORT", LISTEN)] = Field(
-        5000, ge=0, le=65535, description="port; 0: a free one"
+        5000, ge=0, le=65535, description="port to listen on; 0: a free one"
     )
     keys: Annotated[Path | None, Option("FILE", LISTEN)] = Field(
         None,
-        description="TOML file with a table [[key]] per client, which has `name`, and `key` or "
-        "`sha256`; empty: EXL2FLOW_API_KEY, else no key",
+        description="TOML file with a table `key` per client, which has its `name` and its `key` "
+        "or `sha256`; empty: EXL2FLOW_API_KEY, else no key",
     )
     allow_host: Annotated[list[str], Option("NAME", LISTEN, rare=True)] = Field(
         [], description="further name by which clients reach this server"
