@@ -190,6 +190,7 @@ def create_app(
         hosts=hosts,
         origins=origins,
         open_metrics=open_metrics,
+        on_status=lambda path, code: server.metrics.add("http_requests", path=path, code=str(code)),
     )
     return app
 

@@ -29,7 +29,8 @@ State = Literal["ready", "draining", "recovering", "failed"]
 class Engine:
     """One model. state: whether it takes requests. warnings: about the model, for its clients.
 
-    reader: writes conversations; None: the model has no prompt format. defaults: of the sampler.
+    has_grammars: whether calls of functions are forced. reader: writes conversations; None: the
+    model has no prompt format. defaults: of the sampler.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
             self.tool_format = named_tool_format(options.tool_format)
         if self.reader is not None and self.tool_format.is_generic:
             self.warnings.append("the template shows no tools; they go into the system prompt")
+        self.has_grammars = False
         self.state: State = "ready"
         self.answers = set[RunningAnswer]()
         self._entering = 0
@@ -79,15 +81,10 @@ class Engine:
         if self.options.tool_grammar == "on":
             try:
                 GrammarFilter(regex="a").start(self.tokenizer, self.width)
+                self.has_grammars = True
             except ConfigError as error:  # llguidance is missing, or cannot read the tokenizer
                 self.warnings.append(f"no grammars: {error}")
         self._running = AsyncGenerator(self.generator)
-
-    @property
-    def has_grammars(self) -> bool:
-        """Whether calls of functions are forced."""
-        has = self.options.tool_grammar == "on"
-        return has and not any(w.startswith("no grammars") for w in self.warnings)
 
     @property
     def room(self) -> int:

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,10 @@ class Guard:
         hosts: Sequence[str],
         origins: Sequence[str],
         open_metrics: bool,
+        on_status: Callable[[str, int], object],
     ) -> None:
+        """on_status: is told the path of the route, and the status, of each answer."""
+        self._on_status = on_status
         self._app, self._keys = app, keys
         self._hosts, self._origins = {*hosts}, {*origins}
         self._open = OPEN | (METRICS if open_metrics else set())
@@ -114,6 +117,8 @@ class Guard:
             nonlocal is_begun
             if message["type"] == "http.response.start":
                 is_begun = True
+                route = getattr(scope.get("route"), "path", "other")
+                self._on_status(route, message["status"])
                 message["headers"] = [
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode()),
@@ -121,13 +126,19 @@ class Guard:
                 ]
             await send(message)
 
+        async def answered(message: Message) -> None:
+            if body.error is None:
+                await told(message)
+
         body = _Body(receive)
         try:
             self._check(scope, given)
             if scope["method"] == "OPTIONS" and given.get("origin") in self._origins:
                 await Response(status_code=204)(scope, receive, told)
                 return
-            await self._app(scope, body, told)
+            await self._app(scope, body, answered)
+            if body.error is not None:  # the framework has answered in its own way
+                raise body.error
         except ApiError as error:
             if not is_begun:
                 more = {"connection": "close"} if error.status in (408, 413) else {}
@@ -182,10 +193,11 @@ class Guard:
 
 
 class _Body:
-    """The body of a request, of which size and time are bounded."""
+    """The body of a request, of which size and time are bounded; error: which of them was not."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self._size, self._is_over = receive, 0, False
+        self.error: ApiError | None = None
         self._deadline = time.monotonic() + BODY_SECONDS
 
     async def __call__(self) -> Message:
@@ -195,10 +207,12 @@ class _Body:
         try:
             message = await asyncio.wait_for(self._receive(), left)
         except TimeoutError:
-            raise ApiError(408, f"the body was not here in {BODY_SECONDS:.0f} s") from None
+            self.error = ApiError(408, f"the body was not here in {BODY_SECONDS:.0f} s")
+            raise self.error from None
         self._size += len(message.get("body", b""))
         if self._size > LARGEST_BODY:
-            raise ApiError(413, f"the body has more than {LARGEST_BODY} bytes")
+            self.error = ApiError(413, f"the body has more than {LARGEST_BODY} bytes")
+            raise self.error
         self._is_over = not message.get("more_body", False)
         return message
 
@@ -229,8 +243,9 @@ class Connection(H11Protocol):
         """See `asyncio.Protocol`."""
         self.used = time.monotonic()
         super().data_received(data)
-        has_headers = self.conn.their_state is not h11.IDLE
-        if has_headers and self._waiting is not None:
+        if self.conn.their_state is h11.IDLE and self._waiting is None:
+            self._await_headers()  # of the next request, which has begun
+        elif self.conn.their_state is not h11.IDLE and self._waiting is not None:
             self._waiting.cancel()
             self._waiting = None
 

@@ -229,6 +229,33 @@ def test_strange_requests_are_refused(served: Served, options: Any, status: int)
         refused(client.post("/v1/completions", **options), status)
 
 
+def test_bodies_in_chunks_are_counted(served: Served) -> None:
+    chunks = (b" " * (1 << 20) for _ in range(9))
+    with served.http() as client:
+        kind = {"content-type": "application/json"}
+        refused(client.post("/v1/completions", content=chunks, headers=kind), 413)
+
+
+@pytest.mark.slow  # as long as slow clients are borne
+@pytest.mark.parametrize(
+    ("words", "seconds", "status"), [("", 10, b""), ("content-length: 9\r\n\r\n{", 30, b"408")]
+)
+def test_slow_clients_are_dropped(
+    served: Served, words: str, seconds: float, status: bytes
+) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    began, answer = time.monotonic(), b""
+    with socket.create_connection((host, int(port)), timeout=seconds + 10) as connection:
+        connection.sendall((head + words).encode())
+        with suppress(ConnectionResetError):
+            while piece := connection.recv(4096):
+                answer += piece
+
+    assert answer.split(b" ")[1:2] == ([status] if status else [])
+    assert seconds - 1 < time.monotonic() - began < seconds + 5
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> None:
     body = {"prompt": "The", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
@@ -286,6 +313,7 @@ def test_the_server_describes_itself(served: Served) -> None:
     assert model["max_model_len"] == 2048
     assert info["bos_token"] == "<|bos|>"
     assert 'exl2flow_generation_tokens_total{model_name="model"}' in metrics
+    assert 'path="/v1/completions"' in metrics
     assert "/v1/chat/completions" in document["paths"]
 
 
