@@ -1,5 +1,6 @@
 """The application: routes, the OpenAPI document, and what all answers of a model share."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -93,7 +94,7 @@ class Server:
         try:
             async for piece in dialect.stream():
                 yield piece
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             code = str(LEFT)
             raise
         except Exception as error:
