@@ -1,5 +1,6 @@
 """OpenAI's dialect: parts of answers as chat completions and completions, plain and streamed."""
 
+import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -47,10 +48,15 @@ class Dialect:
             for update in batch:
                 updates[update.index].append(update)
                 _check(update)
-        choices = [self.choice(index, each) for index, each in enumerate(updates)]
+
+        def choices() -> list[dict[str, Any]]:
+            return [self.choice(index, each) for index, each in enumerate(updates)]
+
+        # log probabilities of a long prompt take seconds, in which others' streams go on
+        shown = await asyncio.to_thread(choices) if self.has_logs else choices()
         usage = self.answer.usage()
         timings = timings_of(self.answer)
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, **timings}
+        return {**self.head, "object": self.kind, "choices": shown, "usage": usage, **timings}
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Yield the answer as it comes, as events of SSE.
