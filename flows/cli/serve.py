@@ -1,8 +1,10 @@
 """`exl2flow serve`: answer requests over HTTP with one model; needs no Prefect."""
 
+import json
 import logging
 import os
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +53,7 @@ def serve(model: ModelFolder, *, options: ServeOptions) -> None:
             origins=tuple(options.origin),
             open_metrics=options.open_metrics,
         )
-        _log_requests()
+        _log_requests(options)
         listener.listen(BACKLOG)
         say(f"serving on http://{options.host}:{listener.getsockname()[1]}/v1")
         run(app, engine, listener)
@@ -65,6 +67,7 @@ def _engine(model: Path, options: ServeOptions) -> "Engine":
     from exl2flow.inference.chat import choose_format
     from exl2flow.serve.engine import Engine
 
+    began = time.monotonic()
     loaded = load(model, options, slots=options.slots, tokens=options.tokens)
     draft = load_draft(options, loaded)
     fmt, why = choose_format(model, loaded.tokenizer, options.format)
@@ -84,6 +87,7 @@ def _engine(model: Path, options: ServeOptions) -> "Engine":
         adapters=tuple(Adapter.load(folder, loaded) for folder in options.lora),
     )
     engine.start()
+    engine.load_seconds = time.monotonic() - began
     if not is_known:
         say("warning: no chat template, only completions; `--format` names one", style="yellow")
     for warning in engine.warnings:
@@ -92,10 +96,21 @@ def _engine(model: Path, options: ServeOptions) -> "Engine":
     return engine
 
 
-def _log_requests() -> None:
+class _Lines(logging.Formatter):
+    """Writes a record as JSON, with the names of what its message shows."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        told = record.args if isinstance(record.args, dict) else {"message": super().format(record)}
+        return json.dumps({"time": self.formatTime(record), "level": record.levelname, **told})
+
+
+def _log_requests(options: ServeOptions) -> None:
     """Show a line per request on stderr."""
     logger, handler = logging.getLogger("exl2flow.serve"), logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(
+        _Lines() if options.log_json else logging.Formatter("%(asctime)s %(message)s")
+    )
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False

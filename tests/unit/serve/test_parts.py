@@ -19,7 +19,7 @@ from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
 from exl2flow.inference.chat import CallArguments, CallBegin, all_tool_formats
 from exl2flow.inference.generate import Event
-from exl2flow.serve.answers import AnswerPlan, Choice, Said, Thought
+from exl2flow.serve.answers import AnswerPlan, Choice, Text
 from exl2flow.serve.completions import plan_of
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
@@ -106,16 +106,17 @@ def read(pieces: list[str], *, is_forced: bool) -> tuple[str, str, str, list[str
         marks=Thinking("<think>", "</think>"),
         tools=TOOLS,
         tool_format=all_tool_formats()["hermes"],
-        is_forced=is_forced,
+        shows_calls=is_forced,
     )
     choice, parts = Choice(plan), list[Any]()
     for piece in pieces:
         parts += choice.parts(Event(stage="text", text=piece))
     parts += choice.parts(Event(stage="text", reason="stop_token"))
-    thoughts, content, arguments = (
-        "".join(p.text for p in parts if isinstance(p, kind))
-        for kind in (Thought, Said, CallArguments)
+    thoughts, content = (
+        "".join(p.text for p in parts if isinstance(p, Text) and p.is_thought == is_thought)
+        for is_thought in (True, False)
     )
+    arguments = "".join(p.text for p in parts if isinstance(p, CallArguments))
     return thoughts, content, arguments, [p.name for p in parts if isinstance(p, CallBegin)]
 
 
@@ -138,14 +139,17 @@ def test_a_call_that_does_not_parse_stays_text() -> None:
 
 @pytest.mark.parametrize(("kind", "status", "code"), STATUSES)
 def test_errors_have_their_status(kind: Any, status: int, code: str | None) -> None:
-    told = as_api_error(kind("`field` is wrong"))
+    told = as_api_error(kind("`field` is wrong"), "req_1")
 
     assert (told.status, told.code, told.param) == (status, code, "field")
 
 
 def test_other_errors_tell_nothing() -> None:
-    assert as_api_error(errors.OutOfDeviceMemory("secret")).status == 500
-    assert str(as_api_error(ValueError("secret"))) == ""
+    for error in (errors.OutOfDeviceMemory("secret"), ValueError("secret")):
+        told = as_api_error(error, "req_1")
+        assert told.status == 500
+        assert "req_1" in str(told)
+        assert "secret" not in str(told)
 
 
 def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
