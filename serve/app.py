@@ -17,10 +17,9 @@ from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from exl2flow.serve.guard import Guard, Key
-from exl2flow.serve.logprobs import Names
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.openai import ChatDialect, CompletionDialect
-from exl2flow.serve.reply import Reply
+from exl2flow.serve.reply import AnswerResponse
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
 MISSING += " audio/transcriptions audio/translations"
@@ -60,36 +59,23 @@ def create_app(
 
 
 def _answers(engine: Engine, metrics: Metrics) -> APIRouter:
-    router, names = APIRouter(), Names(engine.tokenizer)
-    thoughts = engine.options.reasoning_field
+    router = APIRouter()
 
     @router.post("/chat/completions")
     async def chat(given: ChatBody) -> Response:
         """Answer a conversation."""
-        return Reply(
-            engine,
-            metrics,
-            given,
-            lambda: chats.plan_of(given, engine),
-            lambda answer: ChatDialect(answer, given, engine.name, names, thoughts=thoughts),
-        )
+        return AnswerResponse(engine, metrics, given, chats.plan_of, ChatDialect)
 
     @router.post("/completions")
     async def complete(given: CompletionBody) -> Response:
         """Continue prompts."""
-        return Reply(
-            engine,
-            metrics,
-            given,
-            lambda: completions.plan_of(given, engine),
-            lambda answer: CompletionDialect(answer, given, engine.name, names),
-        )
+        return AnswerResponse(engine, metrics, given, completions.plan_of, CompletionDialect)
 
     return router
 
 
 def _tokens(engine: Engine) -> APIRouter:
-    router, names, tokenizer = APIRouter(), Names(engine.tokenizer), engine.tokenizer
+    router, tokenizer = APIRouter(), engine.tokenizer
 
     @router.post("/tokenize")
     async def tokenize(given: TokenizeBody) -> dict[str, Any]:
@@ -108,7 +94,9 @@ def _tokens(engine: Engine) -> APIRouter:
             "count": len(found),
             "max_model_len": engine.room,
             "tokens": found,
-            "token_strs": [names.text(i) for i in found] if given.return_token_strs else None,
+            "token_strs": [engine.tokens.text(i) for i in found]
+            if given.return_token_strs
+            else None,
         }
 
     @router.post("/detokenize")
@@ -122,12 +110,13 @@ def _tokens(engine: Engine) -> APIRouter:
     async def tokenizer_info() -> dict[str, Any]:
         """Return what clients that encode themselves want to know."""
         ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+        names = {n: None if i is None else engine.tokens.text(i) for n, i in ids.items()}
         return {
             "tokenizer_class": type(tokenizer.backend).__name__,
             "vocab_size": engine.width,
             "model_max_length": engine.room,
             "chat_template": engine.reader and engine.reader.format.template,
-            **{n: None if i is None else tokenizer.backend.id_to_token(i) for n, i in ids.items()},
+            **names,
         }
 
     return router

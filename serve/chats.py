@@ -10,7 +10,7 @@ from exl2flow.core.requests.request import Filter
 from exl2flow.inference.chat import tool_grammar
 from exl2flow.inference.chat.history import Reader
 from exl2flow.inference.chat.tool_grammar import Choice
-from exl2flow.inference.filters import GrammarFilter, Phases
+from exl2flow.inference.filters import Phases
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import NO_TOOLS, Engine
 from exl2flow.serve.errors import ApiError
@@ -22,12 +22,8 @@ GENERIC = (
     "You may call these functions:\n<tools>\n{tools}\n</tools>\nTo call one, write an object with "
     "`name` and `arguments` between <tool_call> and </tool_call>."
 )
-CHOICES: Mapping[str, Choice] = {
-    "auto": "auto",
-    "required": "required",
-    "any": "required",
-    "none": "none",
-}
+CHOICES: dict[str, Choice] = {"auto": "auto", "required": "required", "none": "none"}
+CHOICES["any"] = "required"
 
 
 def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
@@ -38,15 +34,35 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
     """
     reader, tools, warnings = reader_of(engine), _tools(body), list[str]()
     fmt = engine.tool_format if tools.offered else None
-    variables, budget = _thinking(body, reader, warnings)
-    ids, opened = _prompt(body, engine, tools.offered, variables, warnings)
+    messages, variables, budget = messages_of(body.messages), *_thinking(body, reader, warnings)
+    if fmt is not None and fmt.is_generic:
+        if engine.options.strict:
+            raise ApiError(400, NO_TOOLS, param="tools")
+        warnings.append(NO_TOOLS)
+        messages = _with_tools(messages, tools.offered)
+    ids, opened = reader.prompt(
+        messages,
+        tools=None if fmt is None or fmt.is_generic else tools.offered,
+        variables=variables,
+        goes_on=_goes_on(body),
+        trusts=engine.options.trust_marks,
+    )
     marks, template = reader.format.thinking, reader.format.template
     if marks and not (opened or marks.open in template or marks.close in template):
         marks = None  # the model does not know them
     grammar = grammar_of(body)
     is_forced = fmt is not None and engine.has_grammars
     if is_forced:
-        grammar = _calls_only(body, engine, tools, grammar, warnings)
+        forced = tool_grammar(
+            engine.tool_format,
+            tools.offered,
+            engine.tokenizer,
+            choice=tools.choice,
+            name=tools.name,
+            parallel=body.parallel_tool_calls,
+            answer=grammar,
+        )
+        grammar, warnings = forced.filter, [*warnings, *forced.warnings]
     filters: list[Filter] = [] if grammar is None else [grammar]
     if marks and (grammar is not None or budget is not None):
         filters = [Phases(marks, opened=opened, budget=budget, then=grammar)]
@@ -82,52 +98,14 @@ def reader_of(engine: Engine) -> Reader:
     return engine.reader
 
 
-def _prompt(
-    body: ChatBody,
-    engine: Engine,
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-    warnings: list[str],
-) -> tuple[list[int], bool]:
-    """Return the ids of a conversation, and whether thoughts are begun."""
-    messages = messages_of(body.messages)
-    is_shown = bool(tools) and not engine.tool_format.is_generic
-    if tools and not is_shown:
-        if engine.options.strict:
-            raise ApiError(400, NO_TOOLS, param="tools")
-        warnings.append(NO_TOOLS)
-        text = GENERIC.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in tools))
-        if messages[0]["role"] == "system":
-            text = f"{messages.pop(0)['content']}\n\n{text}"
-        messages.insert(0, {"role": "system", "content": text})
-    return reader_of(engine).prompt(
-        messages,
-        tools=tools if is_shown else None,
-        variables=variables,
-        goes_on=_goes_on(body),
-        trusts=engine.options.trust_marks,
-    )
-
-
-def _calls_only(
-    body: ChatBody,
-    engine: Engine,
-    tools: "_Tools",
-    answer: GrammarFilter | None,
-    warnings: list[str],
-) -> GrammarFilter:
-    """Return the filter that lets calls be valid only, and texts be what else is asked for."""
-    given = tool_grammar(
-        engine.tool_format,
-        tools.offered,
-        engine.tokenizer,
-        choice=tools.choice,
-        name=tools.name,
-        parallel=body.parallel_tool_calls,
-        answer=answer,
-    )
-    warnings += given.warnings
-    return given.filter
+def _with_tools(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return messages whose system prompt describes functions."""
+    text = GENERIC.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in tools))
+    if messages[0]["role"] == "system":
+        text = f"{messages.pop(0)['content']}\n\n{text}"
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _thinking(
@@ -135,14 +113,8 @@ def _thinking(
 ) -> tuple[dict[str, Any], int | None]:
     """Return the template's variables, and the budget of thoughts."""
     given = {**body.reasoning, **body.thinking}
-    effort, budgets = (
-        body.reasoning_effort or given.get("effort"),
-        (
-            body.thinking_budget,
-            given.get("budget_tokens"),
-            given.get("max_tokens"),
-        ),
-    )
+    effort = body.reasoning_effort or given.get("effort")
+    budgets = (body.thinking_budget, given.get("budget_tokens"), given.get("max_tokens"))
     budget = next((b for b in budgets if b is not None), None)
     if not isinstance(budget, int | None):
         raise ConfigError(f"`thinking_budget` is {budget!r:.40}; it must be an integer")

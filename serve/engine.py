@@ -21,6 +21,7 @@ from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Lora
+from exl2flow.serve.logprobs import Names
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
@@ -53,7 +54,7 @@ class Engine:
         self.model, self.options, self.defaults, self.adapters = model, options, defaults, adapters
         self.name, self.created = model.spec.source_dir.resolve().name, int(time.time())
         self.tokenizer, self.width = model.tokenizer, model.spec.vocab_size
-        self.load_seconds = 0.0
+        self.load_seconds, self.tokens = 0.0, Names(model.tokenizer)
         self._make, self._is_remade, self.generator = make, False, make()
         self.pages = self.generator.pages
         self.room = min(self.generator.context, self.pages * PAGE_TOKENS)

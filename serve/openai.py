@@ -4,14 +4,16 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 from exl2flow.inference.chat import CallBegin
 from exl2flow.inference.generate import Event
 from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
+from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Body, ChatBody, CompletionBody
-from exl2flow.serve.logprobs import LogprobColumns, Names
+from exl2flow.serve.logprobs import LogprobColumns
 
 DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index
@@ -22,20 +24,28 @@ class Dialect:
 
     kind = chunk_kind = prefix = ""
 
-    def __init__(self, answer: RunningAnswer, body: Body, model: str, names: Names) -> None:
-        self.answer, self.names = answer, names
+    def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
+        self.answer, self.names = answer, engine.tokens
         self._by_id = body.return_tokens_as_token_ids
         self._wants_usage = bool(body.stream_options.get("include_usage"))
         id_ = f"{self.prefix}-{secrets.token_hex(12)}"
-        self._head = {"id": id_, "created": answer.created, "model": model}
+        self._head = {"id": id_, "created": answer.created, "model": engine.name}
 
     def opening(self, index: int) -> Chunk:
-        """Return what comes before the text of a choice; empty: nothing."""
+        """Return what comes before the text of a choice."""
         raise NotImplementedError
 
     def chunk(self, update: Update) -> Chunk:
         """Return what an update adds to a choice."""
         raise NotImplementedError
+
+    def streamed(self, chunk: Chunk) -> Chunk:
+        """Return a choice of a stream."""
+        raise NotImplementedError
+
+    def plain(self, choice: Chunk) -> Chunk:
+        """Return a choice of a plain answer, from its chunks joined."""
+        return choice
 
     async def _batches(self) -> AsyncIterator[tuple[dict[int, Chunk], dict[int, Chunk]]]:
         """Yield what is new of each choice, and ends of choices."""
@@ -62,12 +72,8 @@ class Dialect:
         async for new, ends in self._batches():
             for index, chunk in [*new.items(), *ends.items()]:
                 choices[index] = joined(choices[index], chunk)
-        shown = [self.plain({"index": i, **choice}) for i, choice in enumerate(choices)]
+        shown = [{"index": i, "logprobs": None, **self.plain(c)} for i, c in enumerate(choices)]
         return {**self._head, "object": self.kind, "choices": shown, **self._counts()}
-
-    def plain(self, choice: Chunk) -> Chunk:
-        """Return a choice of a plain answer, from its chunks joined."""
-        return choice
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Yield the answer as it comes, as events of SSE.
@@ -81,21 +87,15 @@ class Dialect:
             pieces += [self._event(i, c) for i, c in [*new.items(), *ends.items()] if c]
             yield b"".join(pieces) or PING
             pieces.clear()
-        usage = [sse({**self._base(), "choices": [], **self._counts()})]
-        yield b"".join([*pieces, *(usage if self._wants_usage else []), DONE])
-
-    def _base(self) -> dict[str, Any]:
-        return {**self._head, "object": self.chunk_kind}
+        if self._wants_usage:
+            last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
+            yield sse(last)
+        yield DONE
 
     def _event(self, index: int, chunk: Chunk) -> bytes:
-        choice = {"index": index, **self.streamed(chunk)}
-        choice = {"logprobs": None, "finish_reason": None, **choice}
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **self.streamed(chunk)}
         usage = {"usage": None} if self._wants_usage else {}
-        return sse({**self._base(), "choices": [choice], **usage})
-
-    def streamed(self, chunk: Chunk) -> Chunk:
-        """Return a choice of a streamed chunk."""
-        return chunk
+        return sse({**self._head, "object": self.chunk_kind, "choices": [choice], **usage})
 
     def _counts(self) -> dict[str, Any]:
         """Return usage, and times as llama-server gives them, of the first text."""
@@ -151,11 +151,9 @@ class ChatDialect(Dialect):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(
-        self, answer: RunningAnswer, body: ChatBody, model: str, names: Names, *, thoughts: str
-    ) -> None:
-        """thoughts: name of the field, or `both`."""
-        super().__init__(answer, body, model, names)
+    def __init__(self, answer: RunningAnswer, body: ChatBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        thoughts = engine.options.reasoning_field
         fields = ("reasoning_content", "reasoning") if thoughts == "both" else (thoughts,)
         self._thoughts = fields if body.include_reasoning else ()
         self._has_logs = body.logprobs
@@ -181,12 +179,8 @@ class ChatDialect(Dialect):
                 return dict.fromkeys(self._thoughts, text)
             case CallBegin(id=id_, name=name):
                 numbers[id_] = len(numbers)
-                function = {"name": name, "arguments": ""}
-                return {
-                    "tool_calls": {
-                        numbers[id_]: {"id": id_, "type": "function", "function": function}
-                    }
-                }
+                call = {"type": "function", "function": {"name": name, "arguments": ""}}
+                return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
         return {"tool_calls": {numbers[part.id]: {"function": {"arguments": part.text}}}}
 
     def streamed(self, chunk: Chunk) -> Chunk:
@@ -201,7 +195,7 @@ class ChatDialect(Dialect):
         if "tool_calls" in message:
             calls = [*message["tool_calls"].values()]
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        return {"logprobs": None, **choice, "message": message}
+        return {**choice, "message": message}
 
 
 class CompletionDialect(Dialect):
@@ -210,14 +204,11 @@ class CompletionDialect(Dialect):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(
-        self, answer: RunningAnswer, body: CompletionBody, model: str, names: Names
-    ) -> None:
-        super().__init__(answer, body, model, names)
-        self._body, self._has_logs = body, body.logprobs is not None
-        self._columns = [
-            LogprobColumns(names, top=body.logprobs or 0, by_id=self._by_id) for _ in answer.choices
-        ]
+    def __init__(self, answer: RunningAnswer, body: CompletionBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        self._body, self._has_logs, top = body, body.logprobs is not None, body.logprobs or 0
+        new = partial(LogprobColumns, self.names, top=top, by_id=self._by_id)
+        self._columns = [new() for _ in answer.choices]
 
     def opening(self, index: int) -> Chunk:
         if not self._body.echo:
@@ -243,6 +234,3 @@ class CompletionDialect(Dialect):
 
     def streamed(self, chunk: Chunk) -> Chunk:
         return {"text": "", **chunk}
-
-    def plain(self, choice: Chunk) -> Chunk:
-        return {"logprobs": None, **choice}

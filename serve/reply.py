@@ -6,6 +6,7 @@ status of a stream waits for its first text, so what fails before has a status o
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
 
 from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
@@ -21,24 +22,27 @@ from exl2flow.serve.openai import Dialect, sse
 MOST_NAMED, LONGEST_NAME, LONGEST_WARNINGS = 20, 40, 500  # in headers
 LEFT = 499  # nobody reads it
 STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-Begun = Callable[[RunningAnswer], Dialect]
+B = TypeVar("B", bound=Body)
 
 
-class Reply(Response):
+class AnswerResponse(Response):
     """Generates and sends the answer of one request."""
 
     def __init__(
         self,
         engine: Engine,
         metrics: Metrics,
-        given: Body,
-        plan: Callable[[], AnswerPlan],
-        begun: Begun,
+        given: B,
+        plan: Callable[[B, Engine], AnswerPlan],
+        dialect: Callable[[RunningAnswer, B, Engine], Dialect],
     ) -> None:
-        """plan: makes texts of the fields, in a thread. begun: puts the texts in a form."""
+        """plan: makes texts of the fields, in a thread. dialect: puts the texts in a form."""
         self.background: BackgroundTask | None = None
         self._engine, self._metrics, self._given = engine, metrics, given
-        self._plan, self._begun = plan, begun
+        self._plan = lambda: plan(given, engine)
+        self._dialect: Callable[[RunningAnswer], Dialect] = lambda answer: dialect(
+            answer, given, engine
+        )
         self._answer: RunningAnswer | None = None
         self._is_begun, self._more = False, dict[str, str]()
 
@@ -67,7 +71,7 @@ class Reply(Response):
             self._check()
             self._answer = await self._engine.begin(self._plan)
             self._more["x-exl2flow-seed"] = str(self._answer.plan.seed)
-            dialect = self._begun(self._answer)
+            dialect = self._dialect(self._answer)
             if self._given.stream:
                 await self._stream(dialect.stream(), send)
             else:

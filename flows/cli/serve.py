@@ -40,10 +40,8 @@ def serve(model: ModelFolder, *, options: ServeOptions) -> None:
     if given := os.environ.get(KEY_VARIABLE):
         keys = (*keys, key_of(given, "environment"))
     if not keys and not is_loopback(options.host):
-        raise ConfigError(
-            f"`--host` is {options.host}, which others can reach; set {KEY_VARIABLE} or give "
-            "`--keys`"
-        )
+        why = f"`--host` is {options.host}, which others can reach"
+        raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
     with _listening(options) as listener:
         engine = _engine(model, options)
         app = create_app(
@@ -108,9 +106,8 @@ class _Lines(logging.Formatter):
 def _log_requests(options: ServeOptions) -> None:
     """Show a line per request on stderr."""
     logger, handler = logging.getLogger("exl2flow.serve"), logging.StreamHandler()
-    handler.setFormatter(
-        _Lines() if options.log_json else logging.Formatter("%(asctime)s %(message)s")
-    )
+    plain = logging.Formatter("%(asctime)s %(message)s")
+    handler.setFormatter(_Lines() if options.log_json else plain)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -122,15 +119,12 @@ def _listening(options: ServeOptions) -> socket.socket:
     Raises:
         ConfigError: the address is taken or not ours.
     """
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    listener = socket.socket(family)
+    listener = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((options.host, options.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; choose "
-            "another `--port`"
-        ) from error
+        where, why = f"{options.host}:{options.port}", error.strerror or error
+        raise ConfigError(f"cannot listen on {where}: {why}; choose another `--port`") from error
     return listener
