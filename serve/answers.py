@@ -131,7 +131,16 @@ class RunningAnswer:
             written = time.monotonic()
             while not self._events.empty():
                 events.append(self._events.get_nowait())
-            if updates := [update for e in events for update in self._read(e)]:
+            updates = list[Update]()
+            for event in events:
+                new = self._read(event)
+                if event.error is None:
+                    updates += new
+                    continue
+                if updates:
+                    yield updates
+                raise event.error
+            if updates:
                 yield updates
 
     def cancel(self) -> None:
@@ -147,8 +156,6 @@ class RunningAnswer:
             self.first = time.monotonic()
         if event.reason is not None:
             self.ends[index] = event
-        if event.error is not None:
-            raise event.error
         is_news = event.stage == "text" or event.scores is not None or event.reason is not None
         return [Update(index, self.choices[index].parts(event), event)] if is_news else []
 

@@ -10,7 +10,7 @@ from exl2flow.core.requests.request import Filter
 from exl2flow.inference.chat import tool_grammar
 from exl2flow.inference.chat.history import Reader
 from exl2flow.inference.chat.tool_grammar import Choice
-from exl2flow.inference.filters import Phases
+from exl2flow.inference.filters import GrammarFilter, Phases
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import NO_TOOLS, Engine
 from exl2flow.serve.errors import ApiError
@@ -50,19 +50,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
     marks, template = reader.format.thinking, reader.format.template
     if marks and not (opened or marks.open in template or marks.close in template):
         marks = None  # the model does not know them
-    grammar = grammar_of(body)
-    is_forced = fmt is not None and engine.has_grammars
-    if is_forced:
-        forced = tool_grammar(
-            engine.tool_format,
-            tools.offered,
-            engine.tokenizer,
-            choice=tools.choice,
-            name=tools.name,
-            parallel=body.parallel_tool_calls,
-            answer=grammar,
-        )
-        grammar, warnings = forced.filter, [*warnings, *forced.warnings]
+    grammar = _grammar(body, engine, tools, warnings)
     filters: list[Filter] = [] if grammar is None else [grammar]
     if marks and (grammar is not None or budget is not None):
         filters = [Phases(marks, opened=opened, budget=budget, then=grammar)]
@@ -85,9 +73,29 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
         opened=opened,
         tools=tuple(tools.offered),
         tool_format=fmt,
-        shows_calls=is_forced and body.stream,
+        shows_calls=engine.has_grammars and body.stream,
         warnings=warnings,
     )
+
+
+def _grammar(
+    body: ChatBody, engine: Engine, tools: "_Tools", warnings: list[str]
+) -> GrammarFilter | None:
+    """Return what answers must match: valid calls, or text of what else is asked for."""
+    answer = grammar_of(body)
+    if not tools.offered or not engine.has_grammars:
+        return answer
+    forced = tool_grammar(
+        engine.tool_format,
+        tools.offered,
+        engine.tokenizer,
+        choice=tools.choice,
+        name=tools.name,
+        parallel=body.parallel_tool_calls,
+        answer=answer,
+    )
+    warnings += forced.warnings
+    return forced.filter
 
 
 def reader_of(engine: Engine) -> Reader:

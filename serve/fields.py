@@ -35,7 +35,7 @@ class Json(BaseModel):
         except UnicodeEncodeError:
             raise ValueError("a text of the body is broken Unicode: half of a surrogate") from None
         level = [given]
-        for _ in range(DEPTH + 1):
+        for _ in range(DEPTH):
             inner = [v.values() if isinstance(v, dict) else v for v in level]
             level = [v for vs in inner if not isinstance(vs, str) for v in vs if _has_items(v)]
         if level:

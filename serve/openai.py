@@ -84,9 +84,10 @@ class Dialect:
         openings = [(i, self.opening(i)) for i in range(len(self.answer.choices))]
         pieces = [self._event(index, chunk) for index, chunk in openings if chunk]
         async for new, ends in self._batches():
-            pieces += [self._event(i, c) for i, c in [*new.items(), *ends.items()] if c]
-            yield b"".join(pieces) or PING
-            pieces.clear()
+            news = [self._event(i, c) for i, c in [*new.items(), *ends.items()] if c]
+            if news or not new:  # no update at all is a pause
+                yield b"".join(pieces + news) or PING
+                pieces.clear()
         if self._wants_usage:
             last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
             yield sse(last)
@@ -212,7 +213,7 @@ class CompletionDialect(Dialect):
 
     def opening(self, index: int) -> Chunk:
         if not self._body.echo:
-            return {"text": ""}
+            return {}
         given, number = self._body.prompt, index // self._body.n
         prompt = given if isinstance(given, str) else given[number]
         if not isinstance(prompt, str):  # special tokens as their names
@@ -234,3 +235,5 @@ class CompletionDialect(Dialect):
 
     def streamed(self, chunk: Chunk) -> Chunk:
         return {"text": "", **chunk}
+
+    plain = streamed

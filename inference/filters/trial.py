@@ -39,7 +39,7 @@ class Trial:
         digest = hashlib.sha256(rules.encode()).digest()
         if digest not in self._known:
             loop = asyncio.get_running_loop()
-            self._known[digest] = await loop.run_in_executor(self._thread, self._tried, rules)
+            await loop.run_in_executor(self._thread, self._learn, digest, rules)
         self._known.move_to_end(digest)
         wrong = self._known[digest]
         if len(self._known) > MOST_KNOWN:
@@ -58,6 +58,10 @@ class Trial:
             child.kill()
             with suppress(BrokenPipeError), child:
                 pass
+
+    def _learn(self, digest: bytes, rules: str) -> None:
+        if digest not in self._known:  # others may have waited for the same one
+            self._known[digest] = self._tried(rules)
 
     def _tried(self, rules: str) -> str:
         lines = [rules]

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,26 @@ from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
 from exl2flow.inference.chat import CallArguments, CallBegin, all_tool_formats
 from exl2flow.inference.generate import Event
-from exl2flow.serve.answers import AnswerPlan, Choice, Text
+from exl2flow.serve.answers import AnswerPlan, Choice, RunningAnswer, Text, Update
 from exl2flow.serve.completions import plan_of
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
 from exl2flow.serve.fields import ALIASES, ChatBody, CompletionBody
 from exl2flow.serve.mapping import settings_of
+from exl2flow.serve.openai import ChatDialect
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TEXT = '<think>\nA thought.</think>\n\nText. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
 TEXT += "</tool_call>"
+
+
+PLAN = AnswerPlan(
+    requests=(),
+    prompts=(),
+    marks=Thinking("<think>", "</think>"),
+    tools=TOOLS,
+    tool_format=all_tool_formats()["hermes"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +112,7 @@ def test_switches_of_other_servers_become_ours(engine: Engine) -> None:
 
 def read(pieces: list[str], *, is_forced: bool) -> tuple[str, str, str, list[str]]:
     """Return thoughts, content, arguments and names of a text in pieces."""
-    plan = AnswerPlan(
-        requests=(),
-        prompts=(),
-        marks=Thinking("<think>", "</think>"),
-        tools=TOOLS,
-        tool_format=all_tool_formats()["hermes"],
-        shows_calls=is_forced,
-    )
-    choice, parts = Choice(plan), list[Any]()
+    choice, parts = Choice(replace(PLAN, shows_calls=is_forced)), list[Any]()
     for piece in pieces:
         parts += choice.parts(Event(stage="text", text=piece))
     parts += choice.parts(Event(stage="text", reason="stop_token"))
@@ -129,6 +133,72 @@ def test_any_split_of_a_text_gives_the_same_parts(cuts: list[int], is_forced: bo
 
     assert (thoughts, content.strip(), names) == ("A thought.", "Text.", ["f"])
     assert json.loads(arguments) == {"a": 1}
+
+
+class Batched(RunningAnswer):
+    """An answer whose events come in given batches."""
+
+    def batch(self, events: list[Event], sizes: list[int]) -> "Batched":
+        self.batches = list[list[Event]]()
+        for size in sizes:
+            self.batches.append(events[:size])
+            del events[:size]
+        self.batches.append(events)
+        return self
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        for batch in self.batches:
+            yield [update for event in batch for update in self._read(event)]
+
+
+def accumulated(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join chunks as clients do."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "logs": []}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        for name in ("content", "reasoning_content"):
+            found[name] += choice["delta"].get(name) or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            function = found["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+            for name in function:
+                function[name] += call["function"].get(name, "")
+        found["logs"] += (choice["logprobs"] or {}).get("content", [])
+        found["finish_reason"] = choice["finish_reason"]
+    return found
+
+
+@given(
+    cuts=st.lists(st.integers(0, len(TEXT)), max_size=12),
+    sizes=st.lists(st.integers(0, 4), max_size=5),
+    shows_calls=st.booleans(),
+)
+def test_streams_join_to_the_plain_answer(
+    engine: Engine, cuts: list[int], sizes: list[int], shows_calls: bool
+) -> None:
+    pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
+    texts: list[Any] = [{"text": p, "ids": (5,), "probabilities": (0.5,)} for p in pieces]
+    body = ChatBody.model_validate({"messages": [{}], "logprobs": True})
+
+    def dialect() -> ChatDialect:
+        events = [Event(stage="text", tag=0, **fields) for fields in texts]
+        events.append(Event(stage="text", tag=0, reason="stop_token"))
+        plan = replace(PLAN, requests=(Request("a"),), shows_calls=shows_calls)
+        return ChatDialect(Batched(plan, [], asyncio.Queue()).batch(events, sizes), body, engine)
+
+    async def streamed() -> str:
+        return b"".join([piece async for piece in dialect().stream()]).decode()
+
+    [choice] = asyncio.run(dialect().whole())["choices"]
+    *chunks, done = asyncio.run(streamed()).split("\n\n")[:-1]
+    joined = accumulated([json.loads(c.removeprefix("data: ")) for c in chunks if c[0] == "d"])
+
+    message = choice["message"]
+    assert done == "data: [DONE]"
+    assert joined["content"] == message["content"] == "Text. "
+    assert joined["reasoning_content"] == message["reasoning_content"] == "A thought."
+    assert [*joined["calls"].values()] == [call["function"] for call in message["tool_calls"]]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    assert len(joined["logs"]) == len(choice["logprobs"]["content"]) == len(pieces)
+    assert joined["finish_reason"] == choice["finish_reason"] == "tool_calls"
 
 
 def test_a_call_that_does_not_parse_stays_text() -> None:
