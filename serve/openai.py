@@ -236,4 +236,5 @@ class CompletionDialect(Dialect):
     def streamed(self, chunk: Chunk) -> Chunk:
         return {"text": "", **chunk}
 
-    plain = streamed
+    def plain(self, choice: Chunk) -> Chunk:
+        return self.streamed(choice)

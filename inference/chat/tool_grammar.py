@@ -124,8 +124,8 @@ class _Writer:
             end = self._with_ids(f'<[C]> "final" <[M]> {text}')
             return [f"start: {first}(section | {end} | {text})", section, *others]
         if self._has_answer:
-            more = "" if self._is_single or self._holds_many else " (SPACE? section)*"
-            return [f"start: section{more} | @inner", section]
+            more = "" if self._is_single or self._holds_many else "+"
+            return [f"start: (SPACE? section){more} | @inner", section]
         return self._free(choice, closing)
 
     def _free(self, choice: Choice, closing: str) -> list[str]:

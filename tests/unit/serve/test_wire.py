@@ -159,6 +159,23 @@ def test_answers_match_a_schema(served: Served) -> None:
     assert isinstance(answer.choices[0].message.parsed, Pet)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_choice", ["yes", "no", "no way"]),
+        ("structured_outputs", {"choice": ["yes", "no", "no way"]}),
+        ("grammar", 'root ::= "yes" | "no" " way"?'),
+        ("guided_regex", "yes|no( way)?"),
+        ("response_format", {"type": "regex", "pattern": "yes|no( way)?"}),
+    ],
+)
+def test_answers_match_constraints_of_all_names(served: Served, field: str, value: Any) -> None:
+    answer = post(served, "/v1/completions", {"prompt": "a", field: value}).json()
+
+    assert answer["choices"][0]["text"] in ("yes", "no", "no way")
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
 def test_with_tools_a_schema_holds_for_texts_without_calls(served: Served) -> None:
     schema = {"type": "json_schema", "json_schema": {"schema": Pet.model_json_schema()}}
     body = {"messages": HI, "max_tokens": 200, "tools": [WEATHER], "response_format": schema}
