@@ -98,6 +98,7 @@ class Body(_Sampler, Json):
     skip_special_tokens: bool = True
     response_format: dict[str, Any] = {}
     structured_outputs: dict[str, Any] = {}
+    json_object: bool = False
     json_schema: dict[str, Any] | str | None = None
     regex_pattern: str | None = None
     guided_choice: list[str] | None = None
@@ -108,8 +109,9 @@ class Body(_Sampler, Json):
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        values = dict[str, Any]()
-        for name, value in given.items():
+        values, inner = dict[str, Any](), given.get("structured_outputs")
+        more = [*(inner.items() if isinstance(inner, dict) else ()), *_form(given)]
+        for name, value in [*given.items(), *more]:
             if value is None:
                 continue
             if name in cls.refused:
@@ -125,6 +127,22 @@ class Body(_Sampler, Json):
     def ignored(self) -> set[str]:
         """Names of fields that have no effect."""
         return {*(self.model_extra or ())}
+
+
+def _form(given: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the field that `response_format` stands for."""
+    form = given.get("response_format")
+    if not isinstance(form, dict) or (kind := form.get("type", "text")) == "text":
+        return []
+    if kind not in ("json_object", "json_schema", "regex", "grammar"):
+        raise ValueError(f"`response_format` has the type {kind!r:.40}; it takes json_schema, …")
+    if kind in ("regex", "grammar"):
+        return [(kind, form.get("pattern", form.get("grammar")))]
+    inner = form.get("json_schema") or form
+    schema = inner.get("schema", {}) if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError("`response_format` has no `schema`, a JSON schema")
+    return [("json_schema", {"type": "object", **schema} if kind == "json_object" else schema)]
 
 
 class ChatBody(Body):

@@ -19,8 +19,6 @@ NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 SAMPLER = tuple(each.name for each in fields(SamplingSettings))
 OFF = -1  # of fields that others switch off so
 MOST_SCHEMA = 256 << 10  # characters
-# of `structured_outputs` → argument of `GrammarFilter`, or choice
-NAMES_OF_OTHERS = {"json": "json_schema", "regex": "regex", "grammar": "lark", "choice": "choice"}
 
 
 def planned(
@@ -130,46 +128,24 @@ def _most_new(body: Body, engine: Engine, prompt: int) -> int | None:
 
 def grammar_of(body: Body) -> GrammarFilter | None:
     """Return what the answer must match; raises `ConfigError` if it is broken, or two things."""
-    form, more = body.response_format, body.structured_outputs
-    kind = form.get("type", "text")
-    inner = form.get("json_schema") or form
-    form_values: dict[str, dict[str, Any]] = {
-        "text": {},
-        "json_object": {"json_schema": {"type": "object"}},
-        "json_schema": {"json_schema": isinstance(inner, Mapping) and inner.get("schema", {})},
-        "regex": {"regex": form.get("pattern")},
-        "grammar": {"lark": form.get("grammar")},
-    }
-    if kind not in form_values:
-        kinds = ", ".join(form_values)
-        raise ConfigError(f"`response_format` is {kind!r:.40}; it takes {kinds}")
-    fields = {
-        "json_schema": body.json_schema,
+    any_object = {"type": "object"} if body.json_object else None
+    values: dict[str, Any] = {
+        "json_schema": any_object if body.json_schema is None else body.json_schema,
         "regex": body.regex_pattern,
         "lark": body.grammar,
         "choice": body.guided_choice,
     }
-    others = {NAMES_OF_OTHERS[name]: v for name, v in more.items() if name in NAMES_OF_OTHERS}
-    if more.get("json_object"):
-        others.setdefault("json_schema", {"type": "object"})
-    given = [pair for each in (form_values[kind], fields, others) for pair in each.items()]
-    found = [(name, value) for name, value in given if value is not None]
-    if len(found) > 1 and kind == "json_object":
-        found = [pair for pair in found if pair[1] != {"type": "object"}]
-    if len(found) > 1:
-        raise ConfigError(f"{' and '.join(f'`{name}`' for name, _ in found)} are two constraints")
-    return _compiled(*found[0]) if found else None
-
-
-def _compiled(name: str, value: Any) -> GrammarFilter:
-    if len(str(value)) > MOST_SCHEMA:
-        raise ConfigError(f"`{name}` has more than {MOST_SCHEMA} characters")
-    if name == "json_schema" and not isinstance(value, Mapping | str):
-        raise ConfigError("`response_format` has no `schema`, a JSON schema")
-    if name == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
-            raise ConfigError("`choice` takes a list of texts")
-        texts = [json.dumps(text, ensure_ascii=False) for text in value]
+    given = {name: value for name, value in values.items() if value is not None}
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(f'`{name}`' for name in given)} are two constraints")
+    for name, value in given.items():
+        if len(str(value)) > MOST_SCHEMA:
+            raise ConfigError(f"`{name}` has more than {MOST_SCHEMA} characters")
+    if body.guided_choice is not None:
+        if not body.guided_choice:
+            raise ConfigError("`choice` is empty; it takes texts")
+        texts = [json.dumps(text, ensure_ascii=False) for text in body.guided_choice]
         return GrammarFilter(lark=f"start: {' | '.join(texts)}")
-    given: dict[str, Any] = {name: lark_of(value) if name == "lark" else value}
-    return GrammarFilter(**given)
+    if body.grammar is not None:
+        return GrammarFilter(lark=lark_of(body.grammar))
+    return GrammarFilter(**given) if given else None
