@@ -99,7 +99,17 @@ class Engine:
     @property
     def free_pages(self) -> int:
         """Pages of the cache that no text uses."""
-        return self.generator.free_pages if self.state != "recovering" else 0
+        return 0 if self._made is None else self._made.free_pages
+
+    @property
+    def preemptions(self) -> int:
+        """How often texts had to wait for others' pages."""
+        return 0 if self._made is None else self._made.preemptions
+
+    @property
+    def _made(self) -> Generator | None:
+        """The generator, unless it failed and there is no new one yet."""
+        return vars(self).get("generator")
 
     @property
     def count(self) -> int:
@@ -161,8 +171,9 @@ class Engine:
         """Forget an answer, and make a failed generator anew, once."""
         answer.cancel()
         self.answers.discard(answer)
-        if self.generator.failure is not None and self.state in ("ready", "draining"):
-            log.error("the generator failed: %s", self.generator.failure)
+        failure = None if self._made is None else self._made.failure
+        if failure is not None and self.state in ("ready", "draining"):
+            log.error("the generator failed: %s", failure)
             self.state = "failed" if self._is_remade else "recovering"
             if not self._is_remade:
                 self._is_remade = True

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from exl2flow.inference.generate import Event, PromptScores
@@ -10,6 +11,7 @@ from exl2flow.model.text.spelling import Spelling
 
 LEAST = -9999.0  # that JSON readers bear; of impossible tokens
 Ranked = Sequence[tuple[int, float]]  # likeliest ids and their log probabilities
+Row = tuple[int, Any, Ranked]
 
 
 class Names:
@@ -37,13 +39,27 @@ class Names:
 
         return [
             {**entry(token, log), "top_logprobs": [entry(*row) for row in best]}
-            for token, log, best in _rows(event)
+            for token, log, best in rows_of(event)
         ]
+
+    def columns(
+        self, rows: Sequence[Row], offset: int, *, top: int, by_id: bool = False
+    ) -> dict[str, list[Any]]:
+        """Return the `logprobs` of a completion, whose text begins at an offset."""
+        lengths = [len(self.text(token)) for token, _, _ in rows]
+        # of tokens with the same text, the likeliest
+        best = [[(self.text(i, by_id=by_id), log) for i, log in row[2][:top]] for row in rows]
+        return {
+            "tokens": [self.text(token, by_id=by_id) for token, _, _ in rows],
+            "token_logprobs": [log for _, log, _ in rows],
+            "top_logprobs": [dict(reversed(each)) or None for each in best],
+            "text_offset": [*accumulate(lengths, initial=offset)][:-1],
+        }
 
     def prompt(self, scores: PromptScores) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: by position, id → log probability, rank and text."""
         found = list[dict[str, Any] | None]()
-        for token, log, best in _prompt_rows(scores):
+        for token, log, best in rows_of_prompt(scores):
             ranked = [*best] + [(token, log)] * (token not in dict(best))
             row = {
                 str(i): {"logprob": value, "rank": rank, "decoded_token": self.text(i)}
@@ -53,41 +69,7 @@ class Names:
         return found
 
 
-class LogprobColumns:
-    """The `logprobs` of one completion, which is a column per kind of value."""
-
-    def __init__(self, names: Names, *, top: int, by_id: bool) -> None:
-        self._names, self._top, self._by_id, self._offset = names, top, by_id, 0
-
-    def of_prompt(self, scores: PromptScores) -> dict[str, list[Any]]:
-        """Return the columns of a prompt; its first token has no probability."""
-        return self._columns(_prompt_rows(scores))
-
-    def of_text(self, event: Event) -> dict[str, list[Any]]:
-        """Return the columns of what an event adds."""
-        return self._columns(_rows(event))
-
-    def _columns(self, rows: Sequence[tuple[int, Any, Ranked]]) -> dict[str, list[Any]]:
-        texts, offsets = [self._text(token) for token, _, _ in rows], list[int]()
-        for token, _, _ in rows:
-            offsets.append(self._offset)
-            self._offset += len(self._names.text(token))
-        return {
-            "tokens": texts,
-            "token_logprobs": [log for _, log, _ in rows],
-            "top_logprobs": [self._best(best) for _, _, best in rows],
-            "text_offset": offsets,
-        }
-
-    def _text(self, token: int) -> str:
-        return self._names.text(token, by_id=self._by_id)
-
-    def _best(self, best: Ranked) -> dict[str, float] | None:
-        # of tokens with the same text, the likeliest
-        return {self._text(i): log for i, log in reversed(best[: self._top])} or None
-
-
-def _rows(event: Event) -> list[tuple[int, float, Ranked]]:
+def rows_of(event: Event) -> list[Row]:
     """Return id, log probability and likeliest ids of each token of an event."""
     logs = [_log(p) for p in event.probabilities]
     best: list[Ranked] = [
@@ -97,7 +79,8 @@ def _rows(event: Event) -> list[tuple[int, float, Ranked]]:
     return [*zip(event.ids, logs, best or [()] * len(logs), strict=False)]
 
 
-def _prompt_rows(scores: PromptScores) -> list[tuple[int, Any, Ranked]]:
+def rows_of_prompt(scores: PromptScores) -> list[Row]:
+    """Return the same of each token of a prompt; the first one has no probability."""
     tops = zip(scores.top_ids, scores.top_logs, strict=True)
     best: list[Ranked] = [[*zip(*row, strict=True)] for row in tops]
     return [*zip(scores.ids, scores.logs, best or [()] * len(scores.ids), strict=True)]

@@ -30,7 +30,7 @@ class Metrics:
             "num_requests_running": self._running,
             "num_requests_waiting": lambda: engine.count - self._running(),
             "kv_cache_usage_perc": self._usage,
-            "num_preemptions_total": self._preemptions,
+            "num_preemptions_total": lambda: engine.preemptions,
             "model_load_seconds": lambda: engine.load_seconds,
         }.items():
             gauge = Gauge(PREFIX + name, name, [LABEL], registry=into)
@@ -67,7 +67,7 @@ class Metrics:
             "kv_cache_usage": round(self._usage(), 4),
             "cache_pages": engine.pages,
             "max_model_len": engine.room,
-            "preemptions": self._preemptions(),
+            "preemptions": engine.preemptions,
             "tool_format": engine.tool_format.name,
             "warnings": engine.warnings,
         }
@@ -112,6 +112,3 @@ class Metrics:
 
     def _usage(self) -> float:
         return 1.0 - self._engine.free_pages / self._engine.pages
-
-    def _preemptions(self) -> int:
-        return self._engine.generator.preemptions if self._engine.state != "recovering" else 0

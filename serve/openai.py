@@ -4,7 +4,6 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from functools import partial
 from typing import Any
 
 from exl2flow.inference.chat import CallBegin
@@ -13,7 +12,7 @@ from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Body, ChatBody, CompletionBody
-from exl2flow.serve.logprobs import LogprobColumns
+from exl2flow.serve.logprobs import Row, rows_of, rows_of_prompt
 
 DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index
@@ -207,9 +206,8 @@ class CompletionDialect(Dialect):
 
     def __init__(self, answer: RunningAnswer, body: CompletionBody, engine: Engine) -> None:
         super().__init__(answer, body, engine)
-        self._body, self._has_logs, top = body, body.logprobs is not None, body.logprobs or 0
-        new = partial(LogprobColumns, self.names, top=top, by_id=self._by_id)
-        self._columns = [new() for _ in answer.choices]
+        self._body, self._has_logs = body, body.logprobs is not None
+        self._offsets = [0] * len(answer.choices)
 
     def opening(self, index: int) -> Chunk:
         if not self._body.echo:
@@ -222,11 +220,14 @@ class CompletionDialect(Dialect):
         return {"text": prompt}
 
     def chunk(self, update: Update) -> Chunk:
-        event, columns, logs = update.event, self._columns[update.index], None
-        if event.scores is not None and self._body.echo and self._has_logs:
-            logs = columns.of_prompt(event.scores)
-        if self._has_logs and event.ids and event.probabilities:
-            logs = joined(logs, columns.of_text(event))
+        event, rows, logs = update.event, list[Row](), None
+        if event.scores is not None and self._body.echo:
+            rows += rows_of_prompt(event.scores)
+        rows += rows_of(event)
+        if self._has_logs and rows:
+            at, top = self._offsets[update.index], self._body.logprobs or 0
+            logs = self.names.columns(rows, at, top=top, by_id=self._by_id)
+            self._offsets[update.index] += sum(len(self.names.text(row[0])) for row in rows)
         text = "".join(part.text for part in update.parts if isinstance(part, Text))
         chunk: Chunk = {"text": text, "logprobs": logs} if text or logs else {}
         if event.scores is not None and self._body.prompt_logprobs is not None:

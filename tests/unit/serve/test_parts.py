@@ -27,6 +27,7 @@ from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
 from exl2flow.serve.fields import ALIASES, ChatBody, CompletionBody
 from exl2flow.serve.mapping import settings_of
+from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.openai import ChatDialect
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
@@ -222,11 +223,14 @@ def test_other_errors_tell_nothing() -> None:
         assert "secret" not in str(told)
 
 
-def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made_again", [True, False])
+def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path, made_again: bool) -> None:
     model = load_model(make_tiny("llama", tmp_path), device="cpu")
     made = list[Generator]()
 
     def make() -> Generator:
+        if made and not made_again:
+            raise errors.OutOfDeviceMemory("too little")
         made.append(Generator(model, slots=2))
         return made[-1]
 
@@ -249,6 +253,10 @@ def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
         states = [engine.state]
         await engine._recovery
         states.append(engine.state)
+        if not made_again:
+            assert Metrics(engine).status()["state"] == "failed"
+            await engine.close()
+            return states
         answer = await engine.begin(lambda: plan)
         async for _ in answer.updates():
             pass
@@ -260,5 +268,6 @@ def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
         await engine.close()
         return states
 
-    assert asyncio.run(run()) == ["recovering", "ready", "failed"]
-    assert len(made) == 2
+    states = ["recovering", "ready", "failed"] if made_again else ["recovering", "failed"]
+    assert asyncio.run(run()) == states
+    assert len(made) == 1 + made_again
