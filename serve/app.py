@@ -25,14 +25,7 @@ MISSING = "embeddings rerank batches files moderations images/generations images
 MISSING += " audio/transcriptions audio/translations"
 
 
-def create_app(
-    engine: Engine,
-    *,
-    keys: tuple[Key, ...] = (),
-    hosts: tuple[str, ...] = (),
-    origins: tuple[str, ...] = (),
-    open_metrics: bool = False,
-) -> FastAPI:
+def create_app(engine: Engine, *, keys: tuple[Key, ...] = ()) -> FastAPI:
     """Return the application of an engine, which ends with it; `/v1` may be left out of paths."""
 
     @asynccontextmanager
@@ -47,14 +40,7 @@ def create_app(
         app.include_router(router, include_in_schema=False)
     for kind in (RequestValidationError, HTTPException, ApiError, Exception):
         app.add_exception_handler(kind, _refused)
-    app.add_middleware(
-        Guard,
-        keys=keys,
-        hosts=hosts,
-        origins=origins,
-        open_metrics=open_metrics,
-        on_status=lambda path, code: metrics.add("http_requests", path=path, code=str(code)),
-    )
+    app.add_middleware(Guard, options=engine.options, keys=keys, metrics=metrics)
     return app
 
 

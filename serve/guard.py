@@ -10,7 +10,7 @@ import ipaddress
 import re
 import secrets
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,12 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.serving import ServeOptions
 from exl2flow.serve.errors import ApiError, response
+from exl2flow.serve.metrics import Metrics
 
 LARGEST_BODY = 8 << 20  # bytes
 LARGEST_HEADERS = 32 << 10  # bytes
 BODY_SECONDS = 30.0
-OPEN, METRICS = {"/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
+OPEN, MEASURES = {"/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ALLOWED = "authorization, content-type, x-api-key, x-request-id"  # headers of pages
 CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}
@@ -87,16 +89,13 @@ class Guard:
         self,
         app: ASGIApp,
         *,
+        options: ServeOptions,
         keys: Sequence[Key],
-        hosts: Sequence[str],
-        origins: Sequence[str],
-        open_metrics: bool,
-        on_status: Callable[[str, int], object],
+        metrics: Metrics,
     ) -> None:
-        """on_status: is told the path of the route, and the status, of each answer."""
-        self._app, self._keys, self._on_status = app, keys, on_status
-        self._hosts, self._origins = {*hosts}, {*origins}
-        self._open = OPEN | (METRICS if open_metrics else set())
+        self._app, self._keys, self._metrics = app, keys, metrics
+        self._hosts, self._origins = {options.host, *options.allow_host}, {*options.origin}
+        self._open = OPEN | (MEASURES if options.open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -111,7 +110,7 @@ class Guard:
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
-                self._on_status(path, message["status"])
+                self._metrics.add("http_requests", path=path, code=str(message["status"]))
                 headers = MutableHeaders(raw=message["headers"])
                 headers["x-request-id"] = request_id
                 if given.get("origin") in self._origins:

@@ -44,17 +44,10 @@ def serve(model: ModelFolder, *, options: ServeOptions) -> None:
         raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
     with _listening(options) as listener:
         engine = _engine(model, options)
-        app = create_app(
-            engine,
-            keys=keys,
-            hosts=(options.host, *options.allow_host),
-            origins=tuple(options.origin),
-            open_metrics=options.open_metrics,
-        )
         _log_requests(options)
         listener.listen(BACKLOG)
         say(f"serving on http://{options.host}:{listener.getsockname()[1]}/v1")
-        run(app, engine, listener)
+        run(create_app(engine, keys=keys), engine, listener)
 
 
 def _engine(model: Path, options: ServeOptions) -> "Engine":
