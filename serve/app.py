@@ -69,7 +69,8 @@ def _tokens(engine: Engine) -> APIRouter:
 
         def ids() -> list[int]:
             if given.messages is None:
-                return tokenizer.encode(given.prompt, add_bos=given.add_special_tokens)
+                bos = given.add_special_tokens
+                return tokenizer.encode(given.prompt, add_bos=bos, special=True)
             return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
 
         try:

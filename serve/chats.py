@@ -160,6 +160,8 @@ def _tools(body: ChatBody) -> _Tools:
         name = inner.get("name") if isinstance(inner, Mapping) else None
         if not isinstance(name, str):
             raise ConfigError("`tool_choice` has no `function` with a `name`")
+        if not tools:
+            raise ConfigError("`tool_choice` needs `tools`")
         return _Tools(tools, "named", name)
     if given not in CHOICES:
         raise ConfigError(f"`tool_choice` is {given!r:.40}; it takes {', '.join(CHOICES)}")

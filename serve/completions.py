@@ -65,6 +65,8 @@ def _ids(prompt: str | list[int], body: CompletionBody, engine: Engine) -> Seque
         return find(prompt, body, engine)
     if body.suffix:
         raise ApiError(400, "`suffix` goes with a `prompt` given as text", param="suffix")
+    if wrong := [i for i in prompt if not 0 <= i < engine.width]:
+        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is no id", param="prompt")
     return prompt
 
 

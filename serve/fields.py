@@ -119,6 +119,8 @@ class Body(_Sampler, Json):
             field = NAMES.get(name, name)
             if values.setdefault(str(field), value) != value:
                 raise ValueError(f"`{name}` and another name of `{field}` have different values")
+        if values.get("cfg_scale") == 1:  # the prompt alone
+            del values["cfg_scale"]
         if isinstance(bound := values.get("end_loops"), int):
             values["end_loops"] = bool(bound)  # of the field that is a length
         return values

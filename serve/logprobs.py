@@ -6,6 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from exl2flow.inference.generate import Event, PromptScores
+from exl2flow.inference.generate.event import TextPiece
 from exl2flow.model import Tokenizer
 from exl2flow.model.text.spelling import Spelling
 
@@ -69,8 +70,8 @@ class Names:
         return found
 
 
-def rows_of(event: Event) -> list[Row]:
-    """Return id, log probability and likeliest ids of each token of an event."""
+def rows_of(event: TextPiece) -> list[Row]:
+    """Return id, log probability and likeliest ids of each token of a text."""
     logs = [_log(p) for p in event.probabilities]
     best: list[Ranked] = [
         [(i, _log(p)) for i, p in zip(ids, ps, strict=True)]

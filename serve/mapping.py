@@ -76,6 +76,8 @@ def settings_of(body: Body, engine: Engine) -> SamplingSettings:
         values["min_temp"] = max(middle - body.dynatemp_range, 0.0)
         values["max_temp"] = middle + body.dynatemp_range
     if (breakers := body.dry_sequence_breakers) is not None:
+        if isinstance(breakers, str) and breakers.startswith("["):  # as SillyTavern sends them
+            breakers = _texts(breakers)
         texts = [text for text in _several(breakers) if text]
         pieces = enumerate(engine.tokenizer.pieces)
         values["dry_breakers"] = tuple(i for i, p in pieces if any(t in p for t in texts))
@@ -94,14 +96,25 @@ def _several(given: str | Sequence[str]) -> Sequence[str]:
     return [given] if isinstance(given, str) else given
 
 
+def _texts(given: str) -> list[str]:
+    try:
+        return [str(text) for text in json.loads(given)]
+    except ValueError:
+        return [given]
+
+
 def _excluded(body: Body, engine: Engine) -> set[int]:
     """Return the ids that are never sampled."""
     tokens = body.banned_tokens
     if isinstance(tokens, str):  # as TabbyAPI takes them
         tokens = [int(t) for t in tokens.replace(",", " ").split() if t.isdecimal()]
+    allowed = [0] if body.allowed_tokens is None else body.allowed_tokens
+    if not allowed or not all(0 <= i < engine.width for i in (*tokens, *allowed)):
+        why = f"take ids below {engine.width}, and some must be left"
+        raise ConfigError(f"`banned_tokens` and `allowed_tokens` {why}")
     found = {*tokens, *(i for i, bias in _biases(body) if bias <= -100)}
     if body.allowed_tokens is not None:
-        found |= {*range(engine.width)} - {*body.allowed_tokens}
+        found |= {*range(engine.width)} - {*allowed}
     return found | {*engine.tokenizer.eos_token_ids} if body.ignore_eos else found
 
 

@@ -224,6 +224,8 @@ class CompletionDialect(Dialect):
         if event.scores is not None and self._body.echo:
             rows += rows_of_prompt(event.scores)
         rows += rows_of(event)
+        if self._body.echo and event.reason == "stop_token" and event.held is not None:
+            rows += rows_of(event.held)  # which lm-eval leaves out
         if self._has_logs and rows:
             at, top = self._offsets[update.index], self._body.logprobs or 0
             logs = self.names.columns(rows, at, top=top, by_id=self._by_id)

@@ -36,7 +36,9 @@ class _Seen(NamedTuple):
     unsent: int
 
 
-class _Connection(H11Protocol):
+class Connection(H11Protocol):
+    """A connection as the server looks at it."""
+
     def send_400_response(self, msg: str) -> None:
         """See `H11Protocol`: answer what is no HTTP in our form."""
         super().send_400_response(json.dumps(body(ApiError(400, msg))))
@@ -62,7 +64,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
         self._engine, self._deadline = engine, 0.0
-        self._seen = dict[_Connection, _Seen]()
+        self._seen = dict[Connection, _Seen]()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`; signals are not raised again, so the program ends with 0."""
@@ -81,7 +83,7 @@ class _Server(uvicorn.Server):
 
     def _end_connections(self) -> None:
         now, before, connections = time.monotonic(), self._seen, self.server_state.connections
-        ours = [one for one in connections if isinstance(one, _Connection)]
+        ours = [one for one in connections if isinstance(one, Connection)]
         self._seen = {one: one.seen(before.get(one), now) for one in ours}
         rows = sorted(self._seen.items(), key=lambda row: row[1].since)
         ended = [one for one, seen in rows if now - seen.since > LIMITS.get(seen.state, math.inf)]
@@ -94,7 +96,7 @@ def run(app: FastAPI, engine: Engine, listener: socket.socket) -> None:
     """Answer until a signal comes; addresses and headers are not logged."""
     config = uvicorn.Config(
         app,
-        http=_Connection,
+        http=Connection,
         ws="none",
         log_config=None,
         access_log=False,
