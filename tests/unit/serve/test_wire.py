@@ -379,14 +379,7 @@ def test_slow_clients_are_dropped(
 def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> None:
     body = {"prompt": "The", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
     before = sum(" 499" in line for line in served.lines)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\n\r\n"
-    )
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + content)
+    with left(served, body):
         wait_for(lambda: served.status()["running"] == 1, pause=0.01)
         assert served.status()["kv_cache_usage"] > 0
     began = time.monotonic()
@@ -395,6 +388,39 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
 
     assert time.monotonic() - began < 1.0  # the text would take 5 s
     wait_for(lambda: sum(" 499" in line for line in served.lines) == before + 1)
+
+
+def left(served: Served, body: Any) -> socket.socket:
+    """Send a request, and return the connection, for the client to leave."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def test_clients_may_leave_in_the_queue_and_in_prefill(served: Served) -> None:
+    text = {"prompt": "The", "max_tokens": 1900, "ignore_eos": True}
+    with served.http() as client:
+        running = [left(served, {**text, "seed": seed}) for seed in range(4)]
+        wait_for(lambda: served.status()["running"] == 4, pause=0.01)
+        queued = left(served, text)
+        wait_for(lambda: served.status()["waiting"] == 1, pause=0.01)
+        queued.close()
+        wait_for(lambda: served.status()["waiting"] == 0, pause=0.01)
+        assert served.status()["running"] == 4
+        for connection in running:
+            connection.close()
+        wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
+        reading = left(served, {"prompt": [*range(50, 2000)], "max_tokens": 1})
+        wait_for(lambda: served.status()["running"] == 1, pause=0.005)
+        reading.close()
+        wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
+        [line] = [
+            row for row in client.get("/metrics").text.splitlines() if "disconnects_total{" in row
+        ]
+    assert float(line.split()[-1]) >= 5
 
 
 def is_closed(connection: socket.socket) -> bool:
