@@ -78,7 +78,7 @@ test-lowest: .venv-lowest/.installed
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant tasks flows inference compat
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant tasks flows inference compat serve
 	$(BIN)/mypy
 
 format: dev

@@ -60,21 +60,9 @@ class DrawOptions(Options):
     )
 
 
-class ModelOptions(PlacementOptions):
-    """How `generate` and `chat` load a model, and what its texts must and must not hold."""
+class LoadOptions(PlacementOptions):
+    """How `generate`, `chat` and `serve` load a model, what changes it and what drafts for it."""
 
-    ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
-        [], description="text that must not appear, in upper or lower case"
-    )
-    json_schema: Annotated[str | None, Option("FILE|JSON", "Constraints")] = Field(
-        None, description="JSON schema of the answer: a file, or the schema itself"
-    )
-    regex: Annotated[str | None, Option("REGEX", "Constraints")] = Field(
-        None, description="regular expression that the whole answer matches"
-    )
-    grammar: Annotated[Path | None, Option("FILE", "Constraints")] = Field(
-        None, description="file with a grammar of the answer, in Lark"
-    )
     lora: Annotated[list[Path], Option("FOLDER", MODEL)] = Field(
         [], description="folder of an adapter that changes the model"
     )
@@ -98,6 +86,23 @@ class ModelOptions(PlacementOptions):
     )
     draft_tokens: Annotated[int, Option("N", DRAFTS, rare=True)] = Field(
         4, ge=1, le=7, description="most draft tokens per step"
+    )
+
+
+class ModelOptions(LoadOptions):
+    """What all texts must and must not hold, besides how a model is loaded."""
+
+    ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
+        [], description="text that must not appear, in upper or lower case"
+    )
+    json_schema: Annotated[str | None, Option("FILE|JSON", "Constraints")] = Field(
+        None, description="JSON schema of the answer: a file, or the schema itself"
+    )
+    regex: Annotated[str | None, Option("REGEX", "Constraints")] = Field(
+        None, description="regular expression that the whole answer matches"
+    )
+    grammar: Annotated[Path | None, Option("FILE", "Constraints")] = Field(
+        None, description="file with a grammar of the answer, in Lark"
     )
 
 

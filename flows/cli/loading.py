@@ -4,7 +4,7 @@ from pathlib import Path
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.generation import ModelOptions, PlacementOptions
+from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
 from exl2flow.flows.runs.conversion import choose_allocator
 from exl2flow.inference import Draft, LoadedModel, NgramDraft, load_model
@@ -26,7 +26,7 @@ def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> Sp
 
 
 def load(
-    model: Path, options: ModelOptions, *, slots: int, tokens: int | None = None
+    model: Path, options: LoadOptions, *, slots: int, tokens: int | None = None
 ) -> LoadedModel:
     """Load a model as the options say; a split leaves room for the logits of `slots` texts."""
     choose_allocator()
@@ -41,7 +41,7 @@ def load(
     )
 
 
-def load_draft(options: ModelOptions, model: LoadedModel) -> Drafter | None:
+def load_draft(options: LoadOptions, model: LoadedModel) -> Drafter | None:
     """Return what proposes draft tokens, on the device of the model's head.
 
     Raises:

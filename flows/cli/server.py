@@ -23,7 +23,10 @@ from exl2flow.flows.server.services import (
 )
 
 _whisper = partial(say, style="dim")
-app = typer.Typer(no_args_is_help=True, help="Start, end or check a Prefect server with workers.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Start, end or check a Prefect server, which runs conversions (`serve` answers prompts).",
+)
 HomeOption = Annotated[
     Path,
     typer.Option(

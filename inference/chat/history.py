@@ -9,11 +9,11 @@ answer, it gets the text, which is encoded.
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
 
 from exl2flow.core.errors import ChatTemplateError, ContextOverflow
 from exl2flow.core.requests.conversation import Answer, PromptFormat, Turn
@@ -21,7 +21,8 @@ from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.model.text.thoughts import first_of_answer
 
 SEGMENTS = 4096  # encoded texts between answers that are kept
-BOS = "bos"  # instead of a number in a marker
+BOS, END, CUT = "bos", "end", "cut"  # instead of a number in a marker
+PLAIN = ("user", "tool", "function")  # whose special tokens are text
 ADVICE = "choose another format, or change the system prompt"
 
 
@@ -51,8 +52,8 @@ class Reader:
         """
         self.format, self._tokenizer, self._now = fmt, tokenizer, now
         self._secret = f"x{secrets.token_hex(12)}x"
-        self._marker = re.compile(rf"{self._secret}(\d+|{BOS})e")
-        self._template = ChatTemplate(
+        self._marker = re.compile(rf"{self._secret}(\d+|{BOS}|{END}|{CUT})e")
+        self.template = ChatTemplate(
             fmt.template, special_tokens=self._special_tokens(), origin=fmt.file, advice=ADVICE
         )
         self._names = {"user_name": names[0], "bot_name": names[1]}
@@ -140,9 +141,61 @@ class Reader:
         if changed := self._changed(text, system, users, [given.text for given in answers]):
             shown = [a.text if i in changed else marks[i] for i, a in enumerate(answers)]
             text = self._rendered(system, users, shown)
+        return self._joined(self._marker.split(text), answers), self._opens(text)
+
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        goes_on: bool = False,
+        trusts: bool = False,
+    ) -> tuple[list[int], bool]:
+        """Return the ids of messages as `ChatTemplate.render` takes them, and whether they think.
+
+        Args:
+            messages: the turns; contents are text.
+            tools: the functions that the model may call.
+            variables: further names of the template.
+            goes_on: the answer continues the last message.
+            trusts: read special tokens that users' and tools' texts spell as such.
+
+        Raises:
+            ChatTemplateError, ConfigError: what `ChatTemplate.render` refuses.
+        """
+        shown = [m if trusts else self._as_text(m) for m in messages]
+        if goes_on:
+            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}{self._mark(END)}"}
+        text = self.template.render(
+            shown,
+            tools=tools,
+            add_generation_prompt=not goes_on,
+            now=self._now,
+            variables={**self._names, **(variables or {})},
+        )
+        text = text.partition(self._mark(END))[0]
+        return self._joined(self._marker.split(text), ()), self._opens(text)
+
+    def _as_text(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put a marker within each special token that a message of a user or a tool spells."""
+        content = message.get("content")
+        if message.get("role") not in PLAIN or not isinstance(content, str):
+            return message
+        cut = self._spelled.sub(lambda found: f"{self._mark(CUT)}{found[0]}", content)
+        return {**message, "content": cut}
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        """Matches names of added tokens, which the backend finds in any text."""
+        added = self._tokenizer.backend.get_added_tokens_decoder().values()
+        names = sorted({t.content for t in added if len(t.content) > 1}, key=len, reverse=True)
+        pairs = "|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names)
+        return re.compile(pairs or "(?!)")
+
+    def _opens(self, text: str) -> bool:
         thinking = self.format.thinking
-        opened = thinking is not None and text.rstrip().endswith(thinking.open)
-        return self._joined(self._marker.split(text), answers), opened
+        return thinking is not None and text.rstrip().endswith(thinking.open)
 
     def _joined(self, parts: list[str], answers: Sequence["_Given"]) -> list[int]:
         """Encode a rendered conversation: texts at even indexes, names of markers at odd ones."""
@@ -182,7 +235,7 @@ class Reader:
             raise
 
     def _render(self, messages: Sequence[Message]) -> str:
-        return self._template.render(
+        return self.template.render(
             messages, add_generation_prompt=True, now=self._now, variables=self._names
         )
 

@@ -4,7 +4,7 @@ from exl2flow.core.requests.request import Filter
 from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
 from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint
 from exl2flow.inference.filters.foreign import ForeignFilter
-from exl2flow.inference.filters.grammar import GrammarFilter, bounded, marks_of, prepare
+from exl2flow.inference.filters.grammar import GrammarFilter, bounded, lark_of, marks_of, prepare
 from exl2flow.inference.filters.phases import Phases
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PrefixFilter",
     "SelectFilter",
     "bounded",
+    "lark_of",
     "marks_of",
     "prepare",
 ]

@@ -15,6 +15,7 @@ BELOW: dict[str, set[str]] = {
     "inference": {"core", "kernels", "model", "calibration_data"},
 }
 BELOW["tasks"] = {*BELOW}
+BELOW["serve"] = {"core", "kernels", "model", "inference"}  # `flows/cli/serve.py` imports it
 BELOW["flows"] = {*BELOW}
 BELOW["compat"] = {"core", "kernels", "model", "inference"}  # nothing imports it
 FOLDERS = set(BELOW)

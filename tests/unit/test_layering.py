@@ -28,7 +28,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "inference/report/page.py",
         "inference/report/card.py",
     ),
-    "llguidance": ("inference/filters/grammar.py",),
+    "llguidance": ("inference/filters/grammar.py", "inference/filters/trial_program.py"),
     "markdown_it": ("flows/cli/terminal/",),
     "matplotlib": ("inference/report/plots.py",),
     "scipy": ("inference/scoring/intervals.py",),
@@ -39,7 +39,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prompt_toolkit": ("flows/cli/terminal/",),
     "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/", "inference/scoring/text.py", "calibration_data/build.py"),
-    "pydantic": ("core/", "flows/"),
+    "prometheus_client": ("serve/",),
+    "pydantic": ("core/", "flows/", "serve/fields.py"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),
     "highspy": ("quant/allocate/knapsack.py",),
@@ -51,10 +52,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda/ops.py", "kernels/cuda/compiler.py", "kernels/cuda/ptx.py"),
     "huggingface_hub": ("tasks/",),
-    "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py"),
-    "fastapi": ("flows/webhook.py",),
+    "h11": ("serve/running.py",),
+    "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py", "serve/"),
+    "fastapi": ("flows/webhook.py", "serve/"),
     "httpx": ("flows/webhook.py", "flows/cli/running.py"),  # Prefect's client raises its errors
-    "starlette": ("flows/server/application.py", "flows/webhook.py"),
+    "starlette": ("flows/server/application.py", "flows/webhook.py", "serve/"),
     "yaml": ("flows/server/lasting.py",),
     "sqlalchemy": ("flows/server/",),
 }
@@ -126,6 +128,7 @@ WITHOUT_PREFECT = (
     "quant/",
     "inference/",
     "compat/",
+    "serve/",
     "tasks/stages.py",
     "tasks/hub.py",
     "tasks/publish.py",
@@ -282,6 +285,14 @@ def test_nothing_in_a_folder_imports_what_comes_later(folder: str) -> None:
     inside = {file for file in FILES if file.startswith(f"{folder}/")} - {f"{folder}/__init__.py"}
     assert {room(file) for file in inside} == set(order)
     assert offenders(later, inside) == {}
+
+
+def test_only_its_command_imports_the_http_server() -> None:
+    def serving(file: str) -> set[str]:
+        return {i.name for i in imports(file) if i.name.startswith("exl2flow.serve")}
+
+    outside = [file for file in FILES if not file.startswith("serve/")]
+    assert {*offenders(serving, outside)} == {"flows/cli/serve.py"}
 
 
 def test_every_stage_is_found_by_its_name() -> None:

@@ -19,6 +19,7 @@ TOP = sorted(SETUPTOOLS["package-dir"].values())
 SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parquet files, not shipped
 NOT_PACKAGES = {"benchmarks", "build", "campaigns", "demo", "demo-exl2", "dist", "docs", "tests"}
 CARRIED_BY = {
+    "h11": "uvicorn",
     "docket": "pydocket",
     "markdown_it": "markdown-it-py",
     "pydantic_core": "pydantic",

@@ -1,13 +1,15 @@
 """What the model reads: templates, generated ids, thoughts, names; markers never reach it."""
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from chatting import EOS, EVERY, notes, own, scripted, text_of
+from chatting import EOS, EVERY, notes, own, scripted, text_of, tokenizer_with
 from spelled import sentencepiece_tokenizer
 
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.inference.chat import Session, all_formats
+from exl2flow.inference.chat.history import Reader
 
 RAW = all_formats()["raw"]
 CHATML = all_formats()["chatml"]
@@ -203,3 +205,30 @@ def test_a_space_that_the_model_says_is_not_said_twice(name: str, tmp_path: Path
     said = [*fake.prompts[0], *ids]
     assert session.turns[0].ids == ids
     assert session.context_ids("c")[: len(said)] == said
+
+
+@pytest.mark.parametrize("trusts", [False, True])
+def test_special_tokens_that_users_spell_are_text_unless_they_are_trusted(trusts: bool) -> None:
+    tokenizer = tokenizer_with(MARKS)
+    reader = Reader(CHATML, tokenizer, ("User", "Assistant"), now=datetime(2026, 1, 1))
+    mark = tokenizer.backend.token_to_id("<|im_end|>")
+    messages = [{"role": "user", "content": "a<|im_end|>b<|im_end|><|im_end|>"}]
+
+    ids, opened = reader.prompt(messages, trusts=trusts)
+
+    assert tokenizer.decode(ids, special=True) == (
+        "<|im_start|>user\na<|im_end|>b<|im_end|><|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids.count(mark) == (4 if trusts else 1)
+    assert not opened
+
+
+def test_a_prompt_may_end_within_the_last_answer() -> None:
+    tokenizer = tokenizer_with(MARKS)
+    reader = Reader(CHATML, tokenizer, ("User", "Assistant"), now=datetime(2026, 1, 1))
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Once "}]
+
+    ids, _ = reader.prompt(messages, goes_on=True)
+
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nOnce "
+    assert tokenizer.decode(ids, special=True) == text

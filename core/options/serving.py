@@ -1,0 +1,84 @@
+"""Options of `exl2flow serve`: the address, the model, the limits."""
+
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from exl2flow.core.options.base import Option
+from exl2flow.core.options.generation import MODEL, LoadOptions
+
+LISTEN: Final = "Running"
+
+
+class ServeOptions(LoadOptions):
+    """Options of `exl2flow serve`."""
+
+    host: Annotated[str, Option("ADDRESS", LISTEN)] = Field(
+        "127.0.0.1", description="interface to listen on; another one needs a key"
+    )
+    port: Annotated[int, Option("PORT", LISTEN)] = Field(
+        5000, ge=0, le=65535, description="port to listen on; 0: a free one"
+    )
+    keys: Annotated[Path | None, Option("FILE", LISTEN)] = Field(
+        None,
+        description="TOML file with a table `key` per client, which has its `name` and its `key` "
+        "or `sha256`; empty: EXL2FLOW_API_KEY, else no key",
+    )
+    allow_host: Annotated[list[str], Option("NAME", LISTEN, rare=True)] = Field(
+        [], description="further name by which clients reach this server"
+    )
+    origin: Annotated[list[str], Option("URL", LISTEN, rare=True)] = Field(
+        [], description="web page that may send requests, such as http://localhost:8080"
+    )
+    open_metrics: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
+        False, description="answer /metrics and /v1/status without a key"
+    )
+    log_json: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
+        False, description="write the log as JSON, an object per line"
+    )
+    drain: Annotated[float, Option("SECONDS", LISTEN, rare=True)] = Field(
+        30.0, ge=0, description="time that running answers have after SIGTERM"
+    )
+    waiting: Annotated[int, Option("N", LISTEN, rare=True)] = Field(
+        64, ge=0, description="requests that may wait for a slot; further ones get status 429"
+    )
+    strict: Annotated[bool, Option(panel=LISTEN)] = Field(
+        False, description="refuse unknown fields and tools that the template does not show"
+    )
+    strict_names: Annotated[bool, Option(panel=LISTEN)] = Field(
+        False, description="refuse other models' names, instead of answering with this model"
+    )
+    format: Annotated[str | None, Option("NAME|FILE", "Conversation")] = Field(
+        None,
+        description="prompt format: a name, or a file with a template; empty: the model's "
+        "template, else by its vocabulary",
+    )
+    tool_format: Annotated[str | None, Option("NAME", "Conversation", rare=True)] = Field(
+        None, description="format of tool calls; empty: by the template"
+    )
+    tool_grammar: Annotated[Literal["on", "off"], Option("on|off", "Conversation", rare=True)] = (
+        Field("on", description="force tool calls to be valid; off: only read them")
+    )
+    reasoning_field: Annotated[
+        Literal["reasoning_content", "reasoning", "both", "inline"],
+        Option("NAME", "Conversation", rare=True),
+    ] = Field(
+        "reasoning_content",
+        description="where thoughts are: reasoning_content, reasoning, both, or inline in the text",
+    )
+    trust_marks: Annotated[bool, Option(panel="Conversation", rare=True)] = Field(
+        False, description="read special tokens that users spell as such"
+    )
+    max_answer: Annotated[int | None, Option("N", "Stopping")] = Field(
+        None, ge=1, description="tokens of an answer at most; empty: what fits"
+    )
+    tokens: Annotated[int | None, Option("N", MODEL)] = Field(
+        None,
+        ge=1,
+        description="cache capacity in tokens, shared by all texts; empty: one context, or as many "
+        "as fit",
+    )
+    slots: Annotated[int, Option("N", MODEL)] = Field(
+        16, ge=1, description="texts that are generated at once"
+    )

@@ -1,0 +1,178 @@
+"""A running answer: the events of its texts become parts, without any dialect's form."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from exl2flow.core.requests.conversation import Thinking
+from exl2flow.core.requests.request import Request
+from exl2flow.inference.chat import CallArguments, CallBegin, ToolFormat, ToolParser, ToolText
+from exl2flow.inference.chat.tool_events import CallEnd, ToolEvent
+from exl2flow.inference.generate import Event, Job
+from exl2flow.model.text.thoughts import Splitter
+
+WRITE_SECONDS = 0.02  # between two writes of a stream
+PING_SECONDS = 10.0
+BROKEN = "a call of a function does not parse, so it stays text"
+
+
+class Text(NamedTuple):
+    """Text of an answer, or of the thoughts before it."""
+
+    text: str
+    is_thought: bool = False
+
+
+Part = Text | CallBegin | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """What a request becomes: a text per choice, and how the texts are read.
+
+    prompts: ids; there are `n` choices of each. marks: of thoughts, which are separated. opened:
+    the prompt has begun them. shows_calls: calls are shown before they have ended, for they are
+    forced to be valid.
+    """
+
+    requests: tuple[Request, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    n: int = 1
+    seed: int = 0
+    marks: Thinking | None = None
+    opened: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    tool_format: ToolFormat | None = None
+    shows_calls: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an event adds to a choice."""
+
+    index: int
+    parts: list[Part]
+    event: Event
+
+
+class Choice:
+    """Reads one text. calls: how many it has; is_broken: some of it begins like a call."""
+
+    def __init__(self, plan: AnswerPlan) -> None:
+        self.calls, self.is_broken, self.reasoning_tokens = 0, False, 0
+        self._shows_calls, self._held = plan.shows_calls, list[Part]()
+        self._splitter = None  # which drops white space, too
+        if plan.marks is not None:
+            self._splitter = Splitter(plan.marks, opened=plan.opened)
+        self._parser = ToolParser(plan.tool_format, plan.tools) if plan.tool_format else None
+
+    def parts(self, event: Event) -> list[Part]:
+        """Return what an event adds."""
+        parts, ends = list[Part](), event.reason is not None
+        texts: Sequence[tuple[str, str]] = [("answer", event.text)] if event.text else []
+        if self._splitter is not None:
+            self.reasoning_tokens += len(event.ids) * (self._splitter.kind == "thinking")
+            texts = self._splitter.push(event.text, ends=ends)
+        for kind, text in texts:
+            if kind == "thinking" or self._parser is None:
+                parts.append(Text(text, kind == "thinking"))
+            else:
+                parts += self._read(self._parser.feed(text))
+        if ends and self._parser is not None:
+            parts += self._read(self._parser.finish())
+        return parts
+
+    def _read(self, events: Sequence[ToolEvent]) -> list[Part]:
+        """Return parts of calls; those that may turn out to be none are held to their ends."""
+        parts = list[Part]()
+        for event in events:
+            match event:
+                case ToolText(text=text, is_broken=is_broken):
+                    self.is_broken |= is_broken
+                    parts.append(Text(text))
+                case CallEnd(is_valid=is_valid):
+                    parts += self._held if is_valid else []
+                    self.calls += is_valid
+                    self._held.clear()
+                case _:
+                    (parts if self._shows_calls else self._held).append(event)
+        return parts
+
+
+class RunningAnswer:
+    """The texts of one request while they are generated. first: when the first token came."""
+
+    def __init__(self, plan: AnswerPlan, jobs: Sequence[Job], events: asyncio.Queue[Event]) -> None:
+        self.plan, self.began, self.created = plan, time.monotonic(), int(time.time())
+        self.first: float | None = None
+        self.choices = [Choice(plan) for _ in plan.requests]
+        self.ends: dict[int, Event] = {}
+        self._jobs, self._events = jobs, events
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        """Yield what is new, at most every 20 ms; an empty list where nothing came for 10 s.
+
+        Raises:
+            Exception: what ended a text.
+        """
+        written = 0.0
+        while len(self.ends) < len(self.choices):
+            try:
+                events = [await asyncio.wait_for(self._events.get(), PING_SECONDS)]
+            except TimeoutError:
+                yield []
+                continue
+            wait = written + WRITE_SECONDS - time.monotonic()
+            if wait > 0 and events[0].reason is None:
+                await asyncio.sleep(wait)
+            written = time.monotonic()
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            updates = list[Update]()
+            for event in events:
+                new = self._read(event)
+                if event.error is None:
+                    updates += new
+                    continue
+                if updates:
+                    yield updates
+                raise event.error
+            if updates:
+                yield updates
+
+    def cancel(self) -> None:
+        """End all texts, within a step."""
+        for index, job in enumerate(self._jobs):
+            if index not in self.ends:
+                job.cancel()
+
+    def _read(self, event: Event) -> list[Update]:
+        index = event.tag
+        assert isinstance(index, int)
+        if event.ids and self.first is None:
+            self.first = time.monotonic()
+        if event.reason is not None:
+            self.ends[index] = event
+        is_news = event.stage == "text" or event.scores is not None or event.reason is not None
+        return [Update(index, self.choices[index].parts(event), event)] if is_news else []
+
+    def usage(self) -> dict[str, Any]:
+        """Return the counts of tokens; of prompts that choices share, once."""
+        counts = [e.statistics for e in self.ends.values() if e.statistics is not None]
+        prompt, new = sum(map(len, self.plan.prompts)), sum(c.new_tokens for c in counts)
+        accepted = sum(c.accepted_tokens for c in counts)
+        cached = sum(min(c.cached_tokens, c.prompt_tokens) for c in counts[:: self.plan.n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(c.drafted_tokens for c in counts) - accepted,
+            },
+        }

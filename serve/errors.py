@@ -1,0 +1,75 @@
+"""Errors as HTTP answers: the status of each class is data, the body has OpenAI's form."""
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from exl2flow.core import errors
+
+log = logging.getLogger("exl2flow.serve")
+INVALID = "invalid_request_error"
+TYPES = {  # of other statuses than 400
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_implemented",
+    503: "unavailable_error",
+}
+LATER = {"retry-after": "5"}
+HEADERS = {500: {"x-should-retry": "false"}, 429: LATER, 503: LATER}
+# the first class that an error is an instance of; all others are 500
+STATUSES: tuple[tuple[type[Exception], int, str | None], ...] = (
+    (errors.ContextOverflow, 400, "context_length_exceeded"),
+    (errors.CacheFull, 400, "context_length_exceeded"),
+    (errors.FilterDeadEnd, 400, "filter_dead_end"),
+    (errors.ConfigError, 400, None),
+    (errors.ChatTemplateError, 400, None),
+    (errors.UnknownPromptFormat, 400, None),
+)
+PARAM = re.compile(r"`([a-z_]+)`")
+
+
+class ApiError(errors.Exl2FlowError):
+    """An answer other than 200."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def as_api_error(error: Exception, request_id: str, *, is_input: bool = False) -> ApiError:
+    """Return what a client is told of an error; a defect goes to the log, and tells only an id.
+
+    is_input: it was raised while the request was prepared, before anything ran.
+    """
+    if isinstance(error, ApiError):
+        return error
+    found = PARAM.search(str(error))
+    is_refusal = is_input and type(error) is errors.InferenceError  # such as ids out of range
+    if is_refusal:
+        return ApiError(400, str(error), param=found and found[1])
+    for kind, status, code in STATUSES:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code, param=found and found[1])
+    log.error("request %s failed", request_id, exc_info=error)
+    return ApiError(500, f"internal error; the server's log says more about request {request_id}")
+
+
+def body(error: ApiError) -> dict[str, Any]:
+    """Return the JSON of an error."""
+    kind = TYPES.get(error.status, INVALID)
+    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
+
+
+def response(error: ApiError, more: Mapping[str, str] | None = None) -> JSONResponse:
+    """Return the answer of a request that fails."""
+    headers = {**HEADERS.get(error.status, {}), **(more or {})}
+    return JSONResponse(body(error), error.status, headers)

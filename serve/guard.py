@@ -1,0 +1,194 @@
+"""What is refused before a handler runs: foreign hosts and pages, wrong keys, large or slow bodies.
+
+Plain ASGI. What clients hold without asking for anything is bounded in `running`.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from exl2flow.core import words
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.serving import ServeOptions
+from exl2flow.serve.errors import ApiError, response
+from exl2flow.serve.metrics import Metrics
+
+LARGEST_BODY = 8 << 20  # bytes
+LARGEST_HEADERS = 32 << 10  # bytes
+BODY_SECONDS = 30.0
+OPEN, MEASURES = {"/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ALLOWED = "authorization, content-type, x-api-key, x-request-id"  # headers of pages
+CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A client's key: its SHA-256, and a name for the log."""
+
+    name: str
+    digest: bytes
+
+
+def read_keys(path: Path) -> tuple[Key, ...]:
+    """Return the keys of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or a table has no name, or not one of `key` and `sha256`.
+    """
+    try:
+        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("key", [])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the keys in `{path}`: {words.cause(error)}") from error
+    try:
+        keys = tuple(_key_in(**row) for row in rows)
+    except (ValueError, TypeError, AttributeError) as error:
+        why = f"`{path}` has a [[key]] without `name`, or not with one of `key` and `sha256`"
+        raise ConfigError(why) from error
+    if not keys:
+        raise ConfigError(f"`{path}` has no [[key]]; add one with `name` and `key`")
+    return keys
+
+
+def _key_in(name: str, key: str = "", sha256: str = "") -> Key:
+    if not name or bool(key) == bool(sha256):
+        raise ValueError
+    return key_of(key, name) if key else Key(name, bytes.fromhex(sha256))
+
+
+def key_of(plain: str, name: str) -> Key:
+    """Return the key that a text is."""
+    return Key(name, hashlib.sha256(plain.encode()).digest())
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Guard:
+    """Checks a request's headers, and reads its body."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        options: ServeOptions,
+        keys: Sequence[Key],
+        metrics: Metrics,
+    ) -> None:
+        self._app, self._keys, self._metrics = app, keys, metrics
+        self._hosts, self._origins = {options.host, *options.allow_host}, {*options.origin}
+        self._open = OPEN | (MEASURES if options.open_metrics else set())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope)
+        own = given.get("x-request-id", "")
+        request_id = own if REQUEST_ID.fullmatch(own) else f"req_{secrets.token_hex(12)}"
+        scope.setdefault("state", {}).update(request_id=request_id, key="-")
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = getattr(scope.get("route"), "path", "other")
+                self._metrics.add("http_requests", path=path, code=str(message["status"]))
+                headers = MutableHeaders(raw=message["headers"])
+                headers["x-request-id"] = request_id
+                if given.get("origin") in self._origins:
+                    headers["access-control-allow-origin"] = given["origin"]
+                    headers["access-control-allow-headers"] = ALLOWED
+                    headers["access-control-expose-headers"] = "*"
+                    headers["vary"] = "origin"
+            await send(message)
+
+        try:
+            is_question = self._is_question(scope, given)
+            body = b"" if is_question else await _read(receive)
+        except ApiError as error:
+            await response(error, CLOSING.get(error.status))(scope, receive, told)
+            return
+        except ClientDisconnect:
+            return
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def read() -> Message:
+            return messages.pop() if messages else await receive()
+
+        app = Response(status_code=204) if is_question else self._app
+        await app(scope, read, told)
+
+    def _is_question(self, scope: Scope, given: Headers) -> bool:
+        """Refuse a request by its headers; return whether a page asks what it may send."""
+        if sum(len(k) + len(v) for k, v in given.raw) > LARGEST_HEADERS:
+            raise ApiError(431, f"the headers have more than {LARGEST_HEADERS} bytes")
+        host, origin = _host_of(f"//{given.get('host', '')}"), given.get("origin")
+        if not (is_loopback(host) or host in self._hosts):
+            raise ApiError(403, f"the host {host!r:.80} is not ours; `--allow-host` adds a name")
+        is_own = origin is None or origin.partition("://")[2] == given["host"]
+        if not is_own and origin not in self._origins:
+            raise ApiError(403, f"the origin {origin!r:.80} is not ours; `--origin` adds a page")
+        if scope["method"] == "OPTIONS" and origin in self._origins:
+            return True
+        if self._keys and scope["path"] not in self._open:
+            scope["state"]["key"] = self._name_of(given)
+        if scope["method"] in ("POST", "PUT", "PATCH"):
+            kind = given.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                raise ApiError(415, f"`content-type` is {kind!r:.80}; send application/json")
+            if int(given.get("content-length", "0")[:20]) > LARGEST_BODY:  # h11 checks digits
+                raise ApiError(413, f"the body has more than {LARGEST_BODY} bytes")
+        return False
+
+    def _name_of(self, given: Mapping[str, str]) -> str:
+        """Return the name of a request's key."""
+        scheme, _, bearer = given.get("authorization", "").partition(" ")
+        plain = bearer.strip() if scheme.lower() == "bearer" else given.get("x-api-key", "")
+        digest = hashlib.sha256(plain.encode()).digest()
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                return key.name
+        raise ApiError(401, "no or a wrong key; send `Authorization: Bearer KEY`")
+
+
+def _host_of(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:  # a broken IPv6 address
+        return ""
+
+
+async def _read(receive: Receive) -> bytes:
+    """Return the body of a request; raises `ApiError` if it is too large or slow."""
+    body, goes_on = bytearray(), True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while goes_on:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                goes_on = message.get("more_body", False)
+                if len(body) > LARGEST_BODY:
+                    raise ApiError(413, f"the body has more than {LARGEST_BODY} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body was not here in {BODY_SECONDS:.0f} s") from None
+    return bytes(body)

@@ -1,0 +1,114 @@
+"""Metrics with vLLM's stems, the status of a server, and a line of the log per request."""
+
+import logging
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from exl2flow.serve.answers import BROKEN, RunningAnswer
+from exl2flow.serve.engine import Engine
+
+log = logging.getLogger("exl2flow.serve")
+PREFIX, LABEL = "exl2flow_", "model_name"
+TABLE = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
+LINE = (
+    "%(request)s key=%(key)s %(path)s model=%(model)s prompt=%(prompt)d cached=%(cached)d "
+    "new=%(new)d waited=%(waited).3f first=%(first).3f total=%(total).3f %(status)d"
+)
+
+
+class Metrics:
+    """What one server counts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._registry = engine, CollectorRegistry()
+        self._label, into = {LABEL: engine.name}, self._registry
+        for name, value in {
+            "num_requests_running": self._running,
+            "num_requests_waiting": lambda: engine.count - self._running(),
+            "kv_cache_usage_perc": self._usage,
+            "num_preemptions_total": lambda: engine.preemptions,
+            "model_load_seconds": lambda: engine.load_seconds,
+        }.items():
+            gauge = Gauge(PREFIX + name, name, [LABEL], registry=into)
+            gauge.labels(**self._label).set_function(value)
+        self._counters = {
+            name: Counter(PREFIX + name, name, [LABEL, *more], registry=into)
+            for name, more in TABLE["counters"].items()
+        }
+        self._histograms = {
+            name: Histogram(PREFIX + name, name, [LABEL], buckets=buckets, registry=into)
+            for name, buckets in TABLE["histograms"].items()
+        }
+
+    def add(self, name: str, value: float = 1, **labels: str) -> None:
+        """Add to a counter, or to a histogram."""
+        if name in self._counters:
+            self._counters[name].labels(**self._label, **labels).inc(value)
+        else:
+            self._histograms[name].labels(**self._label).observe(value)
+
+    def text(self) -> bytes:
+        """Return all metrics, as Prometheus reads them."""
+        return bytes(generate_latest(self._registry))
+
+    def status(self) -> dict[str, Any]:
+        """Return what runs, for people."""
+        engine = self._engine
+        return {
+            "model": engine.name,
+            "state": engine.state,
+            "running": self._running(),
+            "waiting": engine.count - self._running(),
+            "slots": engine.options.slots,
+            "kv_cache_usage": round(self._usage(), 4),
+            "cache_pages": engine.pages,
+            "max_model_len": engine.room,
+            "preemptions": engine.preemptions,
+            "tool_format": engine.tool_format.name,
+            "warnings": engine.warnings,
+        }
+
+    def ended(self, answer: RunningAnswer, state: dict[str, Any], path: str, status: int) -> None:
+        """Count an answer that has ended, and write its line."""
+        counts = [e.statistics for e in answer.ends.values() if e.statistics is not None]
+        for one in counts:
+            for source, names in TABLE["statistics"].items():
+                for name in names:
+                    self.add(name, getattr(one, source))
+            between = one.text_seconds / max(one.new_tokens - 1, 1)
+            self.add("inter_token_latency_seconds", between)
+        for end in answer.ends.values():
+            self.add("request_success", finished_reason=str(end.reason))
+        for choice in answer.choices:
+            if (fmt := answer.plan.tool_format) and (choice.calls or choice.is_broken):
+                self.add("tool_calls", format=fmt.name, parsed=str(not choice.is_broken))
+            if choice.is_broken:
+                log.warning("%s: %s", state["request_id"], BROKEN)
+        total, usage = time.monotonic() - answer.began, answer.usage()
+        first = total if answer.first is None else answer.first - answer.began
+        self.add("time_to_first_token_seconds", first)
+        self.add("e2e_request_latency_seconds", total)
+        line = {
+            "request": state["request_id"],
+            "key": state["key"],
+            "path": path,
+            "model": self._engine.name,
+            "prompt": usage["prompt_tokens"],
+            "cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "new": usage["completion_tokens"],
+            "waited": max((one.waiting_seconds for one in counts), default=0.0),
+            "first": first,
+            "total": total,
+            "status": status,
+        }
+        log.info(LINE, line)
+
+    def _running(self) -> int:
+        return min(self._engine.count, self._engine.options.slots)
+
+    def _usage(self) -> float:
+        return 1.0 - self._engine.free_pages / self._engine.pages

@@ -1,0 +1,243 @@
+"""OpenAI's dialect: parts of answers as chunks, which a stream sends and a plain answer joins."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+from exl2flow.inference.chat import CallBegin
+from exl2flow.inference.generate import Event
+from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fields import Body, ChatBody, CompletionBody
+from exl2flow.serve.logprobs import Row, rows_of, rows_of_prompt
+
+DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
+Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index
+
+
+class Dialect:
+    """One answer in OpenAI's form."""
+
+    kind = chunk_kind = prefix = ""
+
+    def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
+        self.answer, self.names = answer, engine.tokens
+        self._by_id = body.return_tokens_as_token_ids
+        self._wants_usage = bool(body.stream_options.get("include_usage"))
+        id_ = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._head = {"id": id_, "created": answer.created, "model": engine.name}
+
+    def opening(self, index: int) -> Chunk:
+        """Return what comes before the text of a choice."""
+        raise NotImplementedError
+
+    def chunk(self, update: Update) -> Chunk:
+        """Return what an update adds to a choice."""
+        raise NotImplementedError
+
+    def streamed(self, chunk: Chunk) -> Chunk:
+        """Return a choice of a stream."""
+        raise NotImplementedError
+
+    def plain(self, choice: Chunk) -> Chunk:
+        """Return a choice of a plain answer, from its chunks joined."""
+        return choice
+
+    async def _batches(self) -> AsyncIterator[tuple[dict[int, Chunk], dict[int, Chunk]]]:
+        """Yield what is new of each choice, and ends of choices."""
+        async for batch in self.answer.updates():
+            new, ends = dict[int, Chunk](), dict[int, Chunk]()
+            for update in batch:
+                if update.event.scores is None:
+                    chunk = self.chunk(update)
+                else:  # of a long prompt they take seconds, in which others' streams go on
+                    chunk = await asyncio.to_thread(self.chunk, update)
+                new[update.index] = joined(new.get(update.index), chunk)
+                if update.event.reason is not None:
+                    calls = self.answer.choices[update.index].calls
+                    ends[update.index] = _ended(update.event, has_calls=calls > 0)
+            yield new, ends
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer when it is complete.
+
+        Raises:
+            Exception: what ended a text.
+        """
+        choices = [self.opening(i) for i in range(len(self.answer.choices))]
+        async for new, ends in self._batches():
+            for index, chunk in [*new.items(), *ends.items()]:
+                choices[index] = joined(choices[index], chunk)
+        shown = [{"index": i, "logprobs": None, **self.plain(c)} for i, c in enumerate(choices)]
+        return {**self._head, "object": self.kind, "choices": shown, **self._counts()}
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        """Yield the answer as it comes, as events of SSE.
+
+        Raises:
+            Exception: what ended a text.
+        """
+        openings = [(i, self.opening(i)) for i in range(len(self.answer.choices))]
+        pieces = [self._event(index, chunk) for index, chunk in openings if chunk]
+        async for new, ends in self._batches():
+            news = [self._event(i, c) for i, c in [*new.items(), *ends.items()] if c]
+            if news or not new:  # no update at all is a pause
+                yield b"".join(pieces + news) or PING
+                pieces.clear()
+        if self._wants_usage:
+            last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
+            yield sse(last)
+        yield DONE
+
+    def _event(self, index: int, chunk: Chunk) -> bytes:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **self.streamed(chunk)}
+        usage = {"usage": None} if self._wants_usage else {}
+        return sse({**self._head, "object": self.chunk_kind, "choices": [choice], **usage})
+
+    def _counts(self) -> dict[str, Any]:
+        """Return usage, and times as llama-server gives them, of the first text."""
+        counts = self.answer.ends[0].statistics
+        if counts is None:
+            return {"usage": self.answer.usage()}
+        timings = {
+            "prompt_n": counts.prompt_tokens - counts.cached_tokens,
+            "cache_n": counts.cached_tokens,
+            "prompt_ms": round(counts.prompt_seconds * 1e3, 3),
+            "predicted_n": counts.new_tokens,
+            "predicted_ms": round(counts.text_seconds * 1e3, 3),
+            "draft_n": counts.drafted_tokens,
+            "draft_n_accepted": counts.accepted_tokens,
+        }
+        return {"usage": self.answer.usage(), "timings": timings}
+
+
+def sse(value: Mapping[str, Any]) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+
+
+def joined(old: Any, new: Any) -> Any:
+    """Return two pieces of an answer as one: texts and lists follow each other; may change old."""
+    match old, new:
+        case (None, _) | (_, None):
+            return new if old is None else old
+        case (str(), str()) | (list(), list()):
+            old += new
+            return old
+        case dict(), dict():
+            for key, value in new.items():
+                old[key] = joined(old.get(key), value)
+            return old
+    return new
+
+
+def _ended(event: Event, *, has_calls: bool) -> Chunk:
+    """Return why a text ended; raises `ApiError` if the server did it."""
+    if event.reason == "cancelled":
+        raise ApiError(503, "the server stops; what came until now is valid", code="draining")
+    reason = "length" if event.reason == "max_new_tokens" else "stop"
+    told = "tool_calls" if has_calls and reason == "stop" else reason
+    return {
+        "finish_reason": told,
+        "stop_reason": "loop" if event.reason == "loop" else event.trigger,
+    }
+
+
+class ChatDialect(Dialect):
+    """A chat completion; chunks have a `delta`."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, answer: RunningAnswer, body: ChatBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        thoughts = engine.options.reasoning_field
+        fields = ("reasoning_content", "reasoning") if thoughts == "both" else (thoughts,)
+        self._thoughts = fields if body.include_reasoning else ()
+        self._has_logs = body.logprobs
+        self._numbers: list[dict[str, int]] = [{} for _ in answer.choices]
+
+    def opening(self, index: int) -> Chunk:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def chunk(self, update: Update) -> Chunk:
+        delta, numbers = dict[str, Any](), self._numbers[update.index]
+        for part in update.parts:
+            delta = joined(delta, self._delta(part, numbers))
+        chunk: Chunk = {"delta": delta} if delta else {}
+        if self._has_logs and (logs := self.names.chat(update.event, by_id=self._by_id)):
+            chunk = {"delta": delta, "logprobs": {"content": logs, "refusal": None}}
+        return chunk
+
+    def _delta(self, part: Part, numbers: dict[str, int]) -> dict[str, Any]:
+        match part:
+            case Text(text=text, is_thought=False):
+                return {"content": text}
+            case Text(text=text):
+                return dict.fromkeys(self._thoughts, text)
+            case CallBegin(id=id_, name=name):
+                numbers[id_] = len(numbers)
+                call = {"type": "function", "function": {"name": name, "arguments": ""}}
+                return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
+        return {"tool_calls": {numbers[part.id]: {"function": {"arguments": part.text}}}}
+
+    def streamed(self, chunk: Chunk) -> Chunk:
+        delta = chunk.get("delta", {})
+        if "tool_calls" in delta:
+            calls = [{"index": index, **call} for index, call in delta["tool_calls"].items()]
+            delta = {**delta, "tool_calls": calls}
+        return {**chunk, "delta": delta}
+
+    def plain(self, choice: Chunk) -> Chunk:
+        message = {**choice.pop("delta"), "refusal": None}
+        if "tool_calls" in message:
+            calls = [*message["tool_calls"].values()]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {**choice, "message": message}
+
+
+class CompletionDialect(Dialect):
+    """Completions of one or more prompts."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, answer: RunningAnswer, body: CompletionBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        self._body, self._has_logs = body, body.logprobs is not None
+        self._offsets = [0] * len(answer.choices)
+
+    def opening(self, index: int) -> Chunk:
+        if not self._body.echo:
+            return {}
+        given, number = self._body.prompt, index // self._body.n
+        prompt = given if isinstance(given, str) else given[number]
+        if not isinstance(prompt, str):  # special tokens as their names
+            names = map(self.names.bytes, self.answer.plan.prompts[number])
+            prompt = b"".join(names).decode("utf-8", "replace")
+        return {"text": prompt}
+
+    def chunk(self, update: Update) -> Chunk:
+        event, rows, logs = update.event, list[Row](), None
+        if event.scores is not None and self._body.echo:
+            rows += rows_of_prompt(event.scores)
+        rows += rows_of(event)
+        if self._body.echo and event.reason == "stop_token" and event.held is not None:
+            rows += rows_of(event.held)  # which lm-eval leaves out
+        if self._has_logs and rows:
+            at, top = self._offsets[update.index], self._body.logprobs or 0
+            logs = self.names.columns(rows, at, top=top, by_id=self._by_id)
+            self._offsets[update.index] += sum(len(self.names.text(row[0])) for row in rows)
+        text = "".join(part.text for part in update.parts if isinstance(part, Text))
+        chunk: Chunk = {"text": text, "logprobs": logs} if text or logs else {}
+        if event.scores is not None and self._body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = self.names.prompt(event.scores)
+        return chunk
+
+    def streamed(self, chunk: Chunk) -> Chunk:
+        return {"text": "", **chunk}
+
+    def plain(self, choice: Chunk) -> Chunk:
+        return self.streamed(choice)

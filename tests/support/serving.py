@@ -1,0 +1,82 @@
+"""A real server of the demo model, in a process of its own, and its clients."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+from leftovers import end_with_this_process
+from sources import ROOT
+
+DEMO = ROOT / "demo" / "model"
+START_SECONDS = 120.0
+BEGIN = "serving on "
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server: its process, its address, its log."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        """Return the official client, which tries once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def http(self, **options: Any) -> httpx.Client:
+        """Return a client for bare requests."""
+        return httpx.Client(base_url=self.url, timeout=60.0, **options)
+
+    @property
+    def lines(self) -> list[str]:
+        """The log."""
+        return self.log.read_text(encoding="utf-8").splitlines()
+
+    def status(self, **headers: str) -> dict[str, Any]:
+        """Return what runs."""
+        found: dict[str, Any] = httpx.get(f"{self.url}/v1/status", headers=headers).json()
+        return found
+
+
+@contextmanager
+def serving(*flags: str, model: Path = DEMO, env: dict[str, str] | None = None) -> Iterator[Served]:
+    """Start `exl2flow serve`, and end it behind the block."""
+    end_with_this_process()
+    command = [sys.executable, "-m", "exl2flow.flows.cli", "serve", str(model)]
+    with tempfile.TemporaryDirectory(prefix="exl2flow-serve-") as folder:
+        log = Path(folder) / "log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*command, "--device", "cpu", "--port", "0", *flags],
+                stdout=out,
+                stderr=out,
+                cwd=folder,
+                env={**os.environ, **(env or {})},
+            )
+        try:
+            yield Served(process, _address(process, log), log)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        text = log.read_text(encoding="utf-8")
+        for line in text.splitlines():
+            if line.startswith(BEGIN):
+                return line.removeprefix(BEGIN).removesuffix("/v1")
+        assert process.poll() is None, text
+        time.sleep(0.1)
+    raise AssertionError("the server does not start")
