@@ -49,13 +49,12 @@ def test_sums_of_lm_eval_are_ours(tmp_path: Path) -> None:
             "tokenizer_backend": "remote",
             "custom_prefix_token_id": str(bos),
             "max_length": "2048",
-            "batch_size": "4",
         }
         subprocess.run(
             [
                 *(python, "-m", "lm_eval", "run", "--model", "local-completions"),
                 *("--model_args", ",".join(f"{k}={v}" for k, v in model.items())),
-                *("--tasks", "own_text", "--include_path", tmp_path),
+                *("--batch_size", "4", "--tasks", "own_text", "--include_path", tmp_path),
                 *("--log_samples", "--output_path", tmp_path / "out"),
             ],
             check=True,
