@@ -1,4 +1,4 @@
-"""Clients of `serving.py`, a process of their own: groups of requests over bare connections.
+"""Clients of `serving.py`, a process of their own: groups of requests, a connection each.
 
 Reads a job as JSON from stdin, and writes what each request got to stdout. Nothing is parsed while
 the clock runs.
@@ -12,20 +12,24 @@ import time
 from contextlib import suppress
 from typing import Any
 
-LARGEST_LINE = 16 << 20  # bytes
-
 
 class Answer:
-    """What came back for one request: its status, and lines of events with their times."""
+    """What came back for one request: its status, and pieces of its body with their times."""
 
     def __init__(self) -> None:
         self.status, self.sent, self.ended = 0, 0.0, False
-        self.lines = list[tuple[float, bytes]]()
+        self.pieces = list[tuple[float, bytes]]()
+
+    def add(self, piece: bytes) -> None:
+        """Note a piece of the body, which holds whole events."""
+        self.pieces.append((time.perf_counter(), piece))
 
     def row(self) -> dict[str, Any]:
         """Return the times of text, and the counts of tokens, as JSON can hold them."""
         times, usage, ends = list[float](), dict[str, Any](), 0
-        for when, line in self.lines:
+        for when, line in (
+            (when, line) for when, piece in self.pieces for line in piece.split(b"\n")
+        ):
             if line.startswith(b"{"):  # a plain answer
                 value = json.loads(line)
             elif line.startswith(b"data: {"):
@@ -49,34 +53,58 @@ class Answer:
         }
 
 
-async def ask(port: int, asked: dict[str, Any], answer: Answer) -> None:
-    """Send a request on a connection of its own, and note what comes until the end."""
-    body = json.dumps(asked["body"]).encode()
-    head = (
-        f"POST {asked['path']} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-    )
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LARGEST_LINE)
-    try:
+class Line:
+    """A connection that requests share until one leaves."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, asked: dict[str, Any], answer: Answer) -> None:
+        """Send a request, and note what comes until the end of the answer."""
+        body = json.dumps(asked["body"]).encode()
+        head = (
+            f"POST {asked['path']} HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
         answer.sent = time.perf_counter()
         writer.write(head.encode() + body)
-        while line := await reader.readline():
-            answer.status = answer.status or int(line.split()[1])
-            answer.lines.append((time.perf_counter(), line))
+        first, *rest = (await reader.readuntil(b"\r\n\r\n")).lower().split(b"\r\n")
+        answer.status = int(first.split()[1])
+        fields = dict(line.split(b": ", 1) for line in rest if line)
+        if b"content-length" in fields:
+            answer.add(await reader.readexactly(int(fields[b"content-length"])))
+        else:
+            while size := int(await reader.readline(), 16):
+                answer.add((await reader.readexactly(size + 2))[:-2])
+            await reader.readline()
         answer.ended = True
-    finally:
-        writer.close()
-        with suppress(ConnectionError):
-            await writer.wait_closed()
+
+    async def close(self) -> None:
+        """Leave, whatever is still to come."""
+        if self._streams is not None:
+            self._streams[1].close()
+            with suppress(ConnectionError):
+                await self._streams[1].wait_closed()
+            self._streams = None
 
 
 async def ask_all(port: int, group: list[dict[str, Any]], answers: list[Answer]) -> None:
     """Send the requests of a group one after the other; some leave early."""
-    for asked in group:
-        await asyncio.sleep(asked.get("pause", 0.0))
-        answers.append(Answer())
-        with suppress(TimeoutError):
-            await asyncio.wait_for(ask(port, asked, answers[-1]), asked.get("leave"))
+    line = Line(port)
+    try:
+        for asked in group:
+            await asyncio.sleep(asked.get("pause", 0.0))
+            answers.append(Answer())
+            try:
+                await asyncio.wait_for(line.ask(asked, answers[-1]), asked.get("leave"))
+            except TimeoutError:
+                await line.close()
+    finally:
+        await line.close()
 
 
 async def run(job: dict[str, Any]) -> list[list[dict[str, Any]]]:
