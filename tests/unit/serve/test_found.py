@@ -72,8 +72,11 @@ def test_names_of_special_tokens_have_their_ids(served: Served) -> None:
 
 def test_breakers_may_be_a_list_in_a_text(served: Served) -> None:
     """SillyTavern sends them so; at a breaker, a repetition ends that DRY would punish."""
-    body = {"prompt": "The cat purred. The cat purred. The cat", "temperature": 0, "max_tokens": 1}
-    body |= {"dry_multiplier": 100, "dry_allowed_length": 1}
+    [dog] = post(served, "/tokenize", {"prompt": " dog", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    body = {"prompt": "cat dog cat dog cat", "temperature": 0, "max_tokens": 1}
+    body |= {"dry_multiplier": 100, "dry_allowed_length": 1, "logit_bias": {str(dog): 50}}
     broken, as_text, unbroken = (
         post(served, COMPLETIONS, {**body, "dry_sequence_breakers": breakers}).json()["choices"]
         for breakers in (["cat"], '["cat"]', [])
