@@ -3,49 +3,38 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.chat import (
-    CallArguments,
-    CallBegin,
-    CallEnd,
-    ToolFormat,
-    ToolParser,
-    ToolText,
-)
+from exl2flow.inference.chat import CallArguments, CallBegin, ToolFormat, ToolParser, ToolText
+from exl2flow.inference.chat.tool_events import CallEnd, ToolEvent
 from exl2flow.inference.generate import Event, Job
 from exl2flow.model.text.thoughts import Splitter
 
 WRITE_SECONDS = 0.02  # between two writes of a stream
 PING_SECONDS = 10.0
+BROKEN = "a call of a function does not parse, so it stays text"
+
+
+class Text(NamedTuple):
+    """Text of an answer, or of the thoughts before it."""
+
+    text: str
+    is_thought: bool = False
+
+
+Part = Text | CallBegin | CallArguments
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """Text of an answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """Text of the thoughts before an answer."""
-
-    text: str
-
-
-Part = Said | Thought | CallBegin | CallArguments
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPlan:
     """What a request becomes: a text per choice, and how the texts are read.
 
-    marks: of thoughts, which are separated. opened: the prompt has begun them. is_forced: calls are
-    valid, so they are shown as they come. prompts: ids, by prompt; there are `n` choices of each.
+    prompts: ids; there are `n` choices of each. marks: of thoughts, which are separated. opened:
+    the prompt has begun them. shows_calls: calls are shown before they have ended, for they are
+    forced to be valid.
     """
 
     requests: tuple[Request, ...]
@@ -56,22 +45,17 @@ class AnswerPlan:
     opened: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     tool_format: ToolFormat | None = None
-    is_forced: bool = False
-    warnings: tuple[str, ...] = ()
+    shows_calls: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Update:
-    """What is new of a choice; `end`: its last event."""
+    """What an event adds to a choice."""
 
     index: int
     parts: list[Part]
     event: Event
-
-    @property
-    def end(self) -> Event | None:
-        """The event, if it is the last one."""
-        return self.event if self.event.reason is not None else None
 
 
 class Choice:
@@ -79,8 +63,7 @@ class Choice:
 
     def __init__(self, plan: AnswerPlan) -> None:
         self.calls, self.is_broken, self.reasoning_tokens = 0, False, 0
-        self._is_forced, self._drops = plan.is_forced, False
-        self._held = list[Part]()
+        self._shows_calls, self._held = plan.shows_calls, list[Part]()
         self._splitter = None  # which drops white space, too
         if plan.marks is not None:
             self._splitter = Splitter(plan.marks, opened=plan.opened)
@@ -88,59 +71,42 @@ class Choice:
 
     def parts(self, event: Event) -> list[Part]:
         """Return what an event adds."""
-        parts = list[Part]()
-        ends = event.reason is not None
-        for kind, text in self._split(event, ends=ends):
-            if kind == "thinking":
-                parts.append(Thought(text))
-            elif self._parser is None:
-                parts.append(Said(text))
+        parts, ends = list[Part](), event.reason is not None
+        texts: Sequence[tuple[str, str]] = [("answer", event.text)] if event.text else []
+        if self._splitter is not None:
+            self.reasoning_tokens += len(event.ids) * (self._splitter.kind == "thinking")
+            texts = self._splitter.push(event.text, ends=ends)
+        for kind, text in texts:
+            if kind == "thinking" or self._parser is None:
+                parts.append(Text(text, kind == "thinking"))
             else:
                 parts += self._read(self._parser.feed(text))
         if ends and self._parser is not None:
             parts += self._read(self._parser.finish())
         return parts
 
-    def _split(self, event: Event, *, ends: bool) -> Sequence[tuple[str, str]]:
-        if self._splitter is None:
-            return [("answer", event.text)] if event.text else []
-        if self._splitter.kind == "thinking":
-            self.reasoning_tokens += len(event.ids)
-        return self._splitter.push(event.text, ends=ends)
-
-    def _read(self, events: Sequence[Any]) -> list[Part]:
+    def _read(self, events: Sequence[ToolEvent]) -> list[Part]:
         """Return parts of calls; those that may turn out to be none are held to their ends."""
         parts = list[Part]()
         for event in events:
             match event:
                 case ToolText(text=text, is_broken=is_broken):
                     self.is_broken |= is_broken
-                    if not (is_broken and self._drops):
-                        parts.append(Said(text))
-                    self._drops = False
+                    parts.append(Text(text))
                 case CallEnd(is_valid=is_valid):
                     parts += self._held if is_valid else []
-                    if not self._is_forced:
-                        self.calls += is_valid
-                    self._drops = self._is_forced and not is_valid
+                    self.calls += is_valid
                     self._held.clear()
-                case CallBegin() | CallArguments() if self._is_forced:
-                    self.calls += isinstance(event, CallBegin)
-                    parts.append(event)
                 case _:
-                    self._held.append(event)
+                    (parts if self._shows_calls else self._held).append(event)
         return parts
 
 
 class RunningAnswer:
-    """The texts of one request while they are generated.
-
-    request_id, key, model, path: for the log.
-    """
+    """The texts of one request while they are generated. first: when the first token came."""
 
     def __init__(self, plan: AnswerPlan, jobs: Sequence[Job], events: asyncio.Queue[Event]) -> None:
-        self.plan, self.began = plan, time.monotonic()
-        self.created = int(time.time())
+        self.plan, self.began, self.created = plan, time.monotonic(), int(time.time())
         self.first: float | None = None
         self.choices = [Choice(plan) for _ in plan.requests]
         self.ends: dict[int, Event] = {}
@@ -153,24 +119,29 @@ class RunningAnswer:
             Exception: what ended a text.
         """
         written = 0.0
-        try:
-            while len(self.ends) < len(self.choices):
-                try:
-                    first = await asyncio.wait_for(self._events.get(), PING_SECONDS)
-                except TimeoutError:
-                    yield []
+        while len(self.ends) < len(self.choices):
+            try:
+                events = [await asyncio.wait_for(self._events.get(), PING_SECONDS)]
+            except TimeoutError:
+                yield []
+                continue
+            wait = written + WRITE_SECONDS - time.monotonic()
+            if wait > 0 and events[0].reason is None:
+                await asyncio.sleep(wait)
+            written = time.monotonic()
+            while not self._events.empty():
+                events.append(self._events.get_nowait())
+            updates = list[Update]()
+            for event in events:
+                new = self._read(event)
+                if event.error is None:
+                    updates += new
                     continue
-                wait = written + WRITE_SECONDS - time.monotonic()
-                if wait > 0 and first.reason is None:
-                    await asyncio.sleep(wait)
-                written = time.monotonic()
-                events = [first]
-                while not self._events.empty():
-                    events.append(self._events.get_nowait())
-                if updates := [u for e in events if (u := self._update(e)) is not None]:
+                if updates:
                     yield updates
-        finally:
-            self.cancel()
+                raise event.error
+            if updates:
+                yield updates
 
     def cancel(self) -> None:
         """End all texts, within a step."""
@@ -178,27 +149,21 @@ class RunningAnswer:
             if index not in self.ends:
                 job.cancel()
 
-    def _update(self, event: Event) -> Update | None:
+    def _read(self, event: Event) -> list[Update]:
         index = event.tag
         assert isinstance(index, int)
         if event.ids and self.first is None:
             self.first = time.monotonic()
         if event.reason is not None:
             self.ends[index] = event
-        if event.error is not None:
-            raise event.error
-        if event.stage != "text" and event.scores is None and event.reason is None:
-            return None
-        return Update(index, self.choices[index].parts(event), event)
+        is_news = event.stage == "text" or event.scores is not None or event.reason is not None
+        return [Update(index, self.choices[index].parts(event), event)] if is_news else []
 
     def usage(self) -> dict[str, Any]:
         """Return the counts of tokens; of prompts that choices share, once."""
         counts = [e.statistics for e in self.ends.values() if e.statistics is not None]
-        prompt = sum(map(len, self.plan.prompts))
-        new = sum(c.new_tokens for c in counts)
-        drafted, accepted = (
-            sum(getattr(c, name) for c in counts) for name in ("drafted_tokens", "accepted_tokens")
-        )
+        prompt, new = sum(map(len, self.plan.prompts)), sum(c.new_tokens for c in counts)
+        accepted = sum(c.accepted_tokens for c in counts)
         cached = sum(min(c.cached_tokens, c.prompt_tokens) for c in counts[:: self.plan.n])
         return {
             "prompt_tokens": prompt,
@@ -206,8 +171,8 @@ class RunningAnswer:
             "total_tokens": prompt + new,
             "prompt_tokens_details": {"cached_tokens": cached},
             "completion_tokens_details": {
-                "reasoning_tokens": sum(c.reasoning_tokens for c in self.choices),
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
                 "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "rejected_prediction_tokens": sum(c.drafted_tokens for c in counts) - accepted,
             },
         }

@@ -1,14 +1,12 @@
 """A completion's body → a plan: prompts as text or ids, fill-in-the-middle, scores."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from exl2flow.core.requests.request import Request
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import MOST_PROMPTS, CompletionBody
-from exl2flow.serve.mapping import common, filter_of, room_for, seed_of
+from exl2flow.serve.mapping import grammar_of, planned
 
 # marks before the text, before what follows it, and before what is missing
 FILLING = (
@@ -26,85 +24,65 @@ def plan_of(body: CompletionBody, engine: Engine) -> AnswerPlan:
     Raises:
         ApiError, Exl2FlowError: a field is wrong, or there is no room.
     """
-    prompts = [_ids(prompt, body, engine) for prompt in _prompts(body)]
-    fields = common(body, engine, own=engine.tokenizer.eos_token_ids)
-    inner, seed = filter_of(body, engine), seed_of(body)
-    fields["filters"] = [] if inner is None else [inner]
-    fields["end_loops"] = bool(body.end_loops)
-    top = body.logprobs or 0
-    if body.echo and body.logprobs is not None:
-        fields["scores"] = top
-    if body.prompt_logprobs is not None:
-        fields["scores"] = max(body.prompt_logprobs, fields.get("scores", 0))
-    requests = list[Request]()
-    for ids in prompts:
-        prompt: Any = ids
-        if body.cfg_scale is not None:
-            prompt = (tuple(ids), tuple(_encoded(body.negative_prompt or "", body, engine)))
-        most = room_for(body, engine, ids)
-        if most == 0 and "scores" not in fields:
-            raise ApiError(400, "`max_tokens` is 0, without `echo` and `logprobs`")
-        for index in range(body.n):
-            requests.append(
-                Request(
-                    prompt,
-                    max_new_tokens=most,
-                    seed=seed + index,
-                    probabilities=body.logprobs is not None,
-                    top_tokens=top,
-                    tag=len(requests),
-                    **fields,
-                )
-            )
-    return AnswerPlan(
-        requests=tuple(requests), prompts=tuple(map(tuple, prompts)), n=body.n, seed=seed
+    scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    most = max((top for top in scores if top is not None), default=None)
+    if body.max_tokens == 0 and most is None:
+        raise ApiError(400, "`max_tokens` is 0, without `echo` and `logprobs`", param="max_tokens")
+    grammar = grammar_of(body)
+    return planned(
+        body,
+        engine,
+        [_ids(prompt, body, engine) for prompt in _prompts(body)],
+        {
+            "stops": engine.tokenizer.eos_token_ids,
+            "filters": [] if grammar is None else [grammar],
+            "end_loops": bool(body.end_loops),
+            "probabilities": body.logprobs is not None,
+            "top_tokens": body.logprobs or 0,
+            "scores": most,
+            "negative": _encoded(body.negative_prompt or "", body, engine),
+        },
     )
 
 
-def _prompts(body: CompletionBody) -> list[str | list[int]]:
+def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     """Return the prompts, of which a list may hold several."""
     given = body.prompt
     if isinstance(given, str):
         return [given]
-    ids = [each for each in given if isinstance(each, int)]
-    if ids and len(ids) == len(given):
-        return [ids]
     prompts = [each for each in given if not isinstance(each, int)]
-    if ids or not 1 <= len(prompts) <= MOST_PROMPTS:
-        raise ApiError(
-            400, f"`prompt` takes a text, ids, or 1 to {MOST_PROMPTS} of these", param="prompt"
-        )
+    if given and not prompts:
+        return [[each for each in given if isinstance(each, int)]]
+    if len(prompts) < len(given) or not 1 <= len(prompts) <= MOST_PROMPTS:
+        why = f"`prompt` takes a text, ids, or 1 to {MOST_PROMPTS} of these"
+        raise ApiError(400, why, param="prompt")
     return prompts
 
 
 def _ids(prompt: str | list[int], body: CompletionBody, engine: Engine) -> Sequence[int]:
+    if isinstance(prompt, str):
+        find = _filling if body.suffix else _encoded
+        return find(prompt, body, engine)
     if body.suffix:
-        if not isinstance(prompt, str):
-            raise ApiError(400, "`suffix` goes with a `prompt` given as text", param="suffix")
-        return _filling(prompt, body.suffix, engine)
-    return _encoded(prompt, body, engine) if isinstance(prompt, str) else prompt
+        raise ApiError(400, "`suffix` goes with a `prompt` given as text", param="suffix")
+    if wrong := [i for i in prompt if not 0 <= i < engine.width]:
+        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is no id", param="prompt")
+    return prompt
 
 
 def _encoded(text: str, body: CompletionBody, engine: Engine) -> list[int]:
-    return engine.tokenizer.encode(
-        text, add_bos=body.add_bos_token, special=engine.options.trust_marks
-    )
+    trusts = engine.options.trust_marks
+    return engine.tokenizer.encode(text, add_bos=body.add_bos_token, special=trusts)
 
 
-def _filling(prefix: str, suffix: str, engine: Engine) -> list[int]:
-    """Return the ids of a text with a gap.
-
-    Raises:
-        ApiError: the vocabulary has no marks for that.
-    """
+def _filling(prefix: str, body: CompletionBody, engine: Engine) -> list[int]:
+    """Return the ids of a text with a gap; raises `ApiError` without marks for that."""
     encode, known = engine.tokenizer.encode, engine.tokenizer.backend.token_to_id
     for names in FILLING:
-        marks = [known(name) for name in names if name]
-        if None in marks:
-            continue
-        before, behind, *middle = [i for i in marks if i is not None]
-        texts = ([before, *encode(prefix)], [behind, *encode(suffix)])
-        first, second = texts if middle else texts[::-1]
-        bos = engine.tokenizer.bos_token_id
-        return [*([] if bos is None else [bos]), *first, *second, *middle]
+        marks = [i for name in names if name and (i := known(name)) is not None]
+        if len(marks) == sum(map(bool, names)):
+            first, second = [marks[0], *encode(prefix)], [marks[1], *encode(body.suffix or "")]
+            if len(marks) == 2:
+                first, second = second, first
+            return [*encode("", add_bos=body.add_bos_token), *first, *second, *marks[2:]]
     raise ApiError(400, f"`{engine.name}` has no marks for `suffix`", param="suffix")

@@ -3,10 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
@@ -19,18 +20,24 @@ from exl2flow.inference.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
 from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fields import Lora
+from exl2flow.serve.logprobs import Names
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
+SCALED = 16  # adapters with a scale of a request that are kept
 NAMES = ("User", "Assistant")  # in format `raw`
+NO_TOOLS = "the template shows no tools; they go into the system prompt"
 State = Literal["ready", "draining", "recovering", "failed"]
+T = TypeVar("T")
 
 
 class Engine:
     """One model. state: whether it takes requests. warnings: about the model, for its clients.
 
-    has_grammars: whether calls of functions are forced. reader: writes conversations; None: the
-    model has no prompt format. defaults: of the sampler.
+    room: most tokens of one text, prompt included. has_grammars: whether calls of functions are
+    forced. reader: writes conversations; None: the model has no prompt format. defaults: of the
+    sampler. adapters: of requests that name none. load_seconds: what loading has taken.
     """
 
     def __init__(
@@ -46,30 +53,28 @@ class Engine:
         """Make the generator; `make` is called again after a failure."""
         self.model, self.options, self.defaults, self.adapters = model, options, defaults, adapters
         self.name, self.created = model.spec.source_dir.resolve().name, int(time.time())
-        self.tokenizer = model.tokenizer
-        self._make, self._is_remade = make, False
-        self.generator = make()
+        self.tokenizer, self.width = model.tokenizer, model.spec.vocab_size
+        self.load_seconds, self.tokens = 0.0, Names(model.tokenizer)
+        self._make, self._is_remade, self.generator = make, False, make()
         self.pages = self.generator.pages
-        self._room = min(self.generator.context, self.pages * PAGE_TOKENS)
-        self.width = model.spec.vocab_size
-        self.trial = Trial(self.tokenizer, self.width)
-        self.reader: Reader | None = None
-        self.warnings = list[str]()
-        self.tool_format = tool_format("", ())
+        self.room = min(self.generator.context, self.pages * PAGE_TOKENS)
+        self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
+        self._scaled = lru_cache(SCALED)(
+            lambda folder, scale: Adapter.load(folder, model, scaling=scale)
+        )
+        self.reader, template = None, ""
         if fmt is not None:
             self.reader = Reader(fmt, self.tokenizer, NAMES, now=datetime.now())
-            vocabulary = self.tokenizer.backend.get_vocab()
-            self.tool_format = tool_format(fmt.template, vocabulary)
+            template = fmt.template
+        self.tool_format = tool_format(template, self.tokenizer.backend.get_vocab())
         if options.tool_format is not None:
             self.tool_format = named_tool_format(options.tool_format)
         if self.reader is not None and self.tool_format.is_generic:
-            self.warnings.append("the template shows no tools; they go into the system prompt")
-        self.has_grammars = False
+            self.warnings.append(NO_TOOLS)
+        self.has_grammars, self._entering = False, 0
         self.state: State = "ready"
         self.answers = set[RunningAnswer]()
-        self._entering = 0
         self._pool = ThreadPoolExecutor(PREPARING, "exl2flow-serve")
-        self._running: AsyncGenerator | None = None
 
     def start(self) -> None:
         """Warm up, and run the generator; the first grammar holds other threads up, so it is now.
@@ -87,24 +92,50 @@ class Engine:
         self._running = AsyncGenerator(self.generator)
 
     @property
-    def room(self) -> int:
-        """Most tokens of one text, prompt included."""
-        return self._room
+    def names(self) -> list[str]:
+        """The names of the model, alone and with each adapter."""
+        return [self.name, *(f"{self.name}:{a.folder.name}" for a in self.adapters)]
 
     @property
     def free_pages(self) -> int:
         """Pages of the cache that no text uses."""
-        return self.generator.free_pages if self.state != "recovering" else 0
+        return 0 if self._made is None else self._made.free_pages
+
+    @property
+    def preemptions(self) -> int:
+        """How often texts had to wait for others' pages."""
+        return 0 if self._made is None else self._made.preemptions
+
+    @property
+    def _made(self) -> Generator | None:
+        """The generator, unless it failed and there is no new one yet."""
+        return vars(self).get("generator")
 
     @property
     def count(self) -> int:
         """Requests that are prepared, wait or run."""
         return len(self.answers) + self._entering
 
+    def adapters_for(self, model: str, lora: Sequence[Lora] | None) -> tuple[Adapter, ...]:
+        """Return the adapters of a request: those it names, that of a model's name, or all."""
+        known = {adapter.folder.name: adapter for adapter in self.adapters}
+        if lora is None:
+            named = known.get(model.rpartition(":")[2])
+            return self.adapters if named is None or model == self.name else (named,)
+        if unknown := [row.name for row in lora if row.name not in known]:
+            there = ", ".join(f"`{name}`" for name in known) or "none"
+            raise ConfigError(f"`lora` has {unknown[0]!r:.80}; there is {there}")
+        rows = [(known[row.name], row.scale) for row in lora if row.scale]
+        return tuple(a if scale == 1 else self._scaled(a.folder, scale) for a, scale in rows)
+
     def check_ready(self) -> None:
         """Raise 503 if the engine takes no requests."""
         if self.state != "ready":
             raise ApiError(503, f"the server is {self.state}; try again later", code=self.state)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Return the result of work that takes long."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def begin(self, make: Callable[[], AnswerPlan]) -> RunningAnswer:
         """Prepare a plan's texts beside the running ones, and put them in the queue.
@@ -117,15 +148,16 @@ class Engine:
         if self.count >= self.options.slots + self.options.waiting:
             raise ApiError(429, f"{self.count} requests are running or waiting; try again later")
         loop, events, running = asyncio.get_running_loop(), asyncio.Queue[Event](), self._running
-        assert running is not None
-
-        def prepared() -> tuple[AnswerPlan, list[Any]]:
-            plan = make()
-            return plan, [running.prepare(one, events, loop) for one in plan.requests]
-
         self._entering += 1
         try:
-            plan, jobs = await loop.run_in_executor(self._pool, prepared)
+            plan = await self.in_thread(make)
+            for given in plan.requests[0].filters:
+                given = getattr(given, "then", given)  # behind thoughts
+                if isinstance(given, GrammarFilter):
+                    await self.trial.check(given)
+            jobs = await self.in_thread(
+                lambda: [running.prepare(one, events, loop) for one in plan.requests]
+            )
         finally:
             self._entering -= 1
         self.check_ready()
@@ -135,48 +167,38 @@ class Engine:
         self.answers.add(answer)
         return answer
 
-    async def in_thread(self, work: Callable[[], Any]) -> Any:
-        """Return the result of work that takes long."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
     def end(self, answer: RunningAnswer) -> None:
         """Forget an answer, and make a failed generator anew, once."""
         answer.cancel()
         self.answers.discard(answer)
-        if self.generator.failure is not None and self.state in ("ready", "draining"):
-            if self._is_remade:
-                self.state = "failed"
-                log.error("the generator failed again; restart the server")
-            else:
-                self.state, self._is_remade = "recovering", True
+        failure = None if self._made is None else self._made.failure
+        if failure is not None and self.state in ("ready", "draining"):
+            log.error("the generator failed: %s", failure)
+            self.state = "failed" if self._is_remade else "recovering"
+            if not self._is_remade:
+                self._is_remade = True
                 self._recovery = asyncio.get_running_loop().create_task(self._recover())
 
     async def _recover(self) -> None:
-        log.error("the generator failed: %s; a new one starts", self.generator.failure)
         try:
-            assert self._running is not None
             await self._running.close()
-            self._running = None
-            del self.generator  # frees the cache
+            del self.generator, self._running  # frees the cache
             self.generator = await asyncio.to_thread(self._make)
             self._running = AsyncGenerator(self.generator)
-            self.state = "ready"
+            if self.state == "recovering":
+                self.state = "ready"
         except Exception:
             log.exception("no new generator can be made; restart the server")
             self.state = "failed"
 
-    async def drain(self, seconds: float) -> None:
-        """Take no more requests, and give those that run some time."""
-        self.state = "draining"
-        deadline = time.monotonic() + seconds
-        while self.count and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-        for answer in [*self.answers]:
+    def cancel(self) -> None:
+        """End all texts, within a step."""
+        for answer in self.answers:
             answer.cancel()
 
     async def close(self) -> None:
         """End all texts and the threads."""
-        if self._running is not None:
+        if hasattr(self, "_running"):
             await self._running.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.trial.close()

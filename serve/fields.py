@@ -4,71 +4,68 @@ Ranges are checked where values are used; what is wrong there names the field as
 """
 
 import json
+import tomllib
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+
+from exl2flow.core.options.sampling import SamplingSettings
 
 MOST_STOPS, MOST_PROMPTS, MOST_CHOICES, MOST_TOOLS = 64, 64, 8, 128
-
-# field → its names in OpenAI's, vLLM's, llama-server's and TabbyAPI's interfaces
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "max_tokens": ("max_completion_tokens", "max_output_tokens", "max_length", "n_predict"),
-    "min_tokens": ("min_length",),
-    "stop": ("stop_sequences", "stop_sequence"),
-    "ignore_eos": ("ban_eos_token",),
-    "typical": ("typical_p",),
-    "min_temp": ("dynatemp_low",),
-    "max_temp": ("dynatemp_high",),
-    "temp_exponent": ("dynatemp_exponent",),
-    "repetition_penalty": ("rep_pen", "repeat_penalty"),
-    "repetition_range": ("penalty_range", "repeat_last_n"),
-    "dry_range": ("dry_penalty_last_n",),
-    "mirostat": ("mirostat_mode",),
-    "banned_tokens": ("custom_token_bans",),
-    "allowed_tokens": ("allowed_token_ids",),
-    "banned_strings": ("bad_words",),
-    "cfg_scale": ("guidance_scale",),
-    "add_bos_token": ("add_special_tokens",),
-    "json_schema": ("guided_json",),
-    "regex_pattern": ("guided_regex",),
-    "guided_choice": ("choice",),
-    "grammar": ("grammar_string", "guided_grammar"),
-    "thinking_budget": (
-        "thinking_token_budget",
-        "reasoning_budget_tokens",
-        "reasoning_budget",
-    ),
-    "chat_template_kwargs": ("template_vars",),
-    "end_loops": ("loop_detect_window",),
-}
+DEPTH = 64  # of lists and objects within each other
+_TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
+ALIASES: Mapping[str, list[str]] = _TABLE["aliases"]
 NAMES = {alias: field for field, aliases in ALIASES.items() for alias in aliases}
-# have no effect here, and clients need not know
-HARMLESS = frozenset(
-    {
-        *("user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"),
-        *("cache_control", "cache_prompt", "sampler_priority"),
-    }
-)
+HARMLESS = frozenset(_TABLE["harmless"])
 
 
-class _Unicode(BaseModel):
-    """A body whose texts can be encoded; JSON can spell halves of surrogate pairs."""
+class Json(BaseModel):
+    """A body whose texts can be encoded (JSON can spell half a surrogate pair), of some depth."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _is_unicode(cls, given: Any) -> Any:
+    def _is_sound(cls, given: Any) -> Any:
         try:
             json.dumps(given, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise ValueError("a text of the body is broken Unicode: half of a surrogate") from None
+        level = [given]
+        for _ in range(DEPTH):
+            inner = [v.values() if isinstance(v, dict) else v for v in level]
+            level = [v for vs in inner if not isinstance(vs, str) for v in vs if _has_items(v)]
+        if level:
+            raise ValueError(f"the body is nested more than {DEPTH} levels deep")
         return given
 
 
-class Body(_Unicode):
+def _has_items(value: object) -> bool:
+    return isinstance(value, dict | list)
+
+
+class Lora(Json):
+    """An adapter of a request."""
+
+    name: str
+    scale: float = 1.0
+
+
+_ROWS: Any = {
+    each.name: (cast(Any, each.type) | None, Field(None, description=each.metadata["description"]))
+    for each in fields(SamplingSettings)
+    if each.metadata
+}
+_Sampler: Any = create_model("_Sampler", __base__=Json, **_ROWS)
+
+
+class Body(_Sampler, Json):
     """Fields that chat completions and completions share; a null is as good as no field."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
     refused: ClassVar[Mapping[str, str]] = {}
 
     model: str = ""
@@ -83,53 +80,25 @@ class Body(_Unicode):
     stop_token_ids: list[int] = Field([], max_length=MOST_STOPS)
     ignore_eos: bool = False
     end_loops: bool | None = None
-
-    temperature: float | None = None
-    temperature_last: bool | None = None
-    smoothing_factor: float | None = None
-    min_temp: float | None = None
-    max_temp: float | None = None
-    temp_exponent: float | None = None
-    dynatemp_range: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    top_a: float | None = None
-    min_p: float | None = None
-    tfs: float | None = None
-    typical: float | None = None
-    skew: float | None = None
-    repetition_penalty: float | None = None
-    repetition_range: int | None = None
-    repetition_decay: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    mirostat: int | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_range: int | None = None
-    dry_max_ngram: int | None = None
-    dry_counts: bool | None = None
-    dry_sequence_breakers: str | list[str] | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
     cfg_scale: float | None = None
+    dynatemp_range: float | None = None
+    mirostat: int | None = None
+    dry_sequence_breakers: str | list[str] | None = None
     negative_prompt: str | None = None
     logit_bias: dict[str, float] = {}
     banned_tokens: list[int] | str = []
     allowed_tokens: list[int] | None = None
     banned_strings: str | list[str] = []
-
+    lora: list[Lora] | None = None
+    cache_salt: str = ""
     logprobs_mode: Literal["raw", "sampled"] = "raw"
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_tokens_as_token_ids: bool = False
     token_healing: bool = False
     skip_special_tokens: bool = True
-
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: dict[str, Any] = {}
+    structured_outputs: dict[str, Any] = {}
+    json_object: bool = False
     json_schema: dict[str, Any] | str | None = None
     regex_pattern: str | None = None
     guided_choice: list[str] | None = None
@@ -140,23 +109,42 @@ class Body(_Unicode):
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        values = dict[str, Any]()
-        for name, value in given.items():
+        values, inner = dict[str, Any](), given.get("structured_outputs")
+        more = [*(inner.items() if isinstance(inner, dict) else ()), *_form(given)]
+        for name, value in [*given.items(), *more]:
             if value is None:
                 continue
             if name in cls.refused:
                 raise ValueError(f"`{name}`: {cls.refused[name]}")
-            field = str(NAMES.get(name, name))
-            if values.setdefault(field, value) != value:
+            field = NAMES.get(name, name)
+            if values.setdefault(str(field), value) != value:
                 raise ValueError(f"`{name}` and another name of `{field}` have different values")
+        if values.get("cfg_scale") == 1:  # the prompt alone
+            del values["cfg_scale"]
         if isinstance(bound := values.get("end_loops"), int):
             values["end_loops"] = bool(bound)  # of the field that is a length
         return values
 
     @property
-    def unknown(self) -> list[str]:
-        """Names of fields that have no effect, and ought to."""
-        return sorted((self.model_extra or {}).keys() - HARMLESS)
+    def ignored(self) -> set[str]:
+        """Names of fields that have no effect."""
+        return {*(self.model_extra or ())}
+
+
+def _form(given: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the field that `response_format` stands for."""
+    form = given.get("response_format")
+    if not isinstance(form, dict) or (kind := form.get("type", "text")) == "text":
+        return []
+    if kind not in ("json_object", "json_schema", "regex", "grammar"):
+        raise ValueError(f"`response_format` has the type {kind!r:.40}; it takes json_schema, …")
+    if kind in ("regex", "grammar"):
+        return [(kind, form.get("pattern", form.get("grammar")))]
+    inner = form.get("json_schema") or form
+    schema = inner.get("schema", {}) if isinstance(inner, dict) else None
+    if not isinstance(schema, dict):
+        raise ValueError("`response_format` has no `schema`, a JSON schema")
+    return [("json_schema", {"type": "object", **schema} if kind == "json_object" else schema)]
 
 
 class ChatBody(Body):
@@ -197,17 +185,16 @@ class CompletionBody(Body):
     add_bos_token: bool = True
 
 
-class TokenizeBody(_Unicode):
+class TokenizeBody(Json):
     """A text or a conversation to encode."""
 
-    prompt: str | None = None
+    prompt: str = ""
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
-    add_generation_prompt: bool = True
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Json):
     """Ids to decode."""
 
     tokens: list[int]

@@ -1,12 +1,18 @@
 """Log probabilities in the forms of both kinds of completion, and of vLLM for prompts."""
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from exl2flow.inference.generate import Event, PromptScores
+from exl2flow.inference.generate.event import TextPiece
 from exl2flow.model import Tokenizer
 from exl2flow.model.text.spelling import Spelling
-from exl2flow.serve.mapping import log_of
+
+LEAST = -9999.0  # that JSON readers bear; of impossible tokens
+Ranked = Sequence[tuple[int, float]]  # likeliest ids and their log probabilities
+Row = tuple[int, Any, Ranked]
 
 
 class Names:
@@ -32,77 +38,54 @@ class Names:
             text = self.text(token, by_id=by_id)
             return {"token": text, "logprob": log, "bytes": [*self.bytes(token)]}
 
-        tops = [
-            [entry(i, log_of(p)) for i, p in zip(ids, ps, strict=True)]
-            for ids, ps in zip(event.top_ids, event.top_probabilities, strict=True)
-        ]
         return [
-            {**entry(token, log_of(p)), "top_logprobs": tops[at] if tops else []}
-            for at, (token, p) in enumerate(zip(event.ids, event.probabilities, strict=False))
+            {**entry(token, log), "top_logprobs": [entry(*row) for row in best]}
+            for token, log, best in rows_of(event)
         ]
+
+    def columns(
+        self, rows: Sequence[Row], offset: int, *, top: int, by_id: bool = False
+    ) -> dict[str, list[Any]]:
+        """Return the `logprobs` of a completion, whose text begins at an offset."""
+        lengths = [len(self.text(token)) for token, _, _ in rows]
+        # of tokens with the same text, the likeliest
+        best = [[(self.text(i, by_id=by_id), log) for i, log in row[2][:top]] for row in rows]
+        return {
+            "tokens": [self.text(token, by_id=by_id) for token, _, _ in rows],
+            "token_logprobs": [log for _, log, _ in rows],
+            "top_logprobs": [dict(reversed(each)) or None for each in best],
+            "text_offset": [*accumulate(lengths, initial=offset)][:-1],
+        }
 
     def prompt(self, scores: PromptScores) -> list[dict[str, Any] | None]:
         """Return vLLM's `prompt_logprobs`: by position, id → log probability, rank and text."""
         found = list[dict[str, Any] | None]()
-        for at, (token, log) in enumerate(zip(scores.ids, scores.logs, strict=True)):
-            if log is None:
-                found.append(None)
-                continue
-            tops = zip(scores.top_ids[at], scores.top_logs[at], strict=True) if at else ()
-            ranked = {i: (v, rank) for rank, (i, v) in enumerate(tops, 1)}
-            ranked.setdefault(token, (log, len(ranked) + 1))
-            found.append(
-                {
-                    str(i): {"logprob": v, "rank": rank, "decoded_token": self.text(i)}
-                    for i, (v, rank) in ranked.items()
-                }
-            )
+        for token, log, best in rows_of_prompt(scores):
+            ranked = [*best] + [(token, log)] * (token not in dict(best))
+            row = {
+                str(i): {"logprob": value, "rank": rank, "decoded_token": self.text(i)}
+                for rank, (i, value) in enumerate(ranked, 1)
+            }
+            found.append(None if log is None else row)
         return found
 
 
-class LogprobColumns:
-    """The `logprobs` of one completion, which is a column per kind of value."""
-
-    def __init__(self, names: Names, *, top: int, by_id: bool) -> None:
-        self._names, self._top, self._by_id, self._offset = names, top, by_id, 0
-
-    def of_prompt(self, scores: PromptScores) -> dict[str, Any]:
-        """Return the columns of a prompt; its first token has no probability."""
-        tops = [*zip(scores.top_ids, scores.top_logs, strict=True)] or [((), ())] * len(scores.ids)
-        return self._columns(scores.ids, scores.logs, tops)
-
-    def of_text(self, event: Event) -> dict[str, Any]:
-        """Return the columns of what an event adds."""
-        logs = [log_of(p) for p in event.probabilities]
-        tops = [
-            (ids, [log_of(p) for p in ps])
-            for ids, ps in zip(event.top_ids, event.top_probabilities, strict=True)
-        ]
-        return self._columns(event.ids[: len(logs)], logs, tops or [((), ())] * len(logs))
-
-    def _columns(
-        self, ids: Sequence[int], logs: Sequence[float | None], tops: Sequence[Any]
-    ) -> dict[str, Any]:
-        texts = [self._names.text(i, by_id=self._by_id) for i in ids]
-        offsets = list[int]()
-        for token in ids:
-            offsets.append(self._offset)
-            self._offset += len(self._names.text(token))
-        return {
-            "tokens": texts,
-            "token_logprobs": [*logs],
-            "top_logprobs": [self._best(*top) for top in tops],
-            "text_offset": offsets,
-        }
-
-    def _best(self, ids: Sequence[int], logs: Sequence[float]) -> dict[str, float] | None:
-        best = dict[str, float]()
-        for token, log in [*zip(ids, logs, strict=True)][: self._top]:
-            best.setdefault(self._names.text(token, by_id=self._by_id), log)
-        return best or None
+def rows_of(event: TextPiece) -> list[Row]:
+    """Return id, log probability and likeliest ids of each token of a text."""
+    logs = [_log(p) for p in event.probabilities]
+    best: list[Ranked] = [
+        [(i, _log(p)) for i, p in zip(ids, ps, strict=True)]
+        for ids, ps in zip(event.top_ids, event.top_probabilities, strict=True)
+    ]
+    return [*zip(event.ids, logs, best or [()] * len(logs), strict=False)]
 
 
-def joined(columns: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return columns that follow each other as one."""
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [value for each in columns for value in each[name]] for name in names}
+def rows_of_prompt(scores: PromptScores) -> list[Row]:
+    """Return the same of each token of a prompt; the first one has no probability."""
+    tops = zip(scores.top_ids, scores.top_logs, strict=True)
+    best: list[Ranked] = [[*zip(*row, strict=True)] for row in tops]
+    return [*zip(scores.ids, scores.logs, best or [()] * len(scores.ids), strict=True)]
+
+
+def _log(probability: float) -> float:
+    return max(math.log(probability), LEAST) if probability > 0 else LEAST

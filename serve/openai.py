@@ -1,21 +1,21 @@
-"""OpenAI's dialect: parts of answers as chat completions and completions, plain and streamed."""
+"""OpenAI's dialect: parts of answers as chunks, which a stream sends and a plain answer joins."""
 
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
-from exl2flow.inference.chat import CallArguments, CallBegin
+from exl2flow.inference.chat import CallBegin
 from exl2flow.inference.generate import Event
-from exl2flow.serve.answers import Part, RunningAnswer, Said, Thought, Update
+from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
+from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Body, ChatBody, CompletionBody
-from exl2flow.serve.logprobs import LogprobColumns, Names, joined
-from exl2flow.serve.stream import DONE, PING, sse_head
+from exl2flow.serve.logprobs import Row, rows_of, rows_of_prompt
 
-# of events → `finish_reason`
-REASONS = {"max_new_tokens": "length"}
+DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
+Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index
 
 
 class Dialect:
@@ -23,19 +23,43 @@ class Dialect:
 
     kind = chunk_kind = prefix = ""
 
-    def __init__(
-        self, answer: RunningAnswer, body: Body, model: str, names: Names, *, has_logs: bool
-    ) -> None:
-        """has_logs: chunks keep the events of tokens apart."""
-        self.answer, self.model, self.names = answer, model, names
-        self.wants_usage = bool(body.stream_options.get("include_usage"))
-        self.head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": answer.created,
-            "model": model,
-        }
-        self.has_logs = has_logs
-        self._before = sse_head({**self.head, "object": self.chunk_kind})
+    def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
+        self.answer, self.names = answer, engine.tokens
+        self._by_id = body.return_tokens_as_token_ids
+        self._wants_usage = bool(body.stream_options.get("include_usage"))
+        id_ = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._head = {"id": id_, "created": answer.created, "model": engine.name}
+
+    def opening(self, index: int) -> Chunk:
+        """Return what comes before the text of a choice."""
+        raise NotImplementedError
+
+    def chunk(self, update: Update) -> Chunk:
+        """Return what an update adds to a choice."""
+        raise NotImplementedError
+
+    def streamed(self, chunk: Chunk) -> Chunk:
+        """Return a choice of a stream."""
+        raise NotImplementedError
+
+    def plain(self, choice: Chunk) -> Chunk:
+        """Return a choice of a plain answer, from its chunks joined."""
+        return choice
+
+    async def _batches(self) -> AsyncIterator[tuple[dict[int, Chunk], dict[int, Chunk]]]:
+        """Yield what is new of each choice, and ends of choices."""
+        async for batch in self.answer.updates():
+            new, ends = dict[int, Chunk](), dict[int, Chunk]()
+            for update in batch:
+                if update.event.scores is None:
+                    chunk = self.chunk(update)
+                else:  # of a long prompt they take seconds, in which others' streams go on
+                    chunk = await asyncio.to_thread(self.chunk, update)
+                new[update.index] = joined(new.get(update.index), chunk)
+                if update.event.reason is not None:
+                    calls = self.answer.choices[update.index].calls
+                    ends[update.index] = _ended(update.event, has_calls=calls > 0)
+            yield new, ends
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer when it is complete.
@@ -43,20 +67,12 @@ class Dialect:
         Raises:
             Exception: what ended a text.
         """
-        updates: list[list[Update]] = [[] for _ in self.answer.choices]
-        async for batch in self.answer.updates():
-            for update in batch:
-                updates[update.index].append(update)
-                _check(update)
-
-        def choices() -> list[dict[str, Any]]:
-            return [self.choice(index, each) for index, each in enumerate(updates)]
-
-        # log probabilities of a long prompt take seconds, in which others' streams go on
-        shown = await asyncio.to_thread(choices) if self.has_logs else choices()
-        usage = self.answer.usage()
-        timings = timings_of(self.answer)
-        return {**self.head, "object": self.kind, "choices": shown, "usage": usage, **timings}
+        choices = [self.opening(i) for i in range(len(self.answer.choices))]
+        async for new, ends in self._batches():
+            for index, chunk in [*new.items(), *ends.items()]:
+                choices[index] = joined(choices[index], chunk)
+        shown = [{"index": i, "logprobs": None, **self.plain(c)} for i, c in enumerate(choices)]
+        return {**self._head, "object": self.kind, "choices": shown, **self._counts()}
 
     async def stream(self) -> AsyncGenerator[bytes]:
         """Yield the answer as it comes, as events of SSE.
@@ -64,86 +80,29 @@ class Dialect:
         Raises:
             Exception: what ended a text.
         """
-        for index in range(len(self.answer.choices)):
-            for chunk in self.opening(index):
-                yield self._chunk([chunk])
-        async for batch in self.answer.updates():
-            pieces = list[bytes]()
-            for update in _merged(batch, keeps_events=self.has_logs):
-                _check(update)
-                pieces += [self._chunk([chunk]) for chunk in self.chunks(update)]
-            if pieces or not batch:
-                yield b"".join(pieces) or PING
-        if self.wants_usage:
-            usage = {"usage": self.answer.usage(), **timings_of(self.answer)}
-            yield self._chunk([], usage)
+        openings = [(i, self.opening(i)) for i in range(len(self.answer.choices))]
+        pieces = [self._event(index, chunk) for index, chunk in openings if chunk]
+        async for new, ends in self._batches():
+            news = [self._event(i, c) for i, c in [*new.items(), *ends.items()] if c]
+            if news or not new:  # no update at all is a pause
+                yield b"".join(pieces + news) or PING
+                pieces.clear()
+        if self._wants_usage:
+            last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
+            yield sse(last)
         yield DONE
 
-    def _chunk(self, choices: Sequence[Mapping[str, Any]], more: Any = None) -> bytes:
-        usage = {"usage": None} if self.wants_usage and more is None else more or {}
-        shown = json.dumps(choices, ensure_ascii=False).encode("utf-8", "replace")
-        if not usage:
-            return self._before + shown + b"}\n\n"
-        return self._before + shown + b", " + json.dumps(usage)[1:].encode() + b"\n\n"
+    def _event(self, index: int, chunk: Chunk) -> bytes:
+        choice = {"index": index, "logprobs": None, "finish_reason": None, **self.streamed(chunk)}
+        usage = {"usage": None} if self._wants_usage else {}
+        return sse({**self._head, "object": self.chunk_kind, "choices": [choice], **usage})
 
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        """Yield what comes before the text of a choice."""
-        yield from ()
-
-    def chunks(self, update: Update) -> Iterator[dict[str, Any]]:
-        """Yield the choices of chunks that an update becomes."""
-        raise NotImplementedError
-
-    def choice(self, index: int, updates: Sequence[Update]) -> dict[str, Any]:
-        """Return a complete choice."""
-        raise NotImplementedError
-
-
-def _check(update: Update) -> None:
-    if update.end is not None and update.end.reason == "cancelled":
-        raise ApiError(503, "the server stops; what came until now is valid", code="draining")
-
-
-def _merged(batch: Sequence[Update], *, keeps_events: bool) -> Iterator[Update]:
-    """Join what is new of a choice, and parts of text that follow each other."""
-    groups = list[list[Update]]()
-    for update in batch:
-        if groups and groups[-1][-1].index == update.index and not keeps_events:
-            groups[-1].append(update)
-        else:
-            groups.append([update])
-    for group in groups:
-        parts = list[Part]()
-        for part in (part for update in group for part in update.parts):
-            last = parts[-1] if parts else None
-            match last, part:
-                case (Said(text=a), Said(text=b)):
-                    parts[-1] = Said(a + b)
-                case (Thought(text=a), Thought(text=b)):
-                    parts[-1] = Thought(a + b)
-                case _:
-                    parts.append(part)
-        yield Update(group[-1].index, parts, group[-1].event)
-
-
-def ended(event: Event, *, calls: int = 0) -> dict[str, Any]:
-    """Return why a text ended."""
-    reason = REASONS.get(str(event.reason), "stop")
-    stop = event.trigger if isinstance(event.trigger, int | str) else None
-    named = "loop" if event.reason == "loop" else stop
-    return {
-        "finish_reason": "tool_calls" if calls and reason == "stop" else reason,
-        "stop_reason": named,
-    }
-
-
-def timings_of(answer: RunningAnswer) -> dict[str, Any]:
-    """Return times as llama-server gives them, of the first text."""
-    counts = answer.ends[0].statistics if 0 in answer.ends else None
-    if counts is None:
-        return {}
-    return {
-        "timings": {
+    def _counts(self) -> dict[str, Any]:
+        """Return usage, and times as llama-server gives them, of the first text."""
+        counts = self.answer.ends[0].statistics
+        if counts is None:
+            return {"usage": self.answer.usage()}
+        timings = {
             "prompt_n": counts.prompt_tokens - counts.cached_tokens,
             "cache_n": counts.cached_tokens,
             "prompt_ms": round(counts.prompt_seconds * 1e3, 3),
@@ -152,89 +111,91 @@ def timings_of(answer: RunningAnswer) -> dict[str, Any]:
             "draft_n": counts.drafted_tokens,
             "draft_n_accepted": counts.accepted_tokens,
         }
+        return {"usage": self.answer.usage(), "timings": timings}
+
+
+def sse(value: Mapping[str, Any]) -> bytes:
+    """Return an event of a stream."""
+    return b"data: " + json.dumps(value, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
+
+
+def joined(old: Any, new: Any) -> Any:
+    """Return two pieces of an answer as one: texts and lists follow each other; may change old."""
+    match old, new:
+        case (None, _) | (_, None):
+            return new if old is None else old
+        case (str(), str()) | (list(), list()):
+            old += new
+            return old
+        case dict(), dict():
+            for key, value in new.items():
+                old[key] = joined(old.get(key), value)
+            return old
+    return new
+
+
+def _ended(event: Event, *, has_calls: bool) -> Chunk:
+    """Return why a text ended; raises `ApiError` if the server did it."""
+    if event.reason == "cancelled":
+        raise ApiError(503, "the server stops; what came until now is valid", code="draining")
+    reason = "length" if event.reason == "max_new_tokens" else "stop"
+    told = "tool_calls" if has_calls and reason == "stop" else reason
+    return {
+        "finish_reason": told,
+        "stop_reason": "loop" if event.reason == "loop" else event.trigger,
     }
 
 
 class ChatDialect(Dialect):
-    """A chat completion."""
+    """A chat completion; chunks have a `delta`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(
-        self, answer: RunningAnswer, body: ChatBody, model: str, names: Names, *, thoughts: str
-    ) -> None:
-        """thoughts: name of the field, or `both`."""
-        super().__init__(answer, body, model, names, has_logs=body.logprobs)
-        both = ("reasoning_content", "reasoning")
-        self._thoughts = both if thoughts == "both" else (thoughts,)
-        self._shows = body.include_reasoning
-        self._by_id = body.return_tokens_as_token_ids
+    def __init__(self, answer: RunningAnswer, body: ChatBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        thoughts = engine.options.reasoning_field
+        fields = ("reasoning_content", "reasoning") if thoughts == "both" else (thoughts,)
+        self._thoughts = fields if body.include_reasoning else ()
+        self._has_logs = body.logprobs
         self._numbers: list[dict[str, int]] = [{} for _ in answer.choices]
 
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def opening(self, index: int) -> Chunk:
+        return {"delta": {"role": "assistant", "content": ""}}
 
-    def chunks(self, update: Update) -> Iterator[dict[str, Any]]:
-        numbers, logs = self._numbers[update.index], self._log(update.event)
-        base = {"index": update.index, "finish_reason": None}
-        deltas = [d for part in update.parts if (d := self._delta(part, numbers))]
-        if not deltas and logs is not None and logs["content"]:
-            deltas = [{}]
-        for at, delta in enumerate(deltas):
-            yield {**base, "delta": delta, "logprobs": None if at else logs}
-        if update.end is not None:
-            calls = self.answer.choices[update.index].calls
-            yield {**base, "delta": {}, "logprobs": None, **ended(update.end, calls=calls)}
+    def chunk(self, update: Update) -> Chunk:
+        delta, numbers = dict[str, Any](), self._numbers[update.index]
+        for part in update.parts:
+            delta = joined(delta, self._delta(part, numbers))
+        chunk: Chunk = {"delta": delta} if delta else {}
+        if self._has_logs and (logs := self.names.chat(update.event, by_id=self._by_id)):
+            chunk = {"delta": delta, "logprobs": {"content": logs, "refusal": None}}
+        return chunk
 
     def _delta(self, part: Part, numbers: dict[str, int]) -> dict[str, Any]:
         match part:
-            case Said(text=text):
+            case Text(text=text, is_thought=False):
                 return {"content": text}
-            case Thought(text=text):
-                return dict.fromkeys(self._thoughts, text) if self._shows else {}
+            case Text(text=text):
+                return dict.fromkeys(self._thoughts, text)
             case CallBegin(id=id_, name=name):
                 numbers[id_] = len(numbers)
-                function = {"name": name, "arguments": ""}
-                call = {"index": numbers[id_], "id": id_, "type": "function", "function": function}
-                return {"tool_calls": [call]}
-            case CallArguments(id=id_, text=text):
-                return {"tool_calls": [{"index": numbers[id_], "function": {"arguments": text}}]}
+                call = {"type": "function", "function": {"name": name, "arguments": ""}}
+                return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
+        return {"tool_calls": {numbers[part.id]: {"function": {"arguments": part.text}}}}
 
-    def _log(self, event: Event) -> dict[str, Any] | None:
-        if not self.has_logs:
-            return None
-        return {"content": self.names.chat(event, by_id=self._by_id), "refusal": None}
+    def streamed(self, chunk: Chunk) -> Chunk:
+        delta = chunk.get("delta", {})
+        if "tool_calls" in delta:
+            calls = [{"index": index, **call} for index, call in delta["tool_calls"].items()]
+            delta = {**delta, "tool_calls": calls}
+        return {**chunk, "delta": delta}
 
-    def choice(self, index: int, updates: Sequence[Update]) -> dict[str, Any]:
-        content, thoughts, calls = "", "", dict[str, dict[str, Any]]()
-        logs = list[dict[str, Any]]()
-        for update in updates:
-            for part in update.parts:
-                match part:
-                    case Said(text=text):
-                        content += text
-                    case Thought(text=text):
-                        thoughts += text
-                    case CallBegin(id=id_, name=name):
-                        function = {"name": name, "arguments": ""}
-                        calls[id_] = {"id": id_, "type": "function", "function": function}
-                    case CallArguments(id=id_, text=text):
-                        calls[id_]["function"]["arguments"] += text
-            logs += self.names.chat(update.event, by_id=self._by_id) if self.has_logs else []
-        message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
-        if not calls:
-            message["content"] = content
-        else:
-            message["tool_calls"] = [*calls.values()]
-        if thoughts and self._shows:
-            message |= dict.fromkeys(self._thoughts, thoughts)
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": {"content": logs, "refusal": None} if self.has_logs else None,
-            **ended(updates[-1].event, calls=len(calls)),
-        }
+    def plain(self, choice: Chunk) -> Chunk:
+        message = {**choice.pop("delta"), "refusal": None}
+        if "tool_calls" in message:
+            calls = [*message["tool_calls"].values()]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
+        return {**choice, "message": message}
 
 
 class CompletionDialect(Dialect):
@@ -243,59 +204,40 @@ class CompletionDialect(Dialect):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def __init__(
-        self, answer: RunningAnswer, body: CompletionBody, model: str, names: Names
-    ) -> None:
-        has_logs = body.logprobs is not None
-        super().__init__(answer, body, model, names, has_logs=has_logs)
-        self._body, top = body, body.logprobs or 0
-        by_id = body.return_tokens_as_token_ids
-        self._columns = [LogprobColumns(names, top=top, by_id=by_id) for _ in answer.choices]
+    def __init__(self, answer: RunningAnswer, body: CompletionBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        self._body, self._has_logs = body, body.logprobs is not None
+        self._offsets = [0] * len(answer.choices)
 
-    def chunks(self, update: Update) -> Iterator[dict[str, Any]]:
-        text, logs = self._read(update)
-        end = {"finish_reason": None} if update.end is None else ended(update.end)
-        if text or logs or update.end is not None:
-            yield {"index": update.index, "text": text, "logprobs": logs, **end}
-
-    def choice(self, index: int, updates: Sequence[Update]) -> dict[str, Any]:
-        read = [self._read(update) for update in updates]
-        logs = [columns for _, columns in read if columns is not None]
-        choice = {
-            "index": index,
-            "text": "".join(text for text, _ in read),
-            "logprobs": joined(logs) if logs else None,
-            **ended(updates[-1].event),
-        }
-        scores = [u.event.scores for u in updates if u.event.scores is not None]
-        if self._body.prompt_logprobs is not None and scores:
-            choice["prompt_logprobs"] = self.names.prompt(scores[0])
-        if self._body.echo and self._body.logprobs is None:
-            choice["text"] = self._echo(index) + choice["text"]
-        return choice
-
-    def opening(self, index: int) -> Iterator[dict[str, Any]]:
-        if self._body.echo and self._body.logprobs is None:
-            text = self._echo(index)
-            yield {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-
-    def _echo(self, index: int) -> str:
-        """Return the prompt of a choice, special tokens as their names."""
+    def opening(self, index: int) -> Chunk:
+        if not self._body.echo:
+            return {}
         given, number = self._body.prompt, index // self._body.n
         prompt = given if isinstance(given, str) else given[number]
-        if isinstance(prompt, str):
-            return prompt
-        ids = self.answer.plan.prompts[number]
-        return b"".join(map(self.names.bytes, ids)).decode("utf-8", "replace")
+        if not isinstance(prompt, str):  # special tokens as their names
+            names = map(self.names.bytes, self.answer.plan.prompts[number])
+            prompt = b"".join(names).decode("utf-8", "replace")
+        return {"text": prompt}
 
-    def _read(self, update: Update) -> tuple[str, dict[str, Any] | None]:
-        """Return text and columns of an update, those of an echoed prompt first."""
-        event, columns = update.event, self._columns[update.index]
-        found, text = list[dict[str, Any]](), ""
-        if event.scores is not None and self._body.echo and self.has_logs:
-            found.append(columns.of_prompt(event.scores))
-            text = self._echo(update.index)
-        if self.has_logs and event.ids and event.probabilities:
-            found.append(columns.of_text(event))
-        text += "".join(part.text for part in update.parts if isinstance(part, Said))
-        return text, joined(found) if found else None
+    def chunk(self, update: Update) -> Chunk:
+        event, rows, logs = update.event, list[Row](), None
+        if event.scores is not None and self._body.echo:
+            rows += rows_of_prompt(event.scores)
+        rows += rows_of(event)
+        if self._body.echo and event.reason == "stop_token" and event.held is not None:
+            rows += rows_of(event.held)  # which lm-eval leaves out
+        if self._has_logs and rows:
+            at, top = self._offsets[update.index], self._body.logprobs or 0
+            logs = self.names.columns(rows, at, top=top, by_id=self._by_id)
+            self._offsets[update.index] += sum(len(self.names.text(row[0])) for row in rows)
+        text = "".join(part.text for part in update.parts if isinstance(part, Text))
+        chunk: Chunk = {"text": text, "logprobs": logs} if text or logs else {}
+        if event.scores is not None and self._body.prompt_logprobs is not None:
+            chunk["prompt_logprobs"] = self.names.prompt(event.scores)
+        return chunk
+
+    def streamed(self, chunk: Chunk) -> Chunk:
+        return {"text": "", **chunk}
+
+    def plain(self, choice: Chunk) -> Chunk:
+        return self.streamed(choice)

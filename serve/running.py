@@ -1,19 +1,61 @@
-"""Run an application until a signal ends it, when answers have had some time."""
+"""Run an application until a signal ends it, when answers have had some time.
 
-import asyncio
-import logging
+Connections end on which a client does not make progress, and the oldest idle one for a new one.
+"""
+
+import json
+import math
 import socket
+import time
 from types import FrameType
+from typing import Literal, NamedTuple
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exl2flow.serve.engine import Engine
-from exl2flow.serve.guard import LARGEST_HEADERS, Connection
+from exl2flow.serve.errors import ApiError, body
 
-log = logging.getLogger("exl2flow.serve")
 KEEP_ALIVE_SECONDS = 60
 BACKLOG_SECONDS = 5  # for last writes, once all texts have ended
+State = Literal["stalled", "headers", "idle", "busy"]
+# seconds without headers, and without a byte that the client takes
+LIMITS: dict[State, float] = {"headers": 10.0, "stalled": 60.0}
+MOST_CONNECTIONS = 256
+LARGEST_UNREAD = 64 << 10  # bytes of headers before the application counts them
+
+
+class _Seen(NamedTuple):
+    """What a connection did when it was looked at, since when, in which request, and bytes left."""
+
+    state: State
+    since: float
+    cycle: object
+    unsent: int
+
+
+class Connection(H11Protocol):
+    """A connection as the server looks at it."""
+
+    def send_400_response(self, msg: str) -> None:
+        """See `H11Protocol`: answer what is no HTTP in our form."""
+        super().send_400_response(json.dumps(body(ApiError(400, msg))))
+
+    def seen(self, before: _Seen | None, now: float) -> _Seen:
+        """Return what it does."""
+        unsent, cycle = self.transport.get_write_buffer_size(), self.cycle
+        is_idle = cycle is None or cycle.response_complete or cycle.more_body
+        is_asking = cycle is None or bool(self.conn.trailing_data[0])
+        state: State = "idle" if is_idle else "busy"
+        if unsent:
+            state = "stalled"
+        elif is_asking and self.conn.their_state is h11.IDLE:
+            state = "headers"
+        if before and before.state == state and before.cycle is cycle and before.unsent <= unsent:
+            return before._replace(unsent=unsent)
+        return _Seen(state, now, cycle, unsent)
 
 
 class _Server(uvicorn.Server):
@@ -21,28 +63,33 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
         super().__init__(config)
-        self._engine = engine
-        self._draining: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        self._engine, self._deadline = engine, 0.0
+        self._seen = dict[Connection, _Seen]()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`; signals are not raised again, so the program ends with 0."""
-        if self._engine.state == "draining" or self._loop is None:
-            self.should_exit = self.force_exit = True
-        else:
-            self._engine.state = "draining"
-            self._loop.call_soon_threadsafe(self._drain)
+        self.should_exit = self.force_exit = self._engine.state == "draining"
+        self._engine.state = "draining"
+        self._deadline = time.monotonic() + self._engine.options.drain
 
-    def _drain(self) -> None:
-        self._draining = asyncio.ensure_future(self._drained())
+    async def on_tick(self, counter: int) -> bool:
+        """See `uvicorn.Server`, which calls this ten times a second."""
+        self._end_connections()
+        is_over = not self._engine.count or time.monotonic() > self._deadline
+        if self._engine.state == "draining" and is_over:
+            self._engine.cancel()
+            self.should_exit = True
+        return await super().on_tick(counter)
 
-    async def _drained(self) -> None:
-        await self._engine.drain(self._engine.options.drain)
-        self.should_exit = True
+    def _end_connections(self) -> None:
+        now, before, connections = time.monotonic(), self._seen, self.server_state.connections
+        ours = [one for one in connections if isinstance(one, Connection)]
+        self._seen = {one: one.seen(before.get(one), now) for one in ours}
+        rows = sorted(self._seen.items(), key=lambda row: row[1].since)
+        ended = [one for one, seen in rows if now - seen.since > LIMITS.get(seen.state, math.inf)]
+        idle = [one for one, seen in rows if seen.state in ("headers", "idle")]
+        for one in {*ended, *idle[: max(0, len(rows) - MOST_CONNECTIONS)]}:
+            one.transport.abort()
 
 
 def run(app: FastAPI, engine: Engine, listener: socket.socket) -> None:
@@ -56,6 +103,6 @@ def run(app: FastAPI, engine: Engine, listener: socket.socket) -> None:
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=BACKLOG_SECONDS,
-        h11_max_incomplete_event_size=LARGEST_HEADERS,
+        h11_max_incomplete_event_size=LARGEST_UNREAD,
     )
     _Server(config, engine).run([listener])

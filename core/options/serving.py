@@ -34,6 +34,9 @@ class ServeOptions(LoadOptions):
     open_metrics: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
         False, description="answer /metrics and /v1/status without a key"
     )
+    log_json: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
+        False, description="write the log as JSON, an object per line"
+    )
     drain: Annotated[float, Option("SECONDS", LISTEN, rare=True)] = Field(
         30.0, ge=0, description="time that running answers have after SIGTERM"
     )

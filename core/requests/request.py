@@ -99,6 +99,7 @@ class Request:
     hooks: called in order for every sampled token; each may replace it.
     filters: what the text must match, all of them.
     adapters: what changes the model for this text; several add up.
+    salt: texts with different salts share no pages, so none can find out what another one said.
     prefer_end: end the text as soon as the filters allow it.
     embeddings: floating-point tensors (n, hidden size), read in place of tokens. In text, each
         `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
@@ -134,6 +135,7 @@ class Request:
     hooks: Sequence[Hook] = ()
     filters: Sequence[Filter] = ()
     adapters: Sequence[AdapterLike] = ()
+    salt: bytes = b""
     prefer_end: bool = False
     embeddings: Sequence[Any] = field(default=(), compare=False)  # tensors have no truth value
     end_loops: bool = False

@@ -43,6 +43,7 @@ def tool_grammar(
     choice: Choice = "auto",
     name: str = "",
     parallel: bool = True,
+    answer: GrammarFilter | None = None,
 ) -> ToolGrammar:
     """Return the filter that makes a model's calls valid.
 
@@ -56,6 +57,7 @@ def tool_grammar(
             beginning as a call.
         name: the function that `named` takes.
         parallel: allow several calls; otherwise a call ends the text.
+        answer: what a text without a call must match, if `auto` leaves the choice.
 
     Raises:
         ConfigError: there are no functions, `name` is not one of them, or llguidance is missing.
@@ -66,16 +68,20 @@ def tool_grammar(
     if choice in ("auto", "required") and not functions:
         raise ConfigError(f"`{choice}` needs functions to call; give some, or choose `none`")
     chosen = {name: functions[name]} if choice == "named" else functions
-    writer = _Writer(fmt, tokenizer, is_single=choice == "named" or not parallel)
+    inner = answer if choice == "auto" else None
+    is_single = choice == "named" or not parallel
+    writer = _Writer(fmt, tokenizer, is_single=is_single, has_answer=inner is not None)
     lines = writer.lines(chosen, choice)
-    return ToolGrammar(GrammarFilter(lark="\n".join(lines)), tuple(writer.warnings))
+    return ToolGrammar(GrammarFilter(lark="\n".join(lines), inner=inner), tuple(writer.warnings))
 
 
 class _Writer:
     """Writes the rules of one grammar; `warnings` fills up meanwhile."""
 
-    def __init__(self, fmt: ToolFormat, tokenizer: Tokenizer, *, is_single: bool) -> None:
-        self._fmt, self._is_single = fmt, is_single
+    def __init__(
+        self, fmt: ToolFormat, tokenizer: Tokenizer, *, is_single: bool, has_answer: bool
+    ) -> None:
+        self._fmt, self._is_single, self._has_answer = fmt, is_single, has_answer
         self._special = marks_of(tokenizer)
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._rules, self.warnings, self._counted = list[str](), list[str](), 0
@@ -104,6 +110,8 @@ class _Writer:
             is_whole = self._is_single or self._holds_many or not begin or bool(others)
             more = "" if is_whole else " (SPACE? section)*"
             return [f"start: {first}section{more}", section, *others]
+        if not begin and self._has_answer:
+            return ["start: section | @inner", section]
         if not begin:
             head = "{" if self._fmt.kind == "json" else "["
             other = rf"OTHER: /(\s*[^\s\{head}](.|\n)*)?/"
@@ -112,9 +120,12 @@ class _Writer:
             )
         others, first = self._channels()
         if others and choice != "none":
-            final = '<[C]> "final" <[M]> ANY'
-            end = self._with_ids(final)
-            return [f"start: {first}(section | {end} | ANY)", section, *others]
+            text = "@inner" if self._has_answer else "ANY"
+            end = self._with_ids(f'<[C]> "final" <[M]> {text}')
+            return [f"start: {first}(section | {end} | {text})", section, *others]
+        if self._has_answer:
+            more = "" if self._is_single or self._holds_many else "+"
+            return [f"start: (SPACE? section){more} | @inner", section]
         return self._free(choice, closing)
 
     def _free(self, choice: Choice, closing: str) -> list[str]:

@@ -26,15 +26,19 @@ class GrammarFilter:
     Between the parts of JSON there is at most one line break and 16 spaces or tabs, unless the
     schema's `x-guidance` says otherwise.
 
+    inner: what `@inner` stands for in `lark`.
+
     Raises `ConfigError` if it is broken, with llguidance's words, or llguidance is not installed.
     """
 
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     lark: str | None = None
+    inner: "GrammarFilter | None" = None
 
     def __post_init__(self) -> None:
-        given = [kind for kind, value in vars(self).items() if value is not None]
+        values = vars(self).items()
+        given = [kind for kind, value in values if value is not None and kind != "inner"]
         if len(given) != 1:
             raise ConfigError("`GrammarFilter` takes one of `json_schema`, `regex` and `lark`")
         try:
@@ -52,13 +56,19 @@ class GrammarFilter:
         return _GrammarState(self, tokenizer, width, prefix)
 
     def rules(self, prefix: str) -> str:
-        text = {"name": "text", "lark_grammar": self.lark}
-        if self.json_schema is not None:
-            text = {"name": "text", "json_schema": bounded(json.loads(str(self.json_schema)))}
-        elif self.regex is not None:
-            text["lark_grammar"] = f"start: /{_llguidance().regex_to_lark(self.regex, '')}/"
         begin = {"lark_grammar": f"start: {json.dumps(prefix, ensure_ascii=False)} @text"}
-        return json.dumps({"grammars": [begin, text] if prefix else [text]})
+        grammars = [*([begin] if prefix else []), self._named("text")]
+        if self.inner is not None:
+            grammars.append(self.inner._named("inner"))
+        return json.dumps({"grammars": grammars})
+
+    def _named(self, name: str) -> dict[str, Any]:
+        if self.json_schema is not None:
+            return {"name": name, "json_schema": bounded(json.loads(str(self.json_schema)))}
+        if self.regex is not None:
+            rule = f"start: /{_llguidance().regex_to_lark(self.regex, '')}/"
+            return {"name": name, "lark_grammar": rule}
+        return {"name": name, "lark_grammar": self.lark}
 
 
 def bounded(schema: Any) -> Any:

@@ -41,7 +41,7 @@ def main() -> None:
     limit(resource.RLIMIT_AS, size() + MEMORY)
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
-        matcher = llguidance.LLMatcher(known, json.loads(line), log_level=0)
+        matcher = llguidance.LLMatcher(known, line.decode(), log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
         error = matcher.get_error() if matcher.is_error() else ""

@@ -208,6 +208,11 @@ class Generator:
         return self._scheduler.page_pool.free
 
     @property
+    def preemptions(self) -> int:
+        """How many jobs were preempted so far."""
+        return self._scheduler.preemptions
+
+    @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return self._scheduler.is_idle

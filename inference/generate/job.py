@@ -96,8 +96,9 @@ class Job:
         self._cached = [0, 0]  # tokens and pages of the first start
 
     def new_pages(self) -> SequencePages:
-        """Return an empty sequence in the cache, which shares pages under the same adapters."""
-        return SequencePages(salt_of(self.adapters))
+        """Return an empty sequence in the cache, sharing pages under equal adapters and salts."""
+        salt = self.request.salt and b"salt" + self.request.salt  # no digests of adapters
+        return SequencePages(salt_of(self.adapters) + salt)
 
     def cancel(self) -> None:
         """End the job; its last event comes with the next step. Any thread may call it."""

@@ -32,6 +32,7 @@ class Scheduler:
         self._device_slots = device_slots
         self._waiting = deque[Job]()
         self._free = list(range(slots))
+        self.preemptions = 0
 
     @property
     def top(self) -> int:
@@ -181,6 +182,7 @@ class Scheduler:
         if job.is_decoding and job.request.settings.mirostat:
             job.mu = float(self._device_slots.sampler.mu[job.lead.slot])
         self._leave(job, keep=True)
+        self.preemptions += 1
         for s in job.sequences:
             s.held = job.new_pages()
         self._waiting.appendleft(job)

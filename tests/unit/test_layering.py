@@ -39,7 +39,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prompt_toolkit": ("flows/cli/terminal/",),
     "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/", "inference/scoring/text.py", "calibration_data/build.py"),
-    "prometheus_client": ("serve/metrics.py",),
+    "prometheus_client": ("serve/",),
     "pydantic": ("core/", "flows/", "serve/fields.py"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),
@@ -52,7 +52,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "typer": ("flows/cli/",),
     "cupy": ("kernels/cuda/ops.py", "kernels/cuda/compiler.py", "kernels/cuda/ptx.py"),
     "huggingface_hub": ("tasks/",),
-    "h11": ("serve/guard.py",),
+    "h11": ("serve/running.py",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py", "serve/"),
     "fastapi": ("flows/webhook.py", "serve/"),
     "httpx": ("flows/webhook.py", "flows/cli/running.py"),  # Prefect's client raises its errors

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,16 +21,27 @@ from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
 from exl2flow.inference.chat import CallArguments, CallBegin, all_tool_formats
 from exl2flow.inference.generate import Event
-from exl2flow.serve.answers import AnswerPlan, Choice, Said, Thought
+from exl2flow.serve.answers import AnswerPlan, Choice, RunningAnswer, Text, Update
 from exl2flow.serve.completions import plan_of
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
 from exl2flow.serve.fields import ALIASES, ChatBody, CompletionBody
 from exl2flow.serve.mapping import settings_of
+from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.openai import ChatDialect
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TEXT = '<think>\nA thought.</think>\n\nText. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
 TEXT += "</tool_call>"
+
+
+PLAN = AnswerPlan(
+    requests=(),
+    prompts=(),
+    marks=Thinking("<think>", "</think>"),
+    tools=TOOLS,
+    tool_format=all_tool_formats()["hermes"],
+)
 
 
 @pytest.fixture(scope="module")
@@ -100,22 +113,15 @@ def test_switches_of_other_servers_become_ours(engine: Engine) -> None:
 
 def read(pieces: list[str], *, is_forced: bool) -> tuple[str, str, str, list[str]]:
     """Return thoughts, content, arguments and names of a text in pieces."""
-    plan = AnswerPlan(
-        requests=(),
-        prompts=(),
-        marks=Thinking("<think>", "</think>"),
-        tools=TOOLS,
-        tool_format=all_tool_formats()["hermes"],
-        is_forced=is_forced,
-    )
-    choice, parts = Choice(plan), list[Any]()
+    choice, parts = Choice(replace(PLAN, shows_calls=is_forced)), list[Any]()
     for piece in pieces:
         parts += choice.parts(Event(stage="text", text=piece))
     parts += choice.parts(Event(stage="text", reason="stop_token"))
-    thoughts, content, arguments = (
-        "".join(p.text for p in parts if isinstance(p, kind))
-        for kind in (Thought, Said, CallArguments)
+    thoughts, content = (
+        "".join(p.text for p in parts if isinstance(p, Text) and p.is_thought == is_thought)
+        for is_thought in (True, False)
     )
+    arguments = "".join(p.text for p in parts if isinstance(p, CallArguments))
     return thoughts, content, arguments, [p.name for p in parts if isinstance(p, CallBegin)]
 
 
@@ -130,6 +136,72 @@ def test_any_split_of_a_text_gives_the_same_parts(cuts: list[int], is_forced: bo
     assert json.loads(arguments) == {"a": 1}
 
 
+class Batched(RunningAnswer):
+    """An answer whose events come in given batches."""
+
+    def batch(self, events: list[Event], sizes: list[int]) -> "Batched":
+        self.batches = list[list[Event]]()
+        for size in sizes:
+            self.batches.append(events[:size])
+            del events[:size]
+        self.batches.append(events)
+        return self
+
+    async def updates(self) -> AsyncIterator[list[Update]]:
+        for batch in self.batches:
+            yield [update for event in batch for update in self._read(event)]
+
+
+def accumulated(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join chunks as clients do."""
+    found: dict[str, Any] = {"content": "", "reasoning_content": "", "calls": {}, "logs": []}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        for name in ("content", "reasoning_content"):
+            found[name] += choice["delta"].get(name) or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            function = found["calls"].setdefault(call["index"], {"name": "", "arguments": ""})
+            for name in function:
+                function[name] += call["function"].get(name, "")
+        found["logs"] += (choice["logprobs"] or {}).get("content", [])
+        found["finish_reason"] = choice["finish_reason"]
+    return found
+
+
+@given(
+    cuts=st.lists(st.integers(0, len(TEXT)), max_size=12),
+    sizes=st.lists(st.integers(0, 4), max_size=5),
+    shows_calls=st.booleans(),
+)
+def test_streams_join_to_the_plain_answer(
+    engine: Engine, cuts: list[int], sizes: list[int], shows_calls: bool
+) -> None:
+    pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
+    texts: list[Any] = [{"text": p, "ids": (5,), "probabilities": (0.5,)} for p in pieces]
+    body = ChatBody.model_validate({"messages": [{}], "logprobs": True})
+
+    def dialect() -> ChatDialect:
+        events = [Event(stage="text", tag=0, **fields) for fields in texts]
+        events.append(Event(stage="text", tag=0, reason="stop_token"))
+        plan = replace(PLAN, requests=(Request("a"),), shows_calls=shows_calls)
+        return ChatDialect(Batched(plan, [], asyncio.Queue()).batch(events, sizes), body, engine)
+
+    async def streamed() -> str:
+        return b"".join([piece async for piece in dialect().stream()]).decode()
+
+    [choice] = asyncio.run(dialect().whole())["choices"]
+    *chunks, done = asyncio.run(streamed()).split("\n\n")[:-1]
+    joined = accumulated([json.loads(c.removeprefix("data: ")) for c in chunks if c[0] == "d"])
+
+    message = choice["message"]
+    assert done == "data: [DONE]"
+    assert joined["content"] == message["content"] == "Text. "
+    assert joined["reasoning_content"] == message["reasoning_content"] == "A thought."
+    assert [*joined["calls"].values()] == [call["function"] for call in message["tool_calls"]]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+    assert len(joined["logs"]) == len(choice["logprobs"]["content"]) == len(pieces)
+    assert joined["finish_reason"] == choice["finish_reason"] == "tool_calls"
+
+
 def test_a_call_that_does_not_parse_stays_text() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": \n</tool_call>'
 
@@ -138,21 +210,27 @@ def test_a_call_that_does_not_parse_stays_text() -> None:
 
 @pytest.mark.parametrize(("kind", "status", "code"), STATUSES)
 def test_errors_have_their_status(kind: Any, status: int, code: str | None) -> None:
-    told = as_api_error(kind("`field` is wrong"))
+    told = as_api_error(kind("`field` is wrong"), "req_1")
 
     assert (told.status, told.code, told.param) == (status, code, "field")
 
 
 def test_other_errors_tell_nothing() -> None:
-    assert as_api_error(errors.OutOfDeviceMemory("secret")).status == 500
-    assert str(as_api_error(ValueError("secret"))) == ""
+    for error in (errors.OutOfDeviceMemory("secret"), ValueError("secret")):
+        told = as_api_error(error, "req_1")
+        assert told.status == 500
+        assert "req_1" in str(told)
+        assert "secret" not in str(told)
 
 
-def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made_again", [True, False])
+def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path, made_again: bool) -> None:
     model = load_model(make_tiny("llama", tmp_path), device="cpu")
     made = list[Generator]()
 
     def make() -> Generator:
+        if made and not made_again:
+            raise errors.OutOfDeviceMemory("too little")
         made.append(Generator(model, slots=2))
         return made[-1]
 
@@ -175,6 +253,10 @@ def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
         states = [engine.state]
         await engine._recovery
         states.append(engine.state)
+        if not made_again:
+            assert Metrics(engine).status()["state"] == "failed"
+            await engine.close()
+            return states
         answer = await engine.begin(lambda: plan)
         async for _ in answer.updates():
             pass
@@ -186,5 +268,6 @@ def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path) -> None:
         await engine.close()
         return states
 
-    assert asyncio.run(run()) == ["recovering", "ready", "failed"]
-    assert len(made) == 2
+    states = ["recovering", "ready", "failed"] if made_again else ["recovering", "failed"]
+    assert asyncio.run(run()) == states
+    assert len(made) == 1 + made_again

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,11 +14,13 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from pydantic import BaseModel
 from servers import wait_for
 from serving import DEMO, Served, serving
 
 from exl2flow.inference import Generator, SamplingSettings, load_model
+from exl2flow.inference.scoring.evaluate import evaluate
 
 HI: Any = [{"role": "user", "content": "What is a cat?"}]
 WEATHER: Any = {
@@ -34,6 +38,14 @@ WEATHER: Any = {
 SLOW_GRAMMAR = (
     "start: T\nT: /(.|\\n)*a(.|\\n){20}/ & ~/(.|\\n)*b(.|\\n){21}/ & ~/(.|\\n)*c(.|\\n){22}/"
 )
+
+
+def nested(depth: int) -> Any:
+    """Return lists within each other."""
+    value: Any = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +159,111 @@ def test_answers_match_a_schema(served: Served) -> None:
     assert isinstance(answer.choices[0].message.parsed, Pet)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("guided_choice", ["yes", "no", "no way"]),
+        ("structured_outputs", {"choice": ["yes", "no", "no way"]}),
+        ("grammar", 'root ::= "yes" | "no" " way"?'),
+        ("guided_regex", "yes|no( way)?"),
+        ("response_format", {"type": "regex", "pattern": "yes|no( way)?"}),
+    ],
+)
+def test_answers_match_constraints_of_all_names(served: Served, field: str, value: Any) -> None:
+    answer = post(served, "/v1/completions", {"prompt": "a", field: value}).json()
+
+    assert answer["choices"][0]["text"] in ("yes", "no", "no way")
+    assert answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_with_tools_a_schema_holds_for_texts_without_calls(served: Served) -> None:
+    schema = {"type": "json_schema", "json_schema": {"schema": Pet.model_json_schema()}}
+    body = {"messages": HI, "max_tokens": 200, "tools": [WEATHER], "response_format": schema}
+    for seed in range(3):
+        answer = post(served, "/v1/chat/completions", {**body, "seed": seed}).json()
+        message = answer["choices"][0]["message"]
+        if calls := message.get("tool_calls"):
+            assert all(json.loads(c["function"]["arguments"])["city"] for c in calls)
+        else:
+            Pet.model_validate_json(message["content"])
+
+
+def test_a_call_that_is_cut_stays_text_with_a_warning(served: Served) -> None:
+    body = {"messages": HI, "max_tokens": 9, "tools": [WEATHER], "tool_choice": "required"}
+    answer = post(served, "/v1/chat/completions", body)
+    streamed = post(served, "/v1/chat/completions", {**body, "stream": True, "seed": 1}).text
+
+    [choice] = answer.json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert "tool_calls" not in choice["message"]
+    assert choice["message"]["content"].startswith("<tool_call>")
+    assert "does not parse" in answer.headers["x-exl2flow-warnings"]
+    assert "<tool_call>" in streamed
+
+
+def test_a_grammar_that_hangs_holds_no_others_up(served: Served) -> None:
+    body = {"prompt": "a", "grammar": SLOW_GRAMMAR}
+    statuses, began = list[int](), time.monotonic()
+
+    def ask() -> None:
+        answer = post(served, "/v1/completions", body)
+        assert "more than 5 s" in answer.json()["error"]["message"]
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3):
+        assert post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert time.monotonic() - began < 4.0
+    assert statuses == []
+    for thread in threads:
+        thread.join()
+    assert statuses == [400] * 6
+    assert time.monotonic() - began < 12.0  # it was tried once
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_dead_end_has_a_status_before_text_and_an_event_behind(
+    served: Served, stream: bool
+) -> None:
+    body = {"prompt": "a", "regex_pattern": "cat", "stream": stream}
+    before = post(served, "/v1/completions", {**body, "banned_strings": ["c"]})
+    behind = post(served, "/v1/completions", {**body, "banned_strings": ["t"]})
+
+    assert refused(before, 400)["code"] == "filter_dead_end"
+    if stream:
+        assert behind.status_code == 200
+        last = behind.text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "filter_dead_end"
+    else:
+        assert refused(behind, 400)["code"] == "filter_dead_end"
+
+
+def test_a_salt_keeps_pages_apart(served: Served) -> None:
+    ids = [*range(100, 400)]
+
+    def cached(**salt: str) -> int:
+        body = {"prompt": ids, "max_tokens": 1, **salt}
+        usage = post(served, "/v1/completions", body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    salts: list[dict[str, str]] = [{}, {}, {"cache_salt": "x"}, {"cache_salt": "x"}]
+    assert [cached(**salt) > 0 for salt in salts] == [False, True, False, True]
+
+
+def test_scores_are_those_of_evaluate(served: Served) -> None:
+    ids = [0, *range(300, 360)]
+    body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
+
+    [choice] = post(served, "/v1/completions", body).json()["choices"]
+    logs = choice["logprobs"]["token_logprobs"][1:]
+    [score] = evaluate([DEMO], torch.tensor([ids]))
+
+    assert score.tokens == len(logs)
+    assert abs(sum(logs) / len(logs) + math.log(score.perplexity)) < 1e-3
+
+
 def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
     body = {"prompt": [[0, 306, 1801], "The cat"], "echo": True, "logprobs": 1, "max_tokens": 1}
 
@@ -180,7 +297,9 @@ def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
         ("completions", {"prompt": [5, 999_999]}, 400, "id 999999"),
         ("completions", {"prompt": "a", "suffix": "b"}, 400, "`suffix`"),
         ("completions", {"prompt": "a", "json_schema": {}, "regex_pattern": "a"}, 400, "two"),
-        ("completions", {"prompt": "a", "grammar": SLOW_GRAMMAR}, 400, "more than 5 s"),
+        ("completions", {"prompt": "a", "x": nested(64)}, 400, "64 levels"),
+        ("completions", {"prompt": "a", "lora": [{"name": "x"}]}, 400, "`lora`"),
+        ("completions", {"prompt": "a", "guided_choice": []}, 400, "`choice`"),
         ("completions", {"prompt": "a", "n_predict": 1, "max_tokens": 2}, 400, "`max_tokens`"),
         ("completions", {"prompt": "\ud800"}, 400, "surrogate"),
         ("embeddings", {"input": "a"}, 501, "/v1/embeddings"),
@@ -260,14 +379,7 @@ def test_slow_clients_are_dropped(
 def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> None:
     body = {"prompt": "The", "max_tokens": 1900, "ignore_eos": True, "stream": stream}
     before = sum(" 499" in line for line in served.lines)
-    content = json.dumps(body).encode()
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        f"content-length: {len(content)}\r\n\r\n"
-    )
-    host, port = served.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(head.encode() + content)
+    with left(served, body):
         wait_for(lambda: served.status()["running"] == 1, pause=0.01)
         assert served.status()["kv_cache_usage"] > 0
     began = time.monotonic()
@@ -278,14 +390,55 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
     wait_for(lambda: sum(" 499" in line for line in served.lines) == before + 1)
 
 
+def left(served: Served, body: Any) -> socket.socket:
+    """Send a request, and return the connection, for the client to leave."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    host, port = served.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return connection
+
+
+def test_clients_may_leave_in_the_queue_and_in_prefill(served: Served) -> None:
+    text = {"prompt": "The", "max_tokens": 1900, "ignore_eos": True}
+    with served.http() as client:
+        running = [left(served, {**text, "seed": seed}) for seed in range(4)]
+        wait_for(lambda: served.status()["running"] == 4, pause=0.01)
+        queued = left(served, text)
+        wait_for(lambda: served.status()["waiting"] == 1, pause=0.01)
+        queued.close()
+        wait_for(lambda: served.status()["waiting"] == 0, pause=0.01)
+        assert served.status()["running"] == 4
+        for connection in running:
+            connection.close()
+        wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
+        reading = left(served, {"prompt": [*range(50, 2000)], "max_tokens": 1})
+        wait_for(lambda: served.status()["running"] == 1, pause=0.005)
+        reading.close()
+        wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
+        [line] = [
+            row for row in client.get("/metrics").text.splitlines() if "disconnects_total{" in row
+        ]
+    assert float(line.split()[-1]) >= 5
+
+
+def is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
 def test_idle_connections_make_room_for_others(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     try:
         answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
-        silent[0].settimeout(5.0)
-        with suppress(ConnectionResetError):
-            assert silent[0].recv(1) == b""
+        wait_for(lambda: sum(map(is_closed, silent)) > 40, pause=0.05)
     finally:
         for connection in silent:
             connection.close()
@@ -314,7 +467,7 @@ def test_the_server_describes_itself(served: Served) -> None:
     assert model["max_model_len"] == 2048
     assert info["bos_token"] == "<|bos|>"
     assert 'exl2flow_generation_tokens_total{model_name="model"}' in metrics
-    assert 'path="/v1/completions"' in metrics
+    assert 'path="/completions"' in metrics
     assert "/v1/chat/completions" in document["paths"]
 
 

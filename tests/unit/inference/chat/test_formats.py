@@ -250,7 +250,7 @@ def test_text_is_that_of_the_table_and_as_transformers_renders_it(name: str) -> 
         expected = "".join(
             part + answer for part, answer in zip(parts, [*ANSWERS[: turns - 1], ""], strict=True)
         )
-        made = ours._template
+        made = ours.template
         text = made.render(
             messages(system, turns), add_generation_prompt=True, now=NOW, variables=ours._names
         )

@@ -17,7 +17,7 @@ from exl2flow.inference.chat.tool_events import Parsed
 from exl2flow.inference.chat.tool_grammar import Choice, tool_grammar
 from exl2flow.inference.chat.tool_parser import parse_calls
 from exl2flow.inference.chat.tools import ToolFormat, all_tool_formats, named_tool_format
-from exl2flow.inference.filters import Constraint
+from exl2flow.inference.filters import Constraint, GrammarFilter
 from exl2flow.model import Tokenizer
 
 WIDTH = 4128
@@ -337,3 +337,15 @@ def test_choices_that_cannot_be_are_refused() -> None:
 @pytest.mark.parametrize("kind", sorted(OF_KIND))
 def test_2000_generated_calls_of_each_kind_fit_their_schema(kind: str) -> None:
     check_generated(OF_KIND[kind], range(2000))
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_an_answer_without_calls_can_be_held_to_a_grammar(name: str) -> None:
+    answer = GrammarFilter(json_schema={"type": "object", "required": ["a"]})
+    given = tool_grammar(named_tool_format(name), TOOLS, demo(), answer=answer).filter
+    source = rendered(name, [("get_weather", {"city": "Rome"})])
+
+    assert accepts(given.start(demo(), WIDTH), '{"a": 1}')
+    assert not accepts(given.start(demo(), WIDTH), "Text.")
+    is_call = accepts(state(name, "required"), source.lstrip())
+    assert accepts(given.start(demo(), WIDTH), source) == is_call

@@ -1,0 +1,135 @@
+"""The answer of a request, plain or streamed; it ends when its client leaves.
+
+Nothing here rests on the framework's notice of disconnects, which plain handlers never get. The
+status of a stream waits for its first text, so what fails before has a status of its own.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import TypeVar
+
+from starlette.background import BackgroundTask
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from exl2flow.serve.answers import BROKEN, AnswerPlan, RunningAnswer
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError, as_api_error, body, response
+from exl2flow.serve.fields import HARMLESS, Body
+from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.openai import Dialect, sse
+
+MOST_NAMED, LONGEST_NAME, LONGEST_WARNINGS = 20, 40, 500  # in headers
+LEFT = 499  # nobody reads it
+STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+B = TypeVar("B", bound=Body)
+
+
+class AnswerResponse(Response):
+    """Generates and sends the answer of one request."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        given: B,
+        plan: Callable[[B, Engine], AnswerPlan],
+        dialect: Callable[[RunningAnswer, B, Engine], Dialect],
+    ) -> None:
+        """plan: makes texts of the fields, in a thread. dialect: puts the texts in a form."""
+        self.background: BackgroundTask | None = None
+        self._engine, self._metrics, self._given = engine, metrics, given
+        self._plan = lambda: plan(given, engine)
+        self._dialect: Callable[[RunningAnswer], Dialect] = lambda answer: dialect(
+            answer, given, engine
+        )
+        self._answer: RunningAnswer | None = None
+        self._is_begun, self._more = False, dict[str, str]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        work = asyncio.ensure_future(self._work(scope, receive, send))
+        leaving = asyncio.ensure_future(_left(receive))
+        code = LEFT
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                code = work.result()
+            else:
+                self._metrics.add("client_disconnects")
+        finally:
+            for task in (work, leaving):
+                task.cancel()
+            await asyncio.gather(work, leaving, return_exceptions=True)
+            if self._answer is not None:
+                self._engine.end(self._answer)
+                self._metrics.ended(self._answer, scope["state"], scope["path"], code)
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> int:
+        """Answer, and return the status."""
+        try:
+            self._check()
+            self._answer = await self._engine.begin(self._plan)
+            self._more["x-exl2flow-seed"] = str(self._answer.plan.seed)
+            dialect = self._dialect(self._answer)
+            if self._given.stream:
+                await self._stream(dialect.stream(), send)
+            else:
+                whole = await dialect.whole()
+                await JSONResponse(whole, headers=self._told())(scope, receive, send)
+            return 200
+        except Exception as error:
+            request_id = scope["state"]["request_id"]
+            told = as_api_error(error, request_id, is_input=self._answer is None)
+            self._metrics.add("request_errors", code=str(told.status))
+            if self._is_begun:
+                await _send(send, sse(body(told)), more=False)
+            else:
+                await response(told, self._told())(scope, receive, send)
+            return told.status
+
+    async def _stream(self, pieces: AsyncGenerator[bytes], send: Send) -> None:
+        async for piece in pieces:
+            if not self._is_begun:
+                head = Response(media_type="text/event-stream", headers=STREAM | self._told())
+                del head.headers["content-length"]
+                self._is_begun, start = True, {"status": 200, "headers": head.raw_headers}
+                await send({"type": "http.response.start", **start})
+            await _send(send, piece, more=True)
+        await _send(send, b"", more=False)
+
+    def _check(self) -> None:
+        """Check names of models and fields."""
+        options, known = self._engine.options, self._engine.names
+        ignored, name = sorted(self._given.ignored), self._given.model
+        if options.strict_names and name not in ("", *known, *(n.split(":")[-1] for n in known)):
+            why = f"there is no model {name!r:.80}; there is {', '.join(known)}"
+            raise ApiError(404, why, code="model_not_found", param="model")
+        for field in ignored:
+            shown = field if field in HARMLESS else "other"
+            self._metrics.add("ignored_fields", field=shown)
+        unknown = [field for field in ignored if field not in HARMLESS]
+        if unknown and options.strict:
+            raise ApiError(400, f"`{unknown[0]:.80}` is an unknown field", param=unknown[0][:80])
+        plain = [n for n in unknown if n.isascii() and n.replace("_", "").isalnum()]
+        if plain:
+            names = [field[:LONGEST_NAME] for field in plain[:MOST_NAMED]]
+            self._more["x-exl2flow-ignored"] = ", ".join(names)
+
+    def _told(self) -> dict[str, str]:
+        if self._answer is None:
+            return self._more
+        is_broken = any(choice.is_broken for choice in self._answer.choices)
+        warnings = [*self._answer.plan.warnings, *([BROKEN] if is_broken else [])]
+        text = "; ".join(warnings).encode("ascii", "replace").decode()[:LONGEST_WARNINGS]
+        shown = "".join(c if c.isprintable() else " " for c in text)
+        return self._more | ({"x-exl2flow-warnings": shown} if shown else {})
+
+
+async def _send(send: Send, piece: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
