@@ -73,4 +73,4 @@ def test_metrics_of_the_page_are_those_of_the_server(metrics_and_text: tuple[str
     found = {name for name, _ in families if not name.endswith("_created")}
 
     named = {*CODE.findall(part("Metrics"))} - {"model_name", "finished_reason", "code"}
-    assert named - {"format", "parsed", "path", "exl2flow_"} == found
+    assert named - {"format", "parsed", "path", "field", "exl2flow_"} == found

@@ -20,7 +20,7 @@ from exl2flow.inference import Generator, LoadedModel, load_model
 from exl2flow.inference.chat import all_tool_formats, choose_format
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
-from exl2flow.serve.guard import Connection
+from exl2flow.serve.running import Connection
 
 OF_KIND = {row.kind: row.name for row in reversed(all_tool_formats().values())}
 SEEDS = range(4)

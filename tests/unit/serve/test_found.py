@@ -9,7 +9,6 @@ import pytest
 from serving import Served, serving
 
 HI = [{"role": "user", "content": "What is a cat?"}]
-pytestmark = pytest.mark.xfail(reason="not mended yet", strict=True)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
