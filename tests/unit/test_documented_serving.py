@@ -1,0 +1,76 @@
+"""The pages about the server name every field, alias, metric and status, and their code runs."""
+
+import io
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from serving import serving
+
+from exl2flow.serve.errors import TYPES
+from exl2flow.serve.fields import ALIASES, HARMLESS, ChatBody, CompletionBody
+from exl2flow.serve.guard import read_keys
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = (ROOT / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
+HOW_TO = (ROOT / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
+CODE = re.compile(r"`([a-z0-9_]+)`")
+FIELDS = {*ChatBody.model_fields, *CompletionBody.model_fields, *HARMLESS}
+NAMES = {*FIELDS, *(alias for names in ALIASES.values() for alias in names)}
+
+
+def part(heading: str) -> str:
+    """Return a section of the reference."""
+    return REFERENCE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def block(language: str) -> str:
+    """Return the first block of a language in the how-to."""
+    return HOW_TO.partition(f"```{language}\n")[2].partition("```")[0]
+
+
+def test_every_field_and_alias_is_in_the_reference() -> None:
+    assert NAMES - {*CODE.findall(part("Fields"))} == set()
+
+
+def test_aliases_stand_beside_their_field() -> None:
+    rows = [line for line in part("Fields").splitlines() if line.startswith("| `")]
+    for field, aliases in ALIASES.items():
+        [row, *_] = [r for r in rows if field in CODE.findall(r.split("|")[1])]
+        assert {*aliases} <= {*CODE.findall(row)}, field
+
+
+def test_every_status_and_type_is_in_the_reference() -> None:
+    rows = part("Errors")
+    for status, kind in TYPES.items():
+        assert re.search(rf"^\| [\d, ]*\b{status}\b[\d, ]* \| `{kind}`", rows, re.MULTILINE), status
+
+
+def test_keys_of_the_page_are_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text(block("toml"), encoding="utf-8")
+
+    assert [key.name for key in read_keys(tmp_path / "keys.toml")] == ["editor", "webui"]
+
+
+@pytest.fixture(scope="module")
+def metrics_and_text() -> tuple[str, str]:
+    with serving("--format", "chatml", "--max-answer", "20") as served:
+        text, out = block("python"), io.StringIO()
+        assert "http://127.0.0.1:5000/v1" in text
+        with redirect_stdout(out):
+            exec(text.replace("http://127.0.0.1:5000", served.url), {})
+        with served.http() as client:
+            return client.get("/metrics").text, out.getvalue()
+
+
+def test_the_program_of_the_page_prints_an_answer(metrics_and_text: tuple[str, str]) -> None:
+    assert metrics_and_text[1].strip()
+
+
+def test_metrics_of_the_page_are_those_of_the_server(metrics_and_text: tuple[str, str]) -> None:
+    families = re.findall(r"^# TYPE exl2flow_(\w+) (\w+)", metrics_and_text[0], re.MULTILINE)
+    found = {name for name, _ in families if not name.endswith("_created")}
+
+    named = {*CODE.findall(part("Metrics"))} - {"model_name", "finished_reason", "code"}
+    assert named - {"format", "parsed", "path", "field", "exl2flow_"} == found
