@@ -15,7 +15,13 @@ from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import chats, completions
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
-from exl2flow.serve.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from exl2flow.serve.fields import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorBody,
+    TokenizeBody,
+)
 from exl2flow.serve.guard import Guard, Key
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.openai import ChatDialect, CompletionDialect
@@ -35,8 +41,12 @@ def create_app(engine: Engine, *, keys: tuple[Key, ...] = ()) -> FastAPI:
 
     app = FastAPI(title="exl2flow", lifespan=life, docs_url=None, redoc_url=None)
     metrics = Metrics(engine)
+    told: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    }
     for router in (_answers(engine, metrics), _tokens(engine), _descriptions(engine, metrics)):
-        app.include_router(router, prefix="/v1")
+        app.include_router(router, prefix="/v1", responses=told)
         app.include_router(router, include_in_schema=False)
     for kind in (RequestValidationError, HTTPException, ApiError, Exception):
         app.add_exception_handler(kind, _refused)
@@ -134,7 +144,7 @@ def _descriptions(engine: Engine, metrics: Metrics) -> APIRouter:
             raise ApiError(404, f"there is no model {name!r:.80}", code="model_not_found")
         return row(name)
 
-    @router.get("/health")
+    @router.get("/health", responses={503: {"description": "not ready"}})
     async def health() -> JSONResponse:
         """Tell whether requests are answered."""
         is_ready = engine.state == "ready"

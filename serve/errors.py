@@ -21,7 +21,8 @@ TYPES = {  # of other statuses than 400
     503: "unavailable_error",
 }
 LATER = {"retry-after": "5"}
-HEADERS = {500: {"x-should-retry": "false"}, 429: LATER, 503: LATER}
+NEVER = {"x-should-retry": "false"}
+HEADERS = {500: NEVER, 501: NEVER, 429: LATER, 503: LATER}
 # the first class that an error is an instance of; all others are 500
 STATUSES: tuple[tuple[type[Exception], int, str | None], ...] = (
     (errors.ContextOverflow, 400, "context_length_exceeded"),

@@ -198,3 +198,18 @@ class DetokenizeBody(Json):
     """Ids to decode."""
 
     tokens: list[int]
+
+
+class ErrorDetail(BaseModel):
+    """What an error says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The JSON of an error, for the OpenAPI document."""
+
+    error: ErrorDetail

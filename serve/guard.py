@@ -111,6 +111,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
                 self._metrics.add("http_requests", path=path, code=str(message["status"]))
+                if message["status"] >= 400:
+                    self._metrics.refused(scope["state"], scope["path"], message["status"])
                 headers = MutableHeaders(raw=message["headers"])
                 headers["x-request-id"] = request_id
                 if given.get("origin") in self._origins:

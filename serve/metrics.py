@@ -19,6 +19,8 @@ LINE = (
     "new=%(new)d waited=%(waited).3f first=%(first).3f total=%(total).3f %(status)d"
 )
 
+REFUSED = "%(request)s key=%(key)s %(path)s refused %(status)d"
+
 
 class Metrics:
     """What one server counts."""
@@ -71,6 +73,12 @@ class Metrics:
             "tool_format": engine.tool_format.name,
             "warnings": engine.warnings,
         }
+
+    def refused(self, state: dict[str, Any], path: str, status: int) -> None:
+        """Write the line of a request that gets an error."""
+        shown = f"{path!r:.80}"
+        line = {"request": state["request_id"], "key": state["key"], "path": shown}
+        log.info(REFUSED, line | {"status": status})
 
     def ended(self, answer: RunningAnswer, state: dict[str, Any], path: str, status: int) -> None:
         """Count an answer that has ended, and write its line."""
