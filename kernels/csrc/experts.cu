@@ -291,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     byte* ring = shared + warp * e.ring_slots * SLOT;
     byte* xs = shared + WARPS * e.ring_slots * SLOT;
     Unit* units = (Unit*)(xs + e.x_bytes / 2);  // of one row, which is compact
-    float* sums = (float*)(xs + e.x_bytes);  // of two units in turn
-    Barrier* barriers = (Barrier*)(sums + 2 * WARPS * OF_WARP);
+    float* sums = (float*)(xs + e.x_bytes);  // of a unit, or of two in turn
+    Barrier* barriers = (Barrier*)(sums + e.turns * WARPS * OF_WARP);
     const u32 ring_at = shared_address(ring);
     const u32 barrier = shared_address(barriers + warp * e.ring_slots);
     let_the_next_begin();
@@ -314,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         int staged = -1, staged_part = -1;
         Item item = begins[down].item;
 #pragma unroll 1
-        for (Cursor at(e, begins[down], down); at.left; at.next(), turn ^= 1) {
+        for (Cursor at(e, begins[down], down); at.left; at.next()) {
             if (staged >= 0 && staged != at.index) item = item_at(e, at.index);
             const Ending ending(e, at, item);
             if (staged != at.index || staged_part != at.part()) {
@@ -350,6 +350,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             else put(total[0], own + warp * OF_WARP);
             __syncthreads();  // x may be replaced now, and the sums of the unit before
             ending.finish(e, at, item, own);
+            if (e.turns == 1) __syncthreads();
+            else turn ^= 1;
         }
     }
     meet(e.meetings, blockIdx.x, gridDim.x);

@@ -44,7 +44,7 @@ struct Experts {
     int table_bytes, rows, size, experts, top, slots, gated;  // size: hidden; gated: whether the shared one is
     int most_inner, part_rows, shares;           // part_rows: of down in a part; shares: of a token
     int scores, groups, top_groups, scales_input;
-    int activation, ring_slots, x_bytes;         // activation 0: clamped swiglu
+    int activation, ring_slots, x_bytes, turns;  // activation 0: clamped swiglu; turns: units with sums
     float eps, norm_power, least_norm, scaling, multiplier;  // norm_power 0: none
 };
 

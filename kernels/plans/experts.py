@@ -27,7 +27,7 @@ MANY_ROWS, MANY_WARPS = 64, 8  # of a prompt: tokens of a tile, and warps, with 
 MANY_CHUNK, MANY_SLOTS = 4, 2  # panels of x at a time, of two; steps that a warp has in flight
 GATHER_THREADS = 128  # of a CTA that reorders a row
 MOST_SLOTS, CTAS = 4, 2  # most steps that a warp has in flight, and CTAs of a multiprocessor
-SUMS = 8 * EXPERT_WARPS * ITEM_ROWS * (TILE + 4)  # bytes of a CTA's sums of two units
+SUMS = 4 * EXPERT_WARPS * ITEM_ROWS * (TILE + 4)  # bytes of a CTA's sums of a unit
 MANY_SHARED = MANY_WARPS * MANY_SLOTS * (STEP + 4 * BLOCK_PANELS * SCALE_WORDS + 8) + (
     2 * MANY_CHUNK * 64 * MANY_ROWS
 )
@@ -79,7 +79,7 @@ def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
     fitting = _fit(x_bytes, slot, limits[1])
     if fitting is None or max(parts, shared_parts) >= MOST_BEGINS:
         return None
-    ctas, slots = fitting
+    ctas, slots, turns = fitting
     argument, counters = np.zeros(1, ARGUMENT)[0], first.up.words.new_zeros(2)
     tables = _tables(bank.all, part_rows)
     tensors = fill(
@@ -96,26 +96,30 @@ def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
         activation=_number(bank.activation),
         ring_slots=slots,
         x_bytes=x_bytes,
+        turns=turns,
         multiplier=bank.multiplier,
     )
     return ExpertsPlan(
         argument=argument,
         ctas=limits[0] * ctas,
-        shared=_shared(x_bytes, slots, slot),
+        shared=_shared(x_bytes, slots, slot, turns),
         tensors=[*tensors, *tables, *_fill_router(argument, bank)],
     )
 
 
-def _shared(x_bytes: int, slots: int, slot: int) -> int:
-    return x_bytes + SUMS + EXPERT_WARPS * slots * slot
+def _shared(x_bytes: int, slots: int, slot: int, turns: int) -> int:
+    return x_bytes + turns * SUMS + EXPERT_WARPS * slots * slot
 
 
-def _fit(x_bytes: int, slot: int, most: int) -> tuple[int, int] | None:
-    """Return CTAs of a multiprocessor, and steps that a warp has in flight; the first that fits."""
-    for ctas, least in ((CTAS, 2), (1, 1)):
+def _fit(x_bytes: int, slot: int, most: int) -> tuple[int, int, int] | None:
+    """Return the first that fits: CTAs of a multiprocessor, steps in flight of a warp, and turns.
+
+    turns: whose sums a CTA holds, of two units in turn or of one.
+    """
+    for ctas, least, turns in ((CTAS, 2, 2), (1, 1, 2), (1, 1, 1)):
         for slots in range(MOST_SLOTS, least - 1, -1):
-            if ctas * (_shared(x_bytes, slots, slot) + RESERVED) <= most + OF_SYSTEM:
-                return ctas, slots
+            if ctas * (_shared(x_bytes, slots, slot, turns) + RESERVED) <= most + OF_SYSTEM:
+                return ctas, slots, turns
     return None
 
 

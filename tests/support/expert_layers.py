@@ -30,6 +30,7 @@ LAYERS = {
         ),
         {**SMALL, "shared": 96, "corrected": True},
     ),
+    "large": (RouterRule(experts=4, top=2), {"size": 4096, "inner": 64}),
     "dbrx": (RouterRule(experts=16, top=4, norm=2.0), {**SMALL, "centered": True}),
     "llama4": (
         RouterRule(experts=16, top=1, scores=Scores.TOP_SIGMOID, scales_input=True),
