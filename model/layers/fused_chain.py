@@ -184,10 +184,10 @@ class Chains:
                 (self.last_runs, self.last),
             )
         ]
-        befores = [(self.links[0].runs, self.links[0].chain), *((r, c) for r, c, _ in readers[:-1])]
+        leading = [(self.links[0].runs, self.links[0].chain), *((r, c) for r, c, _ in readers[:-1])]
         ordered = [
             replace(link, runs=runs, chain=chain, to=to)
-            for link, (runs, chain), (_, _, to) in zip(self.links, befores, readers, strict=True)
+            for link, (runs, chain), (_, _, to) in zip(self.links, leading, readers, strict=True)
         ]
         runs, last, _ = readers[-1]
         return replace(self, links=ordered, last_runs=runs, last=last)

@@ -104,10 +104,10 @@ def test_attention_of_few_rows_writes_in_the_order_of_what_reads_it(
             found.append(sequences.read(partial(through, of), hidden, is_step=True))
 
         assert torch.equal(*found)
-    befores = [*((link.runs, link.chain) for link in chains.links[1:])]
+    leading = [*((link.runs, link.chain) for link in chains.links[1:])]
     readers = [
         runs[0].chain if runs else chain
-        for runs, chain in (*befores, (chains.last_runs, chains.last))
+        for runs, chain in (*leading, (chains.last_runs, chains.last))
     ]
     ways = [torch.argsort(chain[0].order) if is_ordered else None for chain in readers]
     for to, way in zip(orders[: len(ways)], ways, strict=True):
