@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import chats, completions
@@ -25,6 +25,7 @@ from exl2flow.serve.fields import (
 from exl2flow.serve.guard import Guard, Key
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.openai import ChatDialect, CompletionDialect
+from exl2flow.serve.page import page
 from exl2flow.serve.reply import AnswerResponse
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
@@ -48,6 +49,8 @@ def create_app(engine: Engine, *, keys: tuple[Key, ...] = ()) -> FastAPI:
     for router in (_answers(engine, metrics), _tokens(engine), _descriptions(engine, metrics)):
         app.include_router(router, prefix="/v1", responses=told)
         app.include_router(router, include_in_schema=False)
+    if not engine.options.no_page:
+        app.add_api_route("/", page, response_class=HTMLResponse, include_in_schema=False)
     for kind in (RequestValidationError, HTTPException, ApiError, Exception):
         app.add_exception_handler(kind, _refused)
     app.add_middleware(Guard, options=engine.options, keys=keys, metrics=metrics)

@@ -29,7 +29,7 @@ from exl2flow.serve.metrics import Metrics
 LARGEST_BODY = 8 << 20  # bytes
 LARGEST_HEADERS = 32 << 10  # bytes
 BODY_SECONDS = 30.0
-OPEN, MEASURES = {"/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
+OPEN, MEASURES = {"/", "/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ALLOWED = "authorization, content-type, x-api-key, x-request-id"  # headers of pages
 CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}

@@ -34,6 +34,9 @@ class ServeOptions(LoadOptions):
     open_metrics: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
         False, description="answer /metrics and /v1/status without a key"
     )
+    no_page: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
+        False, description="serve no page at /"
+    )
     log_json: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
         False, description="write the log as JSON, an object per line"
     )
