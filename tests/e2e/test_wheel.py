@@ -19,7 +19,7 @@ from tiny import make_tiny
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("build", "dist", "demo-exl2", "*.egg-info", "__pycache__", ".*")
 CODE = ["core", "kernels", "model", "quant", "tasks", "flows", "inference", "compat"]
-CODE += ["calibration_data"]
+CODE += ["calibration_data", "serve"]
 SHIPPED = (".py", ".cu", ".cuh", ".j2", ".jinja", ".toml")
 LEAST_SETUPTOOLS = 77  # as `pyproject.toml` asks for
 TIMEOUT_SECONDS = 300
@@ -117,7 +117,7 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
     }
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
     data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}
-    data.add("exl2flow/flows/server/automations.yaml")
+    data |= {"exl2flow/flows/server/automations.yaml", "exl2flow/serve/pages/index.html"}
 
     names = set(zipfile.ZipFile(wheel).namelist())
 
