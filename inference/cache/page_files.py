@@ -92,14 +92,16 @@ class PageFiles:
             self._trim(nbytes)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         try:
-            make_private(path.parent)
+            for one in (self._folder, path.parent):  # but not the root, which needs its secret
+                with suppress(FileExistsError):
+                    one.mkdir(mode=0o700)
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(handle, "wb", buffering=0) as file:
                 for part in (head, data, self._digest(head, data)):
                     _write_all(file.fileno(), memoryview(part))
             temporary.replace(path)
         except FileNotFoundError:
-            return  # another process cleared the folder
+            return  # another process clears the folder
         except OSError as error:
             self.is_off = True
             log.warning(
@@ -180,7 +182,10 @@ def secret_of(folder: Path) -> bytes:
         ConfigError: it is no folder of pages, others may read it, or it cannot be used.
     """
     try:
-        make_private(folder)
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
         path, there = folder / SECRET, os.listdir(folder)
         if SECRET not in there:
             if others := [name for name in there if not name.startswith(SECRET)]:
@@ -205,14 +210,6 @@ def secret_of(folder: Path) -> bytes:
     if len(secret) != SECRET_BYTES:
         raise ConfigError(f"`{path}` is damaged; delete `{folder}`, which is made anew")
     return secret
-
-
-def make_private(folder: Path) -> None:
-    """Create a folder and its parents unless they exist, for the user's eyes only."""
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
 
 
 def _make_secret(path: Path) -> None:
