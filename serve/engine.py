@@ -182,7 +182,7 @@ class Engine:
     async def _recover(self) -> None:
         try:
             await self._running.close()
-            self.generator.close()
+            await asyncio.to_thread(self.generator.close)
             del self.generator, self._running  # frees the cache
             self.generator = await asyncio.to_thread(self._make)
             self._running = AsyncGenerator(self.generator)

@@ -39,7 +39,10 @@ class HostPage(NamedTuple):
 
 
 class PageBytes:
-    """Pages of several stores as bytes of host memory; nbytes: of a page in all stores."""
+    """Pages of several stores as bytes of host memory.
+
+    nbytes: of a page in all stores; host_bytes: of the memory that it takes on the host.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take the tensors of all layers, (slots, …); see `PagedCache.tensors`."""
@@ -49,6 +52,8 @@ class PageBytes:
         self._sizes = [sum(x.shape[1] for x in group) for group in self._of_device]
         self._is_pinned = any(x.is_cuda for x in rows)
         self.nbytes = sum(self._sizes)
+        rounded = 1 << (self.nbytes - 1).bit_length()  # by torch, if it is pinned
+        self.host_bytes = rounded if self._is_pinned else self.nbytes
 
     def empty(self) -> torch.Tensor:
         """Return host memory for a page."""
@@ -81,7 +86,7 @@ class Tiers:
 
     def __init__(self, pages: PageBytes, *, ram: int, files: PageFiles | None) -> None:
         """Keep at most `ram` bytes in host memory, and what leaves it in files."""
-        self._pages, self._most, self._files = pages, ram // pages.nbytes, files
+        self._pages, self._most, self._files = pages, ram // pages.host_bytes, files
         self._ram = OrderedDict[bytes, HostPage]()  # in the order of eviction
         self._queued = dict[bytes, HostPage]()
         self._reader = ThreadPoolExecutor(READERS, "exl2flow-pages")
@@ -93,7 +98,10 @@ class Tiers:
         if page.key in self._ram:
             self._ram.move_to_end(page.key)
         elif self._most or self._may_write(page):
-            self._ram[page.key] = self._pages.save(index, page)
+            try:
+                self._ram[page.key] = self._pages.save(index, page)
+            except RuntimeError:  # no memory is left for a copy
+                return
             while len(self._ram) > self._most:
                 self._write(self._ram.popitem(last=False)[1])
 
@@ -129,19 +137,23 @@ class Tiers:
         result.set_result(known.data if known is not None and is_same else None)
         return result
 
-    def load(self, index: int, data: torch.Tensor) -> None:
-        """Copy bytes that `read` returned to a page of the cache."""
-        self._pages.load(index, data)
+    def load(self, index: int, data: torch.Tensor) -> bool:
+        """Copy bytes that `read` returned to a page of the cache; False: no memory is left."""
+        try:
+            self._pages.load(index, data)
+        except torch.OutOfMemoryError:
+            return False
+        return True
 
-    def close(self, pages: Iterable[tuple[int, FullPage]] = ()) -> None:
+    def close(self, pages: Iterable[tuple[int, FullPage]] | None) -> None:
         """Write host memory to disk, and pages of the cache, the last one to be kept longest.
 
-        Nothing is kept or found any more.
+        Nothing is kept or found any more. None: the device has failed, so nothing is written.
         """
         self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
         files, self._files, self._most = self._files, None, 0
-        if files is not None:
+        if files is not None and pages is not None:
             for kept in self._ram.values():
                 files.write(kept.page, kept.content)
             for index, page in pages:

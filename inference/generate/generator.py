@@ -257,7 +257,7 @@ class Generator:
         """
         if self._tiers is not None:
             is_good = self.failure is None
-            self._tiers.close(self._scheduler.page_pool.full() if is_good else ())
+            self._tiers.close(self._scheduler.page_pool.full() if is_good else None)
 
     def fail(self, error: Exception) -> bool:
         """End all jobs with an error, and refuse further ones; False: there was no job."""

@@ -92,7 +92,9 @@ class PageLoader:
             if not self._scheduler.reserve(job, sequence, held.filled + pool.page_tokens):
                 load.drop()
                 return False
-            self._tiers.load(held.pages[-1], data)
+            if not self._tiers.load(held.pages[-1], data):
+                load.drop()
+                break
             self._fill(pool, held, sequence.ids)
             self._room -= 1
             self._read_ahead(load)
