@@ -182,6 +182,7 @@ class Engine:
     async def _recover(self) -> None:
         try:
             await self._running.close()
+            await asyncio.to_thread(self.generator.close)
             del self.generator, self._running  # frees the cache
             self.generator = await asyncio.to_thread(self._make)
             self._running = AsyncGenerator(self.generator)
@@ -200,5 +201,7 @@ class Engine:
         """End all texts and the threads."""
         if hasattr(self, "_running"):
             await self._running.close()
+        if self._made is not None:
+            await asyncio.to_thread(self._made.close)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.trial.close()

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from exl2flow.core.options.base import CacheName, DeviceOption, Option, Options
 
@@ -68,6 +68,22 @@ class LoadOptions(PlacementOptions):
     )
     max_tokens: Annotated[int | None, Option("N", MODEL)] = Field(
         None, ge=1, description="longest text, prompt included; empty: the model's context"
+    )
+    cache_ram: Annotated[ByteSize, Option("SIZE", MODEL)] = Field(
+        ByteSize(0), ge=0, description="host memory for parts of prompts that left the cache"
+    )
+    cache_disk: Annotated[Path | None, Option("FOLDER", MODEL)] = Field(
+        None,
+        description="folder that keeps read prompts for later runs, as private as they are",
+    )
+    cache_disk_size: Annotated[ByteSize, Option("SIZE", MODEL, rare=True)] = Field(
+        "20GB",
+        ge=0,
+        validate_default=True,
+        description="size of `cache_disk` at most; what was used least recently goes first",
+    )
+    clear_cache: Annotated[bool, Option(panel=MODEL, rare=True)] = Field(
+        False, description="first delete what `cache_disk` keeps, of all models"
     )
     rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
         None, gt=0, description="divides positions"

@@ -4,7 +4,7 @@ import json
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,7 +16,7 @@ from exl2flow.core.requests.images import refuse_images
 from exl2flow.core.requests.request import Request
 from exl2flow.core.store.files import naming
 from exl2flow.flows.cli.console import emit_json, json_line, printable, say
-from exl2flow.flows.cli.loading import filters_of, load, load_draft, read_text
+from exl2flow.flows.cli.loading import filters_of, load, load_draft, prompt_cache, read_text
 from exl2flow.inference import Adapter, Generator
 from exl2flow.inference.generate.prompt import encoded
 from exl2flow.kernels import PAGE_TOKENS
@@ -47,7 +47,7 @@ def _generator(
 ) -> tuple[Generator, list[Request]]:
     """Load the model, which says where texts end; a cache for one prompt is as small as it can."""
     filters = filters_of(options)
-    slots = options.slots if options.prompts else 1
+    slots, keep = options.slots if options.prompts else 1, prompt_cache(options)
     loaded = load(model, options, slots=slots, tokens=options.tokens)
     draft = load_draft(options, loaded)
     adapters = [Adapter.load(folder, loaded) for folder in options.lora]
@@ -67,7 +67,9 @@ def _generator(
         slots, longest = len(requests[0].prompts), loaded.max_tokens
         needed = encoded(requests[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
         tokens = tokens or needed * PAGE_TOKENS
-    generator = Generator(loaded, cache=options.cache, tokens=tokens, slots=slots, draft=draft)
+    generator = Generator(
+        loaded, cache=options.cache, tokens=tokens, slots=slots, draft=draft, keep=keep
+    )
     return generator, requests
 
 
@@ -94,6 +96,7 @@ def complete(
                 is_begun = True
     finally:  # what follows, an error or the last line, begins on a line of its own
         sys.stdout.write("\n" * is_begun)
+        generator.close()
     counts = event.statistics
     assert counts is not None
     seconds = counts.prompt_seconds + counts.text_seconds
@@ -171,6 +174,7 @@ def complete_all(model: Path, options: GenerationOptions, settings: SamplingSett
     texts = [""] * len(requests)
     tokens = failed = 0
     with ExitStack() as stack:
+        stack.enter_context(closing(generator))
         out: TextIO = sys.stdout
         if options.out is not None:
             with naming(options.out):

@@ -6,8 +6,10 @@ from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
+from exl2flow.flows.cli.console import say
 from exl2flow.flows.runs.conversion import choose_allocator
-from exl2flow.inference import Draft, LoadedModel, NgramDraft, load_model
+from exl2flow.inference import Draft, LoadedModel, NgramDraft, PromptCache, load_model
+from exl2flow.inference.cache.page_files import clear
 from exl2flow.inference.drafts import Drafter
 from exl2flow.inference.filters import GrammarFilter
 from exl2flow.inference.loading.layer_split import Split
@@ -55,6 +57,24 @@ def load_draft(options: LoadOptions, model: LoadedModel) -> Drafter | None:
         return NgramDraft(tokens=options.draft_tokens)
     draft = load_model(options.draft, device=str(model.decoder.placement.head))
     return Draft(model=draft, tokens=options.draft_tokens)
+
+
+def prompt_cache(options: LoadOptions) -> PromptCache | None:
+    """Return where read prompts are kept, which is said, and cleared first if so asked.
+
+    Raises:
+        ConfigError: options do not go together, or the folder is not ours.
+    """
+    folder = options.cache_disk
+    if folder is None and options.clear_cache:
+        raise ConfigError("`--clear-cache` goes with `--cache-disk`")
+    if folder is not None:
+        if options.clear_cache:
+            clear(folder)
+        say(f"`{folder}` keeps prompts and answers in readable form; only you may read it")
+    elif not options.cache_ram:
+        return None
+    return PromptCache(ram=options.cache_ram, disk=folder, disk_size=options.cache_disk_size)
 
 
 def filters_of(options: ModelOptions) -> list[Filter]:

@@ -52,7 +52,7 @@ def serve(model: ModelFolder, *, options: ServeOptions) -> None:
 
 def _engine(model: Path, options: ServeOptions) -> "Engine":
     """Return the engine of a model, loaded and warm."""
-    from exl2flow.flows.cli.loading import load, load_draft
+    from exl2flow.flows.cli.loading import load, load_draft, prompt_cache
     from exl2flow.flows.cli.options.chat import of_model
     from exl2flow.inference import Adapter, Generator
     from exl2flow.inference.chat import choose_format
@@ -60,13 +60,18 @@ def _engine(model: Path, options: ServeOptions) -> "Engine":
 
     began = time.monotonic()
     loaded = load(model, options, slots=options.slots, tokens=options.tokens)
-    draft = load_draft(options, loaded)
+    draft, keep = load_draft(options, loaded), prompt_cache(options)
     fmt, why = choose_format(model, loaded.tokenizer, options.format)
     is_known = bool(options.format is not None or fmt.marks or fmt.tokens is not None)
 
     def make() -> Generator:
         return Generator(
-            loaded, cache=options.cache, tokens=options.tokens, slots=options.slots, draft=draft
+            loaded,
+            cache=options.cache,
+            tokens=options.tokens,
+            slots=options.slots,
+            draft=draft,
+            keep=keep,
         )
 
     engine = Engine(

@@ -10,10 +10,18 @@ overwrites the source, which may be evicted at any time, then comes later.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from exl2flow.inference.cache.prefix_tree import ID_BYTES, Page, PrefixTree, SequencePages, packed
+from exl2flow.inference.cache.prefix_tree import (
+    ID_BYTES,
+    FullPage,
+    LowerTier,
+    Page,
+    PrefixTree,
+    SequencePages,
+    packed,
+)
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
 
 LEAST_COPIED = 2  # tokens; nearly all prompts have the first one in common
@@ -33,7 +41,7 @@ class PagePool:
     """Allocates pages, and finds cached pages for the beginning of a sequence.
 
     Ids are always those of one sequence, which only grows between cuts. Misuse fails an assertion.
-    pages: content and users of each page.
+    pages: content and users of each page. below: gets the full pages that are evicted.
     """
 
     def __init__(self, pages: int, *, page_tokens: int = PAGE_TOKENS) -> None:
@@ -41,6 +49,7 @@ class PagePool:
         self.pages = [Page() for _ in range(pages)]
         self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
         self._listed = PrefixTree(self.pages, page_tokens)
+        self.below: LowerTier | None = None
 
     @property
     def free(self) -> int:
@@ -57,16 +66,9 @@ class PagePool:
         It shares full pages, then copies the longest known beginning of the next one. Pages that
         were reserved but not written are given back first.
         """
-        first = index = self._boundary(held)
-        if index is None or first is None:
+        if not self.share(held, ids):
             return None
-        self._give_back(held, index)
-        while (page := self._listed.known(held, index, ids)) is not None:
-            held.pages.append(self._use(page))
-            index += 1
-        held.cached_pages += index - first
-        held.cached += (index - first) * self.page_tokens
-        held.filled = index * self.page_tokens
+        index = len(held.pages)
         end = min(held.filled + self.page_tokens, len(ids) - 1)
         source, tokens = self._listed.longest_match(
             self._key_before(held, index), packed(ids[held.filled : end])
@@ -76,6 +78,35 @@ class PagePool:
         held.filled += tokens
         held.cached += tokens
         return self._copy(held, source, tokens)
+
+    def share(self, held: SequencePages, ids: Sequence[int]) -> bool:
+        """Do the first part of `match`, full pages only; False: not at a page boundary."""
+        first = index = self._boundary(held)
+        if index is None or first is None:
+            return False
+        self._give_back(held, index)
+        while (page := self._listed.known(held, index, ids)) is not None:
+            held.pages.append(self._use(page))
+            index += 1
+        held.cached_pages += index - first
+        held.cached += (index - first) * self.page_tokens
+        held.filled = index * self.page_tokens
+        return True
+
+    def following(self, held: SequencePages, ids: Sequence[int]) -> Iterator[FullPage]:
+        """Yield the full pages that a sequence needs next, up to its last id at most."""
+        index = self._boundary(held)
+        while index is not None and (end := (index + 1) * self.page_tokens) < len(ids):
+            content = packed(ids[end - self.page_tokens : end])
+            if index == len(held.keys):
+                held.add_key(content)
+            yield FullPage(held.keys[index], held.keys[index - 1] if index else held.root, content)
+            index += 1
+
+    def full(self) -> list[tuple[int, FullPage]]:
+        """Return all full pages that are listed, the end of a sequence before its beginning."""
+        listed = reversed(self._listed.full.items())
+        return [(i, FullPage(k, self.pages[i].before, self.pages[i].content)) for k, i in listed]
 
     def needs(
         self, held: SequencePages, ids: Sequence[int], reusable: Sequence[int] | None = None
@@ -163,6 +194,8 @@ class PagePool:
         """
         assert not held.released, "the sequence has been released"
         content = self.pages[held.pages[0]].content if held.pages and not keep else b""
+        if self.below is not None and not keep:
+            self.below.forget(held.keys)
         if start := content[: LEAST_COPIED * ID_BYTES]:
             listed = self._listed.after[held.root]
             self._forget([page for content, page in listed if content.startswith(start)])
@@ -237,6 +270,9 @@ class PagePool:
     def _take(self) -> int:
         """Evict the page that has been free for longest."""
         index = next(iter(self._free))
+        if self.below is not None and (key := self.pages[index].key) is not None:
+            page = self.pages[index]
+            self.below.take(index, FullPage(key, page.before, page.content))
         self._forget([index])
         return self._use(index)
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
+from typing import NamedTuple, Protocol
 
 ID_BYTES = 8
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class SequencePages:
     """Pages of one sequence, whose first `filled` tokens are stored; a `PagePool` changes it."""
 
@@ -40,6 +41,24 @@ class Page:
     def ids(self) -> list[int]:
         """The ids whose keys and values it holds and other sequences may use."""
         return [*memoryview(self.content).cast("q")]
+
+
+class FullPage(NamedTuple):
+    """Identity of a full page: its key, the key of the pages before it, and its ids."""
+
+    key: bytes
+    before: bytes
+    content: bytes
+
+
+class LowerTier(Protocol):
+    """Gets the pages that leave a pool."""
+
+    def take(self, index: int, page: FullPage) -> None:
+        """Copy page `index` at once, before the caller overwrites it."""
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Forget pages whose values may not be finite."""
 
 
 class PrefixTree:

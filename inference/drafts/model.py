@@ -67,6 +67,10 @@ class ModelProposer:
         self._ids = torch.zeros(size, 2 + draft.tokens, dtype=torch.int64, device=device)
         self._proposed = torch.zeros(size, draft.tokens, 2, dtype=torch.float64, device=device)
 
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        return self.cache.tensors
+
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         view = PromptView(self.cache, segments)
         self.decoder.fill(tokens, view, self._angles.at(view.positions))

@@ -35,6 +35,7 @@ class NgramProposer:
     """Keeps the ids of each text as bytes, which `bytearray.rfind` searches fast."""
 
     decoder = None
+    stored = ()
 
     def __init__(self, longest: int) -> None:
         self._longest = longest

@@ -40,6 +40,10 @@ class Proposer(Protocol):
     def decoder(self) -> Decoder | None:
         """The model that it runs, if any."""
 
+    @property
+    def stored(self) -> Sequence[torch.Tensor]:
+        """The tensors of its cache, if any, which has the pages of the generator's."""
+
     def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
         """Follow a pass over prompts, int64 (1, t)."""
 

@@ -5,12 +5,14 @@ from exl2flow.inference.generate.asynchronous import AsyncGenerator
 from exl2flow.inference.generate.event import Event, PromptScores, Statistics
 from exl2flow.inference.generate.generator import Generator
 from exl2flow.inference.generate.job import Job
+from exl2flow.inference.generate.prompt_cache import PromptCache
 
 __all__ = [
     "AsyncGenerator",
     "Event",
     "Generator",
     "Job",
+    "PromptCache",
     "PromptScores",
     "Request",
     "Statistics",

@@ -101,6 +101,11 @@ class DeviceSlots:
         return self.positions.logits
 
     @property
+    def stored(self) -> list[torch.Tensor]:
+        """The tensors of all caches: what a page holds."""
+        return [*self.cache.tensors, *(() if self.proposer is None else self.proposer.stored)]
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether the device runs a step while the host reads the last one."""
         return self.cache.device.type == "cuda"

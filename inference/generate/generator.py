@@ -31,9 +31,11 @@ from exl2flow.inference.generate.event import Event, Reason
 from exl2flow.inference.generate.hidden_states import HiddenStates
 from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.output import Output
+from exl2flow.inference.generate.page_loader import PageLoader
 from exl2flow.inference.generate.prefill import Prefill
 from exl2flow.inference.generate.prompt import Prompt as EncodedPrompt
 from exl2flow.inference.generate.prompt import check, embedded, encoded
+from exl2flow.inference.generate.prompt_cache import PromptCache
 from exl2flow.inference.generate.scheduler import Scheduler
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
@@ -59,6 +61,7 @@ class Generator:
         slots: int = 16,
         chunk: int = PROMPT_TOKENS,
         draft: Drafter | None = None,
+        keep: PromptCache | None = None,
     ) -> None:
         """Reserve a cache for a model.
 
@@ -70,10 +73,11 @@ class Generator:
             slots: sequences that run at once.
             chunk: prompt tokens per pass (chunked prefill), a multiple of 256.
             draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
+            keep: where pages go that the cache has no room for, and all of them with `close`.
 
         Raises:
-            ConfigError: there is no such format, a number is out of range, or the draft has another
-                vocabulary.
+            ConfigError: there is no such format, a number is out of range, the draft has another
+                vocabulary, or pages cannot be kept as `keep` says.
             OutOfDeviceMemory: the cache does not fit.
         """
         if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
@@ -92,7 +96,13 @@ class Generator:
         longest = min(self.context, self.pages * PAGE_TOKENS)
         self._device_slots = DeviceSlots(model, pool, slots=slots, max_tokens=longest, draft=draft)
         self._scheduler = Scheduler(self._device_slots, PagePool(self.pages), slots=slots)
-        self._prefill = Prefill(self._device_slots, self._scheduler, chunk=chunk)
+        self._tiers, loader = None, None
+        if keep is not None:
+            drafting = draft.model if isinstance(draft, Draft) else None
+            self._tiers = keep.start(model, self._device_slots, drafting)
+            loader = PageLoader(self._tiers, self._scheduler)
+        self._scheduler.page_pool.below = self._tiers
+        self._prefill = Prefill(self._device_slots, self._scheduler, loader, chunk=chunk)
         self.states = HiddenStates(
             model, self._device_slots, self._scheduler.page_pool, context=self.context, chunk=chunk
         )
@@ -239,6 +249,15 @@ class Generator:
         events = self._events[:]
         del self._events[: len(events)]
         return events
+
+    def close(self) -> None:
+        """Write the pages of the cache to the disk of `keep`; none are kept from then on.
+
+        The generator may go on. Without `keep`, or after a failure, nothing is written.
+        """
+        if self._tiers is not None:
+            is_good = self.failure is None
+            self._tiers.close(self._scheduler.page_pool.full() if is_good else None)
 
     def fail(self, error: Exception) -> bool:
         """End all jobs with an error, and refuse further ones; False: there was no job."""

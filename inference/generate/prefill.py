@@ -7,6 +7,7 @@ from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import Job, Sequence
+from exl2flow.inference.generate.page_loader import PageLoader
 from exl2flow.inference.generate.scheduler import Scheduler
 
 Chunk = tuple[Job, Sequence, int]  # a sequence, and how many of its tokens to read
@@ -15,8 +16,16 @@ Chunk = tuple[Job, Sequence, int]  # a sequence, and how many of its tokens to r
 class Prefill:
     """Reads at most `chunk` tokens per step, of the oldest jobs first."""
 
-    def __init__(self, device_slots: DeviceSlots, scheduler: Scheduler, *, chunk: int) -> None:
+    def __init__(
+        self,
+        device_slots: DeviceSlots,
+        scheduler: Scheduler,
+        loader: PageLoader | None = None,
+        *,
+        chunk: int,
+    ) -> None:
         self._device_slots, self._scheduler, self._chunk = device_slots, scheduler, chunk
+        self._loader = loader
 
     def step(self) -> None:
         """Run one pass, if a prompt waits."""
@@ -79,11 +88,15 @@ class Prefill:
         Of several sequences that continue alike, one reads, and the others take over its pages.
         """
         chunks, keys, room = list[Chunk](), set[object](), self._chunk
-        page_pool = self._scheduler.page_pool
+        page_pool, loader = self._scheduler.page_pool, self._loader
+        if loader is not None:
+            loader.begin_step()
         for job in [*self._scheduler.running]:
             for sequence in job.sequences:
                 if job.is_decoding or job not in self._scheduler.running:
                     continue  # in the latter case another one took its pages
+                if loader is not None and loader.waits(job, sequence):
+                    continue
                 self._device_slots.copy(page_pool.match(sequence.held, sequence.reusable))
                 if not sequence.unread:
                     self._scheduler.begin_steps(job)

@@ -12,7 +12,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.chat import ChatFiles
 from exl2flow.core.store.files import digest_of, make_private_folder
 from exl2flow.flows.cli.console import OUT, emit_json, printable, say
-from exl2flow.flows.cli.loading import filters_of, load, load_draft
+from exl2flow.flows.cli.loading import filters_of, load, load_draft, prompt_cache
 from exl2flow.flows.cli.options import Values
 from exl2flow.flows.cli.options.chat import SAMPLER, ChatConfig, home
 from exl2flow.flows.cli.terminal.commands import COMMANDS, obey
@@ -118,13 +118,13 @@ def _begun(
 ) -> Iterator[Chat]:
     """Load the model, and begin a conversation or go on with that of the file."""
     chat, shared = config.chat, config.generation
-    filters = filters_of(shared)
+    filters, keep = filters_of(shared), prompt_cache(shared)
     loaded = load(model, shared, slots=1)
     format, why = choose_format(model, loaded.tokenizer, chat.format)
     draft = load_draft(shared, loaded)
 
     def generator() -> Generator:
-        return Generator(loaded, cache=shared.cache, slots=1, draft=draft)
+        return Generator(loaded, cache=shared.cache, slots=1, draft=draft, keep=keep)
 
     # before the file is read
     with nullcontext() if wanted is None else reserved(wanted) as file:
@@ -150,16 +150,20 @@ def _begun(
         if wanted is not None and file != Path(real := os.path.realpath(wanted)):
             is_kept = False
             session.notes.append(f"another chat has `{real}`; this one is kept in `{file}`")
-        yield Chat(
-            session=session,
-            screen=screen,
-            model=model,
-            file=file,
-            restart=generator,
-            why=why,
-            obey=obey,
-            is_kept=is_kept,
-        )
+        try:
+            yield Chat(
+                session=session,
+                screen=screen,
+                model=model,
+                file=file,
+                restart=generator,
+                why=why,
+                obey=obey,
+                is_kept=is_kept,
+            )
+        finally:
+            if (last := vars(session).get("generator")) is not None:  # it may have failed
+                last.close()
 
 
 def _options(config: ChatConfig, given: Values, *, is_new: bool) -> dict[str, Any]:

@@ -302,3 +302,33 @@ def test_impossible_splits_are_refused(
 
     assert done.exit_code == 2
     assert message in " ".join(done.stderr.split())
+
+
+def test_prompts_are_kept_on_disk_until_they_are_cleared(folder: Path, tmp_path: Path) -> None:
+    kept, prompt = tmp_path / "pages", "3.14 " * 200
+    words = ("--prompt", prompt, "--max-new-tokens", 4, "--max-tokens", 2048, "--greedy")
+    plain = run(folder, *words)
+
+    first = run(folder, *words, "--cache-disk", kept)
+    files = {path: path.stat().st_ino for path in kept.rglob("*.page")}
+    again = run(folder, *words, "--cache-disk", kept, "--cache-ram", "1MB")
+    assert {path: path.stat().st_ino for path in kept.rglob("*.page")} == files
+    cleared = run(folder, *words, "--cache-disk", kept, "--cache-disk-size", 0, "--clear-cache")
+
+    assert plain.exit_code == 0, plain.stderr
+    assert plain.stdout == first.stdout == again.stdout == cleared.stdout
+    assert len(files) >= 2
+    assert f"`{kept}` keeps prompts and answers" in " ".join(first.stderr.split())
+    assert not [*kept.rglob("*.page")]
+
+
+def test_a_folder_of_something_else_is_not_cleared(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+
+    other = run(folder, "--prompt", "a", "--cache-disk", tmp_path, "--clear-cache")
+    without = run(folder, "--prompt", "a", "--clear-cache")
+
+    assert (other.exit_code, without.exit_code) == (2, 2)
+    assert "holds other things" in other.stderr
+    assert "`--clear-cache` goes with `--cache-disk`" in without.stderr
+    assert (tmp_path / "thesis.tex").is_file()

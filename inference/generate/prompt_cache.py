@@ -1,0 +1,90 @@
+"""`PromptCache`: options of the tiers below a generator's cache, and what their pages depend on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl2flow import kernels
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.environment import virtual_architecture
+from exl2flow.core.store.files import digest, digest_of
+from exl2flow.core.store.source import digests
+from exl2flow.inference.cache.page_files import NAME_LENGTH, SCHEMA, PageFiles, secret_of
+from exl2flow.inference.cache.tiers import PageBytes, Tiers
+from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.inference.loading.load import LoadedModel
+
+DIGESTS = "digests.json"  # of weight files, by size and times
+DISK_SIZE = 20 * 10**9
+SOURCES = {".py", ".cu", ".cuh", ".h"}
+ARITHMETIC = ("kernels", "model/layers")  # folders whose sources decide on bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptCache:
+    """Keeps pages that leave a generator's cache; they hold prompts.
+
+    ram: bytes of host memory at most; disk: folder, which processes may share; disk_size: bytes of
+    its files at most. Raises `ConfigError` for a number out of range.
+    """
+
+    ram: int = 0
+    disk: Path | None = None
+    disk_size: int = DISK_SIZE
+
+    def __post_init__(self) -> None:
+        for name, value in (("ram", self.ram), ("disk_size", self.disk_size)):
+            if value < 0:
+                raise ConfigError(f"`{name}` of a prompt cache is {value}; it must be 0 or more")
+
+    def start(
+        self, model: LoadedModel, device_slots: DeviceSlots, draft: LoadedModel | None
+    ) -> Tiers:
+        """Return the tiers of a generator; weight files that changed are read once.
+
+        Raises:
+            ConfigError: several processes share the model, or the folder cannot be used.
+        """
+        if model.ranks is not None:
+            raise ConfigError("processes that share a model keep no prompts; leave `keep` out")
+        files = None
+        if self.disk is not None:
+            secret_of(self.disk)  # makes the folder
+            namespace = _namespace(self.disk, model, device_slots, draft)
+            files = PageFiles(self.disk, namespace, size=self.disk_size)
+        return Tiers(PageBytes(device_slots.stored), ram=self.ram, files=files)
+
+
+def _namespace(
+    folder: Path, model: LoadedModel, device_slots: DeviceSlots, draft: LoadedModel | None
+) -> str:
+    """Return a name for everything but ids, adapters and salts that stored bits depend on."""
+    device, package = device_slots.cache.device, Path(kernels.__file__).parents[1]
+    files = [one for part in ARITHMETIC for one in (package / part).rglob("*")]
+    sources = sorted(one for one in files if one.suffix in SOURCES)
+    architecture: object = "cpu"
+    if device.type == "cuda":
+        architecture = virtual_architecture() or torch.cuda.get_device_capability(device)
+    values = {
+        "schema": SCHEMA,
+        "models": [_model(folder, one) for one in (model, draft) if one is not None],
+        "format": repr(device_slots.cache.form),
+        "sources": {str(one.relative_to(package)): digest(one) for one in sources},
+        "torch": torch.__version__,
+        "device": architecture,
+        "layers": [str(x.shape[1:]) for x in device_slots.stored],
+    }
+    return digest_of(values)[:NAME_LENGTH]
+
+
+def _model(folder: Path, model: LoadedModel) -> dict[str, object]:
+    """Return what the values of a model's pages depend on; where its files are does not matter."""
+    source = model.spec.source_dir.resolve()
+    weights = digests(sorted(source.glob("*.safetensors")), folder / DIGESTS)
+    return {
+        "weights": {path.name: sha256 for path, sha256 in weights.items()},
+        "config": digest(source / "config.json"),
+        "rope": [repr(attention.rope) for attention in model.spec.attentions],
+        "dtype": str(model.decoder.embedding.weight.dtype),
+    }
