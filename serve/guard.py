@@ -29,7 +29,7 @@ from exl2flow.serve.metrics import Metrics
 LARGEST_BODY = 8 << 20  # bytes
 LARGEST_HEADERS = 32 << 10  # bytes
 BODY_SECONDS = 30.0
-OPEN, MEASURES = {"/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
+OPEN, MEASURES = {"/", "/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ALLOWED = "authorization, content-type, x-api-key, x-request-id"  # headers of pages
 CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}
@@ -112,7 +112,7 @@ class Guard:
                 path = getattr(scope.get("route"), "path", "other")
                 self._metrics.add("http_requests", path=path, code=str(message["status"]))
                 headers = MutableHeaders(raw=message["headers"])
-                headers["x-request-id"] = request_id
+                headers["x-request-id"] = headers["request-id"] = request_id
                 if given.get("origin") in self._origins:
                     headers["access-control-allow-origin"] = given["origin"]
                     headers["access-control-allow-headers"] = ALLOWED
@@ -124,7 +124,7 @@ class Guard:
             is_question = self._is_question(scope, given)
             body = b"" if is_question else await _read(receive)
         except ApiError as error:
-            await response(error, CLOSING.get(error.status))(scope, receive, told)
+            await response(error, scope, CLOSING.get(error.status))(scope, receive, told)
             return
         except ClientDisconnect:
             return
