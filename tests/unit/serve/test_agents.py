@@ -17,7 +17,8 @@ from exl2flow.serve.responses import ResponsesBody
 
 GOLDEN = ROOT / "tests" / "golden" / "serve"
 AGENTS: dict[str, Any] = {
-    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in GOLDEN.glob("*.json")
+    name: json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    for name in ("claude_code", "codex")
 }
 HI: Any = [{"role": "user", "content": "What is a cat?"}]
 SCHEMA = {
