@@ -1,1 +1,1 @@
-"""An HTTP server for one model, in forms of OpenAI and Anthropic; only `flows/cli/serve.py` imports it."""
+"""An HTTP server for one model; only `flows/cli/serve.py` imports it."""

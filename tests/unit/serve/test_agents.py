@@ -15,7 +15,7 @@ from sources import ROOT
 from exl2flow.serve.messages import MessagesBody
 from exl2flow.serve.responses import ResponsesBody
 
-GOLDEN = ROOT / "tests" / "golden" / "serve"
+GOLDEN = ROOT / "tests" / "golden" / "serve" / "agents"
 AGENTS: dict[str, Any] = {
     name: json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
     for name in ("claude_code", "codex")
@@ -58,7 +58,9 @@ def sent(served: Served, agent: str, *, path: str = "", **fields: Any) -> httpx.
     row = AGENTS[agent]
     with served.http() as client:
         headers = row["headers"] | {"authorization": f"Bearer {KEY}"}
-        return client.post(path or row["path"], json=row["body"] | fields, headers=headers)
+        return client.post(
+            path or row["path"], json=row["body"] | {"seed": 1} | fields, headers=headers
+        )
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -163,7 +165,7 @@ def test_streams_of_responses_join_to_the_plain_answer(
 
 
 def test_an_answer_that_is_cut_is_incomplete(gpt: openai.OpenAI) -> None:
-    options: Any = {"model": "m", "input": "a", "max_output_tokens": 3}
+    options: Any = {"model": "m", "input": "a", "max_output_tokens": 3, "extra_body": {"seed": 1}}
     plain = gpt.responses.create(**options)
     *_, last = gpt.responses.create(**options, stream=True)
 
@@ -324,7 +326,7 @@ def test_bad_responses_are_refused_by_name(served: Served, body: Any, words: str
 
 def test_a_null_of_a_stateful_field_is_no_field(gpt: openai.OpenAI) -> None:
     answer = gpt.responses.create(
-        model="m", input="a", max_output_tokens=1, background=False, store=True
+        model="m", input="a", max_output_tokens=1, background=False, extra_body={"seed": 1}
     )
 
     assert answer.status == "incomplete"
