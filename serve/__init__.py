@@ -1,1 +1,1 @@
-"""An HTTP server for one model, in OpenAI's form; only `flows/cli/serve.py` imports it."""
+"""An HTTP server for one model; only `flows/cli/serve.py` imports it."""

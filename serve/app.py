@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from exl2flow.core.errors import ChatTemplateError
-from exl2flow.serve import chats, completions
+from exl2flow.serve import agents, chats, completions
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import (
@@ -23,10 +23,12 @@ from exl2flow.serve.fields import (
     TokenizeBody,
 )
 from exl2flow.serve.guard import Guard, Key
+from exl2flow.serve.messages import MessagesBody, MessagesDialect
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.openai import ChatDialect, CompletionDialect
 from exl2flow.serve.page import page
 from exl2flow.serve.reply import AnswerResponse
+from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
 MISSING += " audio/transcriptions audio/translations"
@@ -49,6 +51,11 @@ def create_app(engine: Engine, *, keys: tuple[Key, ...] = ()) -> FastAPI:
     for router in (_answers(engine, metrics), _tokens(engine), _descriptions(engine, metrics)):
         app.include_router(router, prefix="/v1", responses=told)
         app.include_router(router, include_in_schema=False)
+
+    @app.head("/", include_in_schema=False)
+    async def root() -> None:
+        """Tell that a server is here."""
+
     if not engine.options.no_page:
         app.add_api_route("/", page, response_class=HTMLResponse, include_in_schema=False)
     for kind in (RequestValidationError, HTTPException, ApiError, Exception):
@@ -69,6 +76,27 @@ def _answers(engine: Engine, metrics: Metrics) -> APIRouter:
     async def complete(given: CompletionBody) -> Response:
         """Continue prompts."""
         return AnswerResponse(engine, metrics, given, completions.plan_of, CompletionDialect)
+
+    @router.post("/messages")
+    async def message(given: MessagesBody) -> Response:
+        """Answer a conversation in Anthropic's form."""
+        return AnswerResponse(engine, metrics, given, agents.plan_of, MessagesDialect)
+
+    @router.post("/messages/count_tokens")
+    async def count_message(given: MessagesBody) -> dict[str, int]:
+        """Return the length of a prompt."""
+        return {"input_tokens": await engine.in_thread(lambda: chats.length_of(given, engine))}
+
+    @router.post("/responses")
+    async def respond(given: ResponsesBody) -> Response:
+        """Answer a conversation in the form of OpenAI's Responses."""
+        return AnswerResponse(engine, metrics, given, agents.plan_of, ResponsesDialect)
+
+    @router.post("/responses/input_tokens")
+    async def count_response(given: ResponsesBody) -> dict[str, Any]:
+        """Return the length of a prompt."""
+        tokens = await engine.in_thread(lambda: chats.length_of(given, engine))
+        return {"object": "response.input_tokens", "input_tokens": tokens}
 
     return router
 
@@ -185,5 +213,8 @@ def _refused(request: Request, error: Exception) -> Response:
             where, words, place = "", "the body is no JSON", []
         error = ApiError(400, f"{where}{words}", param=place[0][:100] if place else None)
     elif isinstance(error, HTTPException):
-        return response(ApiError(error.status_code, str(error.detail)), error.headers)
-    return response(as_api_error(error, request.scope["state"]["request_id"], is_input=True))
+        return response(
+            ApiError(error.status_code, str(error.detail)), request.scope, error.headers
+        )
+    request_id = request.scope["state"]["request_id"]
+    return response(as_api_error(error, request_id, is_input=True), request.scope)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ChatTemplateError, ConfigError
 from exl2flow.core.requests.request import Filter
 from exl2flow.inference.chat import tool_grammar
 from exl2flow.inference.chat.history import Reader
@@ -34,19 +34,8 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
     """
     reader, tools, warnings = reader_of(engine), _tools(body), list[str]()
     fmt = engine.tool_format if tools.offered else None
-    messages, variables, budget = messages_of(body.messages), *_thinking(body, reader, warnings)
-    if fmt is not None and fmt.is_generic:
-        if engine.options.strict:
-            raise ApiError(400, NO_TOOLS, param="tools")
-        warnings.append(NO_TOOLS)
-        messages = _with_tools(messages, tools.offered)
-    ids, opened = reader.prompt(
-        messages,
-        tools=None if fmt is None or fmt.is_generic else tools.offered,
-        variables=variables,
-        goes_on=_goes_on(body),
-        trusts=engine.options.trust_marks,
-    )
+    variables, budget = _thinking(body, reader, warnings)
+    ids, opened = _prompt(body, engine, tools.offered, variables, warnings)
     marks, template = reader.format.thinking, reader.format.template
     if marks and not (opened or marks.open in template or marks.close in template):
         marks = None  # the model does not know them
@@ -76,6 +65,46 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
         shows_calls=engine.has_grammars and body.stream,
         warnings=warnings,
     )
+
+
+def length_of(body: ChatBody, engine: Engine) -> int:
+    """Return the tokens of a prompt; raises as `plan_of`, but not where there is no room."""
+    variables, _ = _thinking(body, reader_of(engine), [])
+    return len(_prompt(body, engine, _tools(body).offered, variables, [])[0])
+
+
+def _prompt(
+    body: ChatBody,
+    engine: Engine,
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    warnings: list[str],
+) -> tuple[list[int], bool]:
+    """Return the ids of a conversation, and whether they begin thoughts."""
+    messages, is_generic = messages_of(body.messages), engine.tool_format.is_generic
+    if tools and is_generic:
+        if engine.options.strict:
+            raise ApiError(400, NO_TOOLS, param="tools")
+        warnings.append(NO_TOOLS)
+        messages = _with_tools(messages, tools)
+
+    def read(given: list[dict[str, Any]]) -> tuple[list[int], bool]:
+        return reader_of(engine).prompt(
+            given,
+            tools=None if is_generic else tools or None,
+            variables=variables,
+            goes_on=_goes_on(body),
+            trusts=engine.options.trust_marks,
+        )
+
+    try:
+        return read(messages)
+    except ChatTemplateError:
+        inner = [m["role"] == "system" and number > 0 for number, m in enumerate(messages)]
+        if not any(inner):
+            raise
+        moved = [{**m, "role": "user"} if i else m for i, m in zip(inner, messages, strict=True)]
+        return read(messages_of(moved))
 
 
 def _grammar(

@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: the status of each class is data, the body has OpenAI's form."""
+"""Errors as HTTP answers, in the form of a path's dialect; the status of each class is data."""
 
 import logging
 import re
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from exl2flow.core import errors
 
@@ -22,7 +23,11 @@ TYPES = {  # of other statuses than 400
 }
 LATER = {"retry-after": "5"}
 NEVER = {"x-should-retry": "false"}
-HEADERS = {500: NEVER, 501: NEVER, 429: LATER, 503: LATER}
+HEADERS = {500: NEVER, 501: NEVER, 429: LATER, 503: LATER, 529: LATER}
+MESSAGES = re.compile(r"(/v1)?/messages(/|$)")
+MESSAGES_STATUSES = {429: 529}
+MESSAGES_TYPES = TYPES | {413: "request_too_large", 529: "overloaded_error"}
+MESSAGES_TYPES |= dict.fromkeys((500, 501, 503), "api_error")
 # the first class that an error is an instance of; all others are 500
 STATUSES: tuple[tuple[type[Exception], int, str | None], ...] = (
     (errors.ContextOverflow, 400, "context_length_exceeded"),
@@ -70,7 +75,18 @@ def body(error: ApiError) -> dict[str, Any]:
     return {"error": told}
 
 
-def response(error: ApiError, more: Mapping[str, str] | None = None) -> JSONResponse:
+def messages_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """Return the JSON of an error in Anthropic's form."""
+    kind = MESSAGES_TYPES.get(MESSAGES_STATUSES.get(error.status, error.status), INVALID)
+    told = {"type": kind, "message": str(error)}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def response(error: ApiError, scope: Scope, more: Mapping[str, str] | None = None) -> JSONResponse:
     """Return the answer of a request that fails."""
-    headers = {**HEADERS.get(error.status, {}), **(more or {})}
-    return JSONResponse(body(error), error.status, headers)
+    told, status = body(error), error.status
+    if MESSAGES.match(scope["path"]):
+        told = messages_body(error, scope["state"]["request_id"])
+        status = MESSAGES_STATUSES.get(status, status)
+    headers = {**HEADERS.get(status, {}), **(more or {})}
+    return JSONResponse(told, status, headers)

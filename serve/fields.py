@@ -109,6 +109,7 @@ class Body(_Sampler, Json):
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        given = cls.ours(given)
         values, inner = dict[str, Any](), given.get("structured_outputs")
         more = [*(inner.items() if isinstance(inner, dict) else ()), *_form(given)]
         for name, value in [*given.items(), *more]:
@@ -124,6 +125,11 @@ class Body(_Sampler, Json):
         if isinstance(bound := values.get("end_loops"), int):
             values["end_loops"] = bool(bound)  # of the field that is a length
         return values
+
+    @classmethod
+    def ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of a dialect as those of completions; raises `ValueError`."""
+        return given
 
     @property
     def ignored(self) -> set[str]:
@@ -205,8 +211,8 @@ class ErrorDetail(BaseModel):
 
     message: str
     type: str
-    param: str | None
-    code: str | None
+    param: str | None = None
+    code: str | None = None
 
 
 class ErrorBody(BaseModel):

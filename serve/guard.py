@@ -114,7 +114,7 @@ class Guard:
                 if message["status"] >= 400:
                     self._metrics.refused(scope["state"], scope["path"], message["status"])
                 headers = MutableHeaders(raw=message["headers"])
-                headers["x-request-id"] = request_id
+                headers["x-request-id"] = headers["request-id"] = request_id
                 if given.get("origin") in self._origins:
                     headers["access-control-allow-origin"] = given["origin"]
                     headers["access-control-allow-headers"] = ALLOWED
@@ -126,7 +126,7 @@ class Guard:
             is_question = self._is_question(scope, given)
             body = b"" if is_question else await _read(receive)
         except ApiError as error:
-            await response(error, CLOSING.get(error.status))(scope, receive, told)
+            await response(error, scope, CLOSING.get(error.status))(scope, receive, told)
             return
         except ClientDisconnect:
             return

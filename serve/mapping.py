@@ -134,7 +134,8 @@ def _most_new(body: Body, engine: Engine, prompt: int) -> int | None:
     limits = [n for n in (body.max_tokens, engine.options.max_answer) if n is not None]
     room, wanted = engine.room - prompt, min(limits, default=None)
     if room < (wanted != 0):
-        why = f"the prompt has {prompt} tokens, there is room for {engine.room} in all; shorten it"
+        # in words by which agents know that they must shorten it
+        why = f"prompt is too long: {prompt} tokens > {engine.room} maximum"
         raise ApiError(400, why, code="context_length_exceeded")
     return None if wanted is None or wanted > room else wanted
 

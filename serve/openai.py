@@ -10,7 +10,7 @@ from exl2flow.inference.chat import CallBegin
 from exl2flow.inference.generate import Event
 from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
 from exl2flow.serve.engine import Engine
-from exl2flow.serve.errors import ApiError
+from exl2flow.serve.errors import ApiError, body
 from exl2flow.serve.fields import Body, ChatBody, CompletionBody
 from exl2flow.serve.logprobs import Row, rows_of, rows_of_prompt
 
@@ -27,7 +27,7 @@ class Dialect:
         self.answer, self.names = answer, engine.tokens
         self._by_id = body.return_tokens_as_token_ids
         self._wants_usage = bool(body.stream_options.get("include_usage"))
-        id_ = f"{self.prefix}-{secrets.token_hex(12)}"
+        id_ = f"{self.prefix}{secrets.token_hex(12)}"
         self._head = {"id": id_, "created": answer.created, "model": engine.name}
 
     def opening(self, index: int) -> Chunk:
@@ -58,7 +58,7 @@ class Dialect:
                 new[update.index] = joined(new.get(update.index), chunk)
                 if update.event.reason is not None:
                     calls = self.answer.choices[update.index].calls
-                    ends[update.index] = _ended(update.event, has_calls=calls > 0)
+                    ends[update.index] = ended(update.event, has_calls=calls > 0)
             yield new, ends
 
     async def whole(self) -> dict[str, Any]:
@@ -91,6 +91,10 @@ class Dialect:
             last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
             yield sse(last)
         yield DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return sse(body(error))
 
     def _event(self, index: int, chunk: Chunk) -> bytes:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **self.streamed(chunk)}
@@ -134,7 +138,7 @@ def joined(old: Any, new: Any) -> Any:
     return new
 
 
-def _ended(event: Event, *, has_calls: bool) -> Chunk:
+def ended(event: Event, *, has_calls: bool) -> Chunk:
     """Return why a text ended; raises `ApiError` if the server did it."""
     if event.reason == "cancelled":
         raise ApiError(503, "the server stops; what came until now is valid", code="draining")
@@ -149,7 +153,7 @@ def _ended(event: Event, *, has_calls: bool) -> Chunk:
 class ChatDialect(Dialect):
     """A chat completion; chunks have a `delta`."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
     def __init__(self, answer: RunningAnswer, body: ChatBody, engine: Engine) -> None:
         super().__init__(answer, body, engine)
@@ -202,7 +206,7 @@ class CompletionDialect(Dialect):
     """Completions of one or more prompts."""
 
     kind = chunk_kind = "text_completion"
-    prefix = "cmpl"
+    prefix = "cmpl-"
 
     def __init__(self, answer: RunningAnswer, body: CompletionBody, engine: Engine) -> None:
         super().__init__(answer, body, engine)

@@ -14,10 +14,10 @@ from starlette.types import Receive, Scope, Send
 
 from exl2flow.serve.answers import BROKEN, AnswerPlan, RunningAnswer
 from exl2flow.serve.engine import Engine
-from exl2flow.serve.errors import ApiError, as_api_error, body, response
+from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import HARMLESS, Body
 from exl2flow.serve.metrics import Metrics
-from exl2flow.serve.openai import Dialect, sse
+from exl2flow.serve.openai import Dialect
 
 MOST_NAMED, LONGEST_NAME, LONGEST_WARNINGS = 20, 40, 500  # in headers
 LEFT = 499  # nobody reads it
@@ -83,9 +83,9 @@ class AnswerResponse(Response):
             told = as_api_error(error, request_id, is_input=self._answer is None)
             self._metrics.add("request_errors", code=str(told.status))
             if self._is_begun:
-                await _send(send, sse(body(told)), more=False)
+                await _send(send, dialect.failed(told), more=False)
             else:
-                await response(told, self._told())(scope, receive, send)
+                await response(told, scope, self._told())(scope, receive, send)
             return told.status
 
     async def _stream(self, pieces: AsyncGenerator[bytes], send: Send) -> None:

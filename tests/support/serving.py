@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 from leftovers import end_with_this_process
@@ -32,6 +33,10 @@ class Served:
     def openai(self, key: str = "none") -> openai.OpenAI:
         """Return the official client, which tries once."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    def anthropic(self, key: str = "none") -> anthropic.Anthropic:
+        """Return the official client, which tries once."""
+        return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
 
     def http(self, **options: Any) -> httpx.Client:
         """Return a client for bare requests."""

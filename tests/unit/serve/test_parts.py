@@ -27,8 +27,10 @@ from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
 from exl2flow.serve.fields import ALIASES, ChatBody, CompletionBody
 from exl2flow.serve.mapping import settings_of
+from exl2flow.serve.messages import MessagesDialect
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.openai import ChatDialect
+from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TEXT = '<think>\nA thought.</think>\n\nText. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
@@ -200,6 +202,57 @@ def test_streams_join_to_the_plain_answer(
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
     assert len(joined["logs"]) == len(choice["logprobs"]["content"]) == len(pieces)
     assert joined["finish_reason"] == choice["finish_reason"] == "tool_calls"
+
+
+def joined_events(events: list[dict[str, Any]]) -> dict[int, str]:
+    """Join the deltas of blocks, which both dialects number."""
+    found = dict[int, str]()
+    for event in events:
+        if "delta" in event and event["type"] != "message_delta":
+            index, delta = event.get("output_index", event.get("index")), event["delta"]
+            is_text = isinstance(delta, str)
+            text = delta if is_text else next(v for k, v in delta.items() if k != "type")
+            found[index] = found.get(index, "") + text
+    return found
+
+
+def shown(block: dict[str, Any]) -> str:
+    """Return the text of a block or an item of a plain answer."""
+    [inner] = block.get("content", [block])
+    fields = ("text", "thinking", "arguments")
+    return next((str(inner[f]) for f in fields if f in inner), "") or json.dumps(block["input"])
+
+
+@given(
+    cuts=st.lists(st.integers(0, len(TEXT)), max_size=12),
+    sizes=st.lists(st.integers(0, 4), max_size=5),
+    shows_calls=st.booleans(),
+    dialect=st.sampled_from([MessagesDialect, ResponsesDialect]),
+)
+def test_blocks_of_streams_join_to_the_plain_answer(
+    engine: Engine, cuts: list[int], sizes: list[int], shows_calls: bool, dialect: Any
+) -> None:
+    pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
+    body: Any = ResponsesBody.model_validate({"input": "a"})
+
+    def made() -> Any:
+        events = [Event(stage="text", tag=0, text=piece, ids=(5,)) for piece in pieces]
+        events.append(Event(stage="text", tag=0, reason="stop_token"))
+        plan = replace(PLAN, requests=(Request("a"),), prompts=((1,),), shows_calls=shows_calls)
+        answer = Batched(plan, [], asyncio.Queue()).batch(events, list(sizes))
+        return dialect(answer, body, engine)
+
+    async def streamed() -> str:
+        return b"".join([piece async for piece in made().stream()]).decode()
+
+    whole = asyncio.run(made().whole())
+    rows = [row for row in asyncio.run(streamed()).split("\n") if row.startswith("data: {")]
+    deltas = joined_events([json.loads(row.removeprefix("data: ")) for row in rows])
+
+    blocks = whole["content" if dialect is MessagesDialect else "output"]
+    assert [shown(block).strip() for block in blocks[:2]] == ["A thought.", "Text."]
+    assert [deltas[0], deltas[1]] == [shown(block) for block in blocks[:2]]
+    assert json.loads(deltas[2]) == json.loads(shown(blocks[2])) == {"a": 1}
 
 
 def test_a_call_that_does_not_parse_stays_text() -> None:

@@ -1,0 +1,174 @@
+"""What Messages and Responses share: bodies become chats, answers are blocks of one kind each."""
+
+import json
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from exl2flow.inference.chat import CallArguments, CallBegin
+from exl2flow.serve import chats
+from exl2flow.serve.answers import AnswerPlan, Part, Text, Update
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.fields import ChatBody
+from exl2flow.serve.openai import Chunk, Dialect, ended, joined, sse
+
+Json = dict[str, Any]
+
+
+class AgentBody(ChatBody):
+    """A conversation in another form. dropped: tools that are no functions."""
+
+    dropped: tuple[str, ...] = ()
+
+
+def plan_of(body: AgentBody, engine: Engine) -> AnswerPlan:
+    """See `chats.plan_of`."""
+    plan = chats.plan_of(body, engine)
+    plan.warnings.extend(
+        f"the tool {name} is not a function, so it is left out" for name in body.dropped
+    )
+    return plan
+
+
+def objects(given: object, field: str) -> list[Json]:
+    """Return a field that is a list of objects, or a text as the only part; raises `ValueError`."""
+    if isinstance(given, str):
+        return [{"type": "text", "text": given}]
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise ValueError(f"`{field}` takes a list of objects")
+    return given
+
+
+def turns(parts: Iterable[Json]) -> list[Json]:
+    """Return messages, of which an assistant's neighbours are one: thoughts, texts and calls."""
+    found = list[Json]()
+    for part in parts:
+        if found and part["role"] == found[-1]["role"] == "assistant":
+            joined(found[-1], {k: v for k, v in part.items() if k != "role"})
+        else:
+            found.append(part)
+    return found
+
+
+def call(id_: object, name: object, arguments: object) -> Json:
+    """Return a call of a function in a conversation."""
+    inner = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": id_, "type": "function", "function": inner}]}
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of an answer. text: until now, of a call its arguments; sent: characters of it."""
+
+    kind: Literal["thinking", "text", "call"]
+    index: int
+    id: str = ""
+    name: str = ""
+    text: str = ""
+    sent: int = 0
+
+    @property
+    def arguments(self) -> Json | None:
+        """The arguments of a call, None if it is cut off."""
+        try:
+            found: Json = json.loads(self.text) if self.kind == "call" else {}
+        except ValueError:
+            return None
+        return found
+
+
+class AgentDialect(Dialect):
+    """One text as blocks; a plain answer is made of the same blocks as a stream."""
+
+    ping = b""
+
+    def opening_events(self) -> Sequence[Json]:
+        """Return the events before the first block."""
+        raise NotImplementedError
+
+    def begun(self, block: Block) -> Sequence[Json]:
+        """Return the events that begin a block."""
+        raise NotImplementedError
+
+    def added(self, block: Block, text: str) -> Sequence[Json]:
+        """Return the events of new text."""
+        raise NotImplementedError
+
+    def closed(self, block: Block) -> Sequence[Json]:
+        """Return the events behind the last text of a block."""
+        raise NotImplementedError
+
+    def closing_events(self) -> Sequence[Json]:
+        """Return the events behind the last block."""
+        raise NotImplementedError
+
+    def complete(self) -> Json:
+        """Return the whole answer."""
+        raise NotImplementedError
+
+    async def whole(self) -> Json:
+        self._start()
+        async for batch in self.answer.updates():
+            [*self._read(batch)]
+        return self.complete()
+
+    async def stream(self) -> AsyncGenerator[bytes]:
+        self._start()
+        events = [*self.opening_events()]
+        async for batch in self.answer.updates():
+            events += self._read(batch)
+            if events or not batch:
+                yield b"".join(map(self.event, events)) or self.ping
+                events.clear()
+        yield b"".join(map(self.event, self.closing_events()))
+
+    def event(self, value: Json) -> bytes:
+        """Return an event of SSE with its name."""
+        return f"event: {value['type']}\n".encode() + sse(value)
+
+    def _start(self) -> None:
+        self.blocks, self.end = list[Block](), Chunk()
+        self._space, self._is_open = "", False
+
+    def _read(self, batch: Sequence[Update]) -> Iterator[Json]:
+        for update in batch:
+            for part in update.parts:
+                yield from self._take(part)
+            if update.event.reason is not None:
+                has_calls = self.answer.choices[0].calls > 0
+                self.end = ended(update.event, has_calls=has_calls)
+                yield from self._close()
+        yield from self._send()
+
+    def _take(self, part: Part) -> Iterator[Json]:
+        match part:
+            case CallBegin(id=id_, name=name):
+                yield from self._begin(Block("call", len(self.blocks), id_, name))
+            case CallArguments(text=text):
+                self.blocks[-1].text += text
+            case Text(text=text, is_thought=is_thought):
+                kind: Literal["thinking", "text"] = "thinking" if is_thought else "text"
+                if not (self._is_open and self.blocks[-1].kind == kind):
+                    self._space += text  # between blocks it is no text
+                    if text.isspace() or not text:
+                        return
+                    text = self._space
+                    yield from self._begin(Block(kind, len(self.blocks)))
+                self.blocks[-1].text += text
+
+    def _begin(self, block: Block) -> Iterator[Json]:
+        yield from self._close()
+        self.blocks.append(block)
+        self._is_open, self._space = True, ""
+        yield from self.begun(block)
+
+    def _send(self) -> Iterator[Json]:
+        if self._is_open and (new := self.blocks[-1].text[self.blocks[-1].sent :]):
+            self.blocks[-1].sent += len(new)
+            yield from self.added(self.blocks[-1], new)
+
+    def _close(self) -> Iterator[Json]:
+        yield from self._send()
+        if self._is_open:
+            self._is_open = False
+            yield from self.closed(self.blocks[-1])

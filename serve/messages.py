@@ -1,0 +1,151 @@
+"""Anthropic's Messages: its body as a chat, and blocks of answers as its events."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from exl2flow.serve.agents import AgentBody, AgentDialect, Block, Json, call, objects, turns
+from exl2flow.serve.answers import RunningAnswer
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError, messages_body
+
+BILLING = re.compile(r"^x-anthropic-billing-header:.*\n*", re.MULTILINE)  # new in each request
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+ENDS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+EMPTY: Mapping[str, Json] = {
+    "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+    "text": {"type": "text", "text": ""},
+    "call": {"type": "tool_use", "input": {}},
+}
+DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesBody(AgentBody):
+    """A request for a message."""
+
+    @classmethod
+    def ours(cls, given: Json) -> Json:
+        """See `Body.ours`; a last message of the assistant is continued."""
+        more, choice = dict[str, Any](), given.get("tool_choice")
+        if isinstance(choice, dict):
+            name = {"name": choice.get("name")}
+            more["tool_choice"] = CHOICES.get(str(choice.get("type")), name)
+            more["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
+        tools = objects(given.get("tools") or [], "tools")
+        messages = turns(_parts(given))
+        output = given.get("output_config")
+        wishes = output if isinstance(output, dict) else {}
+        more["response_format"] = wishes.get("format", given.get("output_format"))
+        more["reasoning_effort"] = wishes.get("effort")
+        hidden = ("system", "output_config", "output_format")
+        return {
+            **{k: v for k, v in given.items() if k not in hidden},
+            **more,
+            "n": 1,
+            "messages": messages,
+            "continue_final_message": bool(messages and "tool_calls" not in messages[-1]),
+            "tools": [_function(tool) for tool in tools if "input_schema" in tool],
+            "dropped": tuple(str(t.get("name")) for t in tools if "input_schema" not in t),
+        }
+
+
+def _parts(given: Json) -> Iterator[Json]:
+    """Yield the texts, thoughts, calls and results of a conversation."""
+    for part in objects(given.get("system") or [], "system"):
+        if text := BILLING.sub("", str(part.get("text", ""))):
+            yield {"role": "system", "content": text}
+    for message in objects(given.get("messages"), "messages"):
+        for part in objects(message.get("content"), "content"):
+            match part.get("type"):
+                case "thinking":
+                    yield {"role": "assistant", "reasoning_content": str(part.get("thinking"))}
+                case "redacted_thinking":
+                    pass
+                case "tool_use":
+                    yield call(part.get("id"), part.get("name"), part.get("input"))
+                case "tool_result":
+                    content = objects(part.get("content") or "", "content")
+                    id_ = part.get("tool_use_id")
+                    yield {"role": "tool", "tool_call_id": id_, "content": content}
+                case _:
+                    yield {"role": message.get("role"), "content": [part]}
+
+
+def _function(tool: Json) -> Json:
+    inner = {"name": tool.get("name"), "description": tool.get("description", "")}
+    return {"type": "function", "function": {**inner, "parameters": tool["input_schema"]}}
+
+
+class MessagesDialect(AgentDialect):
+    """A message."""
+
+    prefix, ping = "msg_", b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, answer: RunningAnswer, body: MessagesBody, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
+
+    def opening_events(self) -> Sequence[Json]:
+        counts = {"input_tokens": len(self.answer.plan.prompts[0]), "output_tokens": 0}
+        return [{"type": "message_start", "message": self._message({}, [], counts)}]
+
+    def begun(self, block: Block) -> Sequence[Json]:
+        shown = dict(EMPTY[block.kind])
+        if block.kind == "call":
+            shown |= {"id": block.id, "name": block.name}
+        return [{"type": "content_block_start", "index": block.index, "content_block": shown}]
+
+    def added(self, block: Block, text: str) -> Sequence[Json]:
+        kind, field = DELTAS[block.kind]
+        return [self._delta(block, {"type": kind, field: text})]
+
+    def closed(self, block: Block) -> Sequence[Json]:
+        stop = {"type": "content_block_stop", "index": block.index}
+        if block.kind != "thinking":
+            return [stop]
+        return [self._delta(block, {"type": "signature_delta", "signature": ""}), stop]
+
+    def closing_events(self) -> Sequence[Json]:
+        last = {"type": "message_delta", "delta": self._ended(), "usage": self._usage()}
+        return [last, {"type": "message_stop"}]
+
+    def complete(self) -> Json:
+        return self._message(self._ended(), [*map(_shown, self.blocks)], self._usage())
+
+    def failed(self, error: ApiError) -> bytes:
+        return self.event(messages_body(error))
+
+    def _delta(self, block: Block, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": block.index, "delta": delta}
+
+    def _message(self, end: Json, content: list[Json], usage: Json) -> Json:
+        head = {"id": self._head["id"], "type": "message", "role": "assistant"}
+        end = {"stop_reason": None, "stop_sequence": None, **end}
+        return {**head, "model": self._head["model"], "content": content, **end, "usage": usage}
+
+    def _ended(self) -> Json:
+        reason, trigger = self.end["finish_reason"], self.end["stop_reason"]
+        if reason == "stop" and trigger in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": trigger}
+        return {"stop_reason": ENDS[reason], "stop_sequence": None}
+
+    def _usage(self) -> Json:
+        counts = self.answer.usage()
+        cached = counts["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": counts["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": counts["completion_tokens"],
+        }
+
+
+def _shown(block: Block) -> Json:
+    """Return a block of a plain answer."""
+    if block.kind == "call":
+        return {**EMPTY["call"], "id": block.id, "name": block.name, "input": block.arguments}
+    return {**EMPTY[block.kind], block.kind: block.text}
