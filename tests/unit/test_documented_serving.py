@@ -14,6 +14,7 @@ from exl2flow.serve.guard import read_keys
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
+AGENTS = (ROOT / "docs" / "reference" / "agents-http.md").read_text(encoding="utf-8")
 HOW_TO = (ROOT / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
 CODE = re.compile(r"`([a-z0-9_]+)`")
 FIELDS = {*ChatBody.model_fields, *CompletionBody.model_fields, *HARMLESS}
@@ -31,7 +32,7 @@ def block(language: str) -> str:
 
 
 def test_every_field_and_alias_is_in_the_reference() -> None:
-    assert NAMES - {*CODE.findall(part("Fields"))} == set()
+    assert NAMES - {*CODE.findall(part("Fields")), *CODE.findall(AGENTS)} == set()
 
 
 def test_aliases_stand_beside_their_field() -> None:
