@@ -105,6 +105,20 @@ class LoadOptions(PlacementOptions):
     )
 
 
+class SlotOptions(LoadOptions):
+    """Room for several texts at once, besides how a model is loaded."""
+
+    tokens: Annotated[int | None, Option("N", MODEL)] = Field(
+        None,
+        ge=1,
+        description="cache capacity in tokens, shared by all texts; empty: one context, or as many "
+        "as fit",
+    )
+    slots: Annotated[int, Option("N", MODEL)] = Field(
+        16, ge=1, description="texts that are generated at once"
+    )
+
+
 class ModelOptions(LoadOptions):
     """What all texts must and must not hold, besides how a model is loaded."""
 
@@ -122,7 +136,7 @@ class ModelOptions(LoadOptions):
     )
 
 
-class GenerationOptions(ModelOptions, DrawOptions):
+class GenerationOptions(ModelOptions, SlotOptions, DrawOptions):
     """Options of `exl2flow generate` besides those of the sampler."""
 
     prompts: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
@@ -162,13 +176,4 @@ class GenerationOptions(ModelOptions, DrawOptions):
     )
     prefer_end: Annotated[bool, Option(panel="Constraints", rare=True)] = Field(
         False, description="end the answer as soon as these allow it"
-    )
-    tokens: Annotated[int | None, Option("N", MODEL)] = Field(
-        None,
-        ge=1,
-        description="cache capacity in tokens, shared by all texts; empty: one context, or as many "
-        "as fit",
-    )
-    slots: Annotated[int, Option("N", MODEL)] = Field(
-        16, ge=1, description="texts that are generated at once"
     )

@@ -6,12 +6,12 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from exl2flow.core.options.base import Option
-from exl2flow.core.options.generation import MODEL, LoadOptions
+from exl2flow.core.options.generation import SlotOptions
 
 LISTEN: Final = "Running"
 
 
-class ServeOptions(LoadOptions):
+class ServeOptions(SlotOptions):
     """Options of `exl2flow serve`."""
 
     host: Annotated[str, Option("ADDRESS", LISTEN)] = Field(
@@ -75,13 +75,4 @@ class ServeOptions(LoadOptions):
     )
     max_answer: Annotated[int | None, Option("N", "Stopping")] = Field(
         None, ge=1, description="tokens of an answer at most; empty: what fits"
-    )
-    tokens: Annotated[int | None, Option("N", MODEL)] = Field(
-        None,
-        ge=1,
-        description="cache capacity in tokens, shared by all texts; empty: one context, or as many "
-        "as fit",
-    )
-    slots: Annotated[int, Option("N", MODEL)] = Field(
-        16, ge=1, description="texts that are generated at once"
     )
