@@ -1,6 +1,7 @@
 """What Messages and Responses share: bodies become chats, answers are blocks of one kind each."""
 
 import json
+from abc import abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -82,29 +83,29 @@ class AgentDialect(Dialect):
 
     ping = b""
 
+    @abstractmethod
     def opening_events(self) -> Sequence[Json]:
         """Return the events before the first block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begun(self, block: Block) -> Sequence[Json]:
         """Return the events that begin a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def added(self, block: Block, text: str) -> Sequence[Json]:
         """Return the events of new text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closed(self, block: Block) -> Sequence[Json]:
         """Return the events behind the last text of a block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def closing_events(self) -> Sequence[Json]:
         """Return the events behind the last block."""
-        raise NotImplementedError
 
+    @abstractmethod
     def complete(self) -> Json:
         """Return the whole answer."""
-        raise NotImplementedError
 
     async def whole(self) -> Json:
         self._start()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
@@ -18,29 +19,59 @@ DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index
 
 
-class Dialect:
-    """One answer in OpenAI's form."""
+class Dialect(ABC):
+    """One answer in the form of an API; prefix: of its id."""
 
-    kind = chunk_kind = prefix = ""
+    prefix = ""
 
     def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
-        self.answer, self.names = answer, engine.tokens
-        self._by_id = body.return_tokens_as_token_ids
-        self._wants_usage = bool(body.stream_options.get("include_usage"))
+        self.answer = answer
         id_ = f"{self.prefix}{secrets.token_hex(12)}"
         self._head = {"id": id_, "created": answer.created, "model": engine.name}
 
+    @abstractmethod
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer when it is complete.
+
+        Raises:
+            Exception: what ended a text.
+        """
+
+    @abstractmethod
+    def stream(self) -> AsyncGenerator[bytes]:
+        """Yield the answer as it comes, as events of SSE.
+
+        Raises:
+            Exception: what ended a text.
+        """
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream with an error."""
+        return sse(body(error))
+
+
+class ChunkDialect(Dialect):
+    """An answer in OpenAI's form, as choices whose chunks are joined to a plain answer."""
+
+    kind = chunk_kind = ""
+
+    def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
+        super().__init__(answer, body, engine)
+        self.names = engine.tokens
+        self._by_id = body.return_tokens_as_token_ids
+        self._wants_usage = bool(body.stream_options.get("include_usage"))
+
+    @abstractmethod
     def opening(self, index: int) -> Chunk:
         """Return what comes before the text of a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunk(self, update: Update) -> Chunk:
         """Return what an update adds to a choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def streamed(self, chunk: Chunk) -> Chunk:
         """Return a choice of a stream."""
-        raise NotImplementedError
 
     def plain(self, choice: Chunk) -> Chunk:
         """Return a choice of a plain answer, from its chunks joined."""
@@ -62,11 +93,7 @@ class Dialect:
             yield new, ends
 
     async def whole(self) -> dict[str, Any]:
-        """Return the answer when it is complete.
-
-        Raises:
-            Exception: what ended a text.
-        """
+        """See `Dialect`."""
         choices = [self.opening(i) for i in range(len(self.answer.choices))]
         async for new, ends in self._batches():
             for index, chunk in [*new.items(), *ends.items()]:
@@ -75,11 +102,7 @@ class Dialect:
         return {**self._head, "object": self.kind, "choices": shown, **self._counts()}
 
     async def stream(self) -> AsyncGenerator[bytes]:
-        """Yield the answer as it comes, as events of SSE.
-
-        Raises:
-            Exception: what ended a text.
-        """
+        """See `Dialect`."""
         openings = [(i, self.opening(i)) for i in range(len(self.answer.choices))]
         pieces = [self._event(index, chunk) for index, chunk in openings if chunk]
         async for new, ends in self._batches():
@@ -91,10 +114,6 @@ class Dialect:
             last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
             yield sse(last)
         yield DONE
-
-    def failed(self, error: ApiError) -> bytes:
-        """Return the event that ends a stream with an error."""
-        return sse(body(error))
 
     def _event(self, index: int, chunk: Chunk) -> bytes:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **self.streamed(chunk)}
@@ -150,7 +169,7 @@ def ended(event: Event, *, has_calls: bool) -> Chunk:
     }
 
 
-class ChatDialect(Dialect):
+class ChatDialect(ChunkDialect):
     """A chat completion; chunks have a `delta`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
@@ -202,7 +221,7 @@ class ChatDialect(Dialect):
         return {**choice, "message": message}
 
 
-class CompletionDialect(Dialect):
+class CompletionDialect(ChunkDialect):
     """Completions of one or more prompts."""
 
     kind = chunk_kind = "text_completion"
