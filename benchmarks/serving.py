@@ -96,7 +96,7 @@ class Bench:
         return engine
 
     def text(self, tokens: int) -> str:
-        """Return new random words of about so many tokens."""
+        """Return random words that no cache has, about `tokens` tokens of them."""
         tokenizer, source = self.model.tokenizer, random.Random(next(self._seeds))
         ids = [source.randrange(5, self.model.spec.vocab_size) for _ in range(tokens)]
         text = tokenizer.decode(ids).replace("\ufffd", "")

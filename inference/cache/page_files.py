@@ -163,7 +163,7 @@ def clear(folder: Path) -> None:
     """Delete all pages in a folder, but not its secret.
 
     Raises:
-        ConfigError: it is no folder of pages, or cannot be changed.
+        ConfigError: the folder holds something other than pages, or cannot be changed.
     """
     if not folder.exists():
         return
@@ -179,7 +179,8 @@ def secret_of(folder: Path) -> bytes:
     """Return the secret of a folder, which is made if need be, the folder too.
 
     Raises:
-        ConfigError: it is no folder of pages, others may read it, or it cannot be used.
+        ConfigError: the folder holds something other than pages, can be read by others, or cannot
+            be used.
     """
     try:
         if not folder.is_dir():

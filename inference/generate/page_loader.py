@@ -1,6 +1,6 @@
 """`PageLoader`: enters pages from host memory and disk into the cache, instead of reading a prompt.
 
-A sequence waits while threads read its pages; those that are there enter the cache with each step.
+A sequence waits while threads read its pages. Each step enters the pages that have been read.
 """
 
 from collections import deque

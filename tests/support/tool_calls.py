@@ -25,7 +25,7 @@ WEATHER = {
     },
 }
 STOP = {"type": "function", "function": {"name": "stop", "parameters": {"type": "object"}}}
-STOP["function"]["parameters"] |= {"properties": {}, "additionalProperties": False}  # type: ignore[index]
+STOP["function"]["parameters"] |= {"properties": {}, "additionalProperties": False}  # type: ignore[index]  # nested JSON
 TOOLS: list[dict[str, Any]] = [WEATHER, STOP]
 
 _JSON = "{%- for c in m.tool_calls %}"
