@@ -472,7 +472,9 @@ def test_the_server_describes_itself(served: Served) -> None:
 
 
 def test_lines_of_the_log_have_no_texts(served: Served) -> None:
+    before = len(served.lines)
     post(served, "/v1/completions", {"prompt": "secret words", "max_tokens": 1})
+    wait_for(lambda: len(served.lines) > before)  # it is written behind the answer
 
     line = [line for line in served.lines if "key=" in line][-1]
     assert "prompt=" in line
