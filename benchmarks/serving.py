@@ -39,6 +39,7 @@ from exl2flow.serve import chats, completions
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.fields import ChatBody, CompletionBody
+from exl2flow.serve.models import Models
 from exl2flow.serve.running import run as run_app
 
 T = TypeVar("T")
@@ -134,7 +135,8 @@ def request_of(asked: dict[str, Any], engine: Engine, tag: object = None) -> Req
 def served(engine: Engine, work: Callable[[int], T]) -> T:
     """Serve until some work, which gets the port, is done; return its result."""
     engine.start()
-    app = create_app(engine)
+    models = Models(engine, lambda _: engine)
+    app = create_app(models)
     server = threading.main_thread().ident
     assert server is not None
     # without the protocol's number asyncio leaves Nagle's algorithm on: 40 ms an answer
@@ -152,7 +154,7 @@ def served(engine: Engine, work: Callable[[int], T]) -> T:
 
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(worked)
-            run_app(app, engine, listener)
+            run_app(app, models, listener)
             return result.result()
 
 

@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import agents, chats, completions
+from exl2flow.serve.admin import admin_router
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import (
@@ -25,6 +26,7 @@ from exl2flow.serve.fields import (
 from exl2flow.serve.guard import Guard, Key
 from exl2flow.serve.messages import MessagesBody, MessagesDialect
 from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.models import Models
 from exl2flow.serve.openai import ChatDialect, CompletionDialect
 from exl2flow.serve.page import page
 from exl2flow.serve.reply import AnswerResponse
@@ -34,21 +36,22 @@ MISSING = "embeddings rerank batches files moderations images/generations images
 MISSING += " audio/transcriptions audio/translations"
 
 
-def create_app(engine: Engine, *, keys: tuple[Key, ...] = ()) -> FastAPI:
-    """Return the application of an engine, which ends with it; `/v1` may be left out of paths."""
+def create_app(models: Models, *, keys: tuple[Key, ...] = ()) -> FastAPI:
+    """Return the application of models, which end with it; `/v1` may be left out of paths."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await engine.close()
+        await models.close()
 
     app = FastAPI(title="exl2flow", lifespan=life, docs_url=None, redoc_url=None)
-    metrics = Metrics(engine)
+    metrics = Metrics(models)
     told: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorBody},
         "5XX": {"model": ErrorBody},
     }
-    for router in (_answers(engine, metrics), _tokens(engine), _descriptions(engine, metrics)):
+    routers = [_answers(models, metrics), _tokens(models), _descriptions(models, metrics)]
+    for router in (*routers, admin_router(models)):
         app.include_router(router, prefix="/v1", responses=told)
         app.include_router(router, include_in_schema=False)
 
@@ -56,131 +59,127 @@ def create_app(engine: Engine, *, keys: tuple[Key, ...] = ()) -> FastAPI:
     async def root() -> None:
         """Tell that a server is here."""
 
-    if not engine.options.no_page:
+    if not models.options.no_page:
         app.add_api_route("/", page, response_class=HTMLResponse, include_in_schema=False)
     for kind in (RequestValidationError, HTTPException, ApiError, Exception):
         app.add_exception_handler(kind, _refused)
-    app.add_middleware(Guard, options=engine.options, keys=keys, metrics=metrics)
+    app.add_middleware(Guard, options=models.options, keys=keys, metrics=metrics)
     return app
 
 
-def _answers(engine: Engine, metrics: Metrics) -> APIRouter:
+def _answers(models: Models, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
     @router.post("/chat/completions")
     async def chat(given: ChatBody) -> Response:
         """Answer a conversation."""
-        return AnswerResponse(engine, metrics, given, chats.plan_of, ChatDialect)
+        return AnswerResponse(models, metrics, given, chats.plan_of, ChatDialect)
 
     @router.post("/completions")
     async def complete(given: CompletionBody) -> Response:
         """Continue prompts."""
-        return AnswerResponse(engine, metrics, given, completions.plan_of, CompletionDialect)
+        return AnswerResponse(models, metrics, given, completions.plan_of, CompletionDialect)
 
     @router.post("/messages")
     async def message(given: MessagesBody) -> Response:
         """Answer a conversation in Anthropic's form."""
-        return AnswerResponse(engine, metrics, given, agents.plan_of, MessagesDialect)
+        return AnswerResponse(models, metrics, given, agents.plan_of, MessagesDialect)
 
     @router.post("/messages/count_tokens")
     async def count_message(given: MessagesBody) -> dict[str, int]:
         """Return the length of a prompt."""
-        return {"input_tokens": await engine.in_thread(lambda: chats.length_of(given, engine))}
+        return {"input_tokens": await _length_of(given, models)}
 
     @router.post("/responses")
     async def respond(given: ResponsesBody) -> Response:
         """Answer a conversation in the form of OpenAI's Responses."""
-        return AnswerResponse(engine, metrics, given, agents.plan_of, ResponsesDialect)
+        return AnswerResponse(models, metrics, given, agents.plan_of, ResponsesDialect)
 
     @router.post("/responses/input_tokens")
     async def count_response(given: ResponsesBody) -> dict[str, Any]:
         """Return the length of a prompt."""
-        tokens = await engine.in_thread(lambda: chats.length_of(given, engine))
+        tokens = await _length_of(given, models)
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     return router
 
 
-def _tokens(engine: Engine) -> APIRouter:
-    router, tokenizer = APIRouter(), engine.tokenizer
+async def _length_of(given: ChatBody, models: Models) -> int:
+    """Return the length of a prompt in tokens."""
+    async with models.using(given.model) as engine:
+        return await engine.in_thread(lambda: chats.length_of(given, engine))
+
+
+def _tokens(models: Models) -> APIRouter:
+    router = APIRouter()
 
     @router.post("/tokenize")
     async def tokenize(given: TokenizeBody) -> dict[str, Any]:
         """Return the ids of a text or a conversation."""
-
-        def ids() -> list[int]:
-            if given.messages is None:
-                bos = given.add_special_tokens
-                return tokenizer.encode(given.prompt, add_bos=bos, special=True)
-            return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
-
-        try:
-            found = await engine.in_thread(ids)
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages") from error
-        return {
-            "count": len(found),
-            "max_model_len": engine.room,
-            "tokens": found,
-            "token_strs": [engine.tokens.text(i) for i in found]
-            if given.return_token_strs
-            else None,
-        }
+        async with models.using() as engine:
+            try:
+                found = await engine.in_thread(lambda: _ids(given, engine))
+            except ChatTemplateError as error:
+                raise ApiError(400, str(error), param="messages") from error
+            texts = [engine.tokens.text(i) for i in found] if given.return_token_strs else None
+            told = {"count": len(found), "max_model_len": engine.room}
+            return {**told, "tokens": found, "token_strs": texts}
 
     @router.post("/detokenize")
     async def detokenize(given: DetokenizeBody) -> dict[str, str]:
         """Return the text of ids."""
-        if wrong := [i for i in given.tokens if not 0 <= i < engine.width]:
-            raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
-        return {"prompt": tokenizer.decode(given.tokens, special=True)}
+        async with models.using() as engine:
+            if wrong := [i for i in given.tokens if not 0 <= i < engine.width]:
+                raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
+            return {"prompt": engine.tokenizer.decode(given.tokens, special=True)}
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         """Return what clients that encode themselves want to know."""
-        ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
-        names = {n: None if i is None else engine.tokens.text(i) for n, i in ids.items()}
-        return {
-            "tokenizer_class": type(tokenizer.backend).__name__,
-            "vocab_size": engine.width,
-            "model_max_length": engine.room,
-            "chat_template": engine.reader and engine.reader.format.template,
-            **names,
-        }
+        async with models.using() as engine:
+            tokenizer = engine.tokenizer
+            ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+            names = {n: None if i is None else engine.tokens.text(i) for n, i in ids.items()}
+            return {
+                "tokenizer_class": type(tokenizer.backend).__name__,
+                "vocab_size": engine.width,
+                "model_max_length": engine.room,
+                "chat_template": engine.reader and engine.reader.format.template,
+                **names,
+            }
 
     return router
 
 
-def _descriptions(engine: Engine, metrics: Metrics) -> APIRouter:
+def _ids(given: TokenizeBody, engine: Engine) -> list[int]:
+    if given.messages is None:
+        bos = given.add_special_tokens
+        return engine.tokenizer.encode(given.prompt, add_bos=bos, special=True)
+    return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
+
+
+def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
-    def row(name: str) -> dict[str, Any]:
-        meta = {
-            "n_ctx_train": engine.model.max_tokens,
-            "n_vocab": engine.width,
-            "tool_format": engine.tool_format.name,
-            "warnings": engine.warnings,
-        }
-        about = {"created": engine.created, "owned_by": "exl2flow", "max_model_len": engine.room}
-        return {"id": name, "object": "model", **about, "meta": meta}
-
     @router.get("/models")
-    async def models() -> dict[str, Any]:
-        """List the model, alone and with each adapter."""
-        return {"object": "list", "data": [row(name) for name in engine.names], "models": []}
+    async def listed() -> dict[str, Any]:
+        """List the model, alone and with each adapter, and others that requests may name."""
+        rows = [_row(name, models) for name in models.names]
+        return {"object": "list", "data": rows, "models": []}
 
     @router.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """Describe the model."""
-        if name not in engine.names:
+        """Describe a model."""
+        if name not in models.names:
             raise ApiError(404, f"there is no model {name!r:.80}", code="model_not_found")
-        return row(name)
+        return _row(name, models)
 
     @router.get("/health", responses={503: {"description": "not ready"}})
     async def health() -> JSONResponse:
         """Tell whether requests are answered."""
-        is_ready = engine.state == "ready"
+        is_ready = models.state in ("ready", "idle")
         return JSONResponse(
-            {"status": "ok" if is_ready else engine.state}, 200 if is_ready else 503
+            {"status": "ok" if is_ready else models.state}, 200 if is_ready else 503
         )
 
     @router.get("/status")
@@ -200,6 +199,21 @@ def _descriptions(engine: Engine, metrics: Metrics) -> APIRouter:
         methods = ["GET", "POST"]
         router.add_api_route(f"/{name}", missing, methods=methods, include_in_schema=False)
     return router
+
+
+def _row(name: str, models: Models) -> dict[str, Any]:
+    """Describe a model; more of the one that is loaded."""
+    row: dict[str, Any] = {"id": name, "object": "model", "owned_by": "exl2flow"}
+    engine = models.engine
+    if engine is None or name not in engine.names:
+        return row | {"created": models.created}
+    meta = {
+        "n_ctx_train": engine.model.max_tokens,
+        "n_vocab": engine.width,
+        "tool_format": engine.tool_format.name,
+        "warnings": engine.warnings,
+    }
+    return row | {"created": engine.created, "max_model_len": engine.room, "meta": meta}
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from exl2flow.core.errors import ConfigError
@@ -37,7 +38,8 @@ class Engine:
 
     room: most tokens of one text, prompt included. has_grammars: whether calls of functions are
     forced. reader: writes conversations; None: the model has no prompt format. defaults: of the
-    sampler. adapters: of requests that name none. load_seconds: what loading has taken.
+    sampler. adapters: by name; default_adapters: names of those of requests that name none.
+    load_seconds: what loading has taken.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Engine:
         adapters: tuple[Adapter, ...] = (),
     ) -> None:
         """Make the generator; `make` is called again after a failure."""
-        self.model, self.options, self.defaults, self.adapters = model, options, defaults, adapters
+        self.model, self.options, self.defaults = model, options, defaults
+        self.adapters = {one.folder.name: (one, 1.0) for one in adapters}
+        self.default_adapters = [*self.adapters]
         self.name, self.created = model.spec.source_dir.resolve().name, int(time.time())
         self.tokenizer, self.width = model.tokenizer, model.spec.vocab_size
         self.load_seconds, self.tokens = 0.0, Names(model.tokenizer)
@@ -94,7 +98,7 @@ class Engine:
     @property
     def names(self) -> list[str]:
         """The names of the model, alone and with each adapter."""
-        return [self.name, *(f"{self.name}:{a.folder.name}" for a in self.adapters)]
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
     @property
     def free_pages(self) -> int:
@@ -117,16 +121,33 @@ class Engine:
         return len(self.answers) + self._entering
 
     def adapters_for(self, model: str, lora: Sequence[Lora] | None) -> tuple[Adapter, ...]:
-        """Return the adapters of a request: those it names, that of a model's name, or all."""
-        known = {adapter.folder.name: adapter for adapter in self.adapters}
+        """Return the adapters of a request: those it names, that of a model's name, or defaults."""
+        known, named = self.adapters, model.rpartition(":")[2]
         if lora is None:
-            named = known.get(model.rpartition(":")[2])
-            return self.adapters if named is None or model == self.name else (named,)
+            is_one = named in known and model != self.name
+            return tuple(known[n][0] for n in ([named] if is_one else self.default_adapters))
         if unknown := [row.name for row in lora if row.name not in known]:
             there = ", ".join(f"`{name}`" for name in known) or "none"
             raise ConfigError(f"`lora` has {unknown[0]!r:.80}; there is {there}")
-        rows = [(known[row.name], row.scale) for row in lora if row.scale]
-        return tuple(a if scale == 1 else self._scaled(a.folder, scale) for a, scale in rows)
+        rows = [(*known[row.name], row.scale) for row in lora if row.scale]
+        return tuple(
+            a if scale == 1 else self._scaled(a.folder, own * scale) for a, own, scale in rows
+        )
+
+    def load_adapter(self, name: str, folder: Path, scaling: float) -> None:
+        """Let requests name another adapter, or another one of that name.
+
+        Raises:
+            ConfigError: it is none of this model.
+        """
+        loaded = Adapter.load(folder, self.model, scaling=scaling)
+        self.adapters = {**self.adapters, name: (loaded, scaling)}
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; running texts keep it."""
+        self.adapters = {n: row for n, row in self.adapters.items() if n != name}
+        self.default_adapters = [n for n in self.default_adapters if n != name]
+        self._scaled.cache_clear()
 
     def check_ready(self) -> None:
         """Raise 503 if the engine takes no requests."""

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from exl2flow.serve.answers import BROKEN, RunningAnswer
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.models import Models
 
 log = logging.getLogger("exl2flow.serve")
 PREFIX, LABEL = "exl2flow_", "model_name"
@@ -25,18 +25,10 @@ REFUSED = "%(request)s key=%(key)s %(path)s refused %(status)d"
 class Metrics:
     """What one server counts."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._registry = engine, CollectorRegistry()
-        self._label, into = {LABEL: engine.name}, self._registry
-        for name, value in {
-            "num_requests_running": self._running,
-            "num_requests_waiting": lambda: engine.count - self._running(),
-            "kv_cache_usage_perc": self._usage,
-            "num_preemptions_total": lambda: engine.preemptions,
-            "model_load_seconds": lambda: engine.load_seconds,
-        }.items():
-            gauge = Gauge(PREFIX + name, name, [LABEL], registry=into)
-            gauge.labels(**self._label).set_function(value)
+    def __init__(self, models: Models) -> None:
+        self._models, self._registry = models, CollectorRegistry()
+        into = self._registry
+        self._gauges = {n: Gauge(PREFIX + n, n, [LABEL], registry=into) for n in self._now()}
         self._counters = {
             name: Counter(PREFIX + name, name, [LABEL, *more], registry=into)
             for name, more in TABLE["counters"].items()
@@ -55,24 +47,31 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics, as Prometheus reads them."""
+        for name, value in self._now().items():
+            self._gauges[name].clear()  # of another model
+            self._gauges[name].labels(**self._label).set(value)
         return bytes(generate_latest(self._registry))
 
     def status(self) -> dict[str, Any]:
         """Return what runs, for people."""
-        engine = self._engine
-        return {
-            "model": engine.name,
-            "state": engine.state,
-            "running": self._running(),
-            "waiting": engine.count - self._running(),
-            "slots": engine.options.slots,
-            "kv_cache_usage": round(self._usage(), 4),
-            "cache_pages": engine.pages,
-            "max_model_len": engine.room,
-            "preemptions": engine.preemptions,
-            "tool_format": engine.tool_format.name,
-            "warnings": engine.warnings,
+        engine, gauges = self._models.engine, self._now()
+        told = {
+            "model": self._models.name,
+            "state": self._models.state,
+            "running": gauges["num_requests_running"],
+            "waiting": gauges["num_requests_waiting"],
+            "slots": self._models.options.slots,
+            "kv_cache_usage": round(gauges["kv_cache_usage_perc"], 4),
+            "preemptions": gauges["num_preemptions_total"],
         }
+        if engine is not None:
+            told |= {
+                "cache_pages": engine.pages,
+                "max_model_len": engine.room,
+                "tool_format": engine.tool_format.name,
+                "warnings": engine.warnings,
+            }
+        return told
 
     def refused(self, state: dict[str, Any], path: str, status: int) -> None:
         """Write the line of a request that gets an error."""
@@ -104,7 +103,7 @@ class Metrics:
             "request": state["request_id"],
             "key": state["key"],
             "path": path,
-            "model": self._engine.name,
+            "model": self._models.name,
             "prompt": usage["prompt_tokens"],
             "cached": usage["prompt_tokens_details"]["cached_tokens"],
             "new": usage["completion_tokens"],
@@ -115,8 +114,19 @@ class Metrics:
         }
         log.info(LINE, line)
 
-    def _running(self) -> int:
-        return min(self._engine.count, self._engine.options.slots)
+    @property
+    def _label(self) -> dict[str, str]:
+        return {LABEL: self._models.name}
 
-    def _usage(self) -> float:
-        return 1.0 - self._engine.free_pages / self._engine.pages
+    def _now(self) -> dict[str, float]:
+        """Return what is the case, by the names of gauges."""
+        count, engine = self._models.count, self._models.engine
+        running = min(count, self._models.options.slots)
+        used = 0.0 if engine is None else 1.0 - engine.free_pages / engine.pages
+        return {
+            "num_requests_running": running,
+            "num_requests_waiting": count - running,
+            "kv_cache_usage_perc": used,
+            "num_preemptions_total": 0 if engine is None else engine.preemptions,
+            "model_load_seconds": self._models.load_seconds,
+        }

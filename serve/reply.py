@@ -17,6 +17,7 @@ from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import HARMLESS, Body
 from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.models import Models
 from exl2flow.serve.openai import Dialect
 
 MOST_NAMED, LONGEST_NAME, LONGEST_WARNINGS = 20, 40, 500  # in headers
@@ -30,7 +31,7 @@ class AnswerResponse(Response):
 
     def __init__(
         self,
-        engine: Engine,
+        models: Models,
         metrics: Metrics,
         given: B,
         plan: Callable[[B, Engine], AnswerPlan],
@@ -38,12 +39,13 @@ class AnswerResponse(Response):
     ) -> None:
         """plan: makes texts of the fields, in a thread. dialect: puts the texts in a form."""
         self.background: BackgroundTask | None = None
-        self._engine, self._metrics, self._given = engine, metrics, given
-        self._plan = lambda: plan(given, engine)
-        self._dialect: Callable[[RunningAnswer], Dialect] = lambda answer: dialect(
+        self._models, self._metrics, self._given = models, metrics, given
+        self._plan: Callable[[Engine], AnswerPlan] = lambda engine: plan(given, engine)
+        self._form: Callable[[RunningAnswer, Engine], Dialect] = lambda answer, engine: dialect(
             answer, given, engine
         )
         self._answer: RunningAnswer | None = None
+        self._dialect: Dialect | None = None
         self._is_begun, self._more = False, dict[str, str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,31 +64,37 @@ class AnswerResponse(Response):
                 task.cancel()
             await asyncio.gather(work, leaving, return_exceptions=True)
             if self._answer is not None:
-                self._engine.end(self._answer)
                 self._metrics.ended(self._answer, scope["state"], scope["path"], code)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> int:
         """Answer, and return the status."""
         try:
             self._check()
-            self._answer = await self._engine.begin(self._plan)
-            self._more["x-exl2flow-seed"] = str(self._answer.plan.seed)
-            dialect = self._dialect(self._answer)
-            if self._given.stream:
-                await self._stream(dialect.stream(), send)
-            else:
-                whole = await dialect.whole()
-                await JSONResponse(whole, headers=self._told())(scope, receive, send)
+            async with self._models.using(self._given.model) as engine:
+                await self._generate(engine, scope, receive, send)
             return 200
         except Exception as error:
             request_id = scope["state"]["request_id"]
             told = as_api_error(error, request_id, is_input=self._answer is None)
             self._metrics.add("request_errors", code=str(told.status))
-            if self._is_begun:
-                await _send(send, dialect.failed(told), more=False)
+            if self._dialect is not None and self._is_begun:
+                await _send(send, self._dialect.failed(told), more=False)
             else:
                 await response(told, scope, self._told())(scope, receive, send)
             return told.status
+
+    async def _generate(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
+        self._answer = answer = await engine.begin(lambda: self._plan(engine))
+        try:
+            self._more["x-exl2flow-seed"] = str(answer.plan.seed)
+            self._dialect = dialect = self._form(answer, engine)
+            if self._given.stream:
+                await self._stream(dialect.stream(), send)
+            else:
+                whole = await dialect.whole()
+                await JSONResponse(whole, headers=self._told())(scope, receive, send)
+        finally:
+            engine.end(answer)
 
     async def _stream(self, pieces: AsyncGenerator[bytes], send: Send) -> None:
         async for piece in pieces:
@@ -99,17 +107,13 @@ class AnswerResponse(Response):
         await _send(send, b"", more=False)
 
     def _check(self) -> None:
-        """Check names of models and fields."""
-        options, known = self._engine.options, self._engine.names
-        ignored, name = sorted(self._given.ignored), self._given.model
-        if options.strict_names and name not in ("", *known, *(n.split(":")[-1] for n in known)):
-            why = f"there is no model {name!r:.80}; there is {', '.join(known)}"
-            raise ApiError(404, why, code="model_not_found", param="model")
+        """Check the names of fields."""
+        ignored = sorted(self._given.ignored)
         for field in ignored:
             shown = field if field in HARMLESS else "other"
             self._metrics.add("ignored_fields", field=shown)
         unknown = [field for field in ignored if field not in HARMLESS]
-        if unknown and options.strict:
+        if unknown and self._models.options.strict:
             raise ApiError(400, f"`{unknown[0]:.80}` is an unknown field", param=unknown[0][:80])
         plain = [n for n in unknown if n.isascii() and n.replace("_", "").isalnum()]
         if plain:

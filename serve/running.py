@@ -15,8 +15,8 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, body
+from exl2flow.serve.models import Models
 
 KEEP_ALIVE_SECONDS = 60
 BACKLOG_SECONDS = 5  # for last writes, once all texts have ended
@@ -59,25 +59,26 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Drains the engine at the first signal, and ends at once at the second."""
+    """Drains the models at the first signal, and ends at once at the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models) -> None:
         super().__init__(config)
-        self._engine, self._deadline = engine, 0.0
+        self._models, self._deadline = models, 0.0
         self._seen = dict[Connection, _Seen]()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`; signals are not raised again, so the program ends with 0."""
-        self.should_exit = self.force_exit = self._engine.state == "draining"
-        self._engine.state = "draining"
-        self._deadline = time.monotonic() + self._engine.options.drain
+        self.should_exit = self.force_exit = self._models.is_draining
+        self._models.drain()
+        self._deadline = time.monotonic() + self._models.options.drain
 
     async def on_tick(self, counter: int) -> bool:
         """See `uvicorn.Server`, which calls this ten times a second."""
         self._end_connections()
-        is_over = not self._engine.count or time.monotonic() > self._deadline
-        if self._engine.state == "draining" and is_over:
-            self._engine.cancel()
+        self._models.tick()
+        is_over = not self._models.count or time.monotonic() > self._deadline
+        if self._models.is_draining and is_over:
+            self._models.cancel()
             self.should_exit = True
         return await super().on_tick(counter)
 
@@ -92,7 +93,7 @@ class _Server(uvicorn.Server):
             one.transport.abort()
 
 
-def run(app: FastAPI, engine: Engine, listener: socket.socket) -> None:
+def run(app: FastAPI, models: Models, listener: socket.socket) -> None:
     """Answer until a signal comes; addresses and headers are not logged."""
     config = uvicorn.Config(
         app,
@@ -105,4 +106,4 @@ def run(app: FastAPI, engine: Engine, listener: socket.socket) -> None:
         timeout_graceful_shutdown=BACKLOG_SECONDS,
         h11_max_incomplete_event_size=LARGEST_UNREAD,
     )
-    _Server(config, engine).run([listener])
+    _Server(config, models).run([listener])

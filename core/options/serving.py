@@ -25,6 +25,21 @@ class ServeOptions(SlotOptions):
         description="TOML file with a table `key` per client, which has its `name` and its `key` "
         "or `sha256`; empty: EXL2FLOW_API_KEY, else no key",
     )
+    models: Annotated[Path | None, Option("FOLDER", LISTEN)] = Field(
+        None, description="folder with further models, a folder each, which can replace this one"
+    )
+    swap: Annotated[bool, Option(panel=LISTEN)] = Field(
+        False, description="load the model of `models` that a request names"
+    )
+    swap_wait: Annotated[float, Option("SECONDS", LISTEN, rare=True)] = Field(
+        30.0, ge=0, description="time that running answers have when another model is loaded"
+    )
+    unload_after: Annotated[float | None, Option("MINUTES", LISTEN, rare=True)] = Field(
+        None, gt=0, description="free the model when nobody has used it that long; empty: never"
+    )
+    loras: Annotated[Path | None, Option("FOLDER", LISTEN, rare=True)] = Field(
+        None, description="folder with adapters that an admin's request may load"
+    )
     allow_host: Annotated[list[str], Option("NAME", LISTEN, rare=True)] = Field(
         [], description="further name by which clients reach this server"
     )

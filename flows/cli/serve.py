@@ -14,6 +14,7 @@ from exl2flow.flows.cli.console import say
 from exl2flow.flows.cli.options import ModelFolder, with_options
 
 if TYPE_CHECKING:
+    from exl2flow.inference import PromptCache
     from exl2flow.serve.engine import Engine
 
 BACKLOG = 256  # connections that are not accepted yet
@@ -32,10 +33,14 @@ def serve(model: ModelFolder, *, options: ServeOptions) -> None:
     Requests go to http://127.0.0.1:5000/v1; without a key in the environment, EXL2FLOW_API_KEY, or
     in the file of --keys, only from this machine.
     """
-    from exl2flow.serve.app import create_app  # imports torch
+    from exl2flow.flows.cli.loading import prompt_cache  # imports torch
+    from exl2flow.serve.app import create_app
     from exl2flow.serve.guard import is_loopback, key_of, read_keys
+    from exl2flow.serve.models import Models
     from exl2flow.serve.running import run
 
+    if options.swap and options.models is None:
+        raise ConfigError("`--swap` goes with `--models`")
     keys = () if options.keys is None else read_keys(options.keys)
     if given := os.environ.get(KEY_VARIABLE):
         keys = (*keys, key_of(given, "environment"))
@@ -43,16 +48,30 @@ def serve(model: ModelFolder, *, options: ServeOptions) -> None:
         why = f"`--host` is {options.host}, which others can reach"
         raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
     with _listening(options) as listener:
-        engine = _engine(model, options)
+        keep = prompt_cache(options)
+
+        def make(folder: Path) -> "Engine":
+            is_first = folder.resolve() == model.resolve()
+            return _engine(folder, options if is_first else _of_any(options), keep)
+
+        models = Models(make(model), make)  # nothing else holds the engine, which may be freed
         _log_requests(options)
         listener.listen(BACKLOG)
         say(f"serving on http://{options.host}:{listener.getsockname()[1]}/v1")
-        run(create_app(engine, keys=keys), engine, listener)
+        run(create_app(models, keys=keys), models, listener)
 
 
-def _engine(model: Path, options: ServeOptions) -> "Engine":
+def _of_any(options: ServeOptions) -> ServeOptions:
+    """Return options without those that were given for the first model."""
+    names = "draft lora format tool_format rope_scale rope_alpha rope_yarn"
+    fields = ServeOptions.model_fields
+    own = {name: fields[name].get_default(call_default_factory=True) for name in names.split()}
+    return options.model_copy(update=own)
+
+
+def _engine(model: Path, options: ServeOptions, keep: "PromptCache | None") -> "Engine":
     """Return the engine of a model, loaded and warm."""
-    from exl2flow.flows.cli.loading import load, load_draft, prompt_cache
+    from exl2flow.flows.cli.loading import load, load_draft
     from exl2flow.flows.cli.options.chat import of_model
     from exl2flow.inference import Adapter, Generator
     from exl2flow.inference.chat import choose_format
@@ -60,7 +79,7 @@ def _engine(model: Path, options: ServeOptions) -> "Engine":
 
     began = time.monotonic()
     loaded = load(model, options, slots=options.slots, tokens=options.tokens)
-    draft, keep = load_draft(options, loaded), prompt_cache(options)
+    draft = load_draft(options, loaded)
     fmt, why = choose_format(model, loaded.tokenizer, options.format)
     is_known = bool(options.format is not None or fmt.marks or fmt.tokens is not None)
 

@@ -20,6 +20,7 @@ from exl2flow.inference import Generator, LoadedModel, load_model
 from exl2flow.inference.chat import all_tool_formats, choose_format
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
+from exl2flow.serve.models import Models
 from exl2flow.serve.running import Connection
 
 OF_KIND = {row.kind: row.name for row in reversed(all_tool_formats().values())}
@@ -39,7 +40,8 @@ def served(model: LoadedModel, tool_format: str) -> Iterator[str]:
     fmt, _ = choose_format(DEMO, model.tokenizer, "chatml")
     engine = Engine(model, lambda: Generator(model, slots=8), options, fmt=fmt, defaults={})
     engine.start()
-    app = create_app(engine)
+    models = Models(engine, lambda _: engine)
+    app = create_app(models)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, http=Connection, ws="none", log_config=None)
         server = uvicorn.Server(config)

@@ -29,6 +29,7 @@ from exl2flow.serve.fields import ALIASES, ChatBody, CompletionBody
 from exl2flow.serve.mapping import settings_of
 from exl2flow.serve.messages import MessagesDialect
 from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.models import Models
 from exl2flow.serve.openai import ChatDialect
 from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
 
@@ -307,7 +308,7 @@ def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path, made_again: bo
         await engine._recovery
         states.append(engine.state)
         if not made_again:
-            assert Metrics(engine).status()["state"] == "failed"
+            assert Metrics(Models(engine, lambda _: engine)).status()["state"] == "failed"
             await engine.close()
             return states
         answer = await engine.begin(lambda: plan)

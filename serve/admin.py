@@ -1,0 +1,83 @@
+"""Requests that change what is loaded: models of `--models`, adapters of `--loras`."""
+
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import AliasChoices, Field
+
+from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fields import Json
+from exl2flow.serve.models import Models
+
+
+class ModelName(Json):
+    """Which model to load, as TabbyAPI's clients say it."""
+
+    name: str = Field(validation_alias=AliasChoices("name", "model_name", "model"))
+
+
+class AdapterName(Json):
+    """Which adapter to forget, as vLLM's clients say it."""
+
+    lora_name: str = Field(min_length=1, max_length=200)
+
+
+class AdapterPlace(AdapterName):
+    """Which adapter to load."""
+
+    lora_path: str
+    scaling: float = Field(1.0, gt=0)
+
+
+def admin_router(models: Models) -> APIRouter:
+    """Return the routes, which an admin's key opens."""
+    router = APIRouter()
+
+    @router.post("/model/load")
+    async def load(given: ModelName) -> dict[str, Any]:
+        """Load a model in place of the one that is loaded, once running texts have ended."""
+        await models.load(given.name)
+        return {"id": models.name, "object": "model", "load_seconds": round(models.load_seconds, 3)}
+
+    @router.post("/model/unload")
+    async def unload() -> dict[str, Any]:
+        """Free the model; requests get 503 until one is loaded."""
+        await models.unload()
+        return {"id": models.name, "object": "model", "state": models.state}
+
+    @router.post("/load_lora_adapter")
+    async def load_adapter(given: AdapterPlace) -> dict[str, Any]:
+        """Let requests name an adapter, alone or behind the model's name and a colon."""
+        async with models.using() as engine:
+            if given.lora_name in engine.adapters:
+                why = f"there is an adapter {given.lora_name!r:.80}; unload it first"
+                raise ApiError(400, why, param="lora_name")
+            folder = _adapter_in(models.options.loras, given.lora_path)
+            work = (given.lora_name, folder, given.scaling)
+            await engine.in_thread(lambda: engine.load_adapter(*work))
+            return {"adapters": [*engine.adapters]}
+
+    @router.post("/unload_lora_adapter")
+    async def unload_adapter(given: AdapterName) -> dict[str, Any]:
+        """Forget an adapter; running texts keep it."""
+        async with models.using() as engine:
+            if given.lora_name not in engine.adapters:
+                there = ", ".join(engine.adapters) or "none"
+                why = f"there is no adapter {given.lora_name!r:.80}; there is {there}"
+                raise ApiError(404, why, param="lora_name")
+            engine.unload_adapter(given.lora_name)
+            return {"adapters": [*engine.adapters]}
+
+    return router
+
+
+def _adapter_in(folder: Path | None, given: str) -> Path:
+    """Return the folder of an adapter, by its path inside `--loras`."""
+    if folder is None:
+        raise ApiError(400, "adapters are loaded from `--loras FOLDER`, which was not given")
+    root = folder.resolve()
+    path = (root / given).resolve()
+    if not path.is_relative_to(root) or not (path / "adapter_config.json").is_file():
+        raise ApiError(404, f"{given!r:.200} is no adapter inside `--loras`", param="lora_path")
+    return path

@@ -1,0 +1,239 @@
+"""The models of a server: one is loaded at a time, and another replaces it when asked for."""
+
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.errors import Exl2FlowError
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError
+
+log = logging.getLogger("exl2flow.serve")
+REFUSED_SECONDS = 60.0  # before a model that failed to load is tried again
+Make = Callable[[Path], Engine]
+
+
+class Models:
+    """Names → engines.
+
+    engine: what is loaded. name: of the model that is loaded, or was at last. load_seconds: what
+    loading it has taken. created: when the server began.
+    """
+
+    def __init__(self, engine: Engine, make: Make) -> None:
+        """Begin with an engine that runs; `make` loads another folder, in a thread."""
+        self.engine: Engine | None = engine
+        self.options, self.name, self._make = engine.options, engine.name, make
+        self.load_seconds, self.created = engine.load_seconds, engine.created
+        self._first = engine.model.spec.source_dir
+        self._users, self._used_at, self._is_free = 0, time.monotonic(), asyncio.Event()
+        self._change: asyncio.Task[None] | None = None
+        self._failed = dict[str, tuple[float, str]]()
+        self.is_draining = self._is_parked = False
+
+    @property
+    def state(self) -> str:
+        """What the server does; requests are answered if it is `ready` or `idle`."""
+        if self.is_draining:
+            return "draining"
+        if self._change is not None:
+            return "loading"
+        if self.engine is None:
+            return "unloaded" if self._is_parked else "idle"
+        return self.engine.state
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folders that can be loaded, by name; links do not lead out of `--models`."""
+        found, inside = {self._first.resolve().name: self._first}, self.options.models
+        if inside is not None:
+            for config in sorted(inside.glob("*/config.json")):
+                folder = config.parent.resolve()
+                if folder.is_relative_to(inside.resolve()):
+                    found.setdefault(folder.name, folder)
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        """The names that requests may give: the model, alone and with each adapter, and others."""
+        ours = [self.name] if self.engine is None else self.engine.names
+        others = self.folders if self.options.swap else []
+        return [*ours, *(name for name in others if name != self.name)]
+
+    @property
+    def count(self) -> int:
+        """Requests that are prepared, wait or run."""
+        return 0 if self.engine is None else self.engine.count
+
+    @asynccontextmanager
+    async def using(self, name: str = "") -> AsyncIterator[Engine]:
+        """Keep the engine that answers for a name, which may have to be loaded first.
+
+        Raises:
+            ApiError: there is no such model, it cannot be loaded, or the server stops.
+        """
+        engine = await self._engine_for(name)
+        self._users += 1
+        try:
+            yield engine
+        finally:
+            self._users, self._used_at = self._users - 1, time.monotonic()
+            if not self._users:
+                self._is_free.set()
+
+    async def load(self, name: str) -> None:
+        """Load a model in place of the one that is loaded.
+
+        Raises:
+            ApiError: there is no such model, or it cannot be loaded.
+        """
+        if name not in self.folders:
+            raise _unknown(name, self.folders)
+        self._failed.pop(name, None)
+        while self.engine is None or self.engine.name != name:
+            self._check(name)
+            await self._changed(name)
+        self._is_parked = False
+
+    async def unload(self) -> None:
+        """Free the model; requests are refused until `load`."""
+        self._is_parked = True
+        while self.engine is not None:
+            await self._changed(None)
+
+    def tick(self) -> None:
+        """Free a model that nobody has used for long; called several times a second."""
+        limit = self.options.unload_after
+        is_old = limit is not None and time.monotonic() - self._used_at > 60 * limit
+        if is_old and self.engine is not None and not self._users and self._change is None:
+            self._begin(None)
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        self.is_draining = True
+        if self.engine is not None:
+            self.engine.state = "draining"
+
+    def cancel(self) -> None:
+        """End all texts, within a step."""
+        if self.engine is not None:
+            self.engine.cancel()
+
+    async def close(self) -> None:
+        """End all texts and threads."""
+        if self._change is not None:
+            await asyncio.wait({self._change})
+        if self.engine is not None:
+            await self.engine.close()
+            self.engine = None
+
+    def _check(self, name: str) -> None:
+        """Raise `ApiError` if a model cannot be had now."""
+        if self.is_draining:
+            raise ApiError(503, "the server is draining; try again later", code="draining")
+        failed_at, why = self._failed.get(name, (-REFUSED_SECONDS, ""))
+        if time.monotonic() - failed_at < REFUSED_SECONDS:
+            raise ApiError(503, f"{name!r:.80} cannot be loaded: {why}", code="model_not_loaded")
+
+    async def _engine_for(self, name: str) -> Engine:
+        while True:
+            wanted = self._named(name)
+            self._check(wanted)
+            if self._change is not None:
+                await asyncio.wait({self._change})
+                continue
+            if self.engine is not None and self.engine.name == wanted:
+                return self.engine
+            if self.engine is None and self._is_parked:
+                why = "no model is loaded; an admin loads one with POST /v1/model/load"
+                raise ApiError(503, why, code="model_not_loaded")
+            await asyncio.sleep(0)  # those whom the loaded model answers go first
+            await self._changed(wanted)
+
+    def _named(self, name: str) -> str:
+        """Return the model that answers for a name."""
+        known = [] if self.engine is None else self.engine.names
+        if name in ("", self.name, *known, *(one.split(":")[-1] for one in known)):
+            return self.name
+        if self.options.swap:
+            alone = name.rpartition(":")[0]  # with an adapter, which shows once it is loaded
+            for one in (name, alone):
+                if one in self.folders and one != self.name:
+                    return one
+        if self.options.strict_names:
+            raise _unknown(name, self.names)
+        return self.name
+
+    def _begin(self, name: str | None) -> asyncio.Task[None]:
+        """Begin to load a model, None: only to free the one that is loaded."""
+        self._change = asyncio.get_running_loop().create_task(self._replace(name))
+        return self._change
+
+    async def _changed(self, name: str | None) -> None:
+        """Wait for the change that is under way or a new one; it goes on if a client leaves."""
+        await asyncio.wait({self._change or self._begin(name)})
+
+    async def _replace(self, name: str | None) -> None:
+        try:
+            before = self.name
+            await self._free()
+            if name is None or self.is_draining:
+                return
+            if not await self._load(name) and name != before:
+                await self._load(before)
+        finally:
+            self._change = None
+
+    async def _free(self) -> None:
+        """Let running texts end, for some time, and free the model."""
+        if self.engine is None:
+            return
+        for seconds in (self.options.swap_wait, None):
+            self._is_free.clear()
+            if self._users:
+                try:
+                    await asyncio.wait_for(self._is_free.wait(), seconds)
+                except TimeoutError:
+                    self.engine.state = "draining"
+                    self.engine.cancel()
+        engine, self.engine = self.engine, None
+        await engine.close()
+        del engine
+        await asyncio.to_thread(_collect)
+        log.info("unloaded %s", self.name)
+
+    async def _load(self, name: str) -> bool:
+        """Load a model; return whether it runs."""
+        began, folder = time.monotonic(), self.folders.get(name)
+        try:
+            if folder is None:
+                raise Exl2FlowError("its folder is gone")
+            self.engine = await asyncio.to_thread(self._make, folder)
+        except Exception as error:
+            is_ours = isinstance(error, Exl2FlowError)
+            log.error("%s cannot be loaded: %s", name, error, exc_info=not is_ours)
+            self._failed[name] = time.monotonic(), str(error) if is_ours else "see the server's log"
+            await asyncio.to_thread(_collect)
+            return False
+        self.name, self._used_at = name, time.monotonic()
+        self.load_seconds = time.monotonic() - began
+        log.info("loaded %s in %.1f s", name, self.load_seconds)
+        return True
+
+
+def _unknown(name: str, known: Iterable[str]) -> ApiError:
+    why = f"there is no model {name!r:.80}; there is {', '.join(known)}"
+    return ApiError(404, why, code="model_not_found", param="model")
+
+
+def _collect() -> None:
+    """Give the memory of what is gone back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

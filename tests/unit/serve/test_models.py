@@ -1,0 +1,308 @@
+"""Models that replace each other: who waits, what is freed, what a failure ends."""
+
+import asyncio
+import gc
+import os
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from adapters import make_adapter
+from serving import Served, serving
+from tiny import make_tiny
+
+from exl2flow.core.options.serving import ServeOptions
+from exl2flow.core.requests.request import Request
+from exl2flow.inference import Generator, load_model
+from exl2flow.serve.answers import AnswerPlan
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError
+from exl2flow.serve.models import Models
+
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two models, one that is broken, and one behind a link that leads out of it."""
+    inside, outside = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("elsewhere")
+    for seed, name in enumerate(("a", "b")):
+        make_tiny("llama", inside / name, seed=seed, max_position_embeddings=8192)
+    shutil.copytree(inside / "b", inside / "broken")
+    (inside / "broken" / "model.safetensors").unlink()
+    (inside / "linked").symlink_to(make_tiny("llama", outside / "c"))
+    return inside
+
+
+class Loader:
+    """Makes engines as the command does, and counts them."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.made, self._folder = list[str](), folder
+        self.options = ServeOptions(
+            models=folder, swap=True, slots=2, tool_grammar="off"
+        ).model_copy(update=options)
+
+    def __call__(self, folder: Path) -> Engine:
+        self.made.append(folder.name)
+        model = load_model(folder, device="cpu")
+        engine = Engine(
+            model, lambda: Generator(model, slots=2), self.options, fmt=None, defaults={}
+        )
+        engine.start()
+        return engine
+
+    def models(self) -> Models:
+        return Models(self(self._folder / "a"), self)
+
+
+def ended(work: Coroutine[Any, Any, T]) -> T:
+    """Run something that ends soon."""
+
+    async def run() -> T:
+        async with asyncio.timeout(30):
+            return await work
+
+    return asyncio.run(run())
+
+
+async def name_of(models: Models, name: str) -> str:
+    """Return the model that answers for a name."""
+    async with models.using(name) as engine:
+        return engine.name
+
+
+def test_requests_of_the_next_model_go_together(folder: Path) -> None:
+    loader = Loader(folder)
+    models, order = loader.models(), list[str]()
+
+    async def ask(name: str) -> None:
+        async with models.using(name) as engine:
+            order.append(engine.name)
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(models.using("a"))
+            asked = [asyncio.create_task(ask("b"))]
+            await asyncio.sleep(0.02)
+            asked += [asyncio.create_task(ask(name)) for name in ("a", "b", "a", "b")]
+            await asyncio.sleep(0.02)
+            assert (models.state, order) == ("loading", [])
+        await asyncio.gather(*asked)
+        await models.close()
+
+    ended(run())
+    assert order == ["b", "b", "b", "a", "a"]
+    assert loader.made == ["a", "b", "a"]
+
+
+def test_a_client_that_leaves_does_not_stop_a_load(folder: Path) -> None:
+    loader = Loader(folder)
+    models = loader.models()
+
+    async def run() -> str:
+        asked = asyncio.create_task(name_of(models, "b"))
+        await asyncio.sleep(0.01)
+        assert models.state == "loading"
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        name = await name_of(models, "b")
+        await models.close()
+        return name
+
+    assert ended(run()) == "b"
+    assert loader.made == ["a", "b"]
+
+
+def test_a_model_that_cannot_be_loaded_gives_way_to_the_one_before(folder: Path) -> None:
+    loader = Loader(folder)
+    models = loader.models()
+
+    async def run() -> list[str]:
+        other = asyncio.create_task(name_of(models, "a"))
+        for _ in range(2):
+            with pytest.raises(ApiError, match=r"'broken' cannot be loaded: .*safetensors") as told:
+                await name_of(models, "broken")
+            assert told.value.status == 503
+        names = [await other, await name_of(models, "a")]
+        with pytest.raises(ApiError, match="'broken'"):
+            await models.load("broken")  # an admin's request tries again
+        await models.close()
+        return names
+
+    assert ended(run()) == ["a", "a"]
+    assert loader.made == ["a", "broken", "a", "broken", "a"]
+
+
+def test_a_text_has_some_time_to_end(folder: Path) -> None:
+    models = Loader(folder, swap_wait=0.1).models()
+    request = Request([5], max_new_tokens=8000, stops=(), tag=0, end_loops=False)
+    plan = AnswerPlan(requests=(request,), prompts=((5,),))
+
+    async def text() -> str | None:
+        async with models.using("a") as engine:
+            answer = await engine.begin(lambda: plan)
+            try:
+                async for _ in answer.updates():
+                    pass
+            finally:
+                engine.end(answer)
+            return answer.ends[0].reason
+
+    async def run() -> tuple[str | None, float]:
+        running = asyncio.create_task(text())
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        assert await name_of(models, "b") == "b"
+        waited = time.monotonic() - began
+        await models.close()
+        return await running, waited
+
+    reason, waited = ended(run())
+    assert reason == "cancelled"
+    assert waited >= 0.1
+
+
+def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
+    loader = Loader(folder, unload_after=0.001)
+    models = loader.models()
+
+    async def run() -> str:
+        models.tick()
+        assert models.engine is not None
+        async with models.using():
+            await asyncio.sleep(0.1)
+            models.tick()
+            assert models.state == "ready"
+        await asyncio.sleep(0.1)
+        models.tick()
+        while models.state != "idle":
+            await asyncio.sleep(0.01)
+        name = await name_of(models, "")
+        await models.close()
+        return name
+
+    assert ended(run()) == "a"
+    assert loader.made == ["a", "a"]
+
+
+@pytest.mark.parametrize("turns", [6, pytest.param(50, marks=pytest.mark.slow)])
+def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
+    """Clients ask for two models and leave: engines, threads and descriptors are given back."""
+    models, seen = Loader(folder, swap_wait=0.0).models(), list[weakref.ref[Engine]]()
+    plan = AnswerPlan(requests=(Request([5], max_new_tokens=8, stops=(), tag=0),), prompts=((5,),))
+
+    async def ask(name: str) -> None:
+        async with models.using(name) as engine:
+            if not any(ref() is engine for ref in seen):
+                seen.append(weakref.ref(engine))
+            try:
+                answer = await engine.begin(lambda: plan)
+            except ApiError:  # the other model is to be loaded
+                return
+            try:
+                async for _ in answer.updates():
+                    pass
+            finally:
+                engine.end(answer)
+
+    async def run() -> list[tuple[int, int]]:
+        counts = list[tuple[int, int]]()
+        for turn in range(turns):
+            asked = [asyncio.create_task(ask("ab"[(turn + i) % 2])) for i in range(4)]
+            asked[turn % 4].cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            gc.collect()
+            counts.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
+        await models.close()
+        return counts
+
+    counts = ended(run())
+    assert len(seen) >= turns
+    gc.collect()
+    assert not [ref for ref in seen if ref() is not None]
+    assert max(counts[4:]) <= max(counts[:4])
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    loras = tmp_path_factory.mktemp("loras")
+    make_adapter(loras / "french", folder / "a")
+    flags = ("--models", str(folder), "--swap", "--loras", str(loras), "--strict-names")
+    with serving(*flags, model=folder / "a") as server:
+        yield server
+
+
+def asked(client: httpx.Client, model: str) -> httpx.Response:
+    """Ask a model."""
+    return client.post("/v1/completions", json={"model": model, "prompt": "x", "max_tokens": 4})
+
+
+def test_models_are_loaded_by_name(served: Served) -> None:
+    with served.http() as client:
+        assert [row["id"] for row in client.get("/v1/models").json()["data"]] == [
+            "a",
+            "b",
+            "broken",
+        ]
+        assert [asked(client, name).json()["model"] for name in ("a", "b", "b", "a")] == [*"abba"]
+        for name in ("linked", "../a", "c"):
+            assert asked(client, name).status_code == 404
+        broken = asked(client, "broken")
+        assert broken.status_code == 503
+        assert "'broken' cannot be loaded" in broken.json()["error"]["message"]
+        assert asked(client, "a").status_code == 200
+        assert 'model_name="a"' in client.get("/metrics").text
+    assert sum("loaded b in" in line for line in served.lines) == 1
+
+
+def test_an_admin_loads_and_unloads(served: Served) -> None:
+    with served.http() as client:
+        loaded = client.post("/v1/model/load", json={"model_name": "b"})
+        assert (loaded.json()["id"], served.status()["model"]) == ("b", "b")
+        assert client.post("/v1/model/load", json={"name": "nothing"}).status_code == 404
+        assert client.post("/v1/model/unload", json={}).json()["state"] == "unloaded"
+        assert client.get("/health").status_code == 503
+        refused = asked(client, "b")
+        assert refused.status_code == 503
+        assert "/v1/model/load" in refused.json()["error"]["message"]
+        assert [row["id"] for row in client.get("/v1/models").json()["data"]] == [
+            "b",
+            "a",
+            "broken",
+        ]
+        assert served.status()["state"] == "unloaded"
+        assert client.post("/v1/model/load", json={"name": "a"}).status_code == 200
+        assert asked(client, "a").status_code == 200
+
+
+def test_adapters_are_loaded_by_name(served: Served) -> None:
+    body = {"model": "a", "prompt": "x", "max_tokens": 8, "temperature": 0}
+    with served.http() as client:
+        plain = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        place = {"lora_name": "fr", "lora_path": "french"}
+        assert client.post("/v1/load_lora_adapter", json=place).json() == {"adapters": ["fr"]}
+        assert client.post("/v1/load_lora_adapter", json=place).status_code == 400
+        assert "a:fr" in [row["id"] for row in client.get("/v1/models").json()["data"]]
+        adapted, half = (
+            client.post("/v1/completions", json=body | more).json()["choices"][0]["text"]
+            for more in ({"model": "a:fr"}, {"lora": [{"name": "fr", "scale": 0.5}]})
+        )
+        again = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        assert len({plain, adapted, half}) == 3
+        assert again == plain
+        outside = {"lora_name": "x", "lora_path": "../models/a"}
+        assert client.post("/v1/load_lora_adapter", json=outside).status_code == 404
+        gone = {"lora_name": "fr"}
+        assert client.post("/v1/unload_lora_adapter", json=gone).json() == {"adapters": []}
+        assert client.post("/v1/unload_lora_adapter", json=gone).status_code == 404
+        assert asked(client, "a:fr").status_code == 404
