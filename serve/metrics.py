@@ -19,6 +19,7 @@ LINE = (
     "new=%(new)d waited=%(waited).3f first=%(first).3f total=%(total).3f %(status)d"
 )
 
+TIERS = ("gpu", "ram", "disk")  # where parts of prompts are found
 REFUSED = "%(request)s key=%(key)s %(path)s refused %(status)d"
 
 
@@ -59,7 +60,7 @@ class Metrics:
 
     def status(self) -> dict[str, Any]:
         """Return what runs, for people."""
-        engine = self._engine
+        engine, nbytes = self._engine, self._engine.tier_bytes
         return {
             "model": engine.name,
             "state": engine.state,
@@ -68,6 +69,12 @@ class Metrics:
             "slots": engine.options.slots,
             "kv_cache_usage": round(self._usage(), 4),
             "cache_pages": engine.pages,
+            "cache": {
+                "free_pages": engine.free_pages,
+                "hits": {tier: self._hits(tier) for tier in TIERS},
+                "ram_bytes": nbytes["ram"],
+                "disk_bytes": nbytes["disk"],
+            },
             "max_model_len": engine.room,
             "preemptions": engine.preemptions,
             "tool_format": engine.tool_format.name,
@@ -87,6 +94,8 @@ class Metrics:
             for source, names in TABLE["statistics"].items():
                 for name in names:
                     self.add(name, getattr(one, source))
+            for tier in TIERS:
+                self.add("prefix_cache_hits", one.hits[tier], tier=tier)
             between = one.text_seconds / max(one.new_tokens - 1, 1)
             self.add("inter_token_latency_seconds", between)
         for end in answer.ends.values():
@@ -114,6 +123,10 @@ class Metrics:
             "status": status,
         }
         log.info(LINE, line)
+
+    def _hits(self, tier: str) -> int:
+        name, labels = f"{PREFIX}prefix_cache_hits_total", {**self._label, "tier": tier}
+        return int(self._registry.get_sample_value(name, labels) or 0)
 
     def _running(self) -> int:
         return min(self._engine.count, self._engine.options.slots)
