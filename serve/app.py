@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import agents, chats, completions
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
@@ -29,6 +28,7 @@ from exl2flow.serve.openai import ChatDialect, CompletionDialect
 from exl2flow.serve.page import page
 from exl2flow.serve.reply import AnswerResponse
 from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
+from exl2flow.serve.tabby import ids_of, tabby, text_of
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
 MISSING += " audio/transcriptions audio/translations"
@@ -107,17 +107,7 @@ def _tokens(engine: Engine) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(given: TokenizeBody) -> dict[str, Any]:
         """Return the ids of a text or a conversation."""
-
-        def ids() -> list[int]:
-            if given.messages is None:
-                bos = given.add_special_tokens
-                return tokenizer.encode(given.prompt, add_bos=bos, special=True)
-            return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
-
-        try:
-            found = await engine.in_thread(ids)
-        except ChatTemplateError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        found = await ids_of(given, engine)
         return {
             "count": len(found),
             "max_model_len": engine.room,
@@ -130,9 +120,8 @@ def _tokens(engine: Engine) -> APIRouter:
     @router.post("/detokenize")
     async def detokenize(given: DetokenizeBody) -> dict[str, str]:
         """Return the text of ids."""
-        if wrong := [i for i in given.tokens if not 0 <= i < engine.width]:
-            raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
-        return {"prompt": tokenizer.decode(given.tokens, special=True)}
+        text = text_of(given.tokens, engine)
+        return {"prompt": text, "content": text}
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -163,6 +152,9 @@ def _descriptions(engine: Engine, metrics: Metrics) -> APIRouter:
         about = {"created": engine.created, "owned_by": "exl2flow", "max_model_len": engine.room}
         return {"id": name, "object": "model", **about, "meta": meta}
 
+    router.include_router(tabby(engine, metrics, row))
+
+    @router.get("/model/list")
     @router.get("/models")
     async def models() -> dict[str, Any]:
         """List the model, alone and with each adapter."""

@@ -55,10 +55,10 @@ class TextPiece:
 class Statistics:
     """Tokens and pages, summed over sequences, and times.
 
-    cached_tokens: not computed, but found; hits: the same by tier (gpu, ram, disk), "gpu" is the cache
-    itself; new_tokens: includes the stop token, not the healed one; drafted, accepted: tokens that a draft
-    proposed, and those of them that the model chose, too; waiting: until the first pass over the
-    prompt; prompt: from then to the first token; text: from the first token to the last.
+    hits: the cached tokens by tier: "gpu" is the cache itself, then "ram" and "disk"; new_tokens:
+    includes the stop token, not the healed one; drafted, accepted: tokens that a draft proposed,
+    and those of them that the model chose, too; waiting: until the first pass over the prompt;
+    prompt: from then to the first token; text: from the first token to the last.
     """
 
     prompt_tokens: int
