@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -11,10 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
-from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import agents, chats, completions
 from exl2flow.serve.admin import admin_router
-from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import (
     ChatBody,
@@ -31,6 +30,7 @@ from exl2flow.serve.openai import ChatDialect, CompletionDialect
 from exl2flow.serve.page import page
 from exl2flow.serve.reply import AnswerResponse
 from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
+from exl2flow.serve.tabby import ids_of, tabby, text_of
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
 MISSING += " audio/transcriptions audio/translations"
@@ -117,10 +117,7 @@ def _tokens(models: Models) -> APIRouter:
     async def tokenize(given: TokenizeBody) -> dict[str, Any]:
         """Return the ids of a text or a conversation."""
         async with models.using() as engine:
-            try:
-                found = await engine.in_thread(lambda: _ids(given, engine))
-            except ChatTemplateError as error:
-                raise ApiError(400, str(error), param="messages") from error
+            found = await ids_of(given, engine)
             texts = [engine.tokens.text(i) for i in found] if given.return_token_strs else None
             told = {"count": len(found), "max_model_len": engine.room}
             return {**told, "tokens": found, "token_strs": texts}
@@ -129,9 +126,8 @@ def _tokens(models: Models) -> APIRouter:
     async def detokenize(given: DetokenizeBody) -> dict[str, str]:
         """Return the text of ids."""
         async with models.using() as engine:
-            if wrong := [i for i in given.tokens if not 0 <= i < engine.width]:
-                raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
-            return {"prompt": engine.tokenizer.decode(given.tokens, special=True)}
+            text = text_of(given.tokens, engine)
+            return {"prompt": text, "content": text}
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -151,20 +147,20 @@ def _tokens(models: Models) -> APIRouter:
     return router
 
 
-def _ids(given: TokenizeBody, engine: Engine) -> list[int]:
-    if given.messages is None:
-        bos = given.add_special_tokens
-        return engine.tokenizer.encode(given.prompt, add_bos=bos, special=True)
-    return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
-
-
 def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
     router = APIRouter()
+
+    router.include_router(tabby(models, metrics, partial(_row, models)))
+
+    @router.get("/model/list")
+    async def folders() -> dict[str, Any]:
+        """List what an admin can load."""
+        return {"object": "list", "data": [_row(models, name) for name in models.folders]}
 
     @router.get("/models")
     async def listed() -> dict[str, Any]:
         """List the model, alone and with each adapter, and others that requests may name."""
-        rows = [_row(name, models) for name in models.names]
+        rows = [_row(models, name) for name in models.names]
         return {"object": "list", "data": rows, "models": []}
 
     @router.get("/models/{name:path}")
@@ -172,7 +168,7 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
         """Describe a model."""
         if name not in models.names:
             raise ApiError(404, f"there is no model {name!r:.80}", code="model_not_found")
-        return _row(name, models)
+        return _row(models, name)
 
     @router.get("/health", responses={503: {"description": "not ready"}})
     async def health() -> JSONResponse:
@@ -201,7 +197,7 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
     return router
 
 
-def _row(name: str, models: Models) -> dict[str, Any]:
+def _row(models: Models, name: str) -> dict[str, Any]:
     """Describe a model; more of the one that is loaded."""
     row: dict[str, Any] = {"id": name, "object": "model", "owned_by": "exl2flow"}
     engine = models.engine

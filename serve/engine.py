@@ -111,6 +111,11 @@ class Engine:
         return 0 if self._made is None else self._made.preemptions
 
     @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of pages in host memory (ram) and on disk."""
+        return {"ram": 0, "disk": 0} if self._made is None else self._made.tier_bytes
+
+    @property
     def _made(self) -> Generator | None:
         """The generator, unless it failed and there is no new one yet."""
         return vars(self).get("generator")

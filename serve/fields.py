@@ -120,6 +120,8 @@ class Body(_Sampler, Json):
             field = NAMES.get(name, name)
             if values.setdefault(str(field), value) != value:
                 raise ValueError(f"`{name}` and another name of `{field}` have different values")
+        if values.get("grammar") == "":  # as SillyTavern sends it
+            del values["grammar"]
         if values.get("cfg_scale") == 1:  # the prompt alone
             del values["cfg_scale"]
         if isinstance(bound := values.get("end_loops"), int):
@@ -197,7 +199,17 @@ class TokenizeBody(Json):
     prompt: str = ""
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
+    parse_special: bool = True
     return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_llama(cls, given: Any) -> Any:
+        """Read `content` as llama.cpp does: without BOS, unless `add_special` asks for it."""
+        if not isinstance(given, dict) or "content" not in given:
+            return given
+        named = {"prompt": given["content"], "add_special_tokens": given.get("add_special", False)}
+        return {**given, **named}
 
 
 class DetokenizeBody(Json):

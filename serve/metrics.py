@@ -19,6 +19,7 @@ LINE = (
     "new=%(new)d waited=%(waited).3f first=%(first).3f total=%(total).3f %(status)d"
 )
 
+TIERS = ("gpu", "ram", "disk")  # where parts of prompts are found
 REFUSED = "%(request)s key=%(key)s %(path)s refused %(status)d"
 
 
@@ -67,6 +68,11 @@ class Metrics:
         if engine is not None:
             told |= {
                 "cache_pages": engine.pages,
+                "cache": {
+                    "free_pages": engine.free_pages,
+                    "hits": {tier: self._hits(tier) for tier in TIERS},
+                    **{f"{tier}_bytes": n for tier, n in engine.tier_bytes.items()},
+                },
                 "max_model_len": engine.room,
                 "tool_format": engine.tool_format.name,
                 "warnings": engine.warnings,
@@ -86,6 +92,8 @@ class Metrics:
             for source, names in TABLE["statistics"].items():
                 for name in names:
                     self.add(name, getattr(one, source))
+            for tier in TIERS:
+                self.add("prefix_cache_hits", one.hits[tier], tier=tier)
             between = one.text_seconds / max(one.new_tokens - 1, 1)
             self.add("inter_token_latency_seconds", between)
         for end in answer.ends.values():
@@ -113,6 +121,10 @@ class Metrics:
             "status": status,
         }
         log.info(LINE, line)
+
+    def _hits(self, tier: str) -> int:
+        name, labels = f"{PREFIX}prefix_cache_hits_total", {**self._label, "tier": tier}
+        return int(self._registry.get_sample_value(name, labels) or 0)
 
     @property
     def _label(self) -> dict[str, str]:

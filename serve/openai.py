@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
 from exl2flow.inference.chat import CallBegin
-from exl2flow.inference.generate import Event
+from exl2flow.inference.generate import Event, Statistics
 from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, body
@@ -54,6 +54,7 @@ class ChunkDialect(Dialect):
     """An answer in OpenAI's form, as choices whose chunks are joined to a plain answer."""
 
     kind = chunk_kind = ""
+    done, _has_logs = DONE, False
 
     def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
         super().__init__(answer, body, engine)
@@ -79,9 +80,9 @@ class ChunkDialect(Dialect):
 
     async def _batches(self) -> AsyncIterator[tuple[dict[int, Chunk], dict[int, Chunk]]]:
         """Yield what is new of each choice, and ends of choices."""
-        async for batch in self.answer.updates():
+        async for updates in self._updates():
             new, ends = dict[int, Chunk](), dict[int, Chunk]()
-            for update in batch:
+            for update in updates:
                 if update.event.scores is None:
                     chunk = self.chunk(update)
                 else:  # of a long prompt they take seconds, in which others' streams go on
@@ -92,12 +93,23 @@ class ChunkDialect(Dialect):
                     ends[update.index] = ended(update.event, has_calls=calls > 0)
             yield new, ends
 
-    async def whole(self) -> dict[str, Any]:
-        """See `Dialect`."""
+    async def _updates(self) -> AsyncIterator[list[Update]]:
+        """Yield updates, one at a time with log probabilities: SillyTavern reads one per event."""
+        async for batch in self.answer.updates():
+            for part in [[one] for one in batch] if batch and self._has_logs else [batch]:
+                yield part
+
+    async def choices(self) -> list[Chunk]:
+        """Return the choices when all are complete, each as its chunks joined."""
         choices = [self.opening(i) for i in range(len(self.answer.choices))]
         async for new, ends in self._batches():
             for index, chunk in [*new.items(), *ends.items()]:
                 choices[index] = joined(choices[index], chunk)
+        return choices
+
+    async def whole(self) -> dict[str, Any]:
+        """See `Dialect`."""
+        choices = await self.choices()
         shown = [{"index": i, "logprobs": None, **self.plain(c)} for i, c in enumerate(choices)]
         return {**self._head, "object": self.kind, "choices": shown, **self._counts()}
 
@@ -113,7 +125,7 @@ class ChunkDialect(Dialect):
         if self._wants_usage:
             last = {**self._head, "object": self.chunk_kind, "choices": [], **self._counts()}
             yield sse(last)
-        yield DONE
+        yield self.done
 
     def _event(self, index: int, chunk: Chunk) -> bytes:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **self.streamed(chunk)}
@@ -121,20 +133,24 @@ class ChunkDialect(Dialect):
         return sse({**self._head, "object": self.chunk_kind, "choices": [choice], **usage})
 
     def _counts(self) -> dict[str, Any]:
-        """Return usage, and times as llama-server gives them, of the first text."""
+        """Return usage, and counts and times of the first text."""
         counts = self.answer.ends[0].statistics
         if counts is None:
             return {"usage": self.answer.usage()}
-        timings = {
-            "prompt_n": counts.prompt_tokens - counts.cached_tokens,
-            "cache_n": counts.cached_tokens,
-            "prompt_ms": round(counts.prompt_seconds * 1e3, 3),
-            "predicted_n": counts.new_tokens,
-            "predicted_ms": round(counts.text_seconds * 1e3, 3),
-            "draft_n": counts.drafted_tokens,
-            "draft_n_accepted": counts.accepted_tokens,
-        }
-        return {"usage": self.answer.usage(), "timings": timings}
+        return {"usage": self.answer.usage(), "timings": timings_of(counts)}
+
+
+def timings_of(counts: Statistics) -> dict[str, Any]:
+    """Return counts and times (ms) of a text under llama-server's names."""
+    return {
+        "prompt_n": counts.prompt_tokens - counts.cached_tokens,
+        "cache_n": counts.cached_tokens,
+        "prompt_ms": round(counts.prompt_seconds * 1e3, 3),
+        "predicted_n": counts.new_tokens,
+        "predicted_ms": round(counts.text_seconds * 1e3, 3),
+        "draft_n": counts.drafted_tokens,
+        "draft_n_accepted": counts.accepted_tokens,
+    }
 
 
 def sse(value: Mapping[str, Any]) -> bytes:

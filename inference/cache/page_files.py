@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 class PageFiles:
     """The pages of one namespace in a folder; `size`: bytes of all its namespaces at most.
 
-    Any thread may look and read; one writes. is_off: whether writing has failed.
+    Any thread may look and read; one writes. is_off: whether writing has failed. used: bytes in the
+    folder, as far as this process knows.
     """
 
     def __init__(self, folder: Path, namespace: str, *, size: int) -> None:
@@ -47,7 +48,7 @@ class PageFiles:
         self._root, self._folder, self._size = folder, folder / namespace, size
         self._head = MAGIC + pack("<I", SCHEMA) + namespace.encode()
         self._secret = secret_of(folder)
-        self.is_off, self._used, self._written = False, 0, 0
+        self.is_off, self.used, self._written = False, 0, 0
         self._trim(0)
 
     def has(self, page: FullPage) -> bool:
@@ -88,7 +89,7 @@ class PageFiles:
         if self.has(page):
             self.touch(page)
             return
-        if self._used + nbytes > self._size or self._written > self._size // SHARE:
+        if self.used + nbytes > self._size or self._written > self._size // SHARE:
             self._trim(nbytes)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
         try:
@@ -112,7 +113,7 @@ class PageFiles:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             return
-        self._used += nbytes
+        self.used += nbytes
         self._written += nbytes
 
     def delete(self, key: bytes) -> None:
@@ -150,13 +151,13 @@ class PageFiles:
     def _trim(self, room: int) -> None:
         """Look through the folder, and delete the least recently used files that are too many."""
         found = sorted(_files(self._root))
-        self._used, self._written = sum(size for _, size, _ in found), 0
+        self.used, self._written = sum(size for _, size, _ in found), 0
         for _, size, path in found:
-            if self._used + room <= self._size:
+            if self.used + room <= self._size:
                 return
             with suppress(OSError):
                 os.unlink(path)
-            self._used -= size
+            self.used -= size
 
 
 def clear(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Prefix tree of cached pages: finds pages by the hash of everything before them. No tensors."""
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -19,6 +20,7 @@ class SequencePages:
     filled: int = 0
     cached: int = 0  # tokens that were shared or copied instead of computed
     cached_pages: int = 0  # pages that were shared
+    loaded: Counter[str] = field(default_factory=Counter)  # cached tokens by lower tier
     keys: list[bytes] = field(default_factory=list)  # perhaps of pages that are not filled yet
     released: bool = False
 

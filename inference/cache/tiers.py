@@ -81,7 +81,7 @@ class PageBytes:
 class Tiers:
     """Host memory and disk below a cache; all but reading and writing files is the caller's thread.
 
-    Raises nothing: what cannot be kept or read is computed again. hits: pages by tier.
+    Raises nothing: what cannot be kept or read is computed again.
     """
 
     def __init__(self, pages: PageBytes, *, ram: int, files: PageFiles | None) -> None:
@@ -91,7 +91,6 @@ class Tiers:
         self._queued = dict[bytes, HostPage]()
         self._reader = ThreadPoolExecutor(READERS, "exl2flow-pages")
         self._writer = ThreadPoolExecutor(1, "exl2flow-page-writer")
-        self.hits = {"ram": 0, "disk": 0}
 
     def take(self, index: int, page: FullPage) -> None:
         """See `LowerTier`."""
@@ -125,17 +124,21 @@ class Tiers:
                 self._files.touch(page)
         return found
 
-    def read(self, page: FullPage) -> Future[torch.Tensor | None]:
-        """Return the bytes of a page, None if they cannot be trusted."""
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes that each tier takes; of the disk, with the pages of other models."""
+        used = 0 if self._files is None else self._files.used
+        return {"ram": len(self._ram) * self._pages.host_bytes, "disk": used}
+
+    def read(self, page: FullPage) -> tuple[str, Future[torch.Tensor | None]]:
+        """Return the tier and the bytes of a page, None if they cannot be trusted."""
         known = self._ram.get(page.key) or self._queued.get(page.key)
         if self._files is not None and known is None:
-            self.hits["disk"] += 1
-            return self._reader.submit(self._read, self._files, page)
+            return "disk", self._reader.submit(self._read, self._files, page)
         is_same = known is not None and known.page == page
-        self.hits["ram"] += is_same
         result = Future[torch.Tensor | None]()
         result.set_result(known.data if known is not None and is_same else None)
-        return result
+        return "ram", result
 
     def load(self, index: int, data: torch.Tensor) -> bool:
         """Copy bytes that `read` returned to a page of the cache; False: no memory is left."""

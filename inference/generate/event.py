@@ -1,7 +1,7 @@
 """Events of a running request: new text, progress, why it ended, statistics."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from exl2flow.core.requests.request import Request
@@ -55,9 +55,10 @@ class TextPiece:
 class Statistics:
     """Tokens and pages, summed over sequences, and times.
 
-    new_tokens: includes the stop token, not the healed one; drafted, accepted: tokens that a draft
-    proposed, and those of them that the model chose, too; waiting: until the first pass over the
-    prompt; prompt: from then to the first token; text: from the first token to the last.
+    hits: the cached tokens by tier: "gpu" is the cache itself, then "ram" and "disk"; new_tokens:
+    includes the stop token, not the healed one; drafted, accepted: tokens that a draft proposed,
+    and those of them that the model chose, too; waiting: until the first pass over the prompt;
+    prompt: from then to the first token; text: from the first token to the last.
     """
 
     prompt_tokens: int
@@ -69,6 +70,7 @@ class Statistics:
     waiting_seconds: float
     prompt_seconds: float
     text_seconds: float
+    hits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -218,6 +218,11 @@ class Generator:
         return self._scheduler.page_pool.free
 
     @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of pages in host memory (ram) and on disk."""
+        return {"ram": 0, "disk": 0} if self._tiers is None else self._tiers.nbytes
+
+    @property
     def preemptions(self) -> int:
         """How many jobs were preempted so far."""
         return self._scheduler.preemptions

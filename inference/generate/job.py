@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -93,7 +93,7 @@ class Job:
         self.mu: float | None = None
         self._times = [time.monotonic()]  # queued, started, first token, last token
         self._deliver, self._on_cancel = deliver, on_cancel
-        self._cached = [0, 0]  # tokens and pages of the first start
+        self._cached, self._hits = [0, 0], Counter[str]()  # tokens, pages, tiers of the first start
 
     def new_pages(self) -> SequencePages:
         """Return an empty sequence in the cache, sharing pages under equal adapters and salts."""
@@ -186,10 +186,9 @@ class Job:
     def sampled(self) -> None:
         """Note that a token arrived."""
         if len(self._times) == 2:
-            self._cached = [
-                sum(s.held.cached for s in self.sequences),
-                sum(s.held.cached_pages for s in self.sequences),
-            ]
+            held = [s.held for s in self.sequences]
+            self._cached = [sum(h.cached for h in held), sum(h.cached_pages for h in held)]
+            self._hits = sum((h.loaded for h in held), Counter[str]())
             self._times.append(time.monotonic())
         self._times[3:] = [time.monotonic()]
 
@@ -197,6 +196,7 @@ class Job:
         """Return the counts and times so far."""
         now = [time.monotonic()] * 4
         queued, started, first, last = [*self._times, *now][:4]
+        loaded = {tier: self._hits[tier] for tier in ("ram", "disk")}
         return Statistics(
             prompt_tokens=sum(map(len, self.prompt.sequences)),
             cached_tokens=self._cached[0],
@@ -207,6 +207,7 @@ class Job:
             waiting_seconds=started - queued,
             prompt_seconds=first - started,
             text_seconds=last - first,
+            hits={"gpu": self._cached[0] - loaded["ram"] - loaded["disk"], **loaded},
         )
 
 

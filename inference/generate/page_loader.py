@@ -26,14 +26,16 @@ PATIENCE_SECONDS = 0.002  # for files in a step that has nothing else to do
 class _Load:
     """Pages of a sequence, in order: those that are read, and those whose turn comes later."""
 
-    reading: deque[tuple[FullPage, Future[torch.Tensor | None]]] = field(default_factory=deque)
+    reading: deque[tuple[FullPage, str, Future[torch.Tensor | None]]] = field(
+        default_factory=deque
+    )  # with the tier
     later: deque[FullPage] = field(default_factory=deque)
 
     def has(self, page: FullPage) -> bool:
-        return page in self.later or any(one == page for one, _ in self.reading)
+        return page in self.later or any(one == page for one, _, _ in self.reading)
 
     def drop(self) -> None:
-        for _, result in self.reading:
+        for _, _, result in self.reading:
             result.cancel()
         self.reading.clear()
         self.later.clear()
@@ -65,7 +67,7 @@ class PageLoader:
             load = self._loads[held] = _Load(later=deque(found))
         self._read_ahead(load)
         if load.reading and not any(one.is_decoding for one in self._scheduler.running):
-            wait([load.reading[0][1]], PATIENCE_SECONDS)
+            wait([load.reading[0][-1]], PATIENCE_SECONDS)
         is_running = self._enter(job, sequence, load)
         return not is_running or bool(load.reading)
 
@@ -76,13 +78,13 @@ class PageLoader:
     def _read_ahead(self, load: _Load) -> None:
         while load.later and len(load.reading) < READ_AHEAD:
             page = load.later.popleft()
-            load.reading.append((page, self._tiers.read(page)))
+            load.reading.append((page, *self._tiers.read(page)))
 
     def _enter(self, job: Job, sequence: Sequence, load: _Load) -> bool:
         """Enter the pages that are there, in order; False: the job was preempted for them."""
         held, pool = sequence.held, self._scheduler.page_pool
-        while load.reading and load.reading[0][1].done() and self._room:
-            page, result = load.reading.popleft()
+        while load.reading and load.reading[0][-1].done() and self._room:
+            page, tier, result = load.reading.popleft()
             expected = next(pool.following(held, sequence.reusable), None)
             if expected != page:
                 continue  # another sequence has entered it meanwhile
@@ -96,6 +98,7 @@ class PageLoader:
                 load.drop()
                 break
             self._fill(pool, held, sequence.ids)
+            held.loaded[tier] += pool.page_tokens
             self._room -= 1
             self._read_ahead(load)
         return True

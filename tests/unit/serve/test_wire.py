@@ -449,7 +449,7 @@ def test_idle_connections_make_room_for_others(served: Served) -> None:
 def test_ids_and_texts_are_each_others_inverse(served: Served) -> None:
     ids = post(served, "/tokenize", {"prompt": "A cat.", "add_special_tokens": False}).json()
 
-    assert post(served, "/detokenize", {"tokens": ids["tokens"]}).json() == {"prompt": "A cat."}
+    assert post(served, "/detokenize", {"tokens": ids["tokens"]}).json()["prompt"] == "A cat."
     assert ids["count"] == len(ids["tokens"])
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -151,13 +152,38 @@ def test_texts_that_begin_alike_enter_together(model: LoadedModel, tmp_path: Pat
     run(model, [request(1)], keep=keep)
     requests = [request(1, prompt=(*prompt(1), seed), tag=seed) for seed in range(5, 11)]
     generator, found = Generator(model, tokens=4096, slots=6, keep=keep), dict[object, list[int]]()
+    hits = Counter[str]()
 
     for event in generator.stream(*requests):
         found.setdefault(event.tag, []).extend(event.ids)
+        hits.update(event.statistics.hits if event.statistics else {})
 
     assert [found[one.tag] for one in requests] == ids(run(model, requests))
-    assert generator._tiers is not None
-    assert generator._tiers.hits == {"ram": 0, "disk": 5}
+    assert (hits["ram"], hits["disk"]) == (0, 5 * PAGE_TOKENS)  # by one of them; 5 share these
+    assert hits["gpu"] >= 5 * 5 * PAGE_TOKENS
+
+
+def test_statistics_tell_the_tier_of_what_was_found(model: LoadedModel, tmp_path: Path) -> None:
+    """Room for the pages of one prompt in the cache, for those of another in host memory."""
+    probe = Generator(model, tokens=ROOM, keep=PromptCache(ram=RAM))
+    results(probe, [request(1), request(2)])
+    page = probe.tier_bytes["ram"] // 5  # the first prompt's pages
+    keep = PromptCache(ram=5 * page, disk=tmp_path / "pages")
+    generator = Generator(model, tokens=ROOM, keep=keep)
+
+    def hits(seed: int) -> list[int]:
+        *_, last = generator.stream(request(seed))
+        assert last.statistics is not None
+        assert sum(last.statistics.hits.values()) == last.statistics.cached_tokens
+        return [last.statistics.hits[tier] for tier in ("gpu", "ram", "disk")]
+
+    assert hits(1) == hits(2) == hits(3) == [0, 0, 0]
+    assert hits(3) == [LONG - 1, 0, 0]
+    assert hits(2) == [0, 5 * PAGE_TOKENS, 0]
+    generator._tiers._writer.submit(lambda: None).result()  # type: ignore[union-attr]
+    assert hits(1) == [0, 0, 5 * PAGE_TOKENS]
+    assert generator.tier_bytes["ram"] == 5 * page
+    assert generator.tier_bytes["disk"] == sum(p.stat().st_size for p in pages(keep.disk))  # type: ignore[arg-type]
 
 
 def test_texts_that_run_meanwhile_and_preemptions_change_nothing(

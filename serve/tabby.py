@@ -1,0 +1,164 @@
+"""What SillyTavern asks of a TabbyAPI and of a llama.cpp server, beside OpenAI's endpoints."""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from exl2flow.core.errors import ChatTemplateError
+from exl2flow.serve import chats, completions
+from exl2flow.serve.answers import Update
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fields import CompletionBody, Json, TokenizeBody
+from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.models import Models
+from exl2flow.serve.openai import Chunk, CompletionDialect, sse, timings_of
+from exl2flow.serve.reply import AnswerResponse
+
+
+class EncodeBody(Json):
+    """A text or a conversation, as TabbyAPI takes it."""
+
+    text: str | list[dict[str, Any]]
+    add_bos_token: bool = True
+    encode_special_tokens: bool = True
+
+
+class DecodeBody(Json):
+    """Ids, as TabbyAPI takes them."""
+
+    tokens: list[int]
+    decode_special_tokens: bool = True
+
+
+class LlamaBody(CompletionBody):
+    """A completion in the form of llama.cpp; `false` as a bias excludes the token."""
+
+    @classmethod
+    def ours(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """See `Body`."""
+        values, top = dict(given), given.get("n_probs", 0)
+        values.pop("n_probs", None)
+        if top:
+            values["logprobs"] = top
+        if isinstance(rows := given.get("logit_bias"), list):
+            pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
+            if len(pairs) < len(rows):
+                raise ValueError("`logit_bias` takes pairs of an id and a bias")
+            bias = {str(token): -100 if value is False else value for token, value in pairs}
+            values["logit_bias"] = bias
+        return values
+
+
+class LlamaDialect(CompletionDialect):
+    """A completion whose chunks are events of their own, without choices around them."""
+
+    done = b""
+
+    def chunk(self, update: Update) -> Chunk:
+        chunk = super().chunk(update)
+        if self._has_logs and (logs := self.names.chat(update.event)):
+            chunk["completion_probabilities"] = [{"content": row["token"], **row} for row in logs]
+        return chunk
+
+    async def whole(self) -> Any:
+        """Return an object, or a list of them for several choices."""
+        shown = [self._shown(index, chunk) for index, chunk in enumerate(await self.choices())]
+        return shown[0] if len(shown) == 1 else shown
+
+    def _event(self, index: int, chunk: Chunk) -> bytes:
+        return sse(self._shown(index, chunk))
+
+    def _shown(self, index: int, chunk: Chunk) -> Chunk:
+        """Return new text of a choice, and how it ended if it has."""
+        end, word = chunk.get("finish_reason"), chunk.get("stop_reason")
+        shown = {"index": index, "content": chunk.get("text", ""), "stop": end is not None}
+        if "completion_probabilities" in chunk:
+            shown["completion_probabilities"] = chunk["completion_probabilities"]
+        if end is None:
+            return shown
+        is_word = isinstance(word, str)
+        shown |= {"model": self._head["model"], "stopping_word": word if is_word else ""}
+        shown["stop_type"] = "limit" if end == "length" else "word" if is_word else "eos"
+        if (counts := self.answer.ends[index].statistics) is not None:
+            shown |= {
+                "tokens_evaluated": counts.prompt_tokens,
+                "tokens_predicted": counts.new_tokens,
+            }
+            shown |= {"timings": timings_of(counts), "truncated": False}
+        return shown
+
+
+async def ids_of(given: TokenizeBody, engine: Engine) -> list[int]:
+    """Return the ids of a text or a conversation; raises `ApiError` if there is no way."""
+
+    def ids() -> list[int]:
+        if given.messages is None:
+            bos, special = given.add_special_tokens, given.parse_special
+            return engine.tokenizer.encode(given.prompt, add_bos=bos, special=special)
+        return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
+
+    try:
+        return await engine.in_thread(ids)
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def text_of(ids: list[int], engine: Engine, *, special: bool = True) -> str:
+    """Return the text of ids; raises `ApiError` if one is none."""
+    if wrong := [i for i in ids if not 0 <= i < engine.width]:
+        raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
+    return engine.tokenizer.decode(ids, special=special)
+
+
+def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]) -> APIRouter:
+    """Return the endpoints; row: describes a model by its name."""
+    router = APIRouter()
+
+    @router.get("/model")
+    async def model() -> dict[str, Any]:
+        """Describe the loaded model, as TabbyAPI does."""
+        async with models.using() as engine:
+            about = {"max_seq_len": engine.room, "max_batch_size": engine.options.slots}
+            return {**row(engine.name), "parameters": about}
+
+    @router.post("/token/encode")
+    async def encode(given: EncodeBody) -> dict[str, Any]:
+        """Return the ids of a text or a conversation, as TabbyAPI does."""
+        name = "prompt" if isinstance(given.text, str) else "messages"
+        same = TokenizeBody.model_validate(
+            {
+                name: given.text,
+                "add_special_tokens": given.add_bos_token,
+                "parse_special": given.encode_special_tokens,
+            }
+        )
+        async with models.using() as engine:
+            ids = await ids_of(same, engine)
+            return {"tokens": ids, "length": len(ids)}
+
+    @router.post("/token/decode")
+    async def decode(given: DecodeBody) -> dict[str, str]:
+        """Return the text of ids, as TabbyAPI does."""
+        async with models.using() as engine:
+            return {"text": text_of(given.tokens, engine, special=given.decode_special_tokens)}
+
+    @router.get("/props")
+    async def props() -> dict[str, Any]:
+        """Tell the template and the context, as llama.cpp does."""
+        async with models.using() as engine:
+            return {
+                "chat_template": "" if engine.reader is None else engine.reader.format.template,
+                "default_generation_settings": {"n_ctx": engine.room},
+                "model_alias": engine.name,
+                "total_slots": engine.options.slots,
+            }
+
+    @router.post("/completion")
+    async def complete(given: LlamaBody) -> Response:
+        """Continue a prompt, as llama.cpp does."""
+        return AnswerResponse(models, metrics, given, completions.plan_of, LlamaDialect)
+
+    return router
