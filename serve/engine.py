@@ -93,8 +93,15 @@ class Engine:
 
     @property
     def names(self) -> list[str]:
-        """The names of the model, alone and with each adapter."""
-        return [self.name, *(f"{self.name}:{a.folder.name}" for a in self.adapters)]
+        """The names of the model, alone and with each adapter, and those of the configuration."""
+        own = [self.name, *(f"{self.name}:{a.folder.name}" for a in self.adapters)]
+        return [*dict.fromkeys([*own, *self.options.aliases])]
+
+    @property
+    def progress(self) -> int | None:
+        """Steps of the generator so far, None while it has nothing to do or is made."""
+        made = self._made
+        return None if made is None or made.is_idle else self._running.steps
 
     @property
     def free_pages(self) -> int:
@@ -118,6 +125,7 @@ class Engine:
 
     def adapters_for(self, model: str, lora: Sequence[Lora] | None) -> tuple[Adapter, ...]:
         """Return the adapters of a request: those it names, that of a model's name, or all."""
+        model = self.options.aliases.get(model, model)
         known = {adapter.folder.name: adapter for adapter in self.adapters}
         if lora is None:
             named = known.get(model.rpartition(":")[2])
