@@ -3,12 +3,14 @@
 Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 """
 
+import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 UNKNOWN = "–"
 UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+LIKE = 0.65  # similarity from which a name may have been meant: `/tokn`, but not `/nonsense`
 LAYERS = re.compile(r"\b(?:language_model\.|model\.)+layers\.")
 
 
@@ -66,6 +68,13 @@ def cause(error: BaseException) -> str:
         case KeyError():
             return f"`{error.args[0]}` is missing"
     return str(error)
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """Return which of the names may have been meant, else all, as the end of a message."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=LIKE)
+    listed = ", ".join(f"`{each}`" for each in near or sorted(names))
+    return f"; {'near' if near else 'there'} are {listed}" if listed else ""
 
 
 def short(text: str) -> str:

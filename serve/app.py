@@ -201,7 +201,7 @@ def _row(models: Models, name: str) -> dict[str, Any]:
     """Describe a model; more of the one that is loaded."""
     row: dict[str, Any] = {"id": name, "object": "model", "owned_by": "exl2flow"}
     engine = models.engine
-    if engine is None or name not in engine.names:
+    if engine is None or models.options.aliases.get(name, name) not in engine.names:
         return row | {"created": models.created}
     meta = {
         "n_ctx_train": engine.model.max_tokens,

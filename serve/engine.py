@@ -101,6 +101,12 @@ class Engine:
         return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
     @property
+    def progress(self) -> int | None:
+        """Steps of the generator so far, None while it has nothing to do or is made."""
+        made = self._made
+        return None if made is None or made.is_idle else self._running.steps
+
+    @property
     def free_pages(self) -> int:
         """Pages of the cache that no text uses."""
         return 0 if self._made is None else self._made.free_pages
@@ -127,6 +133,7 @@ class Engine:
 
     def adapters_for(self, model: str, lora: Sequence[Lora] | None) -> tuple[Adapter, ...]:
         """Return the adapters of a request: those it names, that of a model's name, or defaults."""
+        model = self.options.aliases.get(model, model)
         known, named = self.adapters, model.rpartition(":")[2]
         if lora is None:
             is_one = named in known and model != self.name

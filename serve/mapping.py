@@ -3,7 +3,6 @@
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from exl2flow.core.errors import ConfigError
@@ -14,10 +13,9 @@ from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import MOST_STOPS, Body
+from exl2flow.serve.sections import sampler_of
 
 NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-SAMPLER = tuple(each.name for each in fields(SamplingSettings))
-OFF = -1  # of fields that others switch off so
 MOST_SCHEMA = 256 << 10  # characters
 
 
@@ -62,15 +60,10 @@ def planned(
 
 
 def settings_of(body: Body, engine: Engine) -> SamplingSettings:
-    """Return the sampler's settings: of the request, else of the model, else neutral."""
-    given = {name: v for name in SAMPLER if (v := getattr(body, name, None)) is not None}
-    values: dict[str, Any] = {**NEUTRAL, **engine.defaults, **given}
-    for name in ("top_k", "dry_range"):
-        if values.get(name) == OFF:
-            values[name] = 0
-    if body.mirostat not in (None, 0, 2):
-        raise ConfigError(f"`mirostat` is {body.mirostat}; it must be 0 or 2")
-    values["mirostat"] = bool(values.get("mirostat"))
+    """Return the sampler's settings: forced, of the request, the server, the model, or neutral."""
+    options, given = engine.options, sampler_of(body)
+    values: dict[str, Any] = {**NEUTRAL, **engine.defaults, **options.defaults, **given}
+    values |= options.forced
     if body.dynatemp_range is not None:
         middle = values["temperature"]
         values["min_temp"] = max(middle - body.dynatemp_range, 0.0)
@@ -82,7 +75,7 @@ def settings_of(body: Body, engine: Engine) -> SamplingSettings:
         pieces = enumerate(engine.tokenizer.pieces)
         values["dry_breakers"] = tuple(i for i, p in pieces if any(t in p for t in texts))
     values["token_bias"] = tuple((i, bias) for i, bias in _biases(body) if bias > -100)
-    return SamplingSettings(**values)
+    return SamplingSettings(**values | options.forced)
 
 
 def _biases(body: Body) -> list[tuple[int, float]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import Exl2FlowError
+from exl2flow.core.options.serving import ServeOptions
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 
@@ -64,7 +65,12 @@ class Models:
         """The names that requests may give: the model, alone and with each adapter, and others."""
         ours = [self.name] if self.engine is None else self.engine.names
         others = self.folders if self.options.swap else []
-        return [*ours, *(name for name in others if name != self.name)]
+        return [*dict.fromkeys([*ours, *others, *self.options.aliases])]
+
+    @property
+    def progress(self) -> int | None:
+        """See `Engine`."""
+        return None if self.engine is None else self.engine.progress
 
     @property
     def count(self) -> int:
@@ -106,6 +112,12 @@ class Models:
         self._is_parked = True
         while self.engine is not None:
             await self._changed(None)
+
+    def renew(self, options: ServeOptions) -> None:
+        """Use options that have changed."""
+        self.options = options
+        if self.engine is not None:
+            self.engine.options = options
 
     def tick(self) -> None:
         """Free a model that nobody has used for long; called several times a second."""
@@ -158,6 +170,7 @@ class Models:
 
     def _named(self, name: str) -> str:
         """Return the model that answers for a name."""
+        name = self.options.aliases.get(name, name)
         known = [] if self.engine is None else self.engine.names
         if name in ("", self.name, *known, *(one.split(":")[-1] for one in known)):
             return self.name

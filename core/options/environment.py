@@ -33,6 +33,11 @@ def tuning_file() -> Path | None:
     return folder / "tuning.json" if folder is not None else None
 
 
+def notify_socket() -> str:
+    """Return the socket of the service manager as systemd names it, empty if there is none."""
+    return os.environ.get("NOTIFY_SOCKET", "")
+
+
 def virtual_architecture() -> int | None:
     """Return the architecture to compile kernels for, such as 80; None: that of the GPU.
 

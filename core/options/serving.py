@@ -1,7 +1,7 @@
 """Options of `exl2flow serve`: the address, the model, the limits."""
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
@@ -12,10 +12,19 @@ LISTEN: Final = "Running"
 
 
 class ServeOptions(SlotOptions):
-    """Options of `exl2flow serve`."""
+    """Options of `exl2flow serve`.
 
+    Only the file of `--config` has the tables: `defaults` and `forced`, settings of the sampler by
+    the names of a request's fields, and `aliases`, further names for the model.
+    """
+
+    model: Annotated[Path | None, Option("MODEL", is_argument=True)] = Field(
+        None, description="model folder, EXL2 or plain"
+    )
     host: Annotated[str, Option("ADDRESS", LISTEN)] = Field(
-        "127.0.0.1", description="interface to listen on; another one needs a key"
+        "127.0.0.1",
+        description="interface to listen on; another one needs a key; unix:PATH: a socket that "
+        "only this user reaches",
     )
     port: Annotated[int, Option("PORT", LISTEN)] = Field(
         5000, ge=0, le=65535, description="port to listen on; 0: a free one"
@@ -91,3 +100,6 @@ class ServeOptions(SlotOptions):
     max_answer: Annotated[int | None, Option("N", "Stopping")] = Field(
         None, ge=1, description="tokens of an answer at most; empty: what fits"
     )
+    defaults: dict[str, Any] = Field({})
+    forced: dict[str, Any] = Field({})
+    aliases: dict[str, str] = Field({})

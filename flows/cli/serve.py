@@ -3,62 +3,108 @@
 import json
 import logging
 import os
-import socket
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.flows.cli.console import say
-from exl2flow.flows.cli.options import ModelFolder, with_options
+from exl2flow.core.options.serving import LISTEN, ServeOptions
+from exl2flow.flows.cli.console import say, tell
+from exl2flow.flows.cli.options import Values, settings_of, with_options
+from exl2flow.flows.cli.options.layers import as_toml, layered
 
 if TYPE_CHECKING:
     from exl2flow.inference import PromptCache
     from exl2flow.serve.engine import Engine
+    from exl2flow.serve.reloading import Configuration
 
 BACKLOG = 256  # connections that are not accepted yet
 KEY_VARIABLE = "EXL2FLOW_API_KEY"
+PREFIX = "EXL2FLOW_SERVE_"  # of environment variables, before the name of an option
 EXAMPLES = (
     "exl2flow serve ./Llama-3.2-1B-4.0bpw",
     "exl2flow serve ./model --slots 32 --cache q6 --draft ./smaller-model",
+    "exl2flow serve --config serve.toml",
     f"{KEY_VARIABLE}=… exl2flow serve ./model --host 0.0.0.0 --allow-host gpu.lan",
 )
 
 
-@with_options()
-def serve(model: ModelFolder, *, options: ServeOptions) -> None:
+@with_options(*settings_of(ServeOptions))
+def serve(
+    *,
+    values: Values,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file with options as keys, and tables `defaults`, `forced` and `aliases`; "
+            "options and environment variables EXL2FLOW_SERVE_NAME come first.",
+            rich_help_panel=LISTEN,
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Print all options as such a file, and stop.",
+            rich_help_panel=LISTEN,
+        ),
+    ] = False,
+) -> None:
     """Serve a model over HTTP, as OpenAI's API does. (`exl2flow server` runs conversions.)
 
     Requests go to http://127.0.0.1:5000/v1; without a key in the environment, EXL2FLOW_API_KEY, or
     in the file of --keys, only from this machine.
     """
+    from exl2flow.serve.reloading import Configuration
+    from exl2flow.serve.sections import checked
+
+    def read() -> ServeOptions:
+        return layered(ServeOptions, values, path=config, prefix=PREFIX, of="`exl2flow serve`")
+
+    given = read()
+    options = checked(given, config)
+    if print_config:
+        tell(as_toml(given))
+        return
+    if options.model is None:
+        raise ConfigError("give the folder of a model, or a `--config` with `model`")
+    _run(options.model, Configuration(options, lambda: checked(read(), config), config))
+
+
+def _run(model: Path, configuration: "Configuration") -> None:
     from exl2flow.flows.cli.loading import prompt_cache  # imports torch
     from exl2flow.serve.app import create_app
     from exl2flow.serve.guard import is_loopback, key_of, read_keys
+    from exl2flow.serve.listening import UNIX, listening
     from exl2flow.serve.models import Models
     from exl2flow.serve.running import run
 
+    options = configuration.options
     if options.swap and options.models is None:
         raise ConfigError("`--swap` goes with `--models`")
     keys = () if options.keys is None else read_keys(options.keys)
     if given := os.environ.get(KEY_VARIABLE):
         keys = (*keys, key_of(given, "environment"))
-    if not keys and not is_loopback(options.host):
+    if not (keys or options.host.startswith(UNIX) or is_loopback(options.host)):
         why = f"`--host` is {options.host}, which others can reach"
         raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
-    with _listening(options) as listener:
+    with listening(options.host, options.port) as (listener, address):
         keep = prompt_cache(options)
 
         def make(folder: Path) -> "Engine":
-            is_first = folder.resolve() == model.resolve()
-            return _engine(folder, options if is_first else _of_any(options), keep)
+            now, is_first = configuration.options, folder.resolve() == model.resolve()
+            return _engine(folder, now if is_first else _of_any(now), keep)
 
         models = Models(make(model), make)  # nothing else holds the engine, which may be freed
+        configuration.on_reload.append(lambda: models.renew(configuration.options))
         _log_requests(options)
         listener.listen(BACKLOG)
-        say(f"serving on http://{options.host}:{listener.getsockname()[1]}/v1")
-        run(create_app(models, keys=keys), models, listener)
+        say(f"serving on {address}")
+        is_reread = not (options.keys is None and configuration.path is None)
+        run(create_app(models, keys=keys), models, listener, configuration if is_reread else None)
 
 
 def _of_any(options: ServeOptions) -> ServeOptions:
@@ -128,22 +174,3 @@ def _log_requests(options: ServeOptions) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
-
-
-def _listening(options: ServeOptions) -> socket.socket:
-    """Return a socket at the address, which takes connections later.
-
-    Raises:
-        ConfigError: the address is taken or not ours.
-    """
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # without the protocol, asyncio leaves Nagle's algorithm on, which delays answers by 40 ms
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((options.host, options.port))
-    except OSError as error:
-        listener.close()
-        where, why = f"{options.host}:{options.port}", error.strerror or error
-        raise ConfigError(f"cannot listen on {where}: {why}; choose another `--port`") from error
-    return listener

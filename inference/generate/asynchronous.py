@@ -34,13 +34,13 @@ class _Delivery(NamedTuple):
 class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
     """Runs a generator as long as it has jobs; any thread and any event loop may submit.
 
-    Nothing else may call the generator's `step` meanwhile.
+    Nothing else may call the generator's `step` meanwhile. steps: how many it has done.
     """
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
         self._wake = threading.Condition()
-        self._is_open = True
+        self._is_open, self.steps = True, 0
         self._deliveries = dict[asyncio.AbstractEventLoop, list[_Delivery]]()  # of this step
         self._preparing = ThreadPoolExecutor(PREPARING, "exl2flow-prepare")
         self._thread = threading.Thread(target=self._run, name="exl2flow-generator", daemon=True)
@@ -156,6 +156,7 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
     def _run(self) -> None:
         while self._is_needed():
             self._work(self._generator.step)
+            self.steps += 1
         self._work(self._generator.cancel_all)
 
     def _is_needed(self) -> bool:

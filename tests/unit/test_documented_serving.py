@@ -10,10 +10,14 @@ import pytest
 import yaml
 from serving import serving
 
+from exl2flow.core.options.serving import ServeOptions
+from exl2flow.flows.cli.options.layers import layered
 from exl2flow.serve.errors import TYPES
 from exl2flow.serve.fields import ALIASES, HARMLESS, ChatBody, CompletionBody
 from exl2flow.serve.guard import read_keys
 from exl2flow.serve.metrics import TABLE
+from exl2flow.serve.reloading import RELOADED, TABLES
+from exl2flow.serve.sections import checked
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")
@@ -31,9 +35,9 @@ def part(heading: str, page: str = REFERENCE) -> str:
     return page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-def block(language: str) -> str:
-    """Return the first block of a language in the how-to."""
-    return HOW_TO.partition(f"```{language}\n")[2].partition("```")[0]
+def block(language: str, index: int = 0) -> str:
+    """Return a block of a language in the how-to."""
+    return HOW_TO.split(f"```{language}\n")[index + 1].partition("```")[0]
 
 
 def test_every_field_and_alias_is_in_the_reference() -> None:
@@ -57,6 +61,17 @@ def test_keys_of_the_page_are_keys(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text(block("toml"), encoding="utf-8")
 
     assert [key.name for key in read_keys(tmp_path / "keys.toml")] == ["editor", "webui"]
+
+
+def test_the_configuration_of_the_page_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text(block("toml", 1), encoding="utf-8")
+
+    found = checked(layered(ServeOptions, {}, path=path, prefix="-", of="serve"), path)
+
+    assert (found.slots, found.defaults["temperature"]) == (32, 0.7)
+    assert all(f"`{name}`" in HOW_TO for name in RELOADED - TABLES)
+    assert all(f"`[{name}]`" in HOW_TO for name in TABLES - {"aliases"})
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/", "inference/scoring/text.py", "calibration_data/build.py"),
     "prometheus_client": ("serve/",),
-    "pydantic": ("core/", "flows/", "serve/fields.py"),
+    "pydantic": ("core/", "flows/", "serve/fields.py", "serve/sections.py"),
     "pydantic_core": ("flows/",),
     "rich": ("flows/cli/",),
     "highspy": ("quant/allocate/knapsack.py",),

@@ -5,11 +5,9 @@ An option is what the command line says, else the profile, else the model's
 """
 
 import dataclasses
-import difflib
 import json
 import os
-import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from exl2flow.core.options.chat import PROFILES, ChatOptions
 from exl2flow.core.options.generation import ModelOptions
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.flows.cli.options.build import Values, build
+from exl2flow.flows.cli.options.layers import options_in, read_toml
 from exl2flow.flows.cli.options.setting import PANELS, Setting, settings_of
 
 # of `exl2flow generate`; a chat reserves tokens, not memory
@@ -28,7 +27,6 @@ DEFAULTS: Mapping[str, Any] = {"temperature": 0.95, "repetition_penalty": 1.01}
 # keys of `generation_config.json` with another name here
 OF_MODEL = {"typical_p": "typical"}
 REMEMBERED = "chat.json"  # names of profiles by the folders of models
-LIKE = 0.65  # similarity from which a name may have been meant: `/tokn`, but not `/nonsense`
 
 
 def _settings() -> Iterator[Setting]:
@@ -100,28 +98,12 @@ def read_profile(path: Path, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or has no such profile or option.
     """
-    try:
-        profiles = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the profiles in `{path}`: {words.cause(error)}") from error
+    profiles = read_toml(path, "the profiles")
     profile = profiles.get(name)
     if not isinstance(profile, dict):
-        raise ConfigError(f"`{path}` has no profile `{name}`{nearest(name, profiles)}")
+        raise ConfigError(f"`{path}` has no profile `{name}`{words.nearest(name, profiles)}")
     known = {setting.field for setting in CHAT}
-    values = {key.replace("-", "_"): value for key, value in profile.items()}
-    if unknown := [key for key in values if key not in known]:
-        raise ConfigError(
-            f"profile `{name}` in `{path}` has `{unknown[0]}`, which is no option of a chat"
-            + nearest(unknown[0], known)
-        )
-    return values
-
-
-def nearest(name: str, names: Collection[str]) -> str:
-    """Return which of the names may have been meant, else all, as the end of a message."""
-    near = difflib.get_close_matches(name, names, n=3, cutoff=LIKE)
-    listed = ", ".join(f"`{each}`" for each in near or sorted(names))
-    return f"; {'near' if near else 'there'} are {listed}" if listed else ""
+    return options_in(profile, known, f"profile `{name}` in `{path}`", of="a chat")
 
 
 def home(variable: str, default: str) -> Path:

@@ -19,10 +19,11 @@ from pydantic import TypeAdapter, ValidationError
 from rich.columns import Columns
 from rich.text import Text
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import ModelOptions
 from exl2flow.flows.cli.loading import filters_of
-from exl2flow.flows.cli.options.chat import CHAT, nearest
+from exl2flow.flows.cli.options.chat import CHAT
 from exl2flow.flows.cli.options.chat import SAMPLER as SAMPLED
 from exl2flow.flows.cli.terminal.conversation_file import unused
 from exl2flow.flows.cli.terminal.input import Leave
@@ -87,7 +88,7 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
         ConfigError: there is none of this name.
     """
     if name not in table:
-        raise ConfigError(f"there is no {what} `{name}`{nearest(name, table)}")
+        raise ConfigError(f"there is no {what} `{name}`{words.nearest(name, table)}")
     return table[name]
 
 

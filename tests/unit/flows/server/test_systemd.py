@@ -11,6 +11,7 @@ import typer
 import uvicorn
 from prefect.cli._app import _app as prefect_app
 
+from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.server import app as server_app
 from exl2flow.flows.server.services import (
     HEARTBEAT_SECONDS,
@@ -78,6 +79,8 @@ def test_commands_of_units_have_options_that_exist(unit: Path) -> None:
                 prefect_app.parse_args(words[3:], exit_on_error=False, print_error=False)
             case "uvicorn":
                 uvicorn.main.make_context("uvicorn", words)
+            case "exl2flow" if words[0] == "serve":
+                typer.main.get_command(app).commands["serve"].make_context("serve", words[1:])  # type: ignore[attr-defined]
             case "exl2flow":
                 area, verb, *options = words
                 assert area == "server"
@@ -89,6 +92,7 @@ def test_commands_of_units_have_options_that_exist(unit: Path) -> None:
 
 def test_system_units_run_as_the_user_who_converts() -> None:
     assert [values(unit, "User") for unit in UNITS if "multi-user" in unit.read_text()] == [
+        ["exl2flow"],
         ["exl2flow"],
         ["exl2flow"],
     ]
