@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 from pydantic import AliasChoices, Field
+from starlette.requests import Request
 
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Json
@@ -32,7 +33,11 @@ class AdapterPlace(AdapterName):
 
 def admin_router(models: Models) -> APIRouter:
     """Return the routes, which an admin's key opens."""
-    router = APIRouter()
+
+    async def is_admin(request: Request) -> None:
+        request.state.key.check_admin()
+
+    router = APIRouter(dependencies=[Depends(is_admin)])
 
     @router.post("/model/load")
     async def load(given: ModelName) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from exl2flow.serve.fields import (
     ErrorBody,
     TokenizeBody,
 )
-from exl2flow.serve.guard import Guard, Key
+from exl2flow.serve.guard import Guard
+from exl2flow.serve.keys import Keys
 from exl2flow.serve.messages import MessagesBody, MessagesDialect
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.models import Models
@@ -36,7 +37,7 @@ MISSING = "embeddings rerank batches files moderations images/generations images
 MISSING += " audio/transcriptions audio/translations"
 
 
-def create_app(models: Models, *, keys: tuple[Key, ...] = ()) -> FastAPI:
+def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
     """Return the application of models, which end with it; `/v1` may be left out of paths."""
 
     @asynccontextmanager
@@ -63,7 +64,7 @@ def create_app(models: Models, *, keys: tuple[Key, ...] = ()) -> FastAPI:
         app.add_api_route("/", page, response_class=HTMLResponse, include_in_schema=False)
     for kind in (RequestValidationError, HTTPException, ApiError, Exception):
         app.add_exception_handler(kind, _refused)
-    app.add_middleware(Guard, options=models.options, keys=keys, metrics=metrics)
+    app.add_middleware(Guard, options=models.options, keys=keys or Keys(), metrics=metrics)
     return app
 
 

@@ -22,11 +22,14 @@ from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Lora
+from exl2flow.serve.keys import Key
 from exl2flow.serve.logprobs import Names
+from exl2flow.serve.turns import AHEAD, Turn, Turns
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
 SCALED = 16  # adapters with a scale of a request that are kept
+ANYONE = Key("-", waiting=None)
 NAMES = ("User", "Assistant")  # in format `raw`
 NO_TOOLS = "the template shows no tools; they go into the system prompt"
 State = Literal["ready", "draining", "recovering", "failed"]
@@ -77,7 +80,7 @@ class Engine:
             self.warnings.append(NO_TOOLS)
         self.has_grammars, self._entering = False, 0
         self.state: State = "ready"
-        self.answers = set[RunningAnswer]()
+        self.answers, self._turns = dict[RunningAnswer, Turn](), Turns(options.slots + AHEAD)
         self._pool = ThreadPoolExecutor(PREPARING, "exl2flow-serve")
 
     def start(self) -> None:
@@ -170,8 +173,8 @@ class Engine:
         """Return the result of work that takes long."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def begin(self, make: Callable[[], AnswerPlan]) -> RunningAnswer:
-        """Prepare a plan's texts beside the running ones, and put them in the queue.
+    async def begin(self, make: Callable[[], AnswerPlan], key: Key = ANYONE) -> RunningAnswer:
+        """Prepare a plan's texts beside the running ones, and start them when it is their turn.
 
         Raises:
             ApiError: too many wait, or the engine takes none.
@@ -179,31 +182,40 @@ class Engine:
         """
         self.check_ready()
         if self.count >= self.options.slots + self.options.waiting:
-            raise ApiError(429, f"{self.count} requests are running or waiting; try again later")
+            why = f"{self.count} requests are running or waiting; try again later"
+            raise ApiError(429, why, retry_after=self._turns.advice)
         loop, events, running = asyncio.get_running_loop(), asyncio.Queue[Event](), self._running
         self._entering += 1
+        turn = None
         try:
             plan = await self.in_thread(make)
             for given in plan.requests[0].filters:
                 given = getattr(given, "then", given)  # behind thoughts
                 if isinstance(given, GrammarFilter):
                     await self.trial.check(given)
+            limit = self.options.wait_seconds
+            turn = await self._turns.enter(key, len(plan.requests), seconds=limit)
             jobs = await self.in_thread(
                 lambda: [running.prepare(one, events, loop) for one in plan.requests]
             )
+            self.check_ready()
+            answer = RunningAnswer(plan, jobs, events)
+            for job in jobs:
+                running.add(job)
+        except BaseException:
+            if turn is not None:
+                self._turns.leave(turn)
+            raise
         finally:
             self._entering -= 1
-        self.check_ready()
-        answer = RunningAnswer(plan, jobs, events)
-        for job in jobs:
-            running.add(job)
-        self.answers.add(answer)
+        self.answers[answer] = turn
         return answer
 
     def end(self, answer: RunningAnswer) -> None:
         """Forget an answer, and make a failed generator anew, once."""
         answer.cancel()
-        self.answers.discard(answer)
+        if turn := self.answers.pop(answer, None):
+            self._turns.leave(turn)
         failure = None if self._made is None else self._made.failure
         if failure is not None and self.state in ("ready", "draining"):
             log.error("the generator failed: %s", failure)

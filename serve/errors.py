@@ -44,10 +44,18 @@ class ApiError(errors.Exl2FlowError):
     """An answer other than 200."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
+        """retry_after: seconds, other than those of the status."""
         super().__init__(message)
         self.status, self.code, self.param = status, code, param
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
 
 def as_api_error(error: Exception, request_id: str, *, is_input: bool = False) -> ApiError:
@@ -88,5 +96,5 @@ def response(error: ApiError, scope: Scope, more: Mapping[str, str] | None = Non
     if MESSAGES.match(scope["path"]):
         told = messages_body(error, scope["state"]["request_id"])
         status = MESSAGES_STATUSES.get(status, status)
-    headers = {**HEADERS.get(status, {}), **(more or {})}
+    headers = {**HEADERS.get(status, {}), **error.headers, **(more or {})}
     return JSONResponse(told, status, headers)

@@ -4,15 +4,10 @@ Plain ASGI. What clients hold without asking for anything is bounded in `running
 """
 
 import asyncio
-import hashlib
-import hmac
 import ipaddress
 import re
 import secrets
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,10 +15,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exl2flow.core import words
-from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.serve.errors import ApiError, response
+from exl2flow.serve.keys import Key, Keys
 from exl2flow.serve.metrics import Metrics
 
 LARGEST_BODY = 8 << 20  # bytes
@@ -33,45 +27,6 @@ OPEN, MEASURES = {"/", "/health", "/v1/health"}, {"/metrics", "/v1/status", "/st
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ALLOWED = "authorization, content-type, x-api-key, x-request-id"  # headers of pages
 CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """A client's key: its SHA-256, and a name for the log."""
-
-    name: str
-    digest: bytes
-
-
-def read_keys(path: Path) -> tuple[Key, ...]:
-    """Return the keys of a file.
-
-    Raises:
-        ConfigError: it cannot be read, or a table has no name, or not one of `key` and `sha256`.
-    """
-    try:
-        rows = tomllib.loads(path.read_text(encoding="utf-8")).get("key", [])
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the keys in `{path}`: {words.cause(error)}") from error
-    try:
-        keys = tuple(_key_in(**row) for row in rows)
-    except (ValueError, TypeError, AttributeError) as error:
-        why = f"`{path}` has a [[key]] without `name`, or not with one of `key` and `sha256`"
-        raise ConfigError(why) from error
-    if not keys:
-        raise ConfigError(f"`{path}` has no [[key]]; add one with `name` and `key`")
-    return keys
-
-
-def _key_in(name: str, key: str = "", sha256: str = "") -> Key:
-    if not name or bool(key) == bool(sha256):
-        raise ValueError
-    return key_of(key, name) if key else Key(name, bytes.fromhex(sha256))
-
-
-def key_of(plain: str, name: str) -> Key:
-    """Return the key that a text is."""
-    return Key(name, hashlib.sha256(plain.encode()).digest())
 
 
 def is_loopback(host: str) -> bool:
@@ -90,7 +45,7 @@ class Guard:
         app: ASGIApp,
         *,
         options: ServeOptions,
-        keys: Sequence[Key],
+        keys: Keys,
         metrics: Metrics,
     ) -> None:
         self._app, self._keys, self._metrics = app, keys, metrics
@@ -105,7 +60,7 @@ class Guard:
         given = Headers(scope=scope)
         own = given.get("x-request-id", "")
         request_id = own if REQUEST_ID.fullmatch(own) else f"req_{secrets.token_hex(12)}"
-        scope.setdefault("state", {}).update(request_id=request_id, key="-")
+        scope.setdefault("state", {}).update(request_id=request_id, key=_anyone(scope))
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -150,8 +105,9 @@ class Guard:
             raise ApiError(403, f"the origin {origin!r:.80} is not ours; `--origin` adds a page")
         if scope["method"] == "OPTIONS" and origin in self._origins:
             return True
+        self._keys.look()
         if self._keys and scope["path"] not in self._open:
-            scope["state"]["key"] = self._name_of(given)
+            scope["state"]["key"] = self._keys.find(_plain(given))
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = given.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
@@ -160,15 +116,19 @@ class Guard:
                 raise ApiError(413, f"the body has more than {LARGEST_BODY} bytes")
         return False
 
-    def _name_of(self, given: Mapping[str, str]) -> str:
-        """Return the name of a request's key."""
-        scheme, _, bearer = given.get("authorization", "").partition(" ")
-        plain = bearer.strip() if scheme.lower() == "bearer" else given.get("x-api-key", "")
-        digest = hashlib.sha256(plain.encode()).digest()
-        for key in self._keys:
-            if hmac.compare_digest(key.digest, digest):
-                return key.name
-        raise ApiError(401, "no or a wrong key; send `Authorization: Bearer KEY`")
+
+def _anyone(scope: Scope) -> Key:
+    """Return what a client without a key is: on this machine, an admin."""
+    host, _ = scope.get("client") or ("localhost", 0)  # a Unix socket has none
+    return Key("-", is_admin=is_loopback(host), waiting=None)
+
+
+def _plain(given: Mapping[str, str]) -> str:
+    """Return the key that a client sends."""
+    scheme, _, bearer = given.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return bearer.strip()
+    return given.get("x-api-key") or given.get("x-admin-key", "")
 
 
 def _host_of(url: str) -> str:

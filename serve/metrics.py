@@ -82,7 +82,7 @@ class Metrics:
     def refused(self, state: dict[str, Any], path: str, status: int) -> None:
         """Write the line of a request that gets an error."""
         shown = f"{path!r:.80}"
-        line = {"request": state["request_id"], "key": state["key"], "path": shown}
+        line = {"request": state["request_id"], "key": state["key"].name, "path": shown}
         log.info(REFUSED, line | {"status": status})
 
     def ended(self, answer: RunningAnswer, state: dict[str, Any], path: str, status: int) -> None:
@@ -109,7 +109,7 @@ class Metrics:
         self.add("e2e_request_latency_seconds", total)
         line = {
             "request": state["request_id"],
-            "key": state["key"],
+            "key": state["key"].name,
             "path": path,
             "model": self._models.name,
             "prompt": usage["prompt_tokens"],

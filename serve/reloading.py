@@ -10,7 +10,7 @@ from exl2flow.core.options.serving import ServeOptions
 State = tuple[int, int, int] | None  # of a file
 log = logging.getLogger("exl2flow.serve")
 TABLES = {"defaults", "forced", "aliases"}
-RELOADED = TABLES | {"drain", "max_answer", "strict", "strict_names", "waiting"}
+RELOADED = TABLES | {"drain", "max_answer", "strict", "strict_names", "waiting", "wait_seconds"}
 
 
 class Configuration:

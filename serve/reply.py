@@ -16,6 +16,7 @@ from exl2flow.serve.answers import BROKEN, AnswerPlan, RunningAnswer
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import HARMLESS, Body
+from exl2flow.serve.keys import Key
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.models import Models
 from exl2flow.serve.openai import Dialect
@@ -70,6 +71,9 @@ class AnswerResponse(Response):
         """Answer, and return the status."""
         try:
             self._check()
+            key: Key = scope["state"]["key"]
+            if self._models.options.isolate:
+                self._given.cache_salt = f"{key.name}\0{self._given.cache_salt}"
             async with self._models.using(self._given.model) as engine:
                 await self._generate(engine, scope, receive, send)
             return 200
@@ -84,7 +88,9 @@ class AnswerResponse(Response):
             return told.status
 
     async def _generate(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
-        self._answer = answer = await engine.begin(lambda: self._plan(engine))
+        self._answer = answer = await engine.begin(
+            lambda: self._plan(engine), scope["state"]["key"]
+        )
         try:
             self._more["x-exl2flow-seed"] = str(answer.plan.seed)
             self._dialect = dialect = self._form(answer, engine)

@@ -70,6 +70,13 @@ class ServeOptions(SlotOptions):
     waiting: Annotated[int, Option("N", LISTEN, rare=True)] = Field(
         64, ge=0, description="requests that may wait for a slot; further ones get status 429"
     )
+    wait_seconds: Annotated[float, Option("SECONDS", LISTEN, rare=True)] = Field(
+        600.0, gt=0, description="time that a request may wait; then it gets status 503"
+    )
+    isolate: Annotated[bool, Option(panel=LISTEN, rare=True)] = Field(
+        False,
+        description="let no key find out what others have asked: keys share no cached prompts",
+    )
     strict: Annotated[bool, Option(panel=LISTEN)] = Field(
         False, description="refuse unknown fields and tools that the template does not show"
     )

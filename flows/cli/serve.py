@@ -77,7 +77,8 @@ def serve(
 def _run(model: Path, configuration: "Configuration") -> None:
     from exl2flow.flows.cli.loading import prompt_cache  # imports torch
     from exl2flow.serve.app import create_app
-    from exl2flow.serve.guard import is_loopback, key_of, read_keys
+    from exl2flow.serve.guard import is_loopback
+    from exl2flow.serve.keys import Keys
     from exl2flow.serve.listening import UNIX, listening
     from exl2flow.serve.models import Models
     from exl2flow.serve.running import run
@@ -85,9 +86,7 @@ def _run(model: Path, configuration: "Configuration") -> None:
     options = configuration.options
     if options.swap and options.models is None:
         raise ConfigError("`--swap` goes with `--models`")
-    keys = () if options.keys is None else read_keys(options.keys)
-    if given := os.environ.get(KEY_VARIABLE):
-        keys = (*keys, key_of(given, "environment"))
+    keys = Keys(options.keys, os.environ.get(KEY_VARIABLE))
     if not (keys or options.host.startswith(UNIX) or is_loopback(options.host)):
         why = f"`--host` is {options.host}, which others can reach"
         raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
@@ -99,12 +98,12 @@ def _run(model: Path, configuration: "Configuration") -> None:
             return _engine(folder, now if is_first else _of_any(now), keep)
 
         models = Models(make(model), make)  # nothing else holds the engine, which may be freed
-        configuration.on_reload.append(lambda: models.renew(configuration.options))
+        configuration.on_reload += [lambda: models.renew(configuration.options), keys.look]
         _log_requests(options)
         listener.listen(BACKLOG)
         say(f"serving on {address}")
         is_reread = not (options.keys is None and configuration.path is None)
-        run(create_app(models, keys=keys), models, listener, configuration if is_reread else None)
+        run(create_app(models, keys), models, listener, configuration if is_reread else None)
 
 
 def _of_any(options: ServeOptions) -> ServeOptions:
