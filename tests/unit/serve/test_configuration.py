@@ -1,10 +1,12 @@
 """Options of a file and of the environment, their change meanwhile, and the service manager."""
 
+import asyncio
 import os
 import signal
 import socket
 import stat
 import sys
+import threading
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from adapters import make_adapter
 from servers import wait_for
 from serving import DEMO, Served, serving
 from tiny import make_tiny
@@ -21,12 +25,14 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.options.layers import as_toml, layered
-from exl2flow.inference import Generator, load_model
+from exl2flow.inference import Adapter, Event, Generator, load_model
+from exl2flow.serve.completions import plan_of
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.fields import CompletionBody
 from exl2flow.serve.listening import listening
 from exl2flow.serve.mapping import settings_of
 from exl2flow.serve.reloading import Configuration
+from exl2flow.serve.running import _Server
 from exl2flow.serve.sections import checked
 
 PREFIX = "EXL2FLOW_SERVE_"
@@ -130,10 +136,20 @@ def test_the_configuration_that_is_printed_can_be_given_back(
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    model = load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
-    options = ServeOptions(slots=2, tool_grammar="off")
-    defaults = {"top_p": 0.5, "min_p": 0.5, "top_k": 5, "tfs": 0.5}
-    return Engine(model, lambda: Generator(model, slots=2), options, fmt=None, defaults=defaults)
+    folder = make_tiny("llama", tmp_path_factory.mktemp("tiny"))
+    model = load_model(folder, device="cpu")
+    options = ServeOptions(model=folder, slots=2, tool_grammar="off")
+    return Engine(
+        model,
+        lambda: Generator(model, slots=2),
+        options,
+        fmt=None,
+        defaults={"top_p": 0.5, "min_p": 0.5, "top_k": 5, "tfs": 0.5},
+        adapters=tuple(
+            Adapter.load(make_adapter(folder / name, folder, seed=seed), model)
+            for seed, name in enumerate(("one", "two"))
+        ),
+    )
 
 
 def test_forced_settings_come_before_the_request_the_defaults_and_the_model(
@@ -158,6 +174,58 @@ def test_a_forced_temperature_leaves_no_dynamic_one(engine: Engine, file: Path) 
     for more in ({"dynatemp_range": 0.2}, {"min_temp": 0.5, "max_temp": 2.0}):
         found = settings_of(CompletionBody(prompt="a", **more), engine)
         assert (found.temperature, found.min_temp, found.max_temp) == (0.3, 0.0, 0.0)
+
+
+def test_an_alias_stands_for_an_adapter(engine: Engine, file: Path) -> None:
+    folder, (one, two) = engine.model.spec.source_dir, engine.adapters
+    file.write_text(f'[aliases]\nb = "{folder.name}:two"\nall = "{folder.name}"')
+    engine.options = read(file, model=folder, lora=[one.folder, two.folder])
+
+    assert engine.adapters_for("b", None) == (two,)
+    assert engine.adapters_for("all", None) == engine.adapters_for("x", None) == (one, two)
+    assert engine.names[-2:] == ["b", "all"]
+
+
+def test_no_sign_of_life_is_given_while_a_step_hangs(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test with this engine."""
+    step, goes_on = engine.generator.step, threading.Event()
+
+    def hang() -> list[Event]:
+        goes_on.wait(30)
+        return step()
+
+    async def watched(manager: socket.socket) -> list[int]:
+        server, counts = _Server(uvicorn.Config("none"), engine, None), list[int]()
+
+        def look() -> None:
+            server._watch()
+            try:
+                counts.append(len(manager.recv(100, socket.MSG_DONTWAIT)))
+            except BlockingIOError:
+                counts.append(0)
+
+        look()
+        body = CompletionBody(prompt="a", max_tokens=1)
+        answer = await engine.begin(lambda: plan_of(body, engine))
+        for _ in range(3):
+            look()
+        goes_on.set()
+        while engine.progress is not None:
+            await asyncio.sleep(0.01)
+        look()
+        engine.end(answer)
+        await engine.close()
+        return counts
+
+    engine.start()
+    monkeypatch.setattr(engine.generator, "step", hang)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "manager"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "manager"))
+        alive = len("WATCHDOG=1")
+        assert asyncio.run(watched(manager)) == [alive, alive, 0, 0, alive]
 
 
 def test_what_is_called_at_a_change_may_refuse_it(file: Path) -> None:
