@@ -52,6 +52,14 @@ def serve(
             rich_help_panel=LISTEN,
         ),
     ] = False,
+    new_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Add a key to the file of --keys, print it, and stop.",
+            rich_help_panel=LISTEN,
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API does. (`exl2flow server` runs conversions.)
 
@@ -68,6 +76,13 @@ def serve(
     options = checked(given, config)
     if print_config:
         tell(as_toml(given))
+        return
+    if new_key is not None:
+        from exl2flow.serve.keys import add_key
+
+        if options.keys is None:
+            raise ConfigError("`--new-key` goes with `--keys FILE`")
+        tell(add_key(options.keys, new_key))
         return
     if options.model is None:
         raise ConfigError("give the folder of a model, or a `--config` with `model`")
