@@ -21,10 +21,10 @@ from exl2flow.inference.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
 from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fair_queue import AHEAD, Admission, FairQueue
 from exl2flow.serve.fields import Lora
 from exl2flow.serve.keys import Key
 from exl2flow.serve.logprobs import Names
-from exl2flow.serve.turns import AHEAD, Turn, Turns
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
@@ -80,7 +80,10 @@ class Engine:
             self.warnings.append(NO_TOOLS)
         self.has_grammars, self._entering = False, 0
         self.state: State = "ready"
-        self.answers, self._turns = dict[RunningAnswer, Turn](), Turns(options.slots + AHEAD)
+        self.answers, self._queue = (
+            dict[RunningAnswer, Admission](),
+            FairQueue(options.slots + AHEAD),
+        )
         self._pool = ThreadPoolExecutor(PREPARING, "exl2flow-serve")
 
     def start(self) -> None:
@@ -183,7 +186,7 @@ class Engine:
         self.check_ready()
         if self.count >= self.options.slots + self.options.waiting:
             why = f"{self.count} requests are running or waiting; try again later"
-            raise ApiError(429, why, retry_after=self._turns.advice)
+            raise ApiError(429, why, retry_after=self._queue.advice)
         loop, events, running = asyncio.get_running_loop(), asyncio.Queue[Event](), self._running
         self._entering += 1
         turn = None
@@ -194,7 +197,7 @@ class Engine:
                 if isinstance(given, GrammarFilter):
                     await self.trial.check(given)
             limit = self.options.wait_seconds
-            turn = await self._turns.enter(key, len(plan.requests), seconds=limit)
+            turn = await self._queue.enter(key, len(plan.requests), seconds=limit)
             jobs = await self.in_thread(
                 lambda: [running.prepare(one, events, loop) for one in plan.requests]
             )
@@ -204,7 +207,7 @@ class Engine:
                 running.add(job)
         except BaseException:
             if turn is not None:
-                self._turns.leave(turn)
+                self._queue.leave(turn)
             raise
         finally:
             self._entering -= 1
@@ -215,7 +218,7 @@ class Engine:
         """Forget an answer, and make a failed generator anew, once."""
         answer.cancel()
         if turn := self.answers.pop(answer, None):
-            self._turns.leave(turn)
+            self._queue.leave(turn)
         failure = None if self._made is None else self._made.failure
         if failure is not None and self.state in ("ready", "draining"):
             log.error("the generator failed: %s", failure)

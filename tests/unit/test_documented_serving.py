@@ -14,7 +14,7 @@ from exl2flow.core.options.serving import ServeOptions
 from exl2flow.flows.cli.options.layers import layered
 from exl2flow.serve.errors import TYPES
 from exl2flow.serve.fields import ALIASES, HARMLESS, ChatBody, CompletionBody
-from exl2flow.serve.guard import read_keys
+from exl2flow.serve.keys import read_keys
 from exl2flow.serve.metrics import TABLE
 from exl2flow.serve.reloading import RELOADED, TABLES
 from exl2flow.serve.sections import checked
@@ -59,6 +59,7 @@ def test_every_status_and_type_is_in_the_reference() -> None:
 
 def test_keys_of_the_page_are_keys(tmp_path: Path) -> None:
     (tmp_path / "keys.toml").write_text(block("toml"), encoding="utf-8")
+    (tmp_path / "keys.toml").chmod(0o600)
 
     assert [key.name for key in read_keys(tmp_path / "keys.toml")] == ["editor", "webui"]
 

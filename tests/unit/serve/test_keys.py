@@ -20,8 +20,8 @@ from serving import Served, serving
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fair_queue import Admission, FairQueue
 from exl2flow.serve.keys import Key, Keys, add_key, read_keys
-from exl2flow.serve.turns import Turn, Turns
 
 FILE = """
 [[key]]
@@ -114,12 +114,12 @@ def test_a_key_is_added_and_told_once(tmp_path: Path) -> None:
             add_key(path, name)
 
 
-async def run_turns(
+async def run_queue(
     keys: list[Key], room: int, asked: list[tuple[int, int]], seed: int
 ) -> list[tuple[str, dict[str, int], set[str]]]:
     """Let requests (key, texts) enter at once; return who came, and what ran and waited then."""
-    turns, came = Turns(room), list[tuple[str, dict[str, int], set[str]]]()
-    source, running = random.Random(seed), list[Turn]()
+    turns, came = FairQueue(room), list[tuple[str, dict[str, int], set[str]]]()
+    source, running = random.Random(seed), list[Admission]()
 
     async def enter(key: Key, texts: int) -> None:
         turn = await turns.enter(key, texts, seconds=60)
@@ -165,13 +165,13 @@ def test_all_turns_come_within_the_limits(
 ) -> None:
     keys = [Key(str(i), running=limit, waiting=None) for i, limit in enumerate(limits)]
     asked = [(k % len(keys), texts) for k, texts in asked]
-    came = asyncio.run(run_turns(keys, room, asked, seed))
+    came = asyncio.run(run_queue(keys, room, asked, seed))
     assert Counter(name for name, _, _ in came) == Counter(keys[k].name for k, _ in asked)
 
 
 def test_many_requests_of_a_key_do_not_hold_another_up() -> None:
     many, few = Key("many", waiting=None), Key("few", waiting=None)
-    came = asyncio.run(run_turns([many, few], 4, [(0, 1)] * 20 + [(1, 1)] * 3, 0))
+    came = asyncio.run(run_queue([many, few], 4, [(0, 1)] * 20 + [(1, 1)] * 3, 0))
     order = [name for name, _, _ in came]
     assert order[:4] == ["many"] * 4
     assert {*order[4:8]} >= {"few"}
@@ -181,7 +181,7 @@ def test_many_requests_of_a_key_do_not_hold_another_up() -> None:
 
 def test_who_leaves_or_waits_too_long_is_forgotten() -> None:
     async def run() -> None:
-        turns, key = Turns(1), Key("a", waiting=2)
+        turns, key = FairQueue(1), Key("a", waiting=2)
         first = await turns.enter(key, 1, seconds=1)
         leaving = asyncio.ensure_future(turns.enter(key, 1, seconds=60))
         await asyncio.sleep(0)

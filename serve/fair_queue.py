@@ -15,7 +15,7 @@ LONGEST_ADVICE = 60  # seconds
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class Admission:
     """The texts of one request, which run or wait."""
 
     key: Key
@@ -23,7 +23,7 @@ class Turn:
     has_come: asyncio.Future[None] = field(default_factory=lambda: asyncio.Future())
 
 
-class Turns:
+class FairQueue:
     """Lets the texts of requests run, `room` of them at once.
 
     Next is the key with the fewest running texts among those below their own limit, and its oldest
@@ -32,16 +32,16 @@ class Turns:
     """
 
     def __init__(self, room: int) -> None:
-        self.room, self.running, self.waiting = room, Counter[str](), list[Turn]()
+        self.room, self.running, self.waiting = room, Counter[str](), list[Admission]()
         self._ends = deque[float](maxlen=ENDS)
 
-    async def enter(self, key: Key, texts: int, *, seconds: float) -> Turn:
+    async def enter(self, key: Key, texts: int, *, seconds: float) -> Admission:
         """Wait until texts may run; `leave` ends that.
 
         Raises:
             ApiError: too many of the key's requests wait (429), or this one did for too long (503).
         """
-        turn = Turn(key, texts)
+        turn = Admission(key, texts)
         self.waiting.append(turn)
         self._advance()
         others = sum(one.key.name == key.name for one in self.waiting) - 1
@@ -59,7 +59,7 @@ class Turns:
             raise
         return turn
 
-    def leave(self, turn: Turn) -> None:
+    def leave(self, turn: Admission) -> None:
         """End a turn, or the waiting for it."""
         if turn in self.waiting:
             self.waiting.remove(turn)
@@ -86,8 +86,8 @@ class Turns:
             if not turn.has_come.done():  # else its client has left, and `leave` follows
                 turn.has_come.set_result(None)
 
-    def _next(self) -> Turn | None:
-        def may_run(turn: Turn) -> bool:
+    def _next(self) -> Admission | None:
+        def may_run(turn: Admission) -> bool:
             own, limit = self.running[turn.key.name], turn.key.running
             return not own or limit is None or own + turn.texts <= limit
 
