@@ -34,6 +34,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     keys = folder / "keys.toml"
     keys.write_text(KEYS.format(digest=hashlib.sha256(b"second-key").hexdigest()))
+    keys.chmod(0o600)
     adapter = make_adapter(folder / "style", DEMO)
     flags = ("--keys", str(keys), "--origin", PAGE, "--lora", str(adapter), "--log-json")
     with serving(*flags, "--slots", "16", "--tokens", "1280", "--format", "qwq") as server:

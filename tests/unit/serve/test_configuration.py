@@ -31,6 +31,7 @@ from exl2flow.serve.engine import Engine
 from exl2flow.serve.fields import CompletionBody
 from exl2flow.serve.listening import listening
 from exl2flow.serve.mapping import settings_of
+from exl2flow.serve.models import Models
 from exl2flow.serve.reloading import Configuration
 from exl2flow.serve.running import _Server
 from exl2flow.serve.sections import checked
@@ -177,13 +178,13 @@ def test_a_forced_temperature_leaves_no_dynamic_one(engine: Engine, file: Path) 
 
 
 def test_an_alias_stands_for_an_adapter(engine: Engine, file: Path) -> None:
-    folder, (one, two) = engine.model.spec.source_dir, engine.adapters
+    folder, (one, two) = engine.model.spec.source_dir, [row[0] for row in engine.adapters.values()]
     file.write_text(f'[aliases]\nb = "{folder.name}:two"\nall = "{folder.name}"')
     engine.options = read(file, model=folder, lora=[one.folder, two.folder])
 
     assert engine.adapters_for("b", None) == (two,)
     assert engine.adapters_for("all", None) == engine.adapters_for("x", None) == (one, two)
-    assert engine.names[-2:] == ["b", "all"]
+    assert Models(engine, lambda _: engine).names[-2:] == ["b", "all"]
 
 
 def test_no_sign_of_life_is_given_while_a_step_hangs(
@@ -197,7 +198,10 @@ def test_no_sign_of_life_is_given_while_a_step_hangs(
         return step()
 
     async def watched(manager: socket.socket) -> list[int]:
-        server, counts = _Server(uvicorn.Config("none"), engine, None), list[int]()
+        server, counts = (
+            _Server(uvicorn.Config("none"), Models(engine, lambda _: engine), None),
+            list[int](),
+        )
 
         def look() -> None:
             server._watch()
