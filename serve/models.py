@@ -229,9 +229,14 @@ class Models:
                 raise Exl2FlowError("its folder is gone")
             self.engine = await asyncio.to_thread(self._make, folder)
         except Exception as error:
-            is_ours = isinstance(error, Exl2FlowError)
-            log.error("%s cannot be loaded: %s", name, error, exc_info=not is_ours)
-            self._failed[name] = time.monotonic(), str(error) if is_ours else "see the server's log"
+            why = str(error)
+            if isinstance(error, torch.OutOfMemoryError):
+                why = "the GPU has too little memory; load a smaller one, or give fewer `--tokens`"
+            elif not isinstance(error, Exl2FlowError):
+                log.exception("loading %s failed", name)
+                why = "see the server's log"
+            log.error("%s cannot be loaded: %s", name, why)
+            self._failed[name] = time.monotonic(), why
             await asyncio.to_thread(_collect)
             return False
         self.name, self._used_at = name, time.monotonic()
