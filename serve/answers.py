@@ -103,10 +103,21 @@ class Choice:
 
 
 class RunningAnswer:
-    """The texts of one request while they are generated. first: when the first token came."""
+    """The texts of one request while they are generated.
 
-    def __init__(self, plan: AnswerPlan, jobs: Sequence[Job], events: asyncio.Queue[Event]) -> None:
-        self.plan, self.began, self.created = plan, time.monotonic(), int(time.time())
+    began: when it came; waited: seconds in front of the generator; first: when a token came first.
+    """
+
+    def __init__(
+        self,
+        plan: AnswerPlan,
+        jobs: Sequence[Job],
+        events: asyncio.Queue[Event],
+        *,
+        began: float,
+        waited: float,
+    ) -> None:
+        self.plan, self.began, self.waited, self.created = plan, began, waited, int(time.time())
         self.first: float | None = None
         self.choices = [Choice(plan) for _ in plan.requests]
         self.ends: dict[int, Event] = {}

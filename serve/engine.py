@@ -187,7 +187,7 @@ class Engine:
         if self.count >= self.options.slots + self.options.waiting:
             why = f"{self.count} requests are running or waiting; try again later"
             raise ApiError(429, why, retry_after=self._queue.advice)
-        loop, events, running = asyncio.get_running_loop(), asyncio.Queue[Event](), self._running
+        loop, events, began = asyncio.get_running_loop(), asyncio.Queue[Event](), time.monotonic()
         self._entering += 1
         turn = None
         try:
@@ -197,12 +197,16 @@ class Engine:
                 if isinstance(given, GrammarFilter):
                     await self.trial.check(given)
             limit = self.options.wait_seconds
+            asked = time.monotonic()
             turn = await self._queue.enter(key, len(plan.requests), seconds=limit)
+            waited = time.monotonic() - asked
+            self.check_ready()
+            running = self._running
             jobs = await self.in_thread(
                 lambda: [running.prepare(one, events, loop) for one in plan.requests]
             )
             self.check_ready()
-            answer = RunningAnswer(plan, jobs, events)
+            answer = RunningAnswer(plan, jobs, events, began=began, waited=waited)
             for job in jobs:
                 running.add(job)
         except BaseException:

@@ -89,6 +89,7 @@ class Metrics:
         """Count an answer that has ended, and write its line."""
         counts = [e.statistics for e in answer.ends.values() if e.statistics is not None]
         for one in counts:
+            self.add("request_queue_time_seconds", one.waiting_seconds + answer.waited)
             for source, names in TABLE["statistics"].items():
                 for name in names:
                     self.add(name, getattr(one, source))
@@ -115,7 +116,7 @@ class Metrics:
             "prompt": usage["prompt_tokens"],
             "cached": usage["prompt_tokens_details"]["cached_tokens"],
             "new": usage["completion_tokens"],
-            "waited": max((one.waiting_seconds for one in counts), default=0.0),
+            "waited": max((one.waiting_seconds for one in counts), default=0.0) + answer.waited,
             "first": first,
             "total": total,
             "status": status,

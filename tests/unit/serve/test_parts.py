@@ -186,7 +186,11 @@ def test_streams_join_to_the_plain_answer(
         events = [Event(stage="text", tag=0, **fields) for fields in texts]
         events.append(Event(stage="text", tag=0, reason="stop_token"))
         plan = replace(PLAN, requests=(Request("a"),), shows_calls=shows_calls)
-        return ChatDialect(Batched(plan, [], asyncio.Queue()).batch(events, sizes), body, engine)
+        return ChatDialect(
+            Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(events, sizes),
+            body,
+            engine,
+        )
 
     async def streamed() -> str:
         return b"".join([piece async for piece in dialect().stream()]).decode()
@@ -240,7 +244,9 @@ def test_blocks_of_streams_join_to_the_plain_answer(
         events = [Event(stage="text", tag=0, text=piece, ids=(5,)) for piece in pieces]
         events.append(Event(stage="text", tag=0, reason="stop_token"))
         plan = replace(PLAN, requests=(Request("a"),), prompts=((1,),), shows_calls=shows_calls)
-        answer = Batched(plan, [], asyncio.Queue()).batch(events, list(sizes))
+        answer = Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(
+            events, list(sizes)
+        )
         return dialect(answer, body, engine)
 
     async def streamed() -> str:
