@@ -20,6 +20,7 @@ from exl2flow.kernels.interface.cache_formats import (
     slots_at,
     slots_of,
 )
+from exl2flow.kernels.interface.delta import CHUNK_TOKENS, DeltaArgs, DeltaState
 from exl2flow.kernels.interface.experts import ExpertBank, ExpertMatrices
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
@@ -69,6 +70,7 @@ __all__ = [
     "ACTIVATIONS",
     "CACHE_FORMATS",
     "CHUNK_ELEMENTS",
+    "CHUNK_TOKENS",
     "FEW_ROWS",
     "GATED_ACTIVATIONS",
     "LARGEST_HALF",
@@ -87,6 +89,8 @@ __all__ = [
     "BegunGroups",
     "CacheFormat",
     "CardFacts",
+    "DeltaArgs",
+    "DeltaState",
     "Element",
     "ExpertBank",
     "ExpertMatrices",

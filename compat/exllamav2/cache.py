@@ -15,7 +15,7 @@ from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.inference import Generator
 from exl2flow.inference.cache.paged import pages_of
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.memory.footprint import exact_format, store_bytes
+from exl2flow.model.memory.footprint import exact_format, layer_bytes
 
 
 class ExLlamaV2Cache:
@@ -127,7 +127,7 @@ class ExLlamaV2Cache:
         placement, pages = native.decoder.placement, self.tokens // PAGE_TOKENS
         name = self.format or exact_format(placement.head)
         for layer, device in zip(native.spec.attentions, placement.layers, strict=True):
-            nbytes[device] += store_bytes(layer.num_kv_heads, layer.head_dim, pages, name)
+            nbytes[device] += layer_bytes(layer, pages, name)
         return [*nbytes.values()]
 
 

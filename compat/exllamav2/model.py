@@ -49,7 +49,7 @@ class ExLlamaV2Config(SimpleNamespace):
 
     def prepare(self, no_tensors: bool = False) -> None:
         spec = resolve(Path(str(self.model_dir)))
-        attention, eos = spec.attentions[0], spec.eos_token_ids
+        attention, eos = spec.attending[0], spec.eos_token_ids
         vars(self).update(
             max_seq_len=spec.max_positions,
             vocab_size=spec.vocab_size,

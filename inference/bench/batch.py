@@ -79,7 +79,7 @@ class DecodeBatch:
     @property
     def read_bytes(self) -> int:
         """Bytes of keys and values that a step reads."""
-        layers = zip(self.model.spec.attentions, self.cache.stores, strict=True)
+        layers = zip(self.model.spec.attending, self.cache.stores, strict=True)
         positions = (self.cache.pages + 1) * PAGE_TOKENS
         return self.size * sum(
             store.nbytes

@@ -15,7 +15,7 @@ from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
 from exl2flow.core.runtime.memory import available_memory, free_memory
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore, on_device
 from exl2flow.model import ModelSpec, Placement
-from exl2flow.model.memory.footprint import store_bytes
+from exl2flow.model.memory.footprint import layer_bytes
 
 SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
@@ -36,9 +36,18 @@ class PagedCache:
         device: torch.device | str,
         layers: Sequence[torch.device] | None = None,
     ) -> None:
-        """Reserve pages on the device of each layer, by default on `device`."""
+        """Reserve pages on the device of each layer, by default on `device`.
+
+        Raises:
+            ConfigError: there are layers with a state.
+        """
         self.pages = self.spare = pages
         self.form, self.device = form, torch.device(device)
+        if spec.deltas:
+            raise ConfigError(
+                f"`{spec.source_dir}` has layers with a state, which no cache holds yet: it can be "
+                "converted and validated, but it does not generate texts"
+            )
         self._layers = layers or [self.device] * spec.num_layers
         self.stores = [
             LayerStore.empty(
@@ -48,7 +57,7 @@ class PagedCache:
                 head_dim=attention.head_dim,
                 device=device,
             )
-            for attention, device in zip(spec.attentions, self._layers, strict=True)
+            for attention, device in zip(spec.attending, self._layers, strict=True)
         ]
 
     def at(self, device: torch.device) -> "PagedCache":
@@ -111,7 +120,7 @@ def fitting(context: int, models: Sequence[tuple[ModelSpec, Placement]], name: s
     page_bytes, tokens = Counter[torch.device](), context
     for spec, placement in models:
         for attention, device in zip(spec.attentions, placement.layers, strict=True):
-            page_bytes[device] += store_bytes(attention.num_kv_heads, attention.head_dim, 1, name)
+            page_bytes[device] += layer_bytes(attention, 1, name)
     for device, nbytes in page_bytes.items():
         room = free_memory(device) if device.type == "cuda" else available_memory()
         if room is not None:

@@ -85,6 +85,6 @@ def _model(folder: Path, model: LoadedModel) -> dict[str, object]:
     return {
         "weights": {path.name: sha256 for path, sha256 in weights.items()},
         "config": digest(source / "config.json"),
-        "rope": [repr(attention.rope) for attention in model.spec.attentions],
+        "rope": [repr(attention.rope) for attention in model.spec.attending],
         "dtype": str(model.decoder.embedding.weight.dtype),
     }

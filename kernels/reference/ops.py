@@ -22,6 +22,7 @@ from exl2flow.kernels.interface.groups import (
 )
 from exl2flow.kernels.interface.packed import FusedLinear, runs_of
 from exl2flow.kernels.reference import cache as torch_cache
+from exl2flow.kernels.reference import delta as torch_delta
 from exl2flow.kernels.reference import experts as torch_experts
 from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import router as torch_router
@@ -63,6 +64,7 @@ class Ops:
     route = staticmethod(torch_router.route)
     nearly_chosen = staticmethod(torch_router.nearly_chosen)
     experts = staticmethod(torch_experts.experts)
+    gated_delta = staticmethod(torch_delta.gated_delta)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)

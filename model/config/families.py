@@ -705,6 +705,68 @@ QWEN3_VL_MOE = replace(
     defaults=(("num_experts_per_tok", 4),),
 )
 
+QWEN3_NEXT_EXPERTS = Experts(
+    default_count=512,
+    packings=QWEN3_VL_PACKINGS,
+    shared="mlp.shared_expert",
+    shared_width_keys=("shared_expert_intermediate_size",),
+    shared_gate="mlp.shared_expert_gate",
+)
+QWEN3_NEXT = replace(
+    QWEN3,
+    architecture="Qwen3NextForCausalLM",
+    window_rule=WindowRule.NONE,
+    default_head_dim=256,
+    default_partial=0.25,
+    norm_offset=1.0,
+    has_state=True,
+    packed_state=True,
+    has_gate=True,
+    carried=("mtp.",),
+    experts=QWEN3_NEXT_EXPERTS,
+    defaults=(
+        ("num_key_value_heads", 2),
+        ("num_experts_per_tok", 10),
+        ("norm_topk_prob", True),
+        ("shared_expert_intermediate_size", 512),
+    ),
+)
+QWEN3_5_TEXT = replace(
+    QWEN3_NEXT,
+    architecture="Qwen3_5ForCausalLM",
+    packed_state=False,
+    experts=None,
+    defaults=(("num_key_value_heads", 4),),
+)
+QWEN3_5 = replace(
+    QWEN3_5_TEXT,
+    architecture="Qwen3_5ForConditionalGeneration",
+    text_type="qwen3_5_text",
+    prefix="model.language_model.",
+    carried=("mtp.", "model.visual."),
+)
+QWEN3_5_MOE_TEXT = replace(
+    QWEN3_NEXT,
+    architecture="Qwen3_5MoeForCausalLM",
+    packed_state=False,
+    experts=replace(
+        QWEN3_NEXT_EXPERTS, default_count=256, dense=DenseLayers.NONE, is_normalized=True
+    ),
+    defaults=(
+        ("num_key_value_heads", 2),
+        ("num_experts_per_tok", 8),
+        ("shared_expert_intermediate_size", 512),
+        ("moe_intermediate_size", 512),
+    ),
+)
+QWEN3_5_MOE = replace(
+    QWEN3_5_MOE_TEXT,
+    architecture="Qwen3_5MoeForConditionalGeneration",
+    text_type="qwen3_5_moe_text",
+    prefix="model.language_model.",
+    carried=("mtp.", "model.visual."),
+)
+
 FAMILIES: dict[tuple[str, str | None], Family] = {
     (row.architecture, row.text_type): row
     for row in [*globals().values()]

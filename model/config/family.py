@@ -171,6 +171,11 @@ class Family:
     sinks: str | None = None
     clip_key: str | None = None  # the most that elements of queries, keys and values may have
 
+    # layers with a state, of `layer_types` or but each `full_attention_interval`-th
+    has_state: bool = False
+    packed_state: bool = False  # their products read one matrix each, with rows by key head
+    has_gate: bool = False  # q_proj has the logits of what the output of attention is multiplied by
+
     # positions
     nope_rule: NopeRule = NopeRule.NONE
     learned_positions: str | None = None  # an embedding of positions, added to that of tokens

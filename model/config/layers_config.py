@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
 from exl2flow.kernels import AttentionRule
+from exl2flow.model.config.delta_spec import LINEAR, DeltaSpec, read_delta
 from exl2flow.model.config.family import Family, HeadNorms, NopeRule, WindowRule
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.rope_spec import FULL, LAYER_TYPES, SLIDING, RopeSpec, read_ropes
@@ -21,8 +22,8 @@ Windows = tuple[int | None, ...]
 
 def read_attentions(
     config: Fields, family: Family, *, num_layers: int, max_positions: int
-) -> tuple[AttentionSpec, ...]:
-    """Read the keys of attention and rope, in either config form.
+) -> tuple[AttentionSpec | DeltaSpec, ...]:
+    """Read the keys of attention, rope and layers with a state, in either config form.
 
     Raises:
         UnsupportedArchitecture: a kind of layer or rope that is not implemented.
@@ -40,7 +41,7 @@ def read_attentions(
         )
     is_bare = layer.head_norms is HeadNorms.BARE
     ropes = (local if kind == SLIDING else full for kind in types)
-    return tuple(
+    layers: tuple[AttentionSpec | DeltaSpec, ...] = tuple(
         replace(
             layer,
             rule=replace(layer.rule, window=window, chunk=chunk),
@@ -49,6 +50,10 @@ def read_attentions(
         )
         for window, chunk, rope, rotates in zip(windows, chunks, ropes, rotated, strict=True)
     )
+    if LINEAR not in types:
+        return layers
+    delta = read_delta(config, is_packed=family.packed_state)
+    return tuple(delta if kind == LINEAR else one for one, kind in zip(layers, types, strict=True))
 
 
 def bias_of(config: Fields, rule: bool | str) -> bool:
@@ -85,6 +90,7 @@ def _common(config: Fields, family: Family, max_positions: int) -> AttentionSpec
         o_bias=bias_of(config, family.o_bias),
         head_norms=head_norms,
         clip=config.optional(family.clip_key),
+        has_gate=family.has_gate,
     )
 
 
@@ -108,6 +114,7 @@ def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, 
     listed = config.texts("layer_types", num_layers)
     types = tuple(NAMES.get(kind, kind) for kind in listed)
     known = LAYER_TYPES if family.chunk_key is None else (*LAYER_TYPES, CHUNKED)
+    known = (FULL, LINEAR) if family.has_state else known
     unknown = [kind for kind in dict.fromkeys(types) if kind not in known]
     if unknown:
         needs = dict.fromkeys(LAYER_NEEDS[kind] for kind in unknown if kind in LAYER_NEEDS)
@@ -121,6 +128,9 @@ def _layer_types(config: Fields, family: Family, num_layers: int) -> tuple[str, 
 
 def _patterned(config: Fields, family: Family, num_layers: int) -> tuple[str, ...]:
     """Return the types of a pattern: letters that repeat, or every n-th layer is a full one."""
+    if family.has_state:
+        every = config.integer("full_attention_interval", 4)
+        return tuple(LINEAR if layer % every else FULL for layer in range(1, num_layers + 1))
     if family.window_rule is not WindowRule.LAYER_TYPES:
         return (FULL,) * num_layers
     if not family.default_window_pattern:

@@ -12,7 +12,7 @@ from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.layers_config import read_attentions
-from exl2flow.model.config.spec import GROUP_WEIGHTS, ModelSpec
+from exl2flow.model.config.spec import GROUP_WEIGHTS, AttentionSpec, ModelSpec
 from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
@@ -73,7 +73,11 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     max_positions = config.integer("max_position_embeddings")
     attentions = read_attentions(config, family, num_layers=num_layers, max_positions=max_positions)
-    reaches = [one.rope.reach(max_positions) for one in attentions if one.rope.rotary_dim]
+    reaches = [
+        one.rope.reach(max_positions)
+        for one in attentions
+        if isinstance(one, AttentionSpec) and one.rope.rotary_dim
+    ]
     bos_ids, eos_ids = (
         config.token_ids(key) or whole.token_ids(key) for key in ("bos_token_id", "eos_token_id")
     )

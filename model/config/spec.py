@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from exl2flow.kernels import AttentionRule
+from exl2flow.model.config.delta_spec import DeltaSpec, plain_tensors
 from exl2flow.model.config.experts_spec import (
     LINEARS,
     ExpertsSpec,
@@ -41,6 +42,7 @@ class AttentionSpec:
 
     norm_after_rope: queries and keys are normalized after their rotation, not before.
     clip: what elements of queries, keys and values are clamped to ± of, before rotation, or None.
+    has_gate: each head's queries are followed by the logits of what its output is multiplied by.
     """
 
     num_heads: int
@@ -53,6 +55,7 @@ class AttentionSpec:
     o_bias: bool
     head_norms: HeadNorms = HeadNorms.NONE
     clip: float | None = None
+    has_gate: bool = False
 
     @property
     def width(self) -> int:
@@ -69,7 +72,8 @@ class AttentionSpec:
 class ModelSpec:
     """A model as its config describes it.
 
-    attentions, mlps: of each layer; config: the raw `config.json`.
+    attentions: of each layer, or how its state changes; mlps: of each layer; config: the raw
+    `config.json`.
     drafting_layers: that files may have behind these, and that are left out.
     group_weights: most weights of a group of experts, unless a single one has more; None: a layer's
     experts are one group. No result depends on it but the shape of errors in reports.
@@ -82,7 +86,7 @@ class ModelSpec:
     vocab_size: int
     norm_eps: float
     tied_head: bool
-    attentions: tuple[AttentionSpec, ...]
+    attentions: tuple[AttentionSpec | DeltaSpec, ...]
     mlps: tuple[MlpSpec | ExpertsSpec, ...]
     max_positions: int
     bos_token_id: int | None
@@ -130,7 +134,23 @@ class ModelSpec:
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """The different ropes of the layers, in the order of the layers."""
-        return tuple(dict.fromkeys(attention.rope for attention in self.attentions))
+        return tuple(dict.fromkeys(attention.rope for attention in self.attending))
+
+    @property
+    def attending(self) -> tuple[AttentionSpec, ...]:
+        """The attention of the layers that have any, in their order."""
+        return tuple(layer for layer in self.attentions if isinstance(layer, AttentionSpec))
+
+    @property
+    def deltas(self) -> tuple[DeltaSpec, ...]:
+        """The layers with a state, in their order."""
+        return tuple(layer for layer in self.attentions if isinstance(layer, DeltaSpec))
+
+    def attention(self, layer: int) -> AttentionSpec:
+        """Return the attention of a layer that has it."""
+        found = self.attentions[layer]
+        assert isinstance(found, AttentionSpec)
+        return found
 
     @property
     def embedding_key(self) -> str:
@@ -203,7 +223,10 @@ class ModelSpec:
             ropes = {old: rope.with_yarn(yarn, original) for old, rope in ropes.items()}
             reach = int(original * max(yarn, 1.0))
         layers = (
-            replace(layer, rope=ropes.get(layer.rope, layer.rope)) for layer in self.attentions
+            replace(layer, rope=ropes.get(layer.rope, layer.rope))
+            if isinstance(layer, AttentionSpec)
+            else layer
+            for layer in self.attentions
         )
         return replace(self, attentions=tuple(layers), max_positions=reach)
 
@@ -224,7 +247,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for norm in sublayer.norms:
             shapes |= dict.fromkeys(norm.names, norm.shape)
         if sublayer.sinks is not None:
-            shapes[sublayer.sinks] = (spec.attentions[sublayer.layer_index].num_heads,)
+            shapes[sublayer.sinks] = (spec.attention(sublayer.layer_index).num_heads,)
+        shapes |= dict(sublayer.plain.values())
         if sublayer.group is not None:
             shapes |= router_tensors(spec, sublayer.group)
         for projection in sublayer.projections:
@@ -250,9 +274,8 @@ def _linear_shapes(projection: ProjectionSpec) -> dict[str, tuple[int, ...]]:
 
 def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
     """Return the sublayers of a layer, all of index 0."""
-    mlp = spec.mlps[layer]
+    mlp, mixer = spec.mlps[layer], _mixer(spec, layer)
     if isinstance(mlp, ExpertsSpec):
-        attention = _sublayer(spec, layer, "attention", _attention_part(spec, layer))
         row, start = spec.family.experts, f"{spec.layers_key}{layer}"
         assert row is not None
         groups = expert_groups(
@@ -262,17 +285,24 @@ def _layer(spec: ModelSpec, layer: int) -> tuple[SublayerSpec, ...]:
             _sublayer(spec, layer, "experts", *p, name=group_name(start, row, group), group=group)
             for p, group in groups
         )
-        return (attention, *experts)
+        return (mixer, *experts)
     if spec.family.is_parallel:
         parts = (
             _attention_part(spec, layer, inner="self_attn.inner"),
             _mlp_part(spec, layer, mlp, inner="mlp.inner"),
         )
         return (_sublayer(spec, layer, "parallel", *parts, name=f"{spec.layers_key}{layer}"),)
-    return (
-        _sublayer(spec, layer, "attention", _attention_part(spec, layer)),
-        _sublayer(spec, layer, "mlp", _mlp_part(spec, layer, mlp)),
-    )
+    return (mixer, _sublayer(spec, layer, "mlp", _mlp_part(spec, layer, mlp)))
+
+
+def _mixer(spec: ModelSpec, layer: int) -> SublayerSpec:
+    """Return the sublayer in which the tokens of a text meet."""
+    delta = spec.attentions[layer]
+    if isinstance(delta, AttentionSpec):
+        return _sublayer(spec, layer, "attention", _attention_part(spec, layer))
+    part = _delta_part(spec, layer, delta)
+    plain = plain_tensors(part.name, delta, spec.hidden_size)
+    return replace(_sublayer(spec, layer, "delta", part), plain=plain)
 
 
 def _sublayer(
@@ -297,14 +327,34 @@ def _sublayer(
 
 
 def _attention_part(spec: ModelSpec, layer: int, inner: str = "inner") -> SublayerPart:
-    attention, hidden = spec.attentions[layer], spec.hidden_size
+    attention, hidden = spec.attention(layer), spec.hidden_size
+    queries = attention.width * (2 if attention.has_gate else 1)
     rows: tuple[Row, ...] = (
-        ("q", hidden, attention.width, attention.qkv_bias, "input"),
+        ("q", hidden, queries, attention.qkv_bias, "input"),
         ("k", hidden, attention.kv_width, attention.qkv_bias, "input"),
         ("v", hidden, attention.kv_width, attention.qkv_bias, "input"),
         ("o", attention.width, hidden, attention.o_bias, inner),
     )
     return _part(spec, f"{spec.layers_key}{layer}", "self_attn", rows)
+
+
+def _delta_part(spec: ModelSpec, layer: int, delta: DeltaSpec) -> SublayerPart:
+    hidden = spec.hidden_size
+    out: Row = ("out", delta.width, hidden, False, "inner")
+    rows: tuple[Row, ...] = (
+        ("qkv", hidden, delta.channels, False, "input"),
+        ("z", hidden, delta.width, False, "input"),
+        out,
+    )
+    names = {"qkv": "in_proj_qkv", "z": "in_proj_z", "out": "out_proj"}
+    if delta.is_packed:
+        rows = ("qkv", hidden, delta.channels + delta.width, False, "input"), out
+        names["qkv"] = "in_proj_qkvz"
+    start = f"{spec.layers_key}{layer}"
+    places = {role: f"linear_attn.{name}" for role, name in names.items()}
+    return SublayerPart(
+        name=f"{start}.linear_attn", projections=projections_of(start, places, rows)
+    )
 
 
 def _mlp_part(spec: ModelSpec, layer: int, mlp: MlpSpec, inner: str = "inner") -> SublayerPart:
@@ -347,6 +397,8 @@ def _state_norm(spec: ModelSpec, role: NormRole, key: str, multiplier: float = 1
 def _head_norms(spec: ModelSpec, layer: int) -> tuple[NormSpec, ...]:
     """Return the norms of queries and keys."""
     attention, family = spec.attentions[layer], spec.family
+    if not isinstance(attention, AttentionSpec):
+        return ()
     size = attention.head_dim
     shapes: dict[HeadNorms, tuple[tuple[int, ...], ...]] = {
         HeadNorms.NONE: (),

@@ -1,14 +1,15 @@
 """Sublayers as data: norms and projections, each with its role."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from exl2flow.kernels import RouterRule
+from exl2flow.model.config.delta_spec import PlainTensor
 
-SublayerKind = Literal["attention", "mlp", "parallel", "experts"]
-Role = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
+SublayerKind = Literal["attention", "delta", "mlp", "parallel", "experts"]
+Role = Literal["q", "k", "v", "o", "qkv", "z", "out", "gate", "up", "down", "head"]
 ROUTED = "experts."  # begins names of projections in a sublayer
 NormRole = Literal["before", "after", "q", "k", "final"]
 
@@ -60,7 +61,7 @@ class ProjectionSpec:
     @property
     def is_last(self) -> bool:
         """Whether its output is added to the hidden state."""
-        return self.role in ("o", "down")
+        return self.role in ("o", "out", "down")
 
     @property
     def is_routed(self) -> bool:
@@ -141,6 +142,7 @@ class SublayerSpec:
     """Attention, an MLP, both, or experts; `index` counts sublayers, `layer_index` layers.
 
     group: of kind `experts` only. sinks: name of the sinks of its attention, (heads,), if any.
+    plain: by role, other tensors that are stored as they are, of kind `delta` only.
     """
 
     index: int
@@ -151,11 +153,17 @@ class SublayerSpec:
     parts: tuple[SublayerPart, ...]
     group: ExpertGroup | None = None
     sinks: str | None = None
+    plain: Mapping[str, PlainTensor] = field(default_factory=dict)
 
     @property
     def has_attention(self) -> bool:
         """Whether it writes keys and values."""
         return self.kind in ("attention", "parallel")
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it writes keys and values, or a state."""
+        return self.has_attention or self.kind == "delta"
 
     @property
     def is_paired(self) -> bool:

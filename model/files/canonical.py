@@ -85,8 +85,9 @@ def _parts(
             f"`{old}` in `{entry.path}` has shape {entry.stored_shape}, the config implies "
             f"{sum(rows.values())} {side}; get the model's files again, complete"
         )
-    head_dim = spec.attentions[0].head_dim
-    groups = min(rows.values()) // head_dim if spec.family.packed_heads else 1
+    groups = 1
+    if spec.family.packed_heads:
+        groups = min(rows.values()) // spec.attention(0).head_dim
     counts = [count // groups for count in rows.values()]
     for part, first, count in zip(rows, accumulate(counts, initial=0), counts, strict=False):
         located = entry.rows(first, count) if groups == 1 else entry.grouped(groups, first, count)

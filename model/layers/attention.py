@@ -116,6 +116,7 @@ class AttentionSublayer(Sublayer):
 
         to: as in `LayerCache.attend`; only with a cache.
         """
+        projected, gate = self._ungated(projected)
         q, k, v, table = self._inputs(projected, start, with_cache=cache is not None)
         rule = self.attention.rule
         if cache is None:
@@ -124,11 +125,21 @@ class AttentionSublayer(Sublayer):
             result = cache.attend(q, k, v, table=table, rule=rule)
         else:
             result = cache.attend(q, k, v, table=table, rule=rule, to=to)
-        return result.transpose(1, 2).flatten(2).to(projected.q.dtype)
+        flat = result.transpose(1, 2).flatten(2).to(projected.q.dtype)
+        return flat if gate is None else flat * gate.sigmoid()
+
+    def _ungated(self, projected: Projected) -> tuple[Projected, torch.Tensor | None]:
+        """Return projections without gates' logits, and these, (b, t, heads · dim) or None."""
+        if not self.attention.has_gate:
+            return projected, None
+        batch, count, _ = projected.q.shape
+        by_head = projected.q.view(batch, count, self.attention.num_heads, 2, -1)
+        q, gate = (part.flatten(-2) for part in by_head.unbind(-2))
+        return replace(projected, q=q), gate
 
     def store(self, projected: Projected, *, start: int | RopeTable, cache: LayerCache) -> None:
         """Add the keys and values of given projection outputs to a cache."""
-        _, k, v, table = self._inputs(projected, start, with_cache=True)
+        _, k, v, table = self._inputs(self._ungated(projected)[0], start, with_cache=True)
         cache.store(k, v, table=table)
 
     def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:

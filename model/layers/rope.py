@@ -11,7 +11,7 @@ import torch
 
 from exl2flow.kernels import get_ops, halved
 from exl2flow.model.config.rope_spec import RopeKind, RopeSpec
-from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.spec import AttentionSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,10 @@ class RopeTables:
         ropes = spec.ropes
         return cls(
             tables=tuple(step_table(rope, count, device) for rope in ropes),
-            of_layer=tuple(ropes.index(attention.rope) for attention in spec.attentions),
+            of_layer=tuple(
+                ropes.index(layer.rope) if isinstance(layer, AttentionSpec) else 0
+                for layer in spec.attentions
+            ),
             positions=torch.arange(count, device=device),
         )
 

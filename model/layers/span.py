@@ -49,7 +49,7 @@ class Span:
         if self._chains and hidden.dtype == torch.float16:
             self._chains.fill(hidden, start=start, cache=cache)
             return
-        last = max(i for i in self._places if self._spec.sublayers[i].has_attention)
+        last = max(i for i in self._places if self._spec.sublayers[i].has_cache)
         before, index = [i for i in self._places if i < last], self.layers[-1]
         hidden = self._through(before, hidden, start, cache)
         sublayer = self._sublayers[last]

@@ -7,12 +7,14 @@ import torch
 
 from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import RouterArgs
+from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
+from exl2flow.model.layers.delta import DeltaSublayer, load_delta
 from exl2flow.model.layers.experts import ExpertsSublayer, load_router
 from exl2flow.model.layers.linear import Linear, RowOrders, load_linear
 from exl2flow.model.layers.mlp import MlpSublayer
@@ -53,11 +55,13 @@ def build_sublayer(
         norm.role: load_norm(tensors, norm, dtype=dtype, device=device) for norm in sublayer.norms
     }
     if sublayer.has_attention:
-        norms |= bare_norms(spec, spec.attentions[sublayer.layer_index], dtype, device)
+        norms |= bare_norms(spec, spec.attention(sublayer.layer_index), dtype, device)
     attention = partial(_attention, spec, sublayer, norms, linears)
     match sublayer.kind:
         case "attention":
             return attention(read_attention(spec, sublayer, tensors, device=device))
+        case "delta":
+            return _delta(spec, sublayer, norms, linears, tensors, device=device)
         case "mlp":
             return _mlp(spec, sublayer, norms, linears)
         case "parallel":
@@ -90,7 +94,7 @@ def read_attention(
         MissingTensor: the sinks are absent.
         TensorShapeError: there is not one for each head.
     """
-    attention, name = spec.attentions[sublayer.layer_index], sublayer.sinks
+    attention, name = spec.attention(sublayer.layer_index), sublayer.sinks
     if name is None:
         return attention
     sinks = tensors.read_floating(name)
@@ -113,6 +117,27 @@ def _attention(
     return AttentionSublayer(
         sublayer,
         attention=attention,
+        norms=norms,
+        linears=linears,
+        multiplier=spec.residual_multiplier,
+    )
+
+
+def _delta(
+    spec: ModelSpec,
+    sublayer: SublayerSpec,
+    norms: dict[str, Norm],
+    linears: dict[str, Linear],
+    tensors: TensorFiles,
+    *,
+    device: torch.device | str,
+) -> DeltaSublayer:
+    delta = spec.attentions[sublayer.layer_index]
+    assert isinstance(delta, DeltaSpec)
+    return DeltaSublayer(
+        sublayer,
+        delta=delta,
+        args=load_delta(sublayer, delta, tensors, eps=spec.norm_eps, device=device),
         norms=norms,
         linears=linears,
         multiplier=spec.residual_multiplier,

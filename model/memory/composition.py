@@ -32,7 +32,7 @@ class Composition:
         )
         rows, tokens = max(count for count, _ in sizes), max(length for _, length in sizes)
         span = min(tokens, spec.max_positions)
-        row = 2 * sum(attention.kv_width for attention in spec.attentions) * span
+        row = 2 * sum(attention.kv_width for attention in spec.attending) * span
         at_once = max(1, min(rows, ROWS_AT_ONCE, CACHE_BYTES // (4 * row)))
         weights = sum(map(prod, expected_tensors(spec).values()))
         return cls(

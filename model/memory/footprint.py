@@ -14,8 +14,9 @@ import torch
 from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS
 from exl2flow.kernels.interface.cache_formats import LayerStore
 from exl2flow.kernels.interface.groups import PANEL_ROWS
+from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.experts_spec import MlpSpec
-from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.spec import AttentionSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import ProjectionSpec, SublayerSpec
 
 # A process besides its tensors: CUDA context, compiled kernels, cuBLAS workspaces and recorded
@@ -96,13 +97,11 @@ class DeviceNeed:
         widths = 4 * spec.hidden_size + 3 * spec.widest_mlp + 2 * attention.width
         widths += _expert_widths(spec, index)
         return cls(
-            cache=store_bytes(
-                attention.num_kv_heads, attention.head_dim, texts.pages + 1, texts.cache_format
-            ),
+            cache=layer_bytes(attention, texts.pages + 1, texts.cache_format),
             layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices)
             + _expert_tables(spec, index, matrices),
             activations=HALF * _prompt_tokens(texts) * widths,
-            held=HALF * 2 * attention.kv_width * pages(texts.context) * PAGE_TOKENS,
+            held=HALF * 2 * kv_width(attention) * pages(texts.context) * PAGE_TOKENS,
             decoded=HALF * max(largest, beside),
         )
 
@@ -171,7 +170,7 @@ def pages(tokens: int) -> int:
 
 def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
     """Return the bytes reserved for a cache."""
-    shapes = Counter((layer.num_kv_heads, layer.head_dim) for layer in spec.attentions)
+    shapes = Counter((layer.num_kv_heads, layer.head_dim) for layer in spec.attending)
     return sum(
         layers * store_bytes(*shape, pages(context), cache_format)
         for shape, layers in shapes.items()
@@ -185,6 +184,18 @@ def store_bytes(kv_heads: int, head_dim: int, count: int, cache_format: str) -> 
     return LayerStore.empty(
         form, pages=count, kv_heads=kv_heads, head_dim=head_dim, device=meta
     ).nbytes
+
+
+def kv_width(layer: AttentionSpec | DeltaSpec) -> int:
+    """Return the elements of all keys of a token, of which a layer with a state has none."""
+    return layer.kv_width if isinstance(layer, AttentionSpec) else 0
+
+
+def layer_bytes(layer: AttentionSpec | DeltaSpec, count: int, cache_format: str) -> int:
+    """Return the bytes reserved for `count` pages of a layer."""
+    if not isinstance(layer, AttentionSpec):
+        return 0
+    return store_bytes(layer.num_kv_heads, layer.head_dim, count, cache_format)
 
 
 def _prompt_tokens(texts: Texts) -> int:

@@ -91,7 +91,12 @@ def check_ranks(spec: ModelSpec, count: int) -> None:
         raise ConfigError(
             f"`{spec.source_dir}` has experts, which ranks cannot share yet; run it in one process"
         )
-    for index, attention in enumerate(spec.attentions):
+    if spec.deltas:
+        raise ConfigError(
+            f"`{spec.source_dir}` has layers with a state, which ranks cannot share; run it in one "
+            "process"
+        )
+    for index, attention in enumerate(spec.attending):
         heads, held = attention.num_heads, attention.num_kv_heads
         if heads % count or (held % count and count % held):
             raise ConfigError(
@@ -112,7 +117,7 @@ def check_ranks(spec: ModelSpec, count: int) -> None:
 
 def shared_spec(spec: ModelSpec, ranks: Ranks) -> ModelSpec:
     """Return a model with a rank's heads only."""
-    layers = tuple(_local(attention, ranks) for attention in spec.attentions)
+    layers = tuple(_local(attention, ranks) for attention in spec.attending)
     return replace(spec, attentions=layers)
 
 
@@ -125,7 +130,7 @@ def share_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublaye
     linears = sublayer.linears
     names = {p.role: p.name for p in sublayer.spec.projections}
     if "o" in names:
-        whole = spec.attentions[sublayer.spec.layer_index]
+        whole = spec.attention(sublayer.spec.layer_index)
         local, dim = _local(whole, ranks), whole.head_dim
         first = ranks.rank * whole.num_kv_heads // ranks.count
         queries = torch.arange(local.width) + ranks.rank * local.width

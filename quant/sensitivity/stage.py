@@ -161,7 +161,7 @@ def sublayer_bytes(config: RunOptions, spec: ModelSpec) -> int:
     """Return the bytes that one sublayer or the head needs beside states, row by row."""
     options, row_tokens = config.sensitivity, config.calibration.row_tokens
     factors = factor_sizes(spec, options)
-    score = max(layer.num_heads for layer in spec.attentions) * row_tokens**2
+    score = max((layer.num_heads for layer in spec.attending), default=0) * row_tokens**2
     largest = max(
         sum(p.numel + p.in_features**2 + p.out_features * 2 * row_tokens for p in s.projections)
         + stored // 2

@@ -77,6 +77,8 @@ class SourceModel:
             self._check_norm(norm)
         if sublayer.sinks is not None:
             self._check_finite(sublayer.sinks, self.tensors.read(sublayer.sinks))
+        for name, _ in sublayer.plain.values():
+            self._check_finite(name, self.tensors.read(name))
         if sublayer.group is not None:
             for name in router_tensors(self.spec, sublayer.group):
                 self._check_finite(name, self.tensors.read(name))

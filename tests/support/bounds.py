@@ -22,6 +22,7 @@ import torch
 from exl2flow.kernels import Element
 from exl2flow.kernels.interface.cache_formats import RUN
 from exl2flow.model import ModelSpec
+from exl2flow.model.config.spec import AttentionSpec
 
 SIGMAS = 8
 # steps of a stored element in its size, at most; a rotated one sums 32, whose fp16 steps add up
@@ -55,7 +56,9 @@ def terms_of(spec: ModelSpec, positions: int) -> int:
     """Return the terms of all sums from a token to its logits, which sees so many positions."""
     each = (
         2 * spec.hidden_size  # norm; q, k or v
-        + attention.head_dim  # a score
+        + (
+            attention.head_dim if isinstance(attention, AttentionSpec) else attention.key_dim
+        )  # a score
         + positions  # a mean of values
         + attention.width  # o
         + 2 * spec.hidden_size  # norm; gate or up

@@ -34,6 +34,7 @@ from expert_checkpoints import WITH_EXPERTS
 from mapped import MAPPED
 from packed_configs import PACKED
 from safetensors.torch import load_file, save_file
+from state_checkpoints import WITH_STATE
 from tiny import COMMON, tiny_tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -170,6 +171,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gpt2": ("GPT2", False, GPT2),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
     **WITH_EXPERTS,
+    **WITH_STATE,
     **PACKED,
 }
 CHECKPOINTS = [*ALL, *MAPPED]
@@ -183,6 +185,8 @@ TOWERS = {
     "qwen2.5-vl": ("visual.",),
     "qwen3-vl": ("model.visual.",),
     "qwen3-vl-moe": ("model.visual.",),
+    "qwen3.5": ("model.visual.",),
+    "qwen3.5-moe": ("model.visual.",),
     "llama4": ("vision_model.", "multi_modal_projector."),
 }
 

@@ -1,0 +1,133 @@
+"""The gated delta rule in torch: by chunks of 64 tokens, and token by token.
+
+Per value head with state S (key_dim, value_dim), for a token with query q, key k, value v, log of
+the decay g and step β: S ← e^g S; δ = β (v - kᵀS); S ← S + k δᵀ; o = qᵀ S (Gated Delta Networks,
+Yang et al. 2024). Chunks solve the δ of their tokens at once (section 3.2 there).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from exl2flow.kernels.interface.delta import CHUNK_TOKENS, DeltaArgs, DeltaState
+
+TINY = 1e-6  # added to squares of queries and keys
+
+
+class DeltaInputs(NamedTuple):
+    """What the rule reads, fp32 by value head: q and k (b, h, t, key_dim), v (b, h, t, value_dim).
+
+    g: logs of decays, at most 0; beta: steps, both (b, h, t).
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+
+def gated_delta(
+    x: torch.Tensor,
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    args: DeltaArgs,
+    state: DeltaState | None = None,
+    *,
+    in_chunks: bool = True,
+) -> tuple[torch.Tensor, DeltaState]:
+    """Return what the last product of a layer reads, (b, t, width) like z, and the texts' state.
+
+    Args:
+        x: normed hidden states (b, t, hidden).
+        qkv: queries, keys and values before the convolution, (b, t, channels).
+        z: what gates the outputs, (b, t, width).
+        args: the layer.
+        state: of the texts so far, which end at a multiple of 64 if `in_chunks`; None: none.
+        in_chunks: use chunks of 64 tokens; else take token by token.
+    """
+    state = DeltaState.empty(args, len(x)) if state is None else state
+    before = torch.cat([state.inputs, qkv.float()], dim=1)
+    inputs = _inputs(x, _convolved(before, args.conv), args)
+    rule = by_chunks if in_chunks else by_tokens
+    outputs, after = rule(inputs, state.state)
+    y = outputs.transpose(1, 2)
+    normed = y * (y.square().mean(-1, keepdim=True) + args.eps).rsqrt() * args.norm
+    gated = normed.flatten(2) * functional.silu(z.float())
+    last = before[:, before.shape[1] - state.inputs.shape[1] :]
+    return gated.to(z.dtype), DeltaState(state=after, inputs=last)
+
+
+def _convolved(before: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return SiLU of the causal convolution of each channel.
+
+    Args:
+        before: (b, taps - 1 + t, channels).
+        weights: (channels, taps).
+    """
+    taps = weights.shape[1]
+    count = before.shape[1] - taps + 1
+    y = before[:, :count] * weights[:, 0]
+    for tap in range(1, taps):
+        y = y + before[:, tap : tap + count] * weights[:, tap]
+    return functional.silu(y)
+
+
+def _inputs(x: torch.Tensor, convolved: torch.Tensor, args: DeltaArgs) -> DeltaInputs:
+    width, repeats = args.key_heads * args.key_dim, args.value_heads // args.key_heads
+    q, k, v = torch.split(convolved, [width, width, convolved.shape[-1] - 2 * width], dim=-1)
+    q, k = (_heads(y, args.key_heads) for y in (q, k))
+    q, k = (y * (y.square().sum(-1, keepdim=True) + TINY).rsqrt() for y in (q, k))
+    q, k = (y.repeat_interleave(repeats, dim=1) for y in (q * args.key_dim**-0.5, k))
+    wide = x.float()
+    beta = functional.linear(wide, args.gate).sigmoid().transpose(1, 2)
+    step = functional.linear(wide, args.step_weight) + args.step
+    g = (args.decay * functional.softplus(step)).transpose(1, 2)
+    return DeltaInputs(q, k, _heads(v, args.value_heads), g, beta)
+
+
+def _heads(y: torch.Tensor, heads: int) -> torch.Tensor:
+    """Split (b, t, h · d) into (b, h, t, d)."""
+    return y.reshape(*y.shape[:-1], heads, -1).transpose(1, 2)
+
+
+def by_tokens(inputs: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs (b, h, t, value_dim) and the state behind them, token by token."""
+    outputs = list[torch.Tensor]()
+    for t in range(inputs.q.shape[2]):
+        q, k, v, g, beta = (y[:, :, t] for y in inputs)
+        state = state * g.exp()[..., None, None]
+        delta = beta[..., None] * (v - (k[..., None] * state).sum(-2))
+        state = state + k[..., None] * delta[..., None, :]
+        outputs.append((q[..., None] * state).sum(-2))
+    return torch.stack(outputs, dim=2), state
+
+
+def by_chunks(inputs: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same as `by_tokens` up to rounding; chunks begin where the inputs do."""
+    count = inputs.q.shape[2]
+    q, k, v, g, beta = (_chunked(y) for y in inputs)
+    total = g.cumsum(-1)  # log of the decay since the chunk began, (b, h, chunks, 64)
+    later = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    system = (k * beta[..., None]) @ k.mT * between
+    known = torch.cat([v * beta[..., None], k * (beta * total.exp())[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    own, by_state = torch.split(solved, [v.shape[-1], k.shape[-1]], dim=-1)
+    scores, far = q @ k.mT * between, q * total.exp()[..., None]
+    kept = k * (total[..., -1:] - total).exp()[..., None]
+    faded, outputs = total[..., -1].exp(), list[torch.Tensor]()
+    for i in range(q.shape[2]):
+        delta = own[:, :, i] - by_state[:, :, i] @ state
+        outputs.append(far[:, :, i] @ state + scores[:, :, i] @ delta)
+        state = state * faded[:, :, i, None, None] + kept[:, :, i].mT @ delta
+    return torch.cat(outputs, dim=2)[:, :, :count], state
+
+
+def _chunked(y: torch.Tensor) -> torch.Tensor:
+    """Divide tokens (b, h, t, …) into chunks (b, h, chunks, 64, …), padded by zeros."""
+    missing = -y.shape[2] % CHUNK_TOKENS
+    if missing:
+        y = torch.cat([y, y.new_zeros(*y.shape[:2], missing, *y.shape[3:])], dim=2)
+    return y.reshape(*y.shape[:2], -1, CHUNK_TOKENS, *y.shape[3:])
