@@ -1,6 +1,6 @@
 """Attention over grouped heads: the half-layer, and the cache interface it needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -126,7 +126,7 @@ class AttentionSublayer(Sublayer):
         else:
             result = cache.attend(q, k, v, table=table, rule=rule, to=to)
         flat = result.transpose(1, 2).flatten(2).to(projected.q.dtype)
-        return flat if gate is None else flat * gate.sigmoid()
+        return flat if gate is None else flat * reordered(gate, to).sigmoid()
 
     def _ungated(self, projected: Projected) -> tuple[Projected, torch.Tensor | None]:
         """Return projections without gates' logits, and these, (b, t, heads · dim) or None."""
@@ -136,6 +136,32 @@ class AttentionSublayer(Sublayer):
         by_head = projected.q.view(batch, count, self.attention.num_heads, 2, -1)
         q, gate = (part.flatten(-2) for part in by_head.unbind(-2))
         return replace(projected, q=q), gate
+
+    def between(
+        self,
+        outputs: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        *,
+        start: int | RopeTable = 0,
+        cache: LayerCache | None = None,
+        to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what o reads, (b, t, heads · dim), of the outputs of q, k and v.
+
+        hidden: what entered the sublayer, (b, t, hidden); to: see `attend`.
+        """
+        return self.attend(_projected(outputs), start=start, cache=cache, to=to)
+
+    def keep(
+        self,
+        outputs: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        *,
+        start: int | RopeTable,
+        cache: LayerCache,
+    ) -> None:
+        """Add the keys and values of outputs to a cache; arguments as in `between`."""
+        self.store(_projected(outputs), start=start, cache=cache)
 
     def store(self, projected: Projected, *, start: int | RopeTable, cache: LayerCache) -> None:
         """Add the keys and values of given projection outputs to a cache."""
@@ -195,6 +221,16 @@ class AttentionSublayer(Sublayer):
         """Split (b, t, h · d) into (b, h, t, d)."""
         batch, count, _ = x.shape
         return x.view(batch, count, -1, self.attention.head_dim).transpose(1, 2)
+
+
+def _projected(outputs: Sequence[torch.Tensor]) -> Projected:
+    q, k, v = outputs
+    return Projected(q=q, k=k, v=v)
+
+
+def reordered(y: torch.Tensor, to: torch.Tensor | None) -> torch.Tensor:
+    """Return elements (…, n) where `to` int32 (n,) says they go; None: in order."""
+    return y if to is None else torch.empty_like(y).index_copy_(-1, to.long(), y)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:

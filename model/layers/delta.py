@@ -1,5 +1,6 @@
 """Layers with a state: the gated delta rule as a sublayer."""
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -9,7 +10,7 @@ from exl2flow.kernels import DeltaArgs, get_ops
 from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import LayerCache
+from exl2flow.model.layers.attention import LayerCache, reordered
 from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
@@ -50,8 +51,36 @@ class DeltaSublayer(Sublayer):
         x = self.normed("before", hidden)
         return {"input": x, "inner": self.mix(x, self.apply_linears("input", x), cache)}
 
+    def between(
+        self,
+        outputs: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        *,
+        start: int | RopeTable = 0,
+        cache: LayerCache | None = None,
+        to: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return what the last product reads, of the outputs of the first ones; see attention."""
+        return reordered(self.mix(self.normed("before", hidden), outputs, cache), to)
+
+    def keep(
+        self,
+        outputs: Sequence[torch.Tensor],
+        hidden: torch.Tensor,
+        *,
+        start: int | RopeTable,
+        cache: LayerCache,
+    ) -> None:
+        """Change the states in a cache; arguments as in `between`."""
+        self.mix(self.normed("before", hidden), outputs, cache)
+
+    def fill(self, hidden: torch.Tensor, *, start: int | RopeTable, cache: LayerCache) -> None:
+        """Change the states in a cache by hidden states (b, t, hidden)."""
+        x = self.normed("before", hidden)
+        self.mix(x, self.apply_linears("input", x), cache)
+
     def mix(
-        self, x: torch.Tensor, projected: list[torch.Tensor], cache: LayerCache | None = None
+        self, x: torch.Tensor, projected: Sequence[torch.Tensor], cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Return what the last product reads, (b, t, width).
 
@@ -65,7 +94,7 @@ class DeltaSublayer(Sublayer):
             return cast(DeltaCache, cache).advance(x, qkv, z, self.args)
         return get_ops(x.device).gated_delta(x, qkv, z, self.args)[0]
 
-    def _parts(self, projected: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _parts(self, projected: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries, keys and values (b, t, channels), and gates' logits (b, t, width)."""
         if not self.delta.is_packed:
             qkv, z = projected

@@ -14,7 +14,8 @@ from typing import Self
 import torch
 
 from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear, get_ops
-from exl2flow.model.layers.attention import AttentionSublayer, KvCache, Projected
+from exl2flow.model.layers.attention import AttentionSublayer, KvCache
+from exl2flow.model.layers.delta import DeltaSublayer
 from exl2flow.model.layers.experts import ExpertsSublayer, run_experts
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -38,7 +39,9 @@ class ExpertLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """An attention, and the chain of products before it, which ends with queries, keys and values.
+    """An attention or a layer with a state, and the chain of products before it.
+
+    The chain ends with what the sublayer computes first, such as queries, keys and values.
 
     runs: layers of experts before the chain, which then reads hidden states.
     inputs: of a parallel block, whose chain ends with hidden states; it computes queries, keys and
@@ -46,7 +49,7 @@ class Link:
     to: where the elements of an attention output go, see `StepCache`; None: in order.
     """
 
-    attention: AttentionSublayer
+    mixer: AttentionSublayer | DeltaSublayer
     chain: Sequence[FusedLinear]
     runs: Sequence[ExpertLink] = ()
     norm: Norm | None = None
@@ -64,7 +67,9 @@ class Link:
     def project(
         self, x: torch.Tensor, states: torch.Tensor
     ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values, what `mlp` reads, and hidden states, (rows, columns).
+        """Return what the sublayer computes first, what `mlp` reads, and hidden states.
+
+        All are (rows, columns).
 
         Args:
             x: what the chain reads, fp16 (rows, k); see `FusedLinear.is_ordered`.
@@ -102,11 +107,15 @@ class Link:
         qkv, x, states = self.project(x, states)
         if self.mlp:
             _, states = get_ops(x.device).multiply(x, self.mlp, states)
-        index = self.attention.spec.layer_index
+        index = self.mixer.spec.layer_index
         layer = None if cache is None else cache.layer(index)
-        projected = _projected(qkv, shape)
-        table = at_layer(start, index)
-        inner = self.attention.attend(projected, start=table, cache=layer, to=self.to)
+        inner = self.mixer.between(
+            _viewed(qkv, shape),
+            states.view(shape),
+            start=at_layer(start, index),
+            cache=layer,
+            to=self.to,
+        )
         return inner.reshape(-1, inner.shape[-1]), states
 
     def fill(
@@ -118,15 +127,14 @@ class Link:
         cache: KvCache,
     ) -> None:
         """Add the attention's keys and values to a cache; arguments as in `attended`."""
-        qkv, *_ = self.project(x, states)
-        index = self.attention.spec.layer_index
-        projected, layer = _projected(qkv, shape), cache.layer(index)
-        self.attention.store(projected, start=at_layer(start, index), cache=layer)
+        qkv, _, states = self.project(x, states)
+        index = self.mixer.spec.layer_index
+        outputs, table, layer = _viewed(qkv, shape), at_layer(start, index), cache.layer(index)
+        self.mixer.keep(outputs, states.view(shape), start=table, cache=layer)
 
 
-def _projected(qkv: Sequence[torch.Tensor], shape: torch.Size) -> Projected:
-    q, k, v = (y.view(*shape[:-1], -1) for y in qkv)
-    return Projected(q=q, k=k, v=v)
+def _viewed(outputs: Sequence[torch.Tensor], shape: torch.Size) -> list[torch.Tensor]:
+    return [y.view(*shape[:-1], -1) for y in outputs]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +164,14 @@ class Chains:
             products = [product for product in candidates if product is not None]
             if len(products) < len(candidates):
                 return None
-            if isinstance(sublayer, AttentionSublayer):
+            if isinstance(sublayer, AttentionSublayer | DeltaSublayer):
                 first, last = products
-                links.append(Link(attention=sublayer, chain=[*chain, first], runs=runs))
+                links.append(Link(mixer=sublayer, chain=[*chain, first], runs=runs))
                 chain, runs = [last], []
             elif isinstance(sublayer, ParallelSublayer):
                 first, last, *mlp = products
-                attention, norm = sublayer.attention, sublayer.norms.get("before")
-                link = Link(
-                    attention=attention, chain=chain, runs=runs, norm=norm, inputs=first, mlp=mlp
-                )
+                mixer, norm = sublayer.attention, sublayer.norms.get("before")
+                link = Link(mixer=mixer, chain=chain, runs=runs, norm=norm, inputs=first, mlp=mlp)
                 links.append(link)
                 chain, runs = [last], []
             else:

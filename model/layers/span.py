@@ -7,6 +7,7 @@ import torch
 from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
+from exl2flow.model.layers.delta import DeltaSublayer
 from exl2flow.model.layers.experts import entering
 from exl2flow.model.layers.fused_chain import Chains
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -53,7 +54,7 @@ class Span:
         before, index = [i for i in self._places if i < last], self.layers[-1]
         hidden = self._through(before, hidden, start, cache)
         sublayer = self._sublayers[last]
-        assert isinstance(sublayer, AttentionSublayer | ParallelSublayer)
+        assert isinstance(sublayer, AttentionSublayer | DeltaSublayer | ParallelSublayer)
         sublayer.fill(hidden, start=at_layer(start, index), cache=cache.layer(index))
 
     def calls(self, rows: int) -> list[list[Sequence[FusedLinear]]]:

@@ -92,6 +92,9 @@ CANDIDATES: dict[str, tuple[ByRole, ...]] = {
     "attention": _parse_table(ATTENTION_ROLES, ATTENTION_TABLE),
     "mlp": _parse_table(MLP_ROLES, MLP_TABLE),
 }
+CANDIDATES["delta"] = tuple(  # values are a part of what the state keeps
+    {"qkv": row["v"], "z": row["q"], "out": row["o"]} for row in CANDIDATES["attention"]
+)
 
 
 def _mixes(
