@@ -38,7 +38,7 @@ from exl2flow.core.store.files import replacing
 
 CLIENTS = 16
 LEAVING = 0.2  # of the clients
-WARM_SECONDS = 180.0  # at most, and a quarter of the whole
+WARM_SECONDS = 180.0  # at most, and a third of the whole
 MOST_GROWTH = 50 << 20  # bytes
 MOST_THREADS = 6  # more: pools start threads until they have as many as they may
 IDLE_SECONDS = 60.0  # in which an abandoned server becomes idle
@@ -260,7 +260,7 @@ async def soak(server: Served, found: Found, state: Path | None) -> None:
     """Run the clients twice, and compare what the server holds behind each time."""
     clients, begun = Clients(server, found), time.monotonic()
     shown = asyncio.create_task(minutes(server, found, state))
-    await clients.run(min(WARM_SECONDS, found.seconds / 4))
+    await clients.run(min(WARM_SECONDS, found.seconds / 3))
     before = await paused(server, found, "warm")
     await clients.run(found.seconds - (time.monotonic() - begun))
     shown.cancel()

@@ -21,6 +21,7 @@ from tiny import make_tiny
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
+from exl2flow.model import Tokenizer
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
@@ -63,11 +64,11 @@ class Loader:
         return Models(self(self._folder / "a"), self)
 
 
-def ended(work: Coroutine[Any, Any, T]) -> T:
+def ended(work: Coroutine[Any, Any, T], seconds: float = 30.0) -> T:
     """Run something that ends soon."""
 
     async def run() -> T:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(seconds):
             return await work
 
     return asyncio.run(run())
@@ -197,14 +198,16 @@ def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("turns", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
-    """Clients ask for two models and leave: engines, threads and descriptors are given back."""
-    models, seen = Loader(folder, swap_wait=0.0).models(), list[weakref.ref[Engine]]()
+    """Clients ask for two models and leave: engines, vocabularies, threads and files are given back."""
+    models = Loader(folder, swap_wait=0.0, tool_grammar="on").models()
+    seen, vocabularies = list[weakref.ref[Engine]](), list[weakref.ref[Tokenizer]]()
     plan = AnswerPlan(requests=(Request([5], max_new_tokens=8, stops=(), tag=0),), prompts=((5,),))
 
     async def ask(name: str) -> None:
         async with models.using(name) as engine:
             if not any(ref() is engine for ref in seen):
                 seen.append(weakref.ref(engine))
+                vocabularies.append(weakref.ref(engine.tokenizer))
             try:
                 answer = await engine.begin(lambda: plan)
             except ApiError:  # the other model is to be loaded
@@ -226,10 +229,10 @@ def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
         await models.close()
         return counts
 
-    counts = ended(run())
+    counts = ended(run(), seconds=30.0 + 2 * turns)
     assert len(seen) >= turns
     gc.collect()
-    assert not [ref for ref in seen if ref() is not None]
+    assert not [ref for ref in (*seen, *vocabularies) if ref() is not None]
     assert max(counts[4:]) <= max(counts[:4])
 
 
