@@ -198,7 +198,7 @@ def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("turns", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
-    """Clients ask for two models and leave: engines, vocabularies, threads and files are given back."""
+    """Clients ask for two models and leave: nothing of the engines and vocabularies stays."""
     models = Loader(folder, swap_wait=0.0, tool_grammar="on").models()
     seen, vocabularies = list[weakref.ref[Engine]](), list[weakref.ref[Tokenizer]]()
     plan = AnswerPlan(requests=(Request([5], max_new_tokens=8, stops=(), tag=0),), prompts=((5,),))
