@@ -337,8 +337,9 @@ def campaign(given: argparse.Namespace, found: Found, home: Path) -> None:
         found.save(given.state)
         if found.next % 20 == 0:
             print(f"{found.next} restarts, {found.failed.total()} failures", flush=True)
-    share = found.with_hits / max(1, found.with_answers)
-    found.check(FOUND, share < WANTED and f"only in {share:.0%} of the restarts")
+    if found.next >= given.restarts:
+        share = found.with_hits / max(1, found.with_answers)
+        found.check(FOUND, share < WANTED and f"only in {share:.0%} of the restarts")
 
 
 def report(found: Found) -> str:

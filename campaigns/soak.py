@@ -292,7 +292,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--without", nargs="*", default=[], choices=PARTS, help="flags left out")
-    parser.add_argument("--state", type=Path, help="file of the result; a whole run is not redone")
+    parser.add_argument("--state", type=Path, help="file of the result, written every minute")
     given = parser.parse_args()
     found = Found(seed=given.seed, seconds=given.seconds, without=given.without)
     with ExitStack() as stack:
