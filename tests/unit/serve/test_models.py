@@ -64,11 +64,11 @@ class Loader:
         return Models(self(self._folder / "a"), self)
 
 
-def ended(work: Coroutine[Any, Any, T], seconds: float = 30.0) -> T:
+def ended(work: Coroutine[Any, Any, T]) -> T:
     """Run something that ends soon."""
 
     async def run() -> T:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(30):
             return await work
 
     return asyncio.run(run())
@@ -198,16 +198,14 @@ def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("turns", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
-    """Clients ask for two models and leave: nothing of the engines and vocabularies stays."""
-    models = Loader(folder, swap_wait=0.0, tool_grammar="on").models()
-    seen, vocabularies = list[weakref.ref[Engine]](), list[weakref.ref[Tokenizer]]()
+    """Clients ask for two models and leave: engines, threads and descriptors are given back."""
+    models, seen = Loader(folder, swap_wait=0.0).models(), list[weakref.ref[Engine]]()
     plan = AnswerPlan(requests=(Request([5], max_new_tokens=8, stops=(), tag=0),), prompts=((5,),))
 
     async def ask(name: str) -> None:
         async with models.using(name) as engine:
             if not any(ref() is engine for ref in seen):
                 seen.append(weakref.ref(engine))
-                vocabularies.append(weakref.ref(engine.tokenizer))
             try:
                 answer = await engine.begin(lambda: plan)
             except ApiError:  # the other model is to be loaded
@@ -229,11 +227,27 @@ def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
         await models.close()
         return counts
 
-    counts = ended(run(), seconds=30.0 + 2 * turns)
+    counts = ended(run())
     assert len(seen) >= turns
     gc.collect()
-    assert not [ref for ref in (*seen, *vocabularies) if ref() is not None]
+    assert not [ref for ref in seen if ref() is not None]
     assert max(counts[4:]) <= max(counts[:4])
+
+
+def test_a_freed_model_leaves_no_vocabulary(folder: Path) -> None:
+    """What grammars keep of a tokenizer goes with its model."""
+    models = Loader(folder, tool_grammar="on").models()
+
+    async def run() -> weakref.ref[Tokenizer]:
+        async with models.using("a") as engine:
+            seen = weakref.ref(engine.tokenizer)
+        await models.load("b")
+        await models.close()
+        return seen
+
+    seen = ended(run())
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.fixture(scope="module")
