@@ -16,7 +16,7 @@ from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.inference import Adapter, AsyncGenerator, Event, Generator, LoadedModel
 from exl2flow.inference.chat import named_tool_format, tool_format
 from exl2flow.inference.chat.history import Reader
-from exl2flow.inference.filters import GrammarFilter
+from exl2flow.inference.filters import GrammarFilter, forget
 from exl2flow.inference.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
@@ -257,3 +257,4 @@ class Engine:
             await asyncio.to_thread(self._made.close)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.trial.close()
+        forget()
