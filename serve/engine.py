@@ -28,6 +28,7 @@ from exl2flow.serve.logprobs import Names
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
+PAUSE = 0.01  # seconds between two looks at running texts; a stream writes each 20 ms
 SCALED = 16  # adapters with a scale of a request that are kept
 ANYONE = Key("-", waiting=None)
 NAMES = ("User", "Assistant")  # in format `raw`
@@ -99,7 +100,7 @@ class Engine:
                 self.has_grammars = True
             except ConfigError as error:  # llguidance is missing, or cannot read the tokenizer
                 self.warnings.append(f"no grammars: {error}")
-        self._running = AsyncGenerator(self.generator)
+        self._running = AsyncGenerator(self.generator, pause=PAUSE)
 
     @property
     def names(self) -> list[str]:
@@ -237,7 +238,7 @@ class Engine:
             await asyncio.to_thread(self.generator.close)
             del self.generator, self._running  # frees the cache
             self.generator = await asyncio.to_thread(self._make)
-            self._running = AsyncGenerator(self.generator)
+            self._running = AsyncGenerator(self.generator, pause=PAUSE)
             if self.state == "recovering":
                 self.state = "ready"
         except Exception:
