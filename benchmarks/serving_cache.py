@@ -140,7 +140,7 @@ def writing(bench: Bench, folder: Path) -> None:
 def swaps(bench: Bench, folder: Path) -> None:
     """Let two models replace each other under load, and compare the device memory."""
     first = bench.model.spec.source_dir
-    others = folder / "models"
+    others = folder / "both"
     for name in ("one", "two"):
         shutil.copytree(first, others / name)
     options = ServeOptions(models=others, swap=True, slots=4, tool_grammar="off", swap_wait=5.0)
@@ -214,7 +214,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        source = model_of(arguments, folder / "model")
+        source = model_of(arguments, folder)
         if arguments.model is None:
             fill_vocabulary(source)
         model = load_model(source, device=arguments.device, max_tokens=arguments.max_tokens)

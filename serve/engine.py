@@ -16,7 +16,7 @@ from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.inference import Adapter, AsyncGenerator, Event, Generator, LoadedModel
 from exl2flow.inference.chat import named_tool_format, tool_format
 from exl2flow.inference.chat.history import Reader
-from exl2flow.inference.filters import GrammarFilter
+from exl2flow.inference.filters import GrammarFilter, forget
 from exl2flow.inference.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
@@ -28,6 +28,7 @@ from exl2flow.serve.logprobs import Names
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
+PAUSE = 0.01  # seconds between two looks at running texts; a stream writes each 20 ms
 SCALED = 16  # adapters with a scale of a request that are kept
 ANYONE = Key("-", waiting=None)
 NAMES = ("User", "Assistant")  # in format `raw`
@@ -99,7 +100,7 @@ class Engine:
                 self.has_grammars = True
             except ConfigError as error:  # llguidance is missing, or cannot read the tokenizer
                 self.warnings.append(f"no grammars: {error}")
-        self._running = AsyncGenerator(self.generator)
+        self._running = AsyncGenerator(self.generator, pause=PAUSE)
 
     @property
     def names(self) -> list[str]:
@@ -237,7 +238,7 @@ class Engine:
             await asyncio.to_thread(self.generator.close)
             del self.generator, self._running  # frees the cache
             self.generator = await asyncio.to_thread(self._make)
-            self._running = AsyncGenerator(self.generator)
+            self._running = AsyncGenerator(self.generator, pause=PAUSE)
             if self.state == "recovering":
                 self.state = "ready"
         except Exception:
@@ -257,3 +258,4 @@ class Engine:
             await asyncio.to_thread(self._made.close)
         self._pool.shutdown(wait=False, cancel_futures=True)
         self.trial.close()
+        forget()

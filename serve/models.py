@@ -1,11 +1,12 @@
 """The models of a server: one is loaded at a time, and another replaces it when asked for."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -251,7 +252,9 @@ def _unknown(name: str, known: Iterable[str]) -> ApiError:
 
 
 def _collect() -> None:
-    """Give the memory of what is gone back to the device."""
+    """Give the memory of what is gone back to the device and to the system."""
     gc.collect()
+    with suppress(AttributeError):  # glibc keeps what threads have freed, unless it is told
+        ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -5,6 +5,7 @@ from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
 from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint
 from exl2flow.inference.filters.foreign import ForeignFilter
 from exl2flow.inference.filters.grammar import GrammarFilter, bounded, lark_of, marks_of, prepare
+from exl2flow.inference.filters.kept import forget
 from exl2flow.inference.filters.phases import Phases
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "PrefixFilter",
     "SelectFilter",
     "bounded",
+    "forget",
     "lark_of",
     "marks_of",
     "prepare",

@@ -99,3 +99,4 @@ class _ChoiceState:
 
 
 _texts = lru_cache(32)(_ChoiceState)
+KEPT = (_texts,)  # by tokenizer

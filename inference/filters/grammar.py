@@ -172,6 +172,7 @@ def lark_of(text: str) -> str:
 
 
 _executor = cache(lambda: _llguidance().LLExecutor())
+KEPT = (_matcher, marks_of, _tokenizer)  # by tokenizer
 
 
 def _llguidance() -> Any:

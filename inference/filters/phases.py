@@ -230,3 +230,6 @@ def _special(tokenizer: Tokenizer) -> dict[int, bytes]:
     """Return the names of special tokens."""
     names = ((i, tokenizer.backend.id_to_token(i) or "") for i in sorted(tokenizer.special_ids))
     return {token: name.encode() for token, name in names}
+
+
+KEPT = (_special,)  # by tokenizer

@@ -7,10 +7,12 @@ nor a slow grammar stops a running text. All events of a step enter each event l
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
+from weakref import WeakSet
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import Request
@@ -34,11 +36,13 @@ class _Delivery(NamedTuple):
 class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
     """Runs a generator as long as it has jobs; any thread and any event loop may submit.
 
-    Nothing else may call the generator's `step` meanwhile. steps: how many it has done.
+    Nothing else may call the generator's `step` meanwhile. steps: how many it has done. With a
+    `pause`, texts that run on are told at most once in so many seconds, the rest at once.
     """
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def __init__(self, generator: Generator, *, pause: float = 0.0) -> None:
+        self._generator, self._pause = generator, pause
+        self._told, self._begun = 0.0, WeakSet[Job]()  # when it was; jobs whose text has begun
         self._wake = threading.Condition()
         self._is_open, self.steps = True, 0
         self._deliveries = dict[asyncio.AbstractEventLoop, list[_Delivery]]()  # of this step
@@ -172,6 +176,10 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
         except Exception as error:
             if not self._generator.fail(error):
                 log.exception("the generator failed when it had no job")
+        now = time.monotonic()
+        if now - self._told < self._pause and not self._is_urgent():
+            return
+        self._told = now
         deliveries, self._deliveries = self._deliveries, {}
         for loop, of_loop in deliveries.items():
             try:
@@ -179,6 +187,17 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
             except RuntimeError:  # the loop is closed
                 for job in {one.job for one in of_loop}:
                     job.cancel()
+
+    def _is_urgent(self) -> bool:
+        """Return whether something was produced beside further text of running jobs."""
+        found = False
+        for of_loop in self._deliveries.values():
+            for job, _, event in of_loop:
+                is_text = event.stage == "text" and event.reason is None
+                found |= not is_text or job not in self._begun
+                if is_text:
+                    self._begun.add(job)
+        return found
 
 
 def is_quick(request: Request) -> bool:

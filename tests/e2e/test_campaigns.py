@@ -23,6 +23,8 @@ PREFECT = ("--targets", "flow", "worker", "server")
         ("kills.py", "--kills", "6"),
         ("kills.py", "--kills", "6", "--scenario", "fast", *PREFECT),
         ("leaks.py", "--failures", "6", "--flows", "2"),
+        ("soak.py", "--seconds", "20", "--without", "swap"),
+        ("restarts.py", "--restarts", "6"),
     ],
 )
 def test_a_short_campaign_finds_nothing(words: tuple[str, ...]) -> None:
