@@ -64,11 +64,11 @@ class Loader:
         return Models(self(self._folder / "a"), self)
 
 
-def ended(work: Coroutine[Any, Any, T]) -> T:
+def ended(work: Coroutine[Any, Any, T], seconds: float = 30) -> T:
     """Run something that ends soon."""
 
     async def run() -> T:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(seconds):
             return await work
 
     return asyncio.run(run())
@@ -227,7 +227,7 @@ def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
         await models.close()
         return counts
 
-    counts = ended(run())
+    counts = ended(run(), 5.0 * turns)
     assert len(seen) >= turns
     gc.collect()
     assert not [ref for ref in seen if ref() is not None]
