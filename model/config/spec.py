@@ -33,6 +33,7 @@ from exl2flow.model.config.sublayer_spec import (
     SublayerSpec,
 )
 
+EXTENSIONS = ("linear_attention",)  # words in files that this version can read
 GROUP_WEIGHTS = 1 << 27  # as many as the MLP of a 7B has
 
 
@@ -151,6 +152,11 @@ class ModelSpec:
         found = self.attentions[layer]
         assert isinstance(found, AttentionSpec)
         return found
+
+    @property
+    def extension(self) -> tuple[str, ...]:
+        """What a file of this model has that exllamav2 does not know, see `EXTENSIONS`."""
+        return ("linear_attention",) if self.deltas else ()
 
     @property
     def embedding_key(self) -> str:

@@ -19,7 +19,7 @@ SUFFIX = re.compile("For[A-Z].*$")  # of most architectures: `ForCausalLM` and t
 # need → names of architectures without `SUFFIX`; one with several needs is listed by the first
 NEEDS = {
     STATE: """
-        Qwen3Next Qwen3_5 Qwen3_5Moe Qwen4Exp KimiLinear BailingHybrid Mamba Mamba2 FalconMamba
+        Qwen4Exp KimiLinear BailingHybrid Mamba Mamba2 FalconMamba
         FalconH1 Jamba Bamba Zamba Zamba2 NemotronH Lfm2 Lfm2Vl Lfm2Moe OlmoHybrid MiniMax
         RecurrentGemma Rwkv Glm5Next Zaya
     """,

@@ -38,17 +38,25 @@ def plain_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
+KEPT = {"decay", "step"}  # roles of plain tensors that are stored as in the source
+
+
 def plain_layout(spec: ModelSpec) -> Layout:
     """Return name → (dtype, shape) of the tensors that are not quantized.
 
     They are fp16, but routers fp32 if the source's are, and corrections of scores as the source
-    stores them: both change routes if they are rounded.
+    stores them: both change routes if they are rounded. Decays and steps of layers with a state
+    are as stored, too: they become exponents.
     """
     layout = {name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()}
     routers = {s.group.router for s in spec.sublayers if s.group is not None}
-    if not routers:
+    kept = [
+        sublayer.plain[role] for sublayer in spec.sublayers for role in KEPT & {*sublayer.plain}
+    ]
+    if not routers and not kept:
         return layout
     source = CanonicalTensors(spec)
+    layout |= {name: (source.dtype(name), shape) for name, shape in kept if name in source}
     for router in routers:
         for name, shape in router.tensors(spec.hidden_size).items():
             stored = source.dtype(name) if name in source else torch.float16

@@ -340,7 +340,9 @@ def _config(run: StageRun[ConversionConfig], spec: ModelSpec) -> dict[str, objec
     content: dict[str, object] = without_origin(
         json.loads((config.source / CONFIG_FILE).read_bytes())
     )
+    extension = {"extension": list(spec.extension)} if spec.extension else {}
     content["quantization_config"] = {
+        **extension,
         "quant_method": "exl2",
         "version": versions()["exl2flow"],
         "bits": config.bpw or round(allocation["bpw"], 2),

@@ -76,6 +76,18 @@ PHI3, GEMMA, GEMMA2, GEMMA3 = (
     f"{name}ForCausalLM" for name in ("Phi3", "Gemma", "Gemma2", "Gemma3")
 )
 TIED = {"tie_word_embeddings": True}
+STATES: dict[str, Any] = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+QWEN3_5_EXPERTS = {
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 APART = {"tie_word_embeddings": False}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_theta": 500_000.0,
@@ -938,6 +950,52 @@ PUBLISHED: dict[str, Published] = {
         31_070_754_032,
         HUB,
         tower=538_631_408,
+    ),
+    "Qwen3-Next-80B-A3B": _model(
+        "Qwen3NextForCausalLM",
+        (2048, 5120, 48, 16, 2, 151_936),
+        "80B",
+        CARD,
+        num_experts=512,
+        num_experts_per_tok=10,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        norm_topk_prob=True,
+        **STATES,
+        **APART,
+    ),
+    "Qwen3.5-27B": _wrapper(
+        "Qwen3_5ForConditionalGeneration",
+        _named((5120, 17_408, 64, 24, 4, 248_320))
+        | {"model_type": "qwen3_5_text", **STATES, "linear_num_value_heads": 48, **APART},
+        "27B",
+        CARD,
+        tower=0,
+    ),
+    "Qwen3.5-27B, its text model": _model(
+        "Qwen3_5ForCausalLM",
+        (5120, 17_408, 64, 24, 4, 248_320),
+        "27B",
+        CARD,
+        **STATES | {"linear_num_value_heads": 48},
+        **APART,
+    ),
+    "Qwen3.6-35B-A3B": _wrapper(
+        "Qwen3_5MoeForConditionalGeneration",
+        _named((2048, 512, 40, 16, 2, 248_320))
+        | {"model_type": "qwen3_5_moe_text", **STATES, **QWEN3_5_EXPERTS, **APART},
+        "35B",
+        CARD,
+        tower=0,
+    ),
+    "Qwen3.6-35B-A3B, its text model": _model(
+        "Qwen3_5MoeForCausalLM",
+        (2048, 512, 40, 16, 2, 248_320),
+        "35B",
+        CARD,
+        **STATES,
+        **QWEN3_5_EXPERTS,
+        **APART,
     ),
 }
 
