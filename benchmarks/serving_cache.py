@@ -26,11 +26,16 @@ from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.models import Models
 
-TRIALS = 5
-SWAPS = 50
+TRIALS = 3
 
 
-def cached(bench: Bench, folder: Path) -> None:
+class CacheBench(Bench):
+    """A model, and how often it is replaced."""
+
+    swaps = 50
+
+
+def cached(bench: CacheBench, folder: Path) -> None:
     """Time the first token behind 8,000 cached tokens, over HTTP."""
     engine = bench.engine(4, 32_000)
     text = bench.text(min(8_000, bench.model.max_tokens - 256))
@@ -41,7 +46,7 @@ def cached(bench: Bench, folder: Path) -> None:
             "body": {**bench.complete(1, 2)["body"], "prompt": text + more},
         }
 
-    prompts = [asked(f" {bench.text(16)}") for _ in range(TRIALS + 2)]
+    prompts = [asked(f" {bench.text(16)}") for _ in range(2 * TRIALS)]
     [found] = served(engine, lambda port: clients(port, [prompts]))
     times = [1e3 * answer["times"][0] for answer in found]
     tokens, rest = found[-1]["prompt"], " ".join(f"{t:.1f}" for t in times[1:])
@@ -49,11 +54,9 @@ def cached(bench: Bench, folder: Path) -> None:
     print(f"| {tokens} | {times[0]:.1f} | {median(times[2:]):.1f} | {rest} |", flush=True)
 
 
-def _generator(bench: Bench, folder: Path | None, tokens: int) -> Generator:
+def _generator(bench: CacheBench, folder: Path | None, tokens: int) -> Generator:
     keep = None if folder is None else PromptCache(disk=folder, disk_size=100 * 10**9)
-    generator = Generator(bench.model, cache=bench.form, tokens=tokens, slots=4, keep=keep)
-    generator.warmup()
-    return generator
+    return Generator(bench.model, cache=bench.form, tokens=tokens, slots=4, keep=keep)
 
 
 def _first_token(generator: Generator, ids: list[int]) -> float:
@@ -70,12 +73,13 @@ def _first_token(generator: Generator, ids: list[int]) -> float:
     return taken
 
 
-def disk(bench: Bench, folder: Path) -> None:
+def disk(bench: CacheBench, folder: Path) -> None:
     """Time the first token of a prompt of 32,000 tokens that is read, and one from disk."""
     count = min(32_000, bench.model.max_tokens - 64)
     ids = bench.model.tokenizer.encode(bench.text(count))[:count]
     read, kept = list[float](), list[float]()
-    for trial in range(3):
+    _first_token(_generator(bench, None, count + 1024), ids)  # compiles
+    for trial in range(TRIALS):
         pages = folder / f"disk{trial}"
         writer = _generator(bench, pages, count + 1024)
         read.append(_first_token(writer, ids))
@@ -93,7 +97,7 @@ def disk(bench: Bench, folder: Path) -> None:
     print(f"| {len(ids)} | {size / 1e9:.2f} | {a:.0f} | {b:.0f} | {a / b:.1f} x |", flush=True)
 
 
-def _rate(generator: Generator, bench: Bench) -> float:
+def _rate(generator: Generator, bench: CacheBench) -> float:
     """Return the tokens per second of 8 texts while prompts of others push pages out."""
     texts = [generator.submit(_request(bench, 32, bench.new)) for _ in range(3)]
     settle()
@@ -114,13 +118,13 @@ def _rate(generator: Generator, bench: Bench) -> float:
     return rate
 
 
-def _request(bench: Bench, prompt: int, new: int, tag: object = None) -> Request:
+def _request(bench: CacheBench, prompt: int, new: int, tag: object = None) -> Request:
     prompt = min(prompt, bench.model.max_tokens // 2)
     ids = bench.model.tokenizer.encode(bench.text(prompt))[:prompt]
     return Request(ids, max_new_tokens=new, stops=(), tag=tag, end_loops=False)
 
 
-def writing(bench: Bench, folder: Path) -> None:
+def writing(bench: CacheBench, folder: Path) -> None:
     """Compare running texts while pages leave for the disk with the same without a disk."""
     rates: dict[str, list[float]] = {"none": [], "disk": []}
     generators = {
@@ -137,7 +141,7 @@ def writing(bench: Bench, folder: Path) -> None:
     print(f"| {plain:.0f} | {kept:.0f} | {kept / plain:.3f} | {size:.2f} |", flush=True)
 
 
-def swaps(bench: Bench, folder: Path) -> None:
+def swaps(bench: CacheBench, folder: Path) -> None:
     """Let two models replace each other under load, and compare the device memory."""
     first = bench.model.spec.source_dir
     others = folder / "both"
@@ -171,7 +175,7 @@ def swaps(bench: Bench, folder: Path) -> None:
     async def run() -> tuple[list[int], float]:
         models, used = Models(make(others / "one"), make), list[int]()
         begun = time.perf_counter()
-        for turn in range(SWAPS):
+        for turn in range(bench.swaps):
             name = ("two", "one")[turn % 2]
             asked = [asyncio.create_task(text(models, name)) for _ in range(4)]
             await asyncio.sleep(0)
@@ -179,7 +183,7 @@ def swaps(bench: Bench, folder: Path) -> None:
             await asyncio.gather(*asked, return_exceptions=True)
             assert models.name == name
             used.append(_used(device))
-        taken = (time.perf_counter() - begun) / SWAPS
+        taken = (time.perf_counter() - begun) / bench.swaps
         await models.close()
         return used, taken
 
@@ -187,7 +191,7 @@ def swaps(bench: Bench, folder: Path) -> None:
     difference = (used[-1] - used[0]) / 1e6
     print("| swaps | s each | device memory behind the first GB | behind the last, MB more |")
     print("|---|---|---|---|")
-    print(f"| {SWAPS} | {taken:.2f} | {used[0] / 1e9:.2f} | {difference:+.1f} |", flush=True)
+    print(f"| {bench.swaps} | {taken:.2f} | {used[0] / 1e9:.2f} | {difference:+.1f} |", flush=True)
 
 
 def _used(device: str) -> int:
@@ -199,7 +203,7 @@ def _used(device: str) -> int:
     return whole - free
 
 
-MODES: dict[str, Callable[[Bench, Path], None]] = {
+MODES: dict[str, Callable[[CacheBench, Path], None]] = {
     f.__name__: f for f in (cached, disk, writing, swaps)
 }
 
@@ -210,6 +214,7 @@ def main() -> None:
     add_model(parser)
     parser.add_argument("--cache", default="q6")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--swaps", type=int, default=50, help="of mode `swaps`")
     parser.add_argument("--max-tokens", type=int, default=33_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -220,7 +225,8 @@ def main() -> None:
         model = load_model(source, device=arguments.device, max_tokens=arguments.max_tokens)
         where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
         print(f"{where}, torch {torch.__version__}, {arguments.cache} cache")
-        bench = Bench(model, arguments.cache, 16_000)
+        bench = CacheBench(model, arguments.cache, 16_000)
+        bench.swaps = arguments.swaps
         del model
         for mode in arguments.modes:  # `swaps` comes last: it frees the model
             print(f"\n{mode}\n", flush=True)
