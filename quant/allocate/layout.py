@@ -50,9 +50,7 @@ def plain_layout(spec: ModelSpec) -> Layout:
     """
     layout = {name: (torch.float16, shape) for name, shape in plain_tensors(spec).items()}
     routers = {s.group.router for s in spec.sublayers if s.group is not None}
-    kept = [
-        sublayer.plain[role] for sublayer in spec.sublayers for role in KEPT & {*sublayer.plain}
-    ]
+    kept = [p for s in spec.sublayers for role, p in s.plain.items() if role in KEPT]
     if not routers and not kept:
         return layout
     source = CanonicalTensors(spec)

@@ -15,10 +15,16 @@ from caches import Sequences
 from checkpoints import CHECKPOINTS, make_checkpoint, reference_model, rename
 from decoders import build_decoder
 from safetensors.torch import load_file, save_file
+from state_checkpoints import WITH_STATE
 from tiny import VOCAB_SIZE, make_tiny
 from transformers import DynamicCache
 
-from exl2flow.core.errors import SourceModelError, TensorShapeError, UnsupportedArchitecture
+from exl2flow.core.errors import (
+    ConfigError,
+    SourceModelError,
+    TensorShapeError,
+    UnsupportedArchitecture,
+)
 from exl2flow.model import CanonicalTensors, Decoder, resolve, with_bos
 from exl2flow.model.config import families
 from exl2flow.model.config.families import FAMILIES
@@ -67,13 +73,16 @@ def test_logits_agree_at_every_length(both: tuple[Any, Decoder]) -> None:
         torch.testing.assert_close(logits, expected, **bound)
 
 
+def test_no_cache_holds_states_yet(tmp_path: Path) -> None:
+    spec = resolve(make_checkpoint("qwen3.5-text", tmp_path))
+    with pytest.raises(ConfigError, match="layers with a state, which no cache holds yet"):
+        Sequences(spec, tokens=PROMPT)
+
+
 @torch.no_grad()
+@pytest.mark.parametrize("both", [n for n in CHECKPOINTS if n not in WITH_STATE], indirect=True)
 def test_cached_steps_agree(both: tuple[Any, Decoder]) -> None:
     reference, ours = both
-    if ours.spec.deltas:
-        with pytest.raises(ConfigError, match="layers with a state, which no cache holds yet"):
-            Sequences(ours.spec, tokens=PROMPT)
-        return
     ids = random_ids(PROMPT + STEPS)
     past = DynamicCache(config=reference.config.get_text_config())
     cache = Sequences(ours.spec, tokens=ids.shape[1])
