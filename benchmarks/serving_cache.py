@@ -26,13 +26,13 @@ from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.models import Models
 
-TRIALS = 3
+TRIALS = 3  # of what takes little time
 
 
 class CacheBench(Bench):
-    """A model, and how often it is replaced."""
+    """A model, how often it is replaced, and trials of what takes long."""
 
-    swaps = 50
+    swaps, trials = 50, 3
 
 
 def cached(bench: CacheBench, folder: Path) -> None:
@@ -79,7 +79,7 @@ def disk(bench: CacheBench, folder: Path) -> None:
     ids = bench.model.tokenizer.encode(bench.text(count))[:count]
     read, kept = list[float](), list[float]()
     _first_token(_generator(bench, None, count + 1024), ids)  # compiles
-    for trial in range(TRIALS):
+    for trial in range(bench.trials):
         pages = folder / f"disk{trial}"
         writer = _generator(bench, pages, count + 1024)
         read.append(_first_token(writer, ids))
@@ -99,7 +99,8 @@ def disk(bench: CacheBench, folder: Path) -> None:
 
 def _rate(generator: Generator, bench: CacheBench) -> float:
     """Return the tokens per second of 8 texts while prompts of others push pages out."""
-    texts = [generator.submit(_request(bench, 32, bench.new)) for _ in range(3)]
+    new = min(bench.new, 60)  # each step reads a prompt, too
+    texts = [generator.submit(_request(bench, 32, new)) for _ in range(3)]
     settle()
     begun, count, others = time.perf_counter(), 0, 0
     while any(not job.is_done for job in texts):
@@ -131,7 +132,7 @@ def writing(bench: CacheBench, folder: Path) -> None:
         name: _generator(bench, folder / "pages" if name == "disk" else None, 8192)
         for name in rates
     }
-    for trial in range(TRIALS + 1):
+    for trial in range(bench.trials + 1):
         for name, generator in generators.items():
             rate = _rate(generator, bench)
             rates[name] += [rate] if trial else []  # the first one warms up
@@ -215,6 +216,7 @@ def main() -> None:
     parser.add_argument("--cache", default="q6")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--swaps", type=int, default=50, help="of mode `swaps`")
+    parser.add_argument("--trials", type=int, default=3, help="of `disk` and `writing`")
     parser.add_argument("--max-tokens", type=int, default=33_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -226,7 +228,7 @@ def main() -> None:
         where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
         print(f"{where}, torch {torch.__version__}, {arguments.cache} cache")
         bench = CacheBench(model, arguments.cache, 16_000)
-        bench.swaps = arguments.swaps
+        bench.swaps, bench.trials = arguments.swaps, arguments.trials
         del model
         for mode in arguments.modes:  # `swaps` comes last: it frees the model
             print(f"\n{mode}\n", flush=True)

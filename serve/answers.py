@@ -139,7 +139,6 @@ class RunningAnswer:
             wait = written + WRITE_SECONDS - time.monotonic()
             if wait > 0 and events[0].reason is None:
                 await asyncio.sleep(wait)
-            written = time.monotonic()
             while not self._events.empty():
                 events.append(self._events.get_nowait())
             updates = list[Update]()
@@ -151,7 +150,8 @@ class RunningAnswer:
                 if updates:
                     yield updates
                 raise event.error
-            if updates:
+            if updates:  # what has no text, such as progress, delays none
+                written = time.monotonic()
                 yield updates
 
     def cancel(self) -> None:
