@@ -12,7 +12,7 @@ from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.layers_config import read_attentions
-from exl2flow.model.config.spec import GROUP_WEIGHTS, AttentionSpec, ModelSpec
+from exl2flow.model.config.spec import EXTENSIONS, GROUP_WEIGHTS, AttentionSpec, ModelSpec
 from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
 
 # Far above every model that exists, and small enough that loops over them end at once.
@@ -70,6 +70,7 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
     family, config = _family(whole)
     config = replace(config, values=_values(config, family), names=_names(config, family))
     _check_keys(config, family)
+    _check_extension(whole)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     max_positions = config.integer("max_position_embeddings")
     attentions = read_attentions(config, family, num_layers=num_layers, max_positions=max_positions)
@@ -200,6 +201,21 @@ def _check_keys(config: Fields, family: Family) -> None:
     for key, only in family.fixed:
         if config.has(key) and config.values[key] != only:
             raise _refused(config, key)
+
+
+def _check_extension(config: Fields) -> None:
+    """Refuse EXL2 files with parts that this version cannot read."""
+    block = config.values.get("quantization_config")
+    words = block.get("extension", []) if isinstance(block, Mapping) else []
+    unknown = (
+        [word for word in words if word not in EXTENSIONS] if isinstance(words, list) else [words]
+    )
+    if unknown:
+        raise UnsupportedArchitecture(
+            f"`quantization_config.extension` in `{config.path}` holds "
+            f"{quoted(map(str, unknown))}, which this version does not know; it knows "
+            f"{quoted(EXTENSIONS)}: update exl2flow"
+        )
 
 
 def _refused(config: Fields, key: str) -> UnsupportedArchitecture:

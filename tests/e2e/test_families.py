@@ -12,6 +12,7 @@ from decoders import build_decoder
 from expert_checkpoints import WITH_EXPERTS
 from safetensors.torch import load_file
 from stage_runs import prepared, run_until, text_parquet
+from state_checkpoints import WITH_STATE
 
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import read_json
@@ -24,6 +25,7 @@ from exl2flow.model import (
     expected_tensors,
     resolve,
 )
+from exl2flow.quant.allocate.layout import KEPT
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.refine.stored_model import StoredModel, check_refinement
 
@@ -58,9 +60,11 @@ def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     assert plan.not_quantized == ((apart["tensors"], apart["bytes"]) if apart else (0, 0))
     assert plan.not_quantized == (len(tower), sum(t.nbytes for t in tower.values()))
     assert ("not quantized" in dict(plan.rows())) == bool(tower)
+    assert ("generation" in dict(plan.rows())) == (name in WITH_STATE)
     spec = resolve(config.out)
     plain = {n for n in expected_tensors(spec) if n in written}
     corrections = {s.group.router.correction for s in spec.sublayers if s.group} - {None}
+    corrections |= {s.plain[role].name for s in spec.sublayers for role in KEPT & {*s.plain}}
     assert all(written[n].dtype == torch.float16 for n in plain - corrections)
     stored = CanonicalTensors(resolve(source))
     assert all(torch.equal(written[n], stored.read(n)) for n in corrections)

@@ -32,6 +32,7 @@ WITH_STATE: dict[str, tuple[str, bool, dict[str, Any]]] = {
             **STATES,
         ),
     ),
+    "qwen3.5-moe-text": ("Qwen3_5MoeText", False, TEXT | EXPERTS),
     "qwen3.5-moe": (
         "Qwen3_5Moe",
         True,

@@ -93,3 +93,22 @@ def test_a_gate_of_another_size_is_named(folder: Path) -> None:
     save_file(tensors | {name: tensors[name][: len(tensors[name]) // 2].clone()}, path)
     with pytest.raises(Exl2FlowError, match=r"model\.layers\.1\.self_attn\.q_proj"):
         built(folder)
+
+
+@pytest.mark.parametrize(
+    ("extension", "told"),
+    [
+        (["linear_attention"], ""),
+        (["linear_attention", "latent"], "`latent`"),
+        ("latent", "`latent`"),
+    ],
+)
+def test_extensions_that_are_unknown_are_refused(
+    folder: Path, extension: object, told: str
+) -> None:
+    changed(folder, quantization_config={"quant_method": "exl2", "extension": extension})
+    if not told:
+        assert resolve(folder).extension == ("linear_attention",)
+        return
+    with pytest.raises(Exl2FlowError, match=f"{told}.*update exl2flow"):
+        resolve(folder)
