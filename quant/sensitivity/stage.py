@@ -177,7 +177,7 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     spec, row_tokens = sizes.spec, config.calibration.row_tokens
     states = sizes.token * config.sensitivity.rows * row_tokens
     files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
-    work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT)
+    work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT, is_shared=True)
     return Need(
         memory_bytes=3 * states + sublayer_bytes(config, spec),
         kept_bytes=sum(factor_sizes(spec, config.sensitivity)),

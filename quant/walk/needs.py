@@ -91,7 +91,10 @@ class ModelSizes:
         self.expert = 3 * max(experts, default=0)  # its three matrices
         self.squares = max((hessian_elements(s.projections) for s in groups), default=0)
         self.largest = max(k * n for part in parts for k, n in part)
-        self.greatest = max(parts, key=lambda part: sum(k * (k + n) for k, n in part))
+        place = max(range(len(parts)), key=lambda i: sum(k * (k + n) for k, n in parts[i]))
+        self.greatest = parts[place]
+        readers = [*(s.projections for s in spec.sublayers), (spec.head,)][place]
+        self.read_squares = hessian_elements(readers)  # of the activations of the greatest part
 
     def worked_on(self, weight: int) -> int:
         """Return the bytes for the matrices of a sublayer, given those per weight.
@@ -115,17 +118,20 @@ class ModelSizes:
         head = SUBLAYER_WEIGHT * self.head + logit_bytes(tokens, self.spec.vocab_size)
         return shared + max(weights, head)
 
-    def gpu_work(self, tokens: int, *, weight: int, square: int) -> int:
+    def gpu_work(self, tokens: int, *, weight: int, square: int, is_shared: bool = False) -> int:
         """Return a GPU's work on the greatest part in bytes, activations of the rows included.
 
         Args:
             tokens: tokens per row.
             weight: bytes per weight.
             square: bytes per element of a Hessian.
+            is_shared: matrices that read the same activation share a Hessian, else each has one,
+                in its own order of rows.
         """
         widest = max(max(size) for size in self.greatest)
         passing = PASSING * FLOAT * tokens * max(CALIBRATION_ROWS * widest, self.passing)
-        return passing + sum(k * (weight * n + square * k) for k, n in self.greatest)
+        squares = self.read_squares if is_shared else sum(k * k for k, _ in self.greatest)
+        return passing + weight * sum(k * n for k, n in self.greatest) + square * squares
 
     def together(self, copies: int, runs: int = 1) -> int:
         """Return a GPU's bytes for experts side by side; see `together_bytes`."""
