@@ -14,6 +14,17 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from exl2flow.serve import agents, chats, completions
 from exl2flow.serve.admin import admin_router
+from exl2flow.serve.answer_schemas import (
+    ChatAnswer,
+    CompletionAnswer,
+    Decoded,
+    MessageAnswer,
+    ModelRow,
+    ModelRows,
+    ResponseAnswer,
+    Tokens,
+    told,
+)
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import (
     ChatBody,
@@ -71,17 +82,17 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 def _answers(models: Models, metrics: Metrics) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/chat/completions")
+    @router.post("/chat/completions", responses=told(ChatAnswer, streams=True))
     async def chat(given: ChatBody) -> Response:
         """Answer a conversation."""
         return AnswerResponse(models, metrics, given, chats.plan_of, ChatDialect)
 
-    @router.post("/completions")
+    @router.post("/completions", responses=told(CompletionAnswer, streams=True))
     async def complete(given: CompletionBody) -> Response:
         """Continue prompts."""
         return AnswerResponse(models, metrics, given, completions.plan_of, CompletionDialect)
 
-    @router.post("/messages")
+    @router.post("/messages", responses=told(MessageAnswer, streams=True))
     async def message(given: MessagesBody) -> Response:
         """Answer a conversation in Anthropic's form."""
         return AnswerResponse(models, metrics, given, agents.plan_of, MessagesDialect)
@@ -91,7 +102,7 @@ def _answers(models: Models, metrics: Metrics) -> APIRouter:
         """Return the length of a prompt."""
         return {"input_tokens": await _length_of(given, models)}
 
-    @router.post("/responses")
+    @router.post("/responses", responses=told(ResponseAnswer, streams=True))
     async def respond(given: ResponsesBody) -> Response:
         """Answer a conversation in the form of OpenAI's Responses."""
         return AnswerResponse(models, metrics, given, agents.plan_of, ResponsesDialect)
@@ -114,7 +125,7 @@ async def _length_of(given: ChatBody, models: Models) -> int:
 def _tokens(models: Models) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", responses=told(Tokens))
     async def tokenize(given: TokenizeBody) -> dict[str, Any]:
         """Return the ids of a text or a conversation."""
         async with models.using() as engine:
@@ -123,7 +134,7 @@ def _tokens(models: Models) -> APIRouter:
             told = {"count": len(found), "max_model_len": engine.room}
             return {**told, "tokens": found, "token_strs": texts}
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", responses=told(Decoded))
     async def detokenize(given: DetokenizeBody) -> dict[str, str]:
         """Return the text of ids."""
         async with models.using() as engine:
@@ -158,13 +169,13 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
         """List what an admin can load."""
         return {"object": "list", "data": [_row(models, name) for name in models.folders]}
 
-    @router.get("/models")
+    @router.get("/models", responses=told(ModelRows))
     async def listed() -> dict[str, Any]:
         """List the model, alone and with each adapter, and others that requests may name."""
         rows = [_row(models, name) for name in models.names]
         return {"object": "list", "data": rows, "models": []}
 
-    @router.get("/models/{name:path}")
+    @router.get("/models/{name:path}", responses=told(ModelRow))
     async def model(name: str) -> dict[str, Any]:
         """Describe a model."""
         if name not in models.names:

@@ -44,6 +44,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "core/",
         "flows/",
         "serve/admin.py",
+        "serve/answer_schemas.py",
         "serve/fields.py",
         "serve/keys.py",
         "serve/sections.py",
