@@ -201,7 +201,7 @@ def _foreign(path: Path, rng: random.Random) -> None:
 
 
 def _swapped(path: Path, rng: random.Random) -> None:
-    others = sorted(path.parents[1].glob("*/*.page"))
+    others = sorted(one for one in path.parents[1].glob("*/*.page") if one.is_file())
     path.write_bytes(rng.choice(others).read_bytes())
 
 
@@ -226,7 +226,9 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 def damage(folder: Path, rng: random.Random, found: Found) -> None:
     """Damage some pages, half of them at most."""
-    pages = sorted(path for path in folder.glob("*/*/*.page") if path.stat().st_size > 100)
+    pages = sorted(
+        path for path in folder.glob("*/*/*.page") if path.is_file() and path.stat().st_size > 100
+    )
     pages = [path for path in pages if path.is_file()]
     for path in rng.sample(pages, rng.randrange(len(pages) // 2 + 1)):
         kind = rng.choice(list(DAMAGES))
