@@ -226,9 +226,7 @@ DAMAGES: dict[str, Callable[[Path, random.Random], None]] = {
 
 def damage(folder: Path, rng: random.Random, found: Found) -> None:
     """Damage some pages, half of them at most."""
-    pages = sorted(
-        path for path in folder.glob("*/*/*.page") if path.is_file() and path.stat().st_size > 100
-    )
+    pages = sorted(path for path in folder.glob("*/*/*.page") if path.stat().st_size > 100)
     pages = [path for path in pages if path.is_file()]
     for path in rng.sample(pages, rng.randrange(len(pages) // 2 + 1)):
         kind = rng.choice(list(DAMAGES))
