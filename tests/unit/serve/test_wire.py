@@ -386,7 +386,7 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
     wait_for(lambda: served.status()["running"] == 0, pause=0.01)
     wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
 
-    assert time.monotonic() - began < 1.0  # the text would take 5 s
+    assert time.monotonic() - began < 2.5  # the text would take 5 s, on a free machine
     wait_for(lambda: sum(" 499" in line for line in served.lines) == before + 1)
 
 
