@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 from decode import add_model, model_of
@@ -40,13 +39,9 @@ def cached(bench: CacheBench, folder: Path) -> None:
     engine = bench.engine(4, 32_000)
     text = bench.text(min(8_000, bench.model.max_tokens - 256))
 
-    def asked(more: str) -> dict[str, Any]:
-        return {
-            **bench.complete(1, 2),
-            "body": {**bench.complete(1, 2)["body"], "prompt": text + more},
-        }
-
-    prompts = [asked(f" {bench.text(16)}") for _ in range(2 * TRIALS)]
+    prompts = [bench.complete(16, 2) for _ in range(2 * TRIALS)]
+    for asked in prompts:
+        asked["body"]["prompt"] = f"{text} {asked['body']['prompt']}"
     [found] = served(engine, lambda port: clients(port, [prompts]))
     times = [1e3 * answer["times"][0] for answer in found]
     tokens, rest = found[-1]["prompt"], " ".join(f"{t:.1f}" for t in times[1:])
@@ -98,7 +93,7 @@ def disk(bench: CacheBench, folder: Path) -> None:
 
 
 def _rate(generator: Generator, bench: CacheBench) -> float:
-    """Return the tokens per second of 8 texts while prompts of others push pages out."""
+    """Return the tokens per second of 3 texts while prompts of others push pages out."""
     new = min(bench.new, 60)  # each step reads a prompt, too
     texts = [generator.submit(_request(bench, 32, new)) for _ in range(3)]
     settle()

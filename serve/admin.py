@@ -41,7 +41,7 @@ def admin_router(models: Models) -> APIRouter:
 
     @router.post("/model/load")
     async def load(given: ModelName) -> dict[str, Any]:
-        """Load a model in place of the one that is loaded, once running texts have ended."""
+        """Replace the loaded model by another one, once running texts have ended."""
         await models.load(given.name)
         return {"id": models.name, "object": "model", "load_seconds": round(models.load_seconds, 3)}
 

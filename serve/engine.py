@@ -81,10 +81,8 @@ class Engine:
             self.warnings.append(NO_TOOLS)
         self.has_grammars, self._entering = False, 0
         self.state: State = "ready"
-        self.answers, self._queue = (
-            dict[RunningAnswer, Admission](),
-            FairQueue(options.slots + AHEAD),
-        )
+        self.answers = dict[RunningAnswer, Admission]()
+        self._queue = FairQueue(options.slots + AHEAD)
         self._pool = ThreadPoolExecutor(PREPARING, "exl2flow-serve")
 
     def start(self) -> None:

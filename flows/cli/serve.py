@@ -122,7 +122,7 @@ def _run(model: Path, configuration: "Configuration") -> None:
 
 
 def _of_any(options: ServeOptions) -> ServeOptions:
-    """Return options without those that were given for the first model."""
+    """Return the options for another model, without those that only fit the first one."""
     names = "draft lora format tool_format rope_scale rope_alpha rope_yarn"
     fields = ServeOptions.model_fields
     own = {name: fields[name].get_default(call_default_factory=True) for name in names.split()}
