@@ -36,8 +36,6 @@ from serving import BEGIN, DEMO, START_SECONDS
 from signals import KILLED, TERMINATED
 from sources import ROOT
 
-from exl2flow.core.store.files import replacing
-
 IMPORTED = ["__main__", "exl2flow.flows.cli.serve", "exl2flow.serve.app", "exl2flow.inference"]
 FLAGS = ("--device", "cpu", "--port", "0", "--tokens", "3072", "--slots", "4", "--drain", "5")
 SIZE = 20_000_000  # bytes of pages
@@ -177,13 +175,6 @@ class Found:
             self.failed[name] += 1
             self.failures.append(f"{name} in restart {self.next}: {problem}")
             print(f"FAILED {self.failures[-1]}", file=sys.stderr, flush=True)
-
-    def save(self, path: Path | None) -> None:
-        """Write the state file, if there is one."""
-        if path is not None:
-            with replacing(path) as file:
-                values = {name: getattr(self, name) for name in self.__slots__}
-                file.write(json.dumps(values, indent=1).encode())
 
 
 def _truncate(path: Path, rng: random.Random) -> None:
@@ -334,7 +325,7 @@ def campaign(given: argparse.Namespace, found: Found, home: Path) -> None:
     while found.next < given.restarts and time.monotonic() < deadline:
         restart(home, asked_for, texts, found, seconds)
         found.next += 1
-        found.save(given.state)
+        tally.save(found, given.state)
         if found.next % 20 == 0:
             print(f"{found.next} restarts, {found.failed.total()} failures", flush=True)
     if found.next >= given.restarts:
@@ -370,7 +361,7 @@ def main() -> int:
     get_context("forkserver").set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="restarts-") as home:
         campaign(given, found, Path(home))
-    found.save(given.state)
+    tally.save(found, given.state)
     print(report(found))
     return int(bool(found.failures))
 

@@ -10,7 +10,6 @@ then every page must be free, and descriptors, threads and memory must be as the
 
 import argparse
 import asyncio
-import json
 import random
 import shutil
 import signal
@@ -33,8 +32,6 @@ import tally
 from bodies import Drawn, drawn, problems
 from serving import DEMO, Served, serving
 from sources import ROOT
-
-from exl2flow.core.store.files import replacing
 
 CLIENTS = 16
 LEAVING = 0.2  # of the clients
@@ -86,14 +83,6 @@ class Found:
             print(f"FAILED {name}: {where} {problem}", file=sys.stderr, flush=True)
             if len(self.failures) < 100:
                 self.failures.append(f"{name}: {where} {problem}")
-
-    def save(self, path: Path | None) -> None:
-        """Write the state file, if there is one."""
-        if path is not None:
-            with replacing(path) as file:
-                file.write(
-                    json.dumps({n: getattr(self, n) for n in self.__slots__}, indent=1).encode()
-                )
 
 
 def used(server: Served) -> dict[str, int]:
@@ -253,7 +242,7 @@ async def minutes(server: Served, found: Found, state: Path | None) -> None:
         )
         print(line, flush=True)
         found.minutes.append(line)
-        found.save(state)
+        tally.save(found, state)
 
 
 async def soak(server: Served, found: Found, state: Path | None) -> None:
@@ -303,7 +292,7 @@ def main() -> int:
             shutil.copy(server.log, kept)
             found.failures.append(f"the log of the server is `{kept}`")
     found.is_done = True
-    found.save(given.state)
+    tally.save(found, given.state)
     print(report(found))
     return int(bool(found.failures))
 

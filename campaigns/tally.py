@@ -1,8 +1,13 @@
 """How long a campaign may take, and its table: what failed how often, and what that shows."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from exl2flow.core.store.files import replacing
 
 CONFIDENCE = 0.95
 
@@ -20,6 +25,14 @@ def table(title: str, tried: Mapping[str, int], failed: Mapping[str, int]) -> st
         rate = f"{failures / count:.2%} seen" if failures else f"< {bound(count):.2%}"
         lines.append(f"| {name} | {count:,} | {failures} | {rate} |")
     return "\n".join(lines)
+
+
+def save(found: Any, path: Path | None) -> None:
+    """Write what a run has shown, a dataclass with slots, to its state file, if there is one."""
+    if path is not None:
+        values = {name: getattr(found, name) for name in found.__slots__}
+        with replacing(path) as file:
+            file.write(json.dumps(values, indent=1).encode())
 
 
 def spread(names: Iterable[str]) -> str:
