@@ -35,6 +35,7 @@ from generation_jobs import settle
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import AsyncGenerator, Generator, LoadedModel, Request, load_model
 from exl2flow.inference.chat import choose_format
+from exl2flow.inference.filters import GrammarFilter
 from exl2flow.serve import chats, completions
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
@@ -242,7 +243,8 @@ async def _first_times(engine: Engine, long: Sequence[Any], probes: Sequence[Any
 def first(bench: Bench) -> None:
     """Compare the time to the first token of a request beside 15 streams."""
     engine, count = bench.engine(16), 200
-    long = [bench.chat(32, bench.new) for _ in range(15)]
+    # texts of other lengths, so that they do not begin again at once
+    long = [bench.chat(32, bench.new - bench.new * row // 30) for row in range(15)]
 
     def probes() -> list[dict[str, Any]]:
         return [{**bench.chat(32, 2), "pause": 0.013} for _ in range(count)]
@@ -317,27 +319,46 @@ def _pauses(groups: Sequence[Any], window: tuple[float, float]) -> list[float]:
 
 
 def tools(bench: Bench) -> None:
-    """Compare 16 streams whose calls are held to a schema with 16 without tools."""
+    """Compare 16 streams whose calls are held to a schema with 16 texts after as long a prompt."""
     engine = bench.engine(16)
-    kinds: dict[str, dict[str, Any]] = {
-        "none": {},
+    forced: dict[str, dict[str, Any]] = {
         "auto": {"tools": [NUMBERS], "temperature": 1.0},
         "required": {"tools": [NUMBERS], "tool_choice": "required"},
     }
 
-    def measured(port: int) -> dict[str, float]:
-        assert engine.has_grammars, engine.warnings
-        rates = dict.fromkeys(kinds, 0.0)
-        for _ in range(TRIALS + 1):
-            for name, more in kinds.items():
-                groups = [[bench.chat(32, bench.new, **more)] for _ in range(16)]
-                rates[name] = max(rates[name], rate_of(clients(port, groups)))
-        return rates
+    def asked(tokens: int, more: dict[str, Any]) -> list[dict[str, Any]]:
+        return [bench.chat(tokens, bench.new, **more) for _ in range(16)]
 
-    rates = served(engine, measured)
-    print("| tools | tokens/s | ratio |\n|---|---|---|")
-    for name, rate in rates.items():
-        print(f"| {name} | {rate:.0f} | {rate / rates['none']:.3f} |", flush=True)
+    def sides(name: str) -> dict[str, tuple[int, dict[str, Any]]]:
+        """Return the words of a prompt and the fields of both sides."""
+        lengths = [
+            len(request_of(bench.chat(32, 1, **more), engine).prompts[0])
+            for more in (forced[name], {})
+        ]
+        free = {key: forced[name][key] for key in ("temperature",) if key in forced[name]}
+        return {"forced": (32, forced[name]), "free": (32 + lengths[0] - lengths[1], free)}
+
+    GrammarFilter(regex="a").start(engine.tokenizer, engine.width)
+    engine.has_grammars = True
+    both = {name: sides(name) for name in forced}
+    rates = {(name, side): [0.0, 0.0] for name in forced for side in both[name]}
+
+    def measure(index: int, rate: Callable[[list[dict[str, Any]]], float]) -> None:
+        for _ in range(TRIALS + 1):
+            for name, side in rates:
+                found = rate(asked(*both[name][side]))
+                rates[name, side][index] = max(rates[name, side][index], found)
+
+    measure(0, lambda given: alone(engine, given))
+    served(
+        engine,
+        lambda port: measure(1, lambda given: rate_of(clients(port, [[one] for one in given]))),
+    )
+    print("| tools | | free tokens/s | forced tokens/s | ratio |\n|---|---|---|---|---|")
+    for index, where in enumerate(("generator", "HTTP")):
+        for name in forced:
+            free, held = (rates[name, side][index] for side in ("free", "forced"))
+            print(f"| {name} | {where} | {free:.0f} | {held:.0f} | {held / free:.3f} |", flush=True)
 
 
 def silent(bench: Bench) -> None:

@@ -5,6 +5,7 @@ that leave host memory, the least recently used first, are written to disk by a 
 pool knows nothing of tensors: it tells which page leaves.
 """
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,11 +17,12 @@ import torch
 from exl2flow.core.store.files import tensor_bytes
 from exl2flow.inference.cache.page_files import PageFiles
 from exl2flow.inference.cache.prefix_tree import FullPage
-from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.kernels import PAGE_TOKENS, get_ops
 
 LEAST_FOUND = 2  # pages in a row that are worth waiting for
 MOST_QUEUED = 64  # pages that wait to be written; further ones are dropped
-READERS = 4
+READERS = min(16, os.cpu_count() or 1)
+AHEAD_BYTES = 1 << 29  # of host memory, for pages that are read before they enter the cache
 
 
 class HostPage(NamedTuple):
@@ -59,11 +61,16 @@ class PageBytes:
         """Return host memory for a page."""
         return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
+    def warm_up(self, count: int) -> None:
+        """Let torch hold pinned memory for so many pages, which is slow to allocate."""
+        if self._is_pinned:
+            _ = [self.empty() for _ in range(count)]
+
     def save(self, index: int, page: FullPage) -> HostPage:
         """Copy a page to the host, after what was launched before."""
         data, events = self.empty(), list[torch.cuda.Event]()
         for part, group in zip(data.split_with_sizes(self._sizes), self._of_device, strict=True):
-            part.copy_(torch.cat([x[index] for x in group]), non_blocking=True)
+            part.copy_(get_ops(group[0].device).get_page(group, index), non_blocking=True)
             if group[0].is_cuda:
                 events.append(torch.cuda.current_stream(group[0].device).record_event())
         return HostPage(page, data, tuple(events))
@@ -72,25 +79,26 @@ class PageBytes:
         """Copy the bytes of a page to where it is, before what is launched later."""
         for part, group in zip(data.split_with_sizes(self._sizes), self._of_device, strict=True):
             here = part.to(group[0].device, non_blocking=True)
-            for x, row in zip(
-                group, here.split_with_sizes([x.shape[1] for x in group]), strict=True
-            ):
-                x[index].copy_(row)
+            get_ops(here.device).put_page(group, index, here)
 
 
 class Tiers:
     """Host memory and disk below a cache; all but reading and writing files is the caller's thread.
 
+    ahead: pages that may be read before they enter the cache.
     Raises nothing: what cannot be kept or read is computed again.
     """
 
     def __init__(self, pages: PageBytes, *, ram: int, files: PageFiles | None) -> None:
         """Keep at most `ram` bytes in host memory, and what leaves it in files."""
         self._pages, self._most, self._files = pages, ram // pages.host_bytes, files
+        self.ahead = max(2, AHEAD_BYTES // pages.host_bytes)
         self._ram = OrderedDict[bytes, HostPage]()  # in the order of eviction
         self._queued = dict[bytes, HostPage]()
         self._reader = ThreadPoolExecutor(READERS, "exl2flow-pages")
         self._writer = ThreadPoolExecutor(1, "exl2flow-page-writer")
+        if files is not None:
+            pages.warm_up(self.ahead)
 
     def take(self, index: int, page: FullPage) -> None:
         """See `LowerTier`."""

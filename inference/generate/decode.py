@@ -117,8 +117,7 @@ class Decode:
             self._prepare(step_jobs, slots, count)
             for position in range(count):
                 sampling = [one for one in step_jobs if position < len(one.masks)]
-                for one in sampling:
-                    self._apply(one, one.masks[position])
+                self._restrict(sampling, position)
                 sampled = self._device_slots.sample(slots, kind, after_draft=position > 0)
                 requests = [(one.slot, one.job.request) for one in sampling]
                 copied = [slot for slot, request in requests if request.logits or request.hooks]
@@ -173,12 +172,16 @@ class Decode:
             probabilities=any(_wants_probability(job.request) for job in jobs),
         )
 
-    def _apply(self, step_job: StepJob, mask: TokenMask) -> None:
-        """Restrict the next sample of a job to a mask."""
-        if mask.allowed is not UNCONSTRAINED or mask.mask != step_job.job.slot_mask:
-            step_job.job.slot_mask = mask.mask
-            sampler = self._device_slots.sampler
-            sampler.allow(step_job.slot, mask.words(sampler.width))
+    def _restrict(self, sampling: Sequence[StepJob], position: int) -> None:
+        """Restrict the next samples of jobs to their masks at a draft position."""
+        sampler, masks = self._device_slots.sampler, dict[int, torch.Tensor | None]()
+        for one in sampling:
+            mask = one.masks[position]
+            if mask.allowed is not UNCONSTRAINED or mask.mask != one.job.slot_mask:
+                one.job.slot_mask = mask.mask
+                masks[one.slot] = mask.words(sampler.width)
+        if masks:
+            sampler.allow(masks)
 
     def catch_up(self) -> None:
         """Read the tokens of the last step."""

@@ -18,7 +18,6 @@ from exl2flow.inference.generate.job import Job, Sequence
 from exl2flow.inference.generate.scheduler import Scheduler
 
 STEP_PAGES = 32  # that enter the cache in a step
-READ_AHEAD = 64  # pages in host memory before they enter
 PATIENCE_SECONDS = 0.002  # for files in a step that has nothing else to do
 
 
@@ -76,7 +75,7 @@ class PageLoader:
         return any(load.has(page) for load in loads)
 
     def _read_ahead(self, load: _Load) -> None:
-        while load.later and len(load.reading) < READ_AHEAD:
+        while load.later and len(load.reading) < self._tiers.ahead:
             page = load.later.popleft()
             load.reading.append((page, *self._tiers.read(page)))
 

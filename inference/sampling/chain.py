@@ -57,7 +57,7 @@ def choose(
     )
     for slot, ids in enumerate(texts):
         slots.enter(slot, completed(settings, tokenizer), ids, mu=mu)
-        slots.allow(slot, allowed)
+        slots.allow({slot: allowed})
     if settings.cfg_scale is not None:
         slots.pair(0, 1)
     kind = Kind.of([settings], masked=allowed is not None, top=top, probabilities=True)

@@ -1,7 +1,7 @@
 """Sampler state per slot on the device: settings, history, masks, Mirostat's bound."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -142,9 +142,14 @@ class SamplerSlots:
         self.counts[slot].fill_(count)
 
     @torch.inference_mode()
-    def allow(self, slot: int, words: torch.Tensor | None) -> None:
-        """Restrict the next samples to a mask int32 (ceil(width / 32),); None lifts it."""
-        self._set("allowed", slot, words)
+    def allow(self, masks: Mapping[int, torch.Tensor | None]) -> None:
+        """Restrict the next samples of slots to masks int32 (ceil(width / 32),); None lifts one."""
+        if "allowed" not in self._late and not any(words is not None for words in masks.values()):
+            return
+        default, late = self._defaults["allowed"], self.late("allowed")
+        rows = torch.stack([default if words is None else words for words in masks.values()])
+        slots = torch.tensor([*masks])
+        late.index_copy_(0, on_device(slots, late.device), on_device(rows, late.device))
 
     @torch.inference_mode()
     def pair(self, slot: int, negative: int) -> None:

@@ -30,3 +30,19 @@ extern "C" __global__ void read_rows(half_bits* x, const integer* slots, byte* d
             if (at + i < width) out[i] = two[i];
     }
 }
+
+// Copy a page, uint8, to row `index` of each table if it `is_stored`, else from there. tables, (n, 3):
+// address of a table, bytes of its rows (a multiple of 16), and where a row begins in the page.
+// blockIdx.x is a table.
+extern "C" __global__ void move_page(byte* page, const integer* tables, integer index,
+                                     integer is_stored) {
+    const integer* table = tables + 3 * blockIdx.x;
+    const integer nbytes = table[1];
+    uint4* row = (uint4*)((byte*)table[0] + index * nbytes);
+    uint4* here = (uint4*)(page + table[2]);
+    const uint4* from = is_stored ? here : row;
+    uint4* to = is_stored ? row : here;
+    for (integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x; i < nbytes / 16;
+         i += (integer)gridDim.y * blockDim.x)
+        to[i] = from[i];
+}

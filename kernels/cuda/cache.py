@@ -4,7 +4,7 @@ Everything else is torch on the device.
 """
 
 import math
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,8 +33,10 @@ from exl2flow.kernels.interface.cache_formats import (
 )
 from exl2flow.kernels.plans.sources import filled, struct
 from exl2flow.kernels.reference import cache as torch_cache
+from exl2flow.kernels.streams import device_table
 
 PUT_THREADS = 256  # per copying CTA, 16 bytes each
+PAGE_CTA_BYTES = 1 << 15  # of a page that a CTA moves, about
 WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units that cover a head
 HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
 TOGETHER_WIDTH = 128  # of heads that may share a CTA
@@ -109,6 +111,31 @@ def _launch_rows(kernel: str, rows: CacheRows, slots: torch.Tensor, x: torch.Ten
     grid = (len(slots), -(-units // (THREADS // 32)))
     element = list(Element).index(rows.element)
     launch("cache.cu", kernel, grid, x, slots, rows.data, rows.scales, rows.width, element)
+
+
+def get_page(tables: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """See `Ops.get_page`."""
+    nbytes = sum(x.shape[1] for x in tables)
+    page = torch.empty(nbytes, dtype=torch.uint8, device=tables[0].device)
+    _move_page(tables, index, page, is_stored=False)
+    return page
+
+
+def put_page(tables: Sequence[torch.Tensor], index: int, page: torch.Tensor) -> None:
+    """See `Ops.put_page`."""
+    _move_page(tables, index, page, is_stored=True)
+
+
+def _move_page(
+    tables: Sequence[torch.Tensor], index: int, page: torch.Tensor, *, is_stored: bool
+) -> None:
+    rows, place = list[int](), 0
+    for x in tables:
+        rows += (x.data_ptr(), x.shape[1], place)
+        place += x.shape[1]
+    table = device_table(tuple(rows), page.device)
+    grid = (len(tables), max(1, max(x.shape[1] for x in tables) // PAGE_CTA_BYTES))
+    launch("cache.cu", "move_page", grid, page, table, index, int(is_stored), threads=PUT_THREADS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,6 +73,8 @@ class CudaOps(Ops):
     lay_out_scales = staticmethod(cuda_packed.lay_out_scales)
     write_cache = staticmethod(cuda_cache.write_cache)
     read_cache = staticmethod(cuda_cache.read_cache)
+    get_page = staticmethod(cuda_cache.get_page)
+    put_page = staticmethod(cuda_cache.put_page)
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_prompts.decode_packed)
     multiply = staticmethod(cuda_products.multiply)

@@ -1,5 +1,7 @@
 """The torch implementation of the cache operations: the reference for every kernel."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -75,6 +77,18 @@ def read_cache(store: LayerStore, slots: torch.Tensor | slice) -> tuple[torch.Te
     """
     shape = (-1, store.kv_heads, store.head_dim)
     return decode(store.keys, slots).view(shape), decode(store.values, slots).view(shape)
+
+
+def get_page(tables: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    """Return row `index` of every table, uint8 (rows, bytes) with any bytes, one after another."""
+    return torch.cat([x[index] for x in tables])
+
+
+def put_page(tables: Sequence[torch.Tensor], index: int, page: torch.Tensor) -> None:
+    """Store what `get_page` returned."""
+    sizes = [x.shape[1] for x in tables]
+    for x, row in zip(tables, page.split_with_sizes(sizes), strict=True):
+        x[index].copy_(row)
 
 
 def attend_step(

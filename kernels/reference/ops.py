@@ -54,6 +54,8 @@ class Ops:
 
     write_cache = staticmethod(torch_cache.write_cache)
     read_cache = staticmethod(torch_cache.read_cache)
+    get_page = staticmethod(torch_cache.get_page)
+    put_page = staticmethod(torch_cache.put_page)
     attend_step = staticmethod(torch_cache.attend_step)
     decode_packed = staticmethod(packed.decode_packed)
     norm = staticmethod(torch_steps.norm)

@@ -93,6 +93,24 @@ def test_rows_are_stored_as_the_twin_stores_them(name: str, shape: tuple[int, in
         assert error <= 1e-2
 
 
+@pytest.mark.parametrize("name", GPU_FORMATS)
+def test_a_page_of_all_layers_is_stored_and_read(name: str) -> None:
+    stores = [store_of(name, pages=3, kv_heads=heads, head_dim=64) for heads in (1, 5)]
+    parts = (x for store in stores for x in (store.keys, store.values))
+    tensors = [x for part in parts for x in (part.data, part.scales) if x.numel()]
+    tables = [x.view(torch.uint8).view(3, -1) for x in tensors]
+    expected = [table.clone() for table in tables]
+    nbytes = sum(table.shape[1] for table in tables)
+    page = torch.randint(0, 256, (nbytes,), device=DEVICE).byte()
+
+    get_ops(DEVICE).put_page(tables, 1, page)
+    torch_cache.put_page(expected, 1, page)
+
+    assert all(torch.equal(mine, twin) for mine, twin in zip(tables, expected, strict=True))
+    assert torch.equal(get_ops(DEVICE).get_page(tables, 1), page)
+    assert torch.equal(get_ops(DEVICE).get_page(tables, 2), torch_cache.get_page(tables, 2))
+
+
 @pytest.mark.parametrize("shape", [(4, 64), (1, 64), (5, 24), (8, 128), (3, 15)])
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_rows_are_read_as_the_twin_reads_them(name: str, shape: tuple[int, int]) -> None:

@@ -60,7 +60,7 @@ def entered(kind: str, batch: int, vocab: int, device: str) -> SamplerSlots:
     slots = slots_of(settings, vocab, histories=histories, device=device, room=128)
     words = torch.full((-(-vocab // 32),), -1, dtype=torch.int32)
     words[1::3] = 0
-    slots.allow(batch - 1, words)
+    slots.allow({batch - 1: words})
     if batch > 1 and settings[0].cfg_scale is not None:
         slots.pair(0, 1)
     return slots

@@ -89,7 +89,7 @@ def entered(
     slots = slots_of(given, vocab, histories=histories, device=device, room=room)
     words = torch.full((-(-vocab // 32),), -1, dtype=torch.int32)
     words[1::3] = 0x5A5A
-    slots.allow(len(settings) - 1, words)
+    slots.allow({len(settings) - 1: words})
     if len(settings) > 2 and settings[0].cfg_scale is not None:
         slots.pair(0, 1)
     for slot in idle:

@@ -103,7 +103,7 @@ def test_everything_moves_with_a_slot(lead: int, negative: int) -> None:
         slots = empty()
         for slot in (0, 1):
             slots.enter(slot, STATEFUL, [1, 2, 3])
-            slots.allow(slot, words)
+            slots.allow({slot: words})
         slots.pair(0, 1)
         return slots
 
@@ -138,7 +138,7 @@ def test_a_new_sequence_takes_nothing_over() -> None:
     slots = empty()
     special = replace(STATEFUL, dry_breakers=(1, 2, 3), xtc_ignored=(4,))
     slots.enter(0, special, [1] * 30)
-    slots.allow(0, torch.zeros(2, dtype=torch.int32))
+    slots.allow({0: torch.zeros(2, dtype=torch.int32)})
     run(slots, range(2))
     fresh = empty()
     for each in (slots, fresh):
@@ -159,7 +159,7 @@ def test_masks_and_biases_take_memory_when_they_are_used() -> None:
     slots.enter(0, SamplingSettings(), [1])
     assert len(slots.tensors()) == before
     slots.enter(0, replace(PLAIN, token_bias=((1, 1.0),)), [1])
-    slots.allow(1, torch.zeros(2, dtype=torch.int32))
+    slots.allow({1: torch.zeros(2, dtype=torch.int32)})
     assert len(slots.tensors()) == before + 2
     assert slots.late("bias")[0, 1] == 1
     assert slots.late("allowed").tolist() == [[-1, -1], [0, 0], [-1, -1], [-1, -1]]

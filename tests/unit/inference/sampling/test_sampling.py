@@ -252,7 +252,7 @@ def test_a_row_that_is_not_finite_leaves_the_others_alone(masked: bool) -> None:
 def test_logits_are_kept() -> None:
     logits = torch.randn(len(MIXED), 50)
     given, slots = logits.clone(), slots_of(MIXED, 50, histories=[[1, 2, 1]] * len(MIXED))
-    slots.allow(0, torch.tensor([6, 0], dtype=torch.int32))
+    slots.allow({0: torch.tensor([6, 0], dtype=torch.int32)})
 
     sample_rows(logits, slots, torch.rand(len(MIXED)), Kind.of(MIXED, masked=True))
 

@@ -263,13 +263,13 @@ def test_masks_restrict_ids_until_they_are_lifted(kind: Kind) -> None:
     slots = slots_of([SamplingSettings.greedy()] * 2, 70)
     draws = torch.zeros(2, dtype=torch.float64)
 
-    slots.allow(0, torch.tensor([1 << 7, -(2**31), 0], dtype=torch.int32))
+    slots.allow({0: torch.tensor([1 << 7, -(2**31), 0], dtype=torch.int32)})
     assert sample_rows(logits, slots, draws, kind).ids.tolist() == [63, 69]
-    slots.allow(0, torch.tensor([1 << 7, 0, 0], dtype=torch.int32))
+    slots.allow({0: torch.tensor([1 << 7, 0, 0], dtype=torch.int32)})
     assert sample_rows(logits, slots, draws, kind).ids.tolist() == [7, 69]
-    slots.allow(0, torch.zeros(3, dtype=torch.int32))
+    slots.allow({0: torch.zeros(3, dtype=torch.int32)})
     assert sample_rows(logits, slots, draws, kind).ids.tolist() == [-1, 69]
-    slots.allow(0, None)
+    slots.allow({0: None})
     assert sample_rows(logits, slots, draws, kind).ids.tolist() == [69, 69]
 
 
