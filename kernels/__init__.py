@@ -20,7 +20,13 @@ from exl2flow.kernels.interface.cache_formats import (
     slots_at,
     slots_of,
 )
-from exl2flow.kernels.interface.delta import CHUNK_TOKENS, DeltaArgs, DeltaState
+from exl2flow.kernels.interface.delta import (
+    CHUNK_TOKENS,
+    DeltaArgs,
+    DeltaSegment,
+    DeltaSlots,
+    DeltaState,
+)
 from exl2flow.kernels.interface.experts import ExpertBank, ExpertMatrices
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
@@ -90,6 +96,8 @@ __all__ = [
     "CacheFormat",
     "CardFacts",
     "DeltaArgs",
+    "DeltaSegment",
+    "DeltaSlots",
     "DeltaState",
     "Element",
     "ExpertBank",

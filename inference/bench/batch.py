@@ -29,7 +29,9 @@ class DecodeBatch:
         placement, pages = model.decoder.placement, pages_of(context + 1)
         form = cache_format(cache, placement.head)
         self.size, self.context, self.model = size, context, model
-        self.cache = reserve(model.spec, pages=size * pages, form=form, placement=placement)
+        self.cache = reserve(
+            model.spec, pages=size * pages, form=form, placement=placement, slots=size
+        )
         self.device_slots = DeviceSlots(model, self.cache, slots=size, max_tokens=context + 1)
         self._ids = torch.randint(0, model.spec.vocab_size, (size, context + 1)).tolist()
         self._pages = torch.arange(size * pages).view(size, pages).tolist()
@@ -39,7 +41,7 @@ class DecodeBatch:
     def read(self, count: int | None = None) -> None:
         """Read the prompts of the first sequences, of all by default."""
         parts = [
-            (index, Segment(pages=self._pages[index], begin=begin, end=end))
+            (index, Segment(pages=self._pages[index], begin=begin, end=end, slot=index))
             for index in range(self.size if count is None else count)
             for begin in range(0, self.context, PROMPT_TOKENS)
             for end in (min(begin + PROMPT_TOKENS, self.context),)
@@ -51,11 +53,14 @@ class DecodeBatch:
             self.device_slots.read(tokens, [segment for _, segment in chosen])
 
     def fill(self) -> None:
-        """Read the first prompt, and copy its keys and values to the other sequences."""
+        """Read the first prompt, and copy its keys, values and states to the other sequences."""
         self.read(1)
         pages = torch.tensor(self._pages, device=self.cache.device)
         for others in pages[1:]:
             self.cache.copy(torch.stack([pages[0], others]))
+        if self.cache.states is not None:
+            for slot in range(1, self.size):
+                self.cache.states.move(0, slot)
 
     def enter(self, settings: SamplingSettings) -> None:
         """Set all sequences to the end of their prompts, to continue with these settings."""

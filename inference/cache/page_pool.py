@@ -10,7 +10,7 @@ overwrites the source, which may be evicted at any time, then comes later.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from exl2flow.inference.cache.prefix_tree import (
@@ -42,6 +42,7 @@ class PagePool:
 
     Ids are always those of one sequence, which only grows between cuts. Misuse fails an assertion.
     pages: content and users of each page. below: gets the full pages that are evicted.
+    continues_from: whether a text can go on behind a full page of a key; None: anywhere.
     """
 
     def __init__(self, pages: int, *, page_tokens: int = PAGE_TOKENS) -> None:
@@ -50,6 +51,7 @@ class PagePool:
         self._free = OrderedDict.fromkeys(range(pages))  # in the order of eviction
         self._listed = PrefixTree(self.pages, page_tokens)
         self.below: LowerTier | None = None
+        self.continues_from: Callable[[bytes], bool] | None = None
 
     @property
     def free(self) -> int:
@@ -66,7 +68,7 @@ class PagePool:
         It shares full pages, then copies the longest known beginning of the next one. Pages that
         were reserved but not written are given back first.
         """
-        if not self.share(held, ids):
+        if not self.share(held, ids) or self.continues_from is not None:
             return None
         index = len(held.pages)
         end = min(held.filled + self.page_tokens, len(ids) - 1)
@@ -85,9 +87,9 @@ class PagePool:
         if index is None or first is None:
             return False
         self._give_back(held, index)
-        while (page := self._listed.known(held, index, ids)) is not None:
-            held.pages.append(self._use(page))
-            index += 1
+        shared = self._shareable(held, ids, index)
+        held.pages += [self._use(page) for page in shared]
+        index += len(shared)
         held.cached_pages += index - first
         held.cached += (index - first) * self.page_tokens
         held.filled = index * self.page_tokens
@@ -115,12 +117,11 @@ class PagePool:
 
         reusable: leading ids that `match` gets; None: all.
         """
-        index, matched = self._boundary(held), ids if reusable is None else reusable
-        while index is not None and (page := self._listed.known(held, index, matched)) is not None:
-            if not self.pages[page].users:
-                break  # nor has any page after it users
-            index += 1
-        return max(0, -(-len(ids) // self.page_tokens) - max(index or 0, len(held.pages)))
+        index, matched = self._boundary(held) or 0, ids if reusable is None else reusable
+        if self._boundary(held) is not None:
+            shared = self._shareable(held, matched, index)
+            index += sum(self.pages[page].users > 0 for page in shared)  # the first ones
+        return max(0, -(-len(ids) // self.page_tokens) - max(index, len(held.pages)))
 
     def next_key(self, held: SequencePages, ids: Sequence[int]) -> tuple[bytes, bytes] | None:
         """Return a key of the tokens that prefill reads next, None if no others can use them.
@@ -129,7 +130,9 @@ class PagePool:
         others `WORTH_WAITING` tokens or more.
         """
         index, end = self._boundary(held), held.filled + min(WORTH_WAITING, self.page_tokens)
-        if index is None or end >= len(ids):
+        if self.continues_from is not None:  # all up to the last border, where a state is kept
+            end = (len(ids) - 1) // self.page_tokens * self.page_tokens
+        if index is None or not held.filled < end < len(ids):
             return None
         before = self._key_before(held, index)
         return None if before is None else (before, packed(ids[held.filled : end]))
@@ -202,9 +205,25 @@ class PagePool:
         self._give_back(held, 0)
         held.filled, held.released = 0, True
 
+    def is_listed(self, key: bytes) -> bool:
+        """Return whether there is a full page of a key."""
+        return key in self._listed.full
+
     def clear(self) -> None:
         """Forget the content of all free pages."""
         self._forget(list(self._free))
+
+    def _shareable(self, held: SequencePages, ids: Sequence[int], index: int) -> list[int]:
+        """Return the cached pages from an index on that a sequence may take over."""
+        pages = list[int]()
+        while (page := self._listed.known(held, index + len(pages), ids)) is not None:
+            pages.append(page)
+        while pages and self.continues_from is not None:
+            key = self.pages[pages[-1]].key
+            if key is not None and self.continues_from(key):
+                break
+            pages.pop()
+        return pages
 
     def _boundary(self, held: SequencePages) -> int | None:
         """Return the index of the next page; None inside a page, or behind forgotten ones."""

@@ -8,13 +8,22 @@ reads and writes through a view (`views.py`): `StepView` for a few new tokens pe
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from typing import Any
 
 import torch
 
 from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
 from exl2flow.core.runtime.memory import available_memory, free_memory
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, CacheFormat, LayerStore, on_device
+from exl2flow.inference.cache.states import States
+from exl2flow.kernels import (
+    CACHE_FORMATS,
+    PAGE_TOKENS,
+    CacheFormat,
+    LayerStore,
+    on_device,
+)
 from exl2flow.model import ModelSpec, Placement
+from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.memory.footprint import layer_bytes
 
 SHARE = 0.7  # of the free memory, for a cache whose size is not given
@@ -24,7 +33,7 @@ class PagedCache:
     """Paged KV cache of all layers.
 
     pages: usable pages; one more, `spare`, receives the keys and values of idle slots. device: of
-    the page tables that views take.
+    the page tables that views take. stores: of layers with keys and values; states: of the others.
     """
 
     def __init__(
@@ -35,20 +44,22 @@ class PagedCache:
         form: CacheFormat,
         device: torch.device | str,
         layers: Sequence[torch.device] | None = None,
+        slots: int = 0,
     ) -> None:
         """Reserve pages on the device of each layer, by default on `device`.
 
-        Raises:
-            ConfigError: there are layers with a state.
+        slots: texts at once, if layers have a state.
         """
         self.pages = self.spare = pages
         self.form, self.device = form, torch.device(device)
-        if spec.deltas:
-            raise ConfigError(
-                f"`{spec.source_dir}` has layers with a state, which no cache holds yet: it can be "
-                "converted and validated, but it does not generate texts"
-            )
-        self._layers = layers or [self.device] * spec.num_layers
+        of_layer = layers or [self.device] * spec.num_layers
+        attending = [
+            (index, attention, of_layer[index])
+            for index, attention in enumerate(spec.attentions)
+            if isinstance(attention, AttentionSpec)
+        ]
+        self._devices = [device for _, _, device in attending]
+        self._places = {index: place for place, (index, _, _) in enumerate(attending)}
         self.stores = [
             LayerStore.empty(
                 form,
@@ -57,8 +68,16 @@ class PagedCache:
                 head_dim=attention.head_dim,
                 device=device,
             )
-            for attention, device in zip(spec.attending, self._layers, strict=True)
+            for _, attention, device in attending
         ]
+        self.states = States(spec, slots, of_layer) if spec.deltas else None
+
+    def layer(self, index: int) -> Any:
+        """Return what is kept of a layer: a `LayerStore`, or the `DeltaSlots` of its states."""
+        if index in self._places:
+            return self.stores[self._places[index]]
+        assert self.states is not None
+        return self.states.layer(index)
 
     def at(self, device: torch.device) -> "PagedCache":
         """Return the same pages for views with tables on another device."""
@@ -74,13 +93,14 @@ class PagedCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that keys and values occupy."""
-        return sum(store.nbytes for store in self.stores)
+        """Bytes that keys, values and states occupy."""
+        states = 0 if self.states is None else self.states.nbytes
+        return states + sum(store.nbytes for store in self.stores)
 
     def copy(self, pages: torch.Tensor) -> None:
         """Copy pages, all rows of them: int64 (2, n), sources and targets."""
-        indexes = {device: on_device(pages, device) for device in dict.fromkeys(self._layers)}
-        for store, device in zip(self.stores, self._layers, strict=True):
+        indexes = {device: on_device(pages, device) for device in dict.fromkeys(self._devices)}
+        for store, device in zip(self.stores, self._devices, strict=True):
             store.keys.copy_pages(*indexes[device])
             store.values.copy_pages(*indexes[device])
 
@@ -97,12 +117,13 @@ def cache_format(name: str, device: torch.device) -> CacheFormat:
     return CACHE_FORMATS[name]
 
 
-def reserve(spec: ModelSpec, *, pages: int, form: CacheFormat, placement: Placement) -> PagedCache:
+def reserve(
+    spec: ModelSpec, *, pages: int, form: CacheFormat, placement: Placement, slots: int = 0
+) -> PagedCache:
     """Reserve a cache, its tables with the head; raises `OutOfDeviceMemory` if it does not fit."""
+    device, layers = placement.head, placement.layers
     try:
-        return PagedCache(
-            spec, pages=pages, form=form, device=placement.head, layers=placement.layers
-        )
+        return PagedCache(spec, pages=pages, form=form, device=device, layers=layers, slots=slots)
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(
             f"a cache of {pages * PAGE_TOKENS} tokens does not fit in the memory of the GPU; give "

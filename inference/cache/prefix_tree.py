@@ -13,7 +13,10 @@ ID_BYTES = 8
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class SequencePages:
-    """Pages of one sequence, whose first `filled` tokens are stored; a `PagePool` changes it."""
+    """Pages of one sequence, whose first `filled` tokens are stored; a `PagePool` changes it.
+
+    The last three are those of `SequenceStates`, for layers with a state.
+    """
 
     root: bytes  # stands for the key before the first page
     pages: list[int] = field(default_factory=list)
@@ -23,6 +26,9 @@ class SequencePages:
     loaded: Counter[str] = field(default_factory=Counter)  # cached tokens by lower tier
     keys: list[bytes] = field(default_factory=list)  # perhaps of pages that are not filled yet
     released: bool = False
+    behind: int = 0  # tokens that the state includes, at most
+    snapshot: int = 0  # the last page border whose state was kept
+    waits_at: int | None = None  # tokens of the state that stands where text is held back
 
     def add_key(self, content: bytes) -> None:
         """Add the key of the next full page: BLAKE2b of the key before it and its ids."""

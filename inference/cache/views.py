@@ -18,6 +18,9 @@ from exl2flow.kernels import (
     PAGE_TOKENS,
     STEP_TOKENS,
     AttentionRule,
+    DeltaArgs,
+    DeltaSegment,
+    DeltaSlots,
     Element,
     LayerStore,
     StepCache,
@@ -33,10 +36,11 @@ MOST_STEPS = 8  # for the tokens behind a cached beginning; then decoded keys an
 
 
 class _Layer(NamedTuple):
-    """A `LayerCache`: a view's `attend` and `store` for one layer."""
+    """A `LayerCache`: what a view does with one layer, `advance` if it has a state."""
 
     attend: Callable[..., Tensor]
     store: Callable[..., None]
+    advance: Callable[..., Tensor]
 
 
 class StepView:
@@ -57,11 +61,12 @@ class StepView:
         if count > 1:
             self.positions = self.positions + torch.arange(count, device=lengths.device)
         self.slots = slots_at(tables, self.positions)
-        self._stores = cache.stores
+        self._cache = cache
 
     def layer(self, index: int) -> LayerCache:
-        store = self._stores[index]
-        return _Layer(partial(self.attend, store), partial(_store, store, self.slots.flatten()))
+        kept, slots = self._cache.layer(index), self.slots.flatten()
+        attend, advance = partial(self.attend, kept), partial(self._advance, kept)
+        return _Layer(attend, partial(_store, kept, slots), advance)
 
     def attend(
         self,
@@ -80,14 +85,23 @@ class StepView:
         )
         return out.transpose(1, 2)
 
+    def _advance(
+        self, states: DeltaSlots, x: Tensor, qkv: Tensor, z: Tensor, args: DeltaArgs
+    ) -> Tensor:
+        return get_ops(x.device).delta_step(x, qkv, z, args, states, self.lengths)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Tokens `begin` to `end` of a sequence whose pages are `pages`."""
+    """Tokens `begin` to `end` of a sequence whose pages are `pages`.
+
+    slot: where its states are, if layers have any.
+    """
 
     pages: Sequence[int]
     begin: int
     end: int
+    slot: int = 0
 
     @property
     def count(self) -> int:
@@ -143,11 +157,21 @@ class PromptView:
         others += [part for part in parts if part[0].begin and part[0].count > longest]
         self.alone = [(slice(start, start + s.count), _slots(s, cache)) for s, start in others]
         self._has_fresh = len(fresh) > 0
-        self._stores = cache.stores
+        self._cache = cache
+        self._of_states = [
+            DeltaSegment(slot=s.slot, begin=s.begin, start=start, count=s.count)
+            for s, start in parts
+        ]
 
     def layer(self, index: int) -> LayerCache:
-        store = self._stores[index]
-        return _Layer(partial(self.attend, store), partial(_store, store, self.slots))
+        kept = self._cache.layer(index)
+        attend, advance = partial(self.attend, kept), partial(self._advance, kept)
+        return _Layer(attend, partial(_store, kept, self.slots), advance)
+
+    def _advance(
+        self, states: DeltaSlots, x: Tensor, qkv: Tensor, z: Tensor, args: DeltaArgs
+    ) -> Tensor:
+        return get_ops(x.device).delta_scan(x, qkv, z, args, states, self._of_states)
 
     def attend(
         self, store: LayerStore, *new: Tensor, table: RopeTable, rule: AttentionRule

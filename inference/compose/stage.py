@@ -125,7 +125,7 @@ def write_rows(
     device = decoder.embedding.weight.device
     span = min(tokens, spec.max_positions)
     pages, form = len(rows) * pages_of(span), cache_format(exact_format(device), device)
-    cache = PagedCache(spec, pages=pages, form=form, device=device)
+    cache = PagedCache(spec, pages=pages, form=form, device=device, slots=len(rows))
     tables = torch.arange(pages, dtype=torch.int32, device=device).view(len(rows), -1)
     lengths = torch.zeros(len(rows), dtype=torch.int32, device=device)
     angles = RopeTables.of(spec, span, device)
@@ -138,6 +138,8 @@ def write_rows(
     for position in range(tokens):
         if position % span == 0:
             lengths.zero_()
+            if cache.states is not None:
+                cache.states.clear()
             token = chance.openings[:, position // span]
         ids[:, position] = token
         view = StepView(cache, tables, lengths)

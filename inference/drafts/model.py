@@ -42,7 +42,16 @@ class Draft:
         check("least", self.least, 0, 1)
 
     def start(self, model: LoadedModel, slots: SharedSlots) -> "ModelProposer":
-        """Reserve a cache; raise `ConfigError` if vocabularies or devices differ."""
+        """Reserve a cache.
+
+        Raises:
+            ConfigError: vocabularies or devices differ, or the draft's model has a state.
+        """
+        if self.model.spec.deltas:
+            raise ConfigError(
+                f"`{self.model.spec.source_dir}` has layers with a state, which cannot be taken "
+                "back: it drafts nothing; use n-grams (`--draft-ngram`)"
+            )
         check_vocabularies(self.model.tokenizer, model.tokenizer)
         return ModelProposer(self, slots)
 

@@ -82,6 +82,8 @@ class Decode:
             drafts = {slot: one.draft for one in step_jobs for slot in one.slots}
             self._device_slots.forward(slots, drafts)
         for job in jobs:
+            for s in job.sequences:
+                s.held.behind = len(s.ids) - 1 + job.launched
             job.launched += 1
         return step_jobs, slots
 

@@ -180,6 +180,8 @@ class DeviceSlots:
         """Move a sequence to a free slot."""
         for tensor in (self.tables, self.lengths, self.ids):
             tensor[target] = tensor[source]
+        if self.cache.states is not None:
+            self.cache.states.move(source, target)
         self.sampler.move(source, target)
         self._adapters.move(source, target)
         self.leave(source)

@@ -37,6 +37,7 @@ from exl2flow.inference.generate.prompt import Prompt as EncodedPrompt
 from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.prompt_cache import PromptCache
 from exl2flow.inference.generate.scheduler import Scheduler
+from exl2flow.inference.generate.sequence_states import STATE_MEMORY
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
@@ -62,6 +63,7 @@ class Generator:
         chunk: int = PROMPT_TOKENS,
         draft: Drafter | None = None,
         keep: PromptCache | None = None,
+        state_memory: int = STATE_MEMORY,
     ) -> None:
         """Reserve a cache for a model.
 
@@ -74,10 +76,11 @@ class Generator:
             chunk: prompt tokens per pass (chunked prefill), a multiple of 256.
             draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
             keep: where pages go that the cache has no room for, and all of them with `close`.
+            state_memory: bytes of host memory for snapshots of states, of models that have some.
 
         Raises:
             ConfigError: there is no such format, a number is out of range, the draft has another
-                vocabulary, or pages cannot be kept as `keep` says.
+                vocabulary or layers with a state, or pages cannot be kept as `keep` says.
             OutOfDeviceMemory: the cache does not fit.
         """
         if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
@@ -92,10 +95,12 @@ class Generator:
         models = [model, draft.model] if isinstance(draft, Draft) else [model]
         placements = [(one.spec, one.decoder.placement) for one in models]
         self.pages = pages_of(tokens or fitting(model.max_tokens, placements, name))
-        pool = reserve(model.spec, pages=self.pages, form=form, placement=placement)
+        pool = reserve(model.spec, pages=self.pages, form=form, placement=placement, slots=slots)
         longest = min(self.context, self.pages * PAGE_TOKENS)
         self._device_slots = DeviceSlots(model, pool, slots=slots, max_tokens=longest, draft=draft)
-        self._scheduler = Scheduler(self._device_slots, PagePool(self.pages), slots=slots)
+        self._scheduler = Scheduler(
+            self._device_slots, PagePool(self.pages), slots=slots, state_memory=state_memory
+        )
         self._tiers, loader = None, None
         if keep is not None:
             drafting = draft.model if isinstance(draft, Draft) else None
@@ -104,7 +109,12 @@ class Generator:
         self._scheduler.page_pool.below = self._tiers
         self._prefill = Prefill(self._device_slots, self._scheduler, loader, chunk=chunk)
         self.states = HiddenStates(
-            model, self._device_slots, self._scheduler.page_pool, context=self.context, chunk=chunk
+            model,
+            self._device_slots,
+            self._scheduler.page_pool,
+            self._scheduler.states,
+            context=self.context,
+            chunk=chunk,
         )
         self._decode = Decode(self._device_slots, self._scheduler)
         self._cancelled, self._events = deque[Job](), list[Event]()

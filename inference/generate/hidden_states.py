@@ -12,6 +12,7 @@ from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.cache.prefix_tree import SequencePages
 from exl2flow.inference.cache.views import Segment
 from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.inference.generate.sequence_states import SequenceStates
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.model import check_ids
 
@@ -27,13 +28,14 @@ class HiddenStates:
         model: LoadedModel,
         device_slots: DeviceSlots,
         page_pool: PagePool,
+        sequence_states: SequenceStates,
         *,
         context: int,
         chunk: int,
     ) -> None:
         """Read texts of up to `context` tokens, `chunk` tokens per pass."""
         self.table = page_pool
-        self._model, self._device_slots = model, device_slots
+        self._model, self._device_slots, self._states = model, device_slots, sequence_states
         self._context, self._chunk = context, chunk
 
     @torch.inference_mode()
@@ -64,8 +66,11 @@ class HiddenStates:
                     f"{len(ids)} tokens exceed the model's {self._context} positions; give fewer"
                 )
         sequences = {self.table.begin(salt_of(used)): tuple(ids) for ids in texts}
+        together = (
+            [sequences] if self._states.store is None else [{s: sequences[s]} for s in sequences]
+        )
         try:
-            return self._read(sequences, last, used)
+            return [*chain.from_iterable(self._read(some, last, used) for some in together)]
         finally:
             for held in sequences:
                 self.table.release(held)
@@ -81,6 +86,7 @@ class HiddenStates:
         hidden = {held: self._device_slots.no_hidden for held in texts}
         for held, ids in texts.items():
             self._device_slots.copy(self.table.match(held, ids[: max(len(ids) - last, 0) + 1]))
+            self._states.follow(self._states.spare, held)
             if not self.table.reserve(held, len(ids)):
                 raise CacheFull(
                     f"no pages are free for a text of {len(ids)} tokens; end jobs, or give the "
@@ -90,7 +96,12 @@ class HiddenStates:
             count = max(self._chunk // len(unread), 1)
             new = [texts[held][held.filled : held.filled + count] for held in unread]
             segments = [
-                Segment(pages=tuple(held.pages), begin=held.filled, end=held.filled + len(ids))
+                Segment(
+                    pages=tuple(held.pages),
+                    begin=held.filled,
+                    end=held.filled + len(ids),
+                    slot=self._states.spare,
+                )
                 for held, ids in zip(unread, new, strict=True)
             ]
             states = self._device_slots.read(
@@ -99,5 +110,6 @@ class HiddenStates:
             split = states.split_with_sizes([*map(len, new)])
             for held, ids, states in zip(unread, new, split, strict=True):
                 self.table.fill(held, ids)
+                self._states.has_read(self._states.spare, held)
                 hidden[held] = torch.cat([hidden[held], states])[-last:]
         return [*hidden.values()]

@@ -86,6 +86,11 @@ class Output:
         """Whether the next sample may start only after this token has been pushed."""
         return bool(self._bans or self._request.hooks)
 
+    @property
+    def may_rewind(self) -> bool:
+        """Whether text is held back that a banned string may cut."""
+        return bool(self._bans and self._pending)
+
     def cut(self, drafted: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Return the rest of every banned passage whose beginning was generated again."""
         repeated = [(ids, (*self.ids[at:], *drafted)) for at, ids in self._cut]

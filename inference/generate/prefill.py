@@ -43,7 +43,8 @@ class Prefill:
             ids += s.ids[begin:end]
             known = job.prompt.embeddings
             embeddings += [known[i] for i in s.ids[begin:end] if i in known]
-            segments.append(Segment(pages=tuple(s.held.pages), begin=begin, end=end))
+            pages = tuple(s.held.pages)
+            segments.append(Segment(pages=pages, begin=begin, end=end, slot=s.slot))
         if ids:
             adapters = [job.adapters for job, _, _ in chunks]
             is_scoring = any(s.is_scoring for _, s, _ in chunks)
@@ -53,6 +54,7 @@ class Prefill:
         for job, sequence, count in chunks:
             held = sequence.held
             self._scheduler.page_pool.fill(held, sequence.ids[held.filled : held.filled + count])
+            self._scheduler.states.has_read(sequence.slot, held)
             total = sum(len(s.ids) - 1 for s in job.sequences)
             read = total - sum(s.unread for s in job.sequences)
             job.deliver(Event(stage="prompt", tag=job.request.tag, read=read, total=total))
@@ -98,6 +100,7 @@ class Prefill:
                 if loader is not None and loader.waits(job, sequence):
                     continue
                 self._device_slots.copy(page_pool.match(sequence.held, sequence.reusable))
+                self._scheduler.states.follow(sequence.slot, sequence.held)
                 if not sequence.unread:
                     self._scheduler.begin_steps(job)
                     continue

@@ -44,8 +44,14 @@ class PromptCache:
         """Return the tiers of a generator; weight files that changed are read once.
 
         Raises:
-            ConfigError: several processes share the model, or the folder cannot be used.
+            ConfigError: several processes share the model, it has layers with a state, or the
+                folder cannot be used.
         """
+        if model.spec.deltas:
+            raise ConfigError(
+                f"`{model.spec.source_dir}` has layers with a state, so pages cannot be kept; "
+                "leave `--cache-ram` and `--cache-disk` out"
+            )
         if model.ranks is not None:
             raise ConfigError("processes that share a model keep no prompts; leave `keep` out")
         files = None

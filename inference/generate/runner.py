@@ -75,7 +75,7 @@ class Runner:
             torch.zeros(shape, dtype=dtype, device=span.device) for span in decoder.spans[1:]
         ]
         self._tails: TailPrefill | None = None
-        if not is_split:
+        if not is_split and slots.cache.states is None:
             angles = self._spans[0].angles
             self._tails = TailPrefill(decoder, slots.cache, angles, slots.graphs)
 

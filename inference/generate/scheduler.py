@@ -14,6 +14,7 @@ from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import FREE, Job, Sequence
+from exl2flow.inference.generate.sequence_states import STATE_MEMORY, SequenceStates
 from exl2flow.kernels.cuda.graphs import bucket
 
 LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
@@ -22,12 +23,22 @@ LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
 class Scheduler:
     """The queue, the slots and the pages of a generator.
 
-    running: jobs with slots, the oldest first. catch_up: reads what was launched, which may end
-    jobs; set by who launches, weakly, so that the memory of a dropped generator is free at once.
+    running: jobs with slots, the oldest first. states: of sequences, in layers that have some;
+    their snapshots take `state_memory` bytes at most. catch_up: reads what was launched, which may
+    end jobs; set by who launches, weakly, so that the memory of a dropped generator is free at
+    once.
     """
 
-    def __init__(self, device_slots: DeviceSlots, page_pool: PagePool, *, slots: int) -> None:
+    def __init__(
+        self,
+        device_slots: DeviceSlots,
+        page_pool: PagePool,
+        *,
+        slots: int,
+        state_memory: int = STATE_MEMORY,
+    ) -> None:
         self.page_pool, self.running = page_pool, list[Job]()
+        self.states = SequenceStates(device_slots.cache.states, page_pool, nbytes=state_memory)
         self.catch_up: Callable[[], Callable[[], None] | None] = lambda: None
         self._device_slots = device_slots
         self._waiting = deque[Job]()
@@ -149,12 +160,14 @@ class Scheduler:
                 s.ids.append(generated[-1])
                 if s.held.filled + self.page_pool.page_tokens < len(s.ids):
                     self._settle(s)
+                self.states.has_grown(s.slot, s.held, is_holding=job.output.may_rewind)
             else:  # also if only the newest is cut, which `s.ids` lacks
                 self._rewind(s, count)
-                lacks_keys |= s.unread > 0  # no page was free for a copy
+                lacks_keys |= s.unread > 0  # no page was free for a copy, or the state went back
         if lacks_keys:
             job.is_decoding = False
             for s in job.sequences:
+                self._go_back(s, s.held.filled)
                 self._device_slots.leave(s.slot)
 
     def _settle(self, sequence: Sequence) -> None:
@@ -168,9 +181,18 @@ class Scheduler:
         del sequence.ids[count:]
         held = sequence.held
         self._device_slots.copy(self.page_pool.cut(held, min(count - 1, held.filled)))
+        if sequence.unread or held.behind > held.filled:
+            self._go_back(sequence, held.filled)
         self._device_slots.set_pages(sequence.slot, held.pages)
         self._device_slots.stand_at(sequence.slot, sequence.ids)
         self._device_slots.sampler.cut(sequence.slot, count)
+
+    def _go_back(self, sequence: Sequence, tokens: int) -> None:
+        """Cut a sequence that is read on to `tokens`, or to a place before, where its state is."""
+        held = sequence.held
+        while (place := self.states.place(held, min(tokens, held.filled))) != held.filled:
+            self._device_slots.copy(self.page_pool.cut(held, place))
+        self.states.go_back(sequence.slot, held)
 
     def preempt(self, job: Job) -> None:
         """Put a running job at the front of the queue, unless it ends by itself."""
@@ -198,6 +220,7 @@ class Scheduler:
         for s in job.sequences:
             if job.is_decoding and keep:
                 self._settle(s)
+                self.states.leave(s.slot, s.held)
             self._device_slots.leave(s.slot)
         self._release(job, keep=keep)  # last: the device may fail, and the job is still known then
 
@@ -205,6 +228,8 @@ class Scheduler:
         """Free the slots and pages of a running job on the host."""
         self.running.remove(job)
         for s in job.sequences:
+            if not keep:
+                self.states.forget(s.held)
             self.page_pool.release(s.held, keep=keep)
             heappush(self._free, s.slot)
             s.slot = -1

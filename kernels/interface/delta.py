@@ -1,8 +1,11 @@
 """The gated delta rule: what a layer with a state computes between its products."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
+
+from exl2flow.kernels.interface.cache_formats import STEP_TOKENS
 
 CHUNK_TOKENS = 64  # of the rule by chunks; a text cut at multiples of it has the same bits
 
@@ -47,3 +50,79 @@ class DeltaState:
         zeros = args.conv.new_zeros
         channels, taps = args.conv.shape
         return cls(state=zeros(shape), inputs=zeros(batch, taps - 1, channels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeltaSlots:
+    """States of the slots of a generator in one layer; they lag behind the texts.
+
+    `state` includes the first `behind` tokens of a text. Up to 8 tokens after those may still be
+    taken back: they are pending, as rank-one updates. A step first applies those that the text's
+    length confirms. `aside` is the state at the last page border that `state` has passed.
+
+    state: fp32 (slots, value_heads, key_dim, value_dim); behind: int32 (slots,); keys, deltas,
+    decays: of pending tokens, fp32 (slots, 8, key_heads, key_dim), (slots, 8, value_heads,
+    value_dim) and (slots, 8, value_heads), logarithms; inputs: of the convolution, the last three
+    of `state` and those of pending tokens, (slots, 3 + 8, channels); aside, aside_inputs: like
+    state and the first three inputs; aside_at: int32 (slots,), its tokens, 0: none.
+    """
+
+    state: torch.Tensor
+    behind: torch.Tensor
+    keys: torch.Tensor
+    deltas: torch.Tensor
+    decays: torch.Tensor
+    inputs: torch.Tensor
+    aside: torch.Tensor
+    aside_inputs: torch.Tensor
+    aside_at: torch.Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        *leading: int,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        channels: int,
+        taps: int,
+        device: torch.device | str,
+    ) -> Self:
+        """Return empty states, (*leading, …), where the last of `leading` is slots."""
+        element = torch.float16 if torch.device(device).type == "cuda" else torch.float32
+        state, last = (value_heads, key_dim, value_dim), (taps - 1, channels)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.zeros(*leading, *shape, dtype=dtype, device=device)
+
+        return cls(
+            state=zeros(*state),
+            behind=zeros(dtype=torch.int32),
+            keys=zeros(STEP_TOKENS, key_heads, key_dim),
+            deltas=zeros(STEP_TOKENS, value_heads, value_dim),
+            decays=zeros(STEP_TOKENS, value_heads),
+            inputs=zeros(taps - 1 + STEP_TOKENS, channels, dtype=element),
+            aside=zeros(*state),
+            aside_inputs=zeros(*last, dtype=element),
+            aside_at=zeros(dtype=torch.int32),
+        )
+
+    def layer(self, index: int) -> "DeltaSlots":
+        """Return one layer of states (layers, slots, …)."""
+        return DeltaSlots(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors."""
+        return [getattr(self, f.name) for f in fields(self)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaSegment:
+    """Tokens of a prompt in a pass: `start` to `start + count` there, from position `begin` on."""
+
+    slot: int
+    begin: int
+    start: int
+    count: int

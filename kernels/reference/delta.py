@@ -1,16 +1,25 @@
-"""The gated delta rule in torch: by chunks of 64 tokens, and token by token.
+"""The gated delta rule in torch: by chunks of 64 tokens, and token by token; states of slots.
 
 Per value head with state S (key_dim, value_dim), for a token with query q, key k, value v, log of
 the decay g and step β: S ← e^g S; δ = β (v - kᵀS); S ← S + k δᵀ; o = qᵀ S (Gated Delta Networks,
 Yang et al. 2024). Chunks solve the δ of their tokens at once (section 3.2 there).
 """
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from exl2flow.kernels.interface.delta import CHUNK_TOKENS, DeltaArgs, DeltaState
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS
+from exl2flow.kernels.interface.delta import (
+    CHUNK_TOKENS,
+    DeltaArgs,
+    DeltaSegment,
+    DeltaSlots,
+    DeltaState,
+)
 
 TINY = 1e-6  # added to squares of queries and keys
 
@@ -52,11 +61,129 @@ def gated_delta(
     inputs = _inputs(x, _convolved(before, args.conv), args)
     rule = by_chunks if in_chunks else by_tokens
     outputs, after = rule(inputs, state.state)
+    last = before[:, before.shape[1] - state.inputs.shape[1] :]
+    return _gated(outputs, z, args), DeltaState(state=after, inputs=last)
+
+
+def delta_step(
+    x: torch.Tensor,
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    args: DeltaArgs,
+    slots: DeltaSlots,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Append up to 8 tokens to each of the first slots' texts; return what `gated_delta` returns.
+
+    Pending tokens that the lengths confirm enter the states; the new ones become pending. A step
+    that is repeated with the same lengths changes nothing else.
+
+    Args:
+        x, qkv, z: of the new tokens, (b, t, …) as for `gated_delta`.
+        args: the layer.
+        slots: its states, which change.
+        lengths: int32 (b,), tokens of each text before the new ones; at most 8 more than `behind`.
+            A slot with fewer takes no part: only its pending tokens change.
+    """
+    batch, count, taps = len(qkv), qkv.shape[1], args.conv.shape[1]
+    joined = torch.cat([_catch_up(args, slots, lengths), qkv.float()], dim=1)
+    inputs = _inputs(x, _convolved(joined, args.conv), args)
+    outputs, deltas, _ = _in_turn(inputs, slots.state[:batch])
+    slots.inputs[:batch, taps - 1 : taps - 1 + count] = qkv
+    shared = args.value_heads // args.key_heads
+    slots.keys[:batch, :count] = inputs.k[:, ::shared].transpose(1, 2)
+    slots.deltas[:batch, :count] = deltas.transpose(1, 2)
+    slots.decays[:batch, :count] = inputs.g.transpose(1, 2)
+    return _gated(outputs, z, args)
+
+
+def _catch_up(args: DeltaArgs, slots: DeltaSlots, lengths: torch.Tensor) -> torch.Tensor:
+    """Apply pending tokens up to the lengths; return the inputs before those, fp32 (b, 3, …)."""
+    batch, last = len(lengths), args.conv.shape[1] - 1
+    batch, last = len(lengths), args.conv.shape[1] - 1
+    behind, state = slots.behind[:batch], slots.state[:batch]
+    shared = args.value_heads // args.key_heads
+    pending = (lengths - behind).clamp(0, STEP_TOKENS)
+    for i in range(STEP_TOKENS if lengths.is_cuda else int(pending.max())):
+        keys = slots.keys[:batch, i].repeat_interleave(shared, dim=1)
+        after = state * slots.decays[:batch, i].exp()[..., None, None]
+        after = after + keys[..., None] * slots.deltas[:batch, i][..., None, :]
+        is_applied = pending > i
+        state = torch.where(is_applied[:, None, None, None], after, state)
+        at = behind + i + 1
+        is_border = is_applied & (at % PAGE_TOKENS == 0)
+        for kept, new in (
+            (slots.aside, state),
+            (slots.aside_inputs, slots.inputs[:batch, i + 1 : i + 1 + last]),
+            (slots.aside_at, at),
+        ):
+            chosen = is_border.view(-1, *[1] * (new.ndim - 1))
+            kept[:batch] = torch.where(chosen, new, kept[:batch])
+    places = pending[:, None].long() + torch.arange(last, device=lengths.device)
+    rows = places[..., None].expand(-1, -1, slots.inputs.shape[-1])
+    before = slots.inputs[:batch].gather(1, rows)
+    slots.state[:batch], slots.inputs[:batch, :last] = state, before
+    slots.behind[:batch] = torch.maximum(behind, lengths)
+    return before.float()
+
+
+def delta_scan(
+    x: torch.Tensor,
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    args: DeltaArgs,
+    slots: DeltaSlots,
+    segments: Sequence[DeltaSegment],
+) -> torch.Tensor:
+    """Read tokens of prompts; return what `gated_delta` returns for them, (1, t, width).
+
+    Chunks begin at multiples of 64 positions; tokens before the first one go in turn. No token is
+    pending afterwards.
+
+    Args:
+        x, qkv, z: of all segments, (1, t, …) as for `gated_delta`.
+        args: the layer.
+        slots: its states, which change; those of a segment include all tokens before it.
+        segments: of different slots.
+    """
+    outputs = [_scan(x, qkv, args, slots, segment) for segment in segments]
+    return _gated(torch.cat(outputs, dim=2), z, args)
+
+
+def _scan(
+    x: torch.Tensor, qkv: torch.Tensor, args: DeltaArgs, slots: DeltaSlots, segment: DeltaSegment
+) -> torch.Tensor:
+    """Return the outputs of a segment, (1, h, t, value_dim)."""
+    slot, begin, end = segment.slot, segment.begin, segment.begin + segment.count
+    tokens, last = slice(segment.start, segment.start + segment.count), args.conv.shape[1] - 1
+    state, before = slots.state[slot : slot + 1], slots.inputs[slot : slot + 1, :last]
+    if not begin:
+        state, before = torch.zeros_like(state), torch.zeros_like(before)
+        slots.aside_at[slot].fill_(0)
+    joined = torch.cat([before.float(), qkv[:, tokens].float()], dim=1)
+    inputs = _inputs(x[:, tokens], _convolved(joined, args.conv), args)
+    border = end - end % PAGE_TOKENS
+    cuts = {begin, min(end, -(-begin // CHUNK_TOKENS) * CHUNK_TOKENS), max(begin, border), end}
+    outputs = list[torch.Tensor]()
+    for first, then in pairwise(sorted(cuts)):
+        part = DeltaInputs(*(y[:, :, first - begin : then - begin] for y in inputs))
+        rule = by_tokens if first % CHUNK_TOKENS else by_chunks
+        of_part, state = rule(part, state)
+        outputs.append(of_part)
+        if then == border:
+            slots.aside[slot] = state[0]
+            slots.aside_inputs[slot] = joined[0, then - begin : then - begin + last]
+            slots.aside_at[slot].fill_(then)
+    slots.state[slot], slots.inputs[slot, :last] = state[0], joined[0, joined.shape[1] - last :]
+    slots.behind[slot].fill_(end)
+    return torch.cat(outputs, dim=2)
+
+
+def _gated(outputs: torch.Tensor, z: torch.Tensor, args: DeltaArgs) -> torch.Tensor:
+    """Return outputs (b, h, t, value_dim), normed by head and gated, (b, t, width) like z."""
     y = outputs.transpose(1, 2)
     normed = y * (y.square().mean(-1, keepdim=True) + args.eps).rsqrt() * args.norm
-    gated = normed.flatten(2) * functional.silu(z.float())
-    last = before[:, before.shape[1] - state.inputs.shape[1] :]
-    return gated.to(z.dtype), DeltaState(state=after, inputs=last)
+    return (normed.flatten(2) * functional.silu(z.float())).to(z.dtype)
 
 
 def _convolved(before: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -94,14 +221,22 @@ def _heads(y: torch.Tensor, heads: int) -> torch.Tensor:
 
 def by_tokens(inputs: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs (b, h, t, value_dim) and the state behind them, token by token."""
-    outputs = list[torch.Tensor]()
+    outputs, _, after = _in_turn(inputs, state)
+    return outputs, after
+
+
+def _in_turn(
+    inputs: DeltaInputs, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return outputs and δ, (b, h, t, value_dim) each, and the state behind them."""
+    outputs, deltas = list[torch.Tensor](), list[torch.Tensor]()
     for t in range(inputs.q.shape[2]):
         q, k, v, g, beta = (y[:, :, t] for y in inputs)
         state = state * g.exp()[..., None, None]
-        delta = beta[..., None] * (v - (k[..., None] * state).sum(-2))
-        state = state + k[..., None] * delta[..., None, :]
+        deltas.append(beta[..., None] * (v - (k[..., None] * state).sum(-2)))
+        state = state + k[..., None] * deltas[-1][..., None, :]
         outputs.append((q[..., None] * state).sum(-2))
-    return torch.stack(outputs, dim=2), state
+    return torch.stack(outputs, dim=2), torch.stack(deltas, dim=2), state
 
 
 def by_chunks(inputs: DeltaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

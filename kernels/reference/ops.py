@@ -67,6 +67,8 @@ class Ops:
     nearly_chosen = staticmethod(torch_router.nearly_chosen)
     experts = staticmethod(torch_experts.experts)
     gated_delta = staticmethod(torch_delta.gated_delta)
+    delta_step = staticmethod(torch_delta.delta_step)
+    delta_scan = staticmethod(torch_delta.delta_scan)
     sample = staticmethod(torch_sampler.sample)
     decode_scales = staticmethod(torch_refit.decode_scales)
     refit_scales = staticmethod(torch_refit.refit_scales)

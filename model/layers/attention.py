@@ -11,7 +11,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl2flow.kernels import AttentionRule, get_ops
+from exl2flow.kernels import AttentionRule, DeltaArgs, get_ops
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
@@ -28,7 +28,13 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 
 class LayerCache(Protocol):
-    """KV cache of one layer; new keys and values are appended."""
+    """KV cache of one layer; new keys and values are appended. Or states, of a layer with those."""
+
+    def advance(
+        self, x: torch.Tensor, qkv: torch.Tensor, z: torch.Tensor, args: DeltaArgs
+    ) -> torch.Tensor:
+        """Change the states by new tokens; return what `Ops.gated_delta` returns for them."""
+        ...
 
     def attend(
         self,

@@ -1,7 +1,6 @@
 """Layers with a state: the gated delta rule as a sublayer."""
 
 from collections.abc import Sequence
-from typing import Protocol, cast
 
 import torch
 
@@ -16,16 +15,6 @@ from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
-
-
-class DeltaCache(Protocol):
-    """States of one layer."""
-
-    def advance(
-        self, x: torch.Tensor, qkv: torch.Tensor, z: torch.Tensor, args: DeltaArgs
-    ) -> torch.Tensor:
-        """Return what the last product reads for new tokens, see `Ops.gated_delta`."""
-        ...
 
 
 class DeltaSublayer(Sublayer):
@@ -91,7 +80,7 @@ class DeltaSublayer(Sublayer):
         """
         qkv, z = self._parts(projected)
         if cache is not None:
-            return cast(DeltaCache, cache).advance(x, qkv, z, self.args)
+            return cache.advance(x, qkv, z, self.args)
         return get_ops(x.device).gated_delta(x, qkv, z, self.args)[0]
 
     def _parts(self, projected: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,19 @@
 """The gated delta rule: chunks against tokens, and cuts."""
 
+import random
+
 import pytest
 import torch
 
-from exl2flow.kernels import CHUNK_TOKENS, DeltaArgs, DeltaState
-from exl2flow.kernels.reference.delta import gated_delta
+from exl2flow.kernels import (
+    CHUNK_TOKENS,
+    PAGE_TOKENS,
+    DeltaArgs,
+    DeltaSegment,
+    DeltaSlots,
+    DeltaState,
+)
+from exl2flow.kernels.reference.delta import delta_scan, delta_step, gated_delta
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, DIM = 48, 2, 4, 32
 CHANNELS, WIDTH = (2 * KEY_HEADS + VALUE_HEADS) * DIM, VALUE_HEADS * DIM
@@ -96,3 +105,100 @@ def test_gradients_are_those_of_the_rule_by_tokens() -> None:
     for chunked, by_token in zip(*found, strict=True):
         assert by_token.abs().max() > 0.1
         torch.testing.assert_close(chunked, by_token, rtol=1e-3, atol=1e-4)
+
+
+def empty_slots(count: int) -> DeltaSlots:
+    return DeltaSlots.empty(
+        count,
+        key_heads=KEY_HEADS,
+        value_heads=VALUE_HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+        channels=CHANNELS,
+        taps=4,
+        device="cpu",
+    )
+
+
+def read(slots: DeltaSlots, args: DeltaArgs, given: tuple[torch.Tensor, ...], *where: int) -> None:
+    """Read tokens `begin` to `end` of the first text in `given` into a slot."""
+    slot, begin, end = where
+    segment = DeltaSegment(slot=slot, begin=begin, start=0, count=end - begin)
+    delta_scan(*(y[:1, begin:end] for y in given), args, slots, [segment])
+
+
+def test_drafts_may_be_taken_back_and_steps_repeated() -> None:
+    args, given, source = layer(), inputs(700, batch=1), random.Random(0)
+    wrong = inputs(701, batch=1)
+    slots, length = empty_slots(2), 250
+    read(slots, args, given, 0, 0, length)
+    expected, whole = empty_slots(1), empty_slots(1)
+    read(expected, args, given, 0, 0, length)
+    while length < 560:
+        drafted, right = source.randint(1, 8), source.randint(1, 8)
+        right = min(right, drafted)
+        tokens = [
+            torch.cat([y[:, length : length + right], w[:, : drafted - right]], dim=1)
+            for y, w in zip(given, wrong, strict=True)
+        ]
+        lengths = torch.tensor([length, 0], dtype=torch.int32)
+        both = tuple(y.repeat(2, 1, 1) for y in tokens)
+        found = delta_step(*both, args, slots, lengths)  # type: ignore[arg-type]  # three
+        states = slots.state.clone(), slots.aside.clone(), slots.behind.clone()
+        for _ in range(source.randint(0, 2)):
+            again = delta_step(*both, args, slots, lengths)  # type: ignore[arg-type]  # three
+            assert torch.equal(again[0], found[0])
+            now = slots.state, slots.aside, slots.behind
+            assert all(torch.equal(a, b) for a, b in zip(now, states, strict=True))
+        for at in range(length, length + right):
+            one = delta_step(
+                *(y[:, at : at + 1] for y in given),  # type: ignore[arg-type]  # three
+                args,
+                expected,
+                torch.tensor([at], dtype=torch.int32),
+            )
+            torch.testing.assert_close(one[0, 0], found[0, at - length], rtol=0, atol=1e-5)
+        length += right
+        assert slots.state[1].abs().max() == 0  # took no part
+
+    assert int(slots.aside_at[0]) == 2 * PAGE_TOKENS
+    read(whole, args, given, 0, 0, 2 * PAGE_TOKENS)
+    torch.testing.assert_close(slots.aside[0], whole.state[0], rtol=0, atol=2e-5)
+    assert torch.equal(slots.aside_inputs[0], whole.inputs[0, :3])
+
+
+@pytest.mark.parametrize("cuts", [(64, 128, 448), (256, 512), (100, 101, 517)])
+def test_prompts_are_read_in_parts(cuts: tuple[int, ...]) -> None:
+    args, given = layer(), inputs(600, batch=1)
+    expected, found = empty_slots(1), empty_slots(3)
+    read(expected, args, given, 0, 0, 600)
+
+    for begin, end in zip((0, *cuts), (*cuts, 600), strict=True):
+        read(found, args, given, 2, begin, end)
+
+    if all(cut % CHUNK_TOKENS == 0 for cut in cuts):
+        assert torch.equal(found.state[2], expected.state[0])
+        assert torch.equal(found.aside[2], expected.aside[0])
+    torch.testing.assert_close(found.state[2], expected.state[0], rtol=0, atol=2e-5)
+    torch.testing.assert_close(found.aside[2], expected.aside[0], rtol=0, atol=2e-5)
+    assert int(found.aside_at[2]) == int(expected.aside_at[0]) == 512
+    assert torch.equal(found.inputs[2, :3], expected.inputs[0, :3])
+    assert not found.state[:2].any()
+
+
+def test_prompts_of_several_slots_are_read_in_one_pass() -> None:
+    args, given, slots = layer(), inputs(300, batch=2), empty_slots(3)
+    first, second = (tuple(y[i : i + 1] for y in given) for i in range(2))
+    pairs = zip(first, second, strict=True)
+    both = [torch.cat([a[:, :300], b[:, :70]], dim=1) for a, b in pairs]
+    segments = [
+        DeltaSegment(slot=2, begin=0, start=0, count=300),
+        DeltaSegment(slot=0, begin=0, start=300, count=70),
+    ]
+
+    found = delta_scan(*both, args, slots, segments)  # type: ignore[arg-type]  # three
+
+    expected = [gated_delta(*given, args)[0] for given in (first, second)]  # type: ignore[arg-type]
+    for mine, twin in ((found[:, :300], expected[0]), (found[:, 300:], expected[1][:, :70])):
+        torch.testing.assert_close(mine, twin, rtol=0, atol=1e-5)
+    assert slots.behind.tolist() == [70, 0, 300]
