@@ -15,7 +15,7 @@ from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.inference import Generator
 from exl2flow.inference.cache.paged import pages_of
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model.memory.footprint import exact_format, layer_bytes
+from exl2flow.model.memory.footprint import exact_format, layer_bytes, state_bytes
 
 
 class ExLlamaV2Cache:
@@ -128,6 +128,7 @@ class ExLlamaV2Cache:
         name = self.format or exact_format(placement.head)
         for layer, device in zip(native.spec.attentions, placement.layers, strict=True):
             nbytes[device] += layer_bytes(layer, pages, name)
+            nbytes[device] += state_bytes(layer, self.batch_size)
         return [*nbytes.values()]
 
 

@@ -85,6 +85,12 @@ class LoadOptions(PlacementOptions):
     clear_cache: Annotated[bool, Option(panel=MODEL, rare=True)] = Field(
         False, description="first delete what `cache_disk` keeps, of all models"
     )
+    state_memory: Annotated[ByteSize, Option("SIZE", MODEL, rare=True)] = Field(
+        "4GB",
+        ge=0,
+        validate_default=True,
+        description="host memory for states behind prompts, of models whose layers have states",
+    )
     rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
         None, gt=0, description="divides positions"
     )

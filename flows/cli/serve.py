@@ -151,6 +151,7 @@ def _engine(model: Path, options: ServeOptions, keep: "PromptCache | None") -> "
             slots=options.slots,
             draft=draft,
             keep=keep,
+            state_memory=options.state_memory,
         )
 
     engine = Engine(

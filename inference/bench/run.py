@@ -172,7 +172,7 @@ class BenchSession:
         needed = rows * pages_of(context + 1) * PAGE_TOKENS
         if steps and steps[-1].seconds / steps[-1].rows * rows > share / 2:
             self.omitted.append(f"{name}: too slow here")
-        elif fitting(needed, self._placements, self.cache) < needed:
+        elif fitting(needed, self._placements, self.cache, rows) < needed:
             self.omitted.append(f"{name}: {NO_ROOM}")
         else:
             if context < wanted:

@@ -24,7 +24,7 @@ from exl2flow.kernels import (
 )
 from exl2flow.model import ModelSpec, Placement
 from exl2flow.model.config.spec import AttentionSpec
-from exl2flow.model.memory.footprint import layer_bytes
+from exl2flow.model.memory.footprint import layer_bytes, state_bytes
 
 SHARE = 0.7  # of the free memory, for a cache whose size is not given
 
@@ -136,14 +136,21 @@ def pages_of(tokens: int) -> int:
     return -(-tokens // PAGE_TOKENS)
 
 
-def fitting(context: int, models: Sequence[tuple[ModelSpec, Placement]], name: str) -> int:
-    """Return the tokens of one context, or as many as fit in the free memory of every device."""
-    page_bytes, tokens = Counter[torch.device](), context
+def fitting(
+    context: int, models: Sequence[tuple[ModelSpec, Placement]], name: str, slots: int
+) -> int:
+    """Return the tokens of one context, or as many as fit in the free memory of every device.
+
+    slots: whose states need room, too.
+    """
+    page_bytes, states, tokens = Counter[torch.device](), Counter[torch.device](), context
     for spec, placement in models:
-        for attention, device in zip(spec.attentions, placement.layers, strict=True):
-            page_bytes[device] += layer_bytes(attention, 1, name)
+        for layer, device in zip(spec.attentions, placement.layers, strict=True):
+            page_bytes[device] += layer_bytes(layer, 1, name)
+            states[device] += state_bytes(layer, slots)
     for device, nbytes in page_bytes.items():
         room = free_memory(device) if device.type == "cuda" else available_memory()
-        if room is not None:
-            tokens = min(tokens, int(SHARE * room) // nbytes * PAGE_TOKENS)
+        if room is not None and nbytes:
+            pages = (int(SHARE * room) - states[device]) // nbytes
+            tokens = min(tokens, pages * PAGE_TOKENS)
     return max(PAGE_TOKENS, tokens)

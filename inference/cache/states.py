@@ -12,6 +12,7 @@ import torch
 
 from exl2flow.kernels import DeltaSlots
 from exl2flow.model import ModelSpec
+from exl2flow.model.memory.footprint import delta_slots
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,17 +47,7 @@ class States:
                 self._places[index] = device, counts[device]
                 counts[device] += 1
         self._of_device = {
-            device: DeltaSlots.empty(
-                count,
-                slots + 1,
-                key_heads=delta.key_heads,
-                value_heads=delta.value_heads,
-                key_dim=delta.key_dim,
-                value_dim=delta.value_dim,
-                channels=delta.channels,
-                taps=delta.conv,
-                device=device,
-            )
+            device: delta_slots(delta, count, slots + 1, device=device)
             for device, count in counts.items()
         }
         self._layers = {
@@ -77,9 +68,8 @@ class States:
     @property
     def nbytes(self) -> int:
         """Bytes that they occupy on all devices."""
-        tensors = [x for slots in self._all for x in slots.tensors]
-        tensors += [x for pair in self._held.values() for x in pair]
-        return sum(x.numel() * x.element_size() for x in tensors)
+        held = [x for pair in self._held.values() for x in pair]
+        return sum(slots.nbytes for slots in self._all) + sum(x.nbytes for x in held)
 
     def layer(self, index: int) -> DeltaSlots:
         """Return the states of a layer."""

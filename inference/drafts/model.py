@@ -50,7 +50,7 @@ class Draft:
         if self.model.spec.deltas:
             raise ConfigError(
                 f"`{self.model.spec.source_dir}` has layers with a state, which cannot be taken "
-                "back: it drafts nothing; use n-grams (`--draft-ngram`)"
+                "back: it drafts nothing; use n-grams (`--ngram`)"
             )
         check_vocabularies(self.model.tokenizer, model.tokenizer)
         return ModelProposer(self, slots)

@@ -94,7 +94,7 @@ class Generator:
         form = cache_format(name, placement.head)
         models = [model, draft.model] if isinstance(draft, Draft) else [model]
         placements = [(one.spec, one.decoder.placement) for one in models]
-        self.pages = pages_of(tokens or fitting(model.max_tokens, placements, name))
+        self.pages = pages_of(tokens or fitting(model.max_tokens, placements, name, slots))
         pool = reserve(model.spec, pages=self.pages, form=form, placement=placement, slots=slots)
         longest = min(self.context, self.pages * PAGE_TOKENS)
         self._device_slots = DeviceSlots(model, pool, slots=slots, max_tokens=longest, draft=draft)

@@ -7,7 +7,7 @@ import torch
 
 from exl2flow.core.runtime.memory import available_memory, free_memory
 from exl2flow.inference.generate.generator import Generator
-from exl2flow.inference.loading.load import LoadedModel, load_model
+from exl2flow.inference.loading.load import load_model
 from exl2flow.kernels import resolve_device
 from exl2flow.model import CanonicalTensors, expected_tensors, resolve
 from exl2flow.model.memory.footprint import Footprint, exact_format
@@ -18,32 +18,14 @@ PROMPT_TOKENS = 512  # of the prompt at most, to estimate memory
 def sample_text(model_dir: Path, prompt: str, *, tokens: int, seed: int, device: str) -> str:
     """Return a seeded continuation of a prompt; each token rereads a model that does not fit.
 
-    Of a model with states, which no cache holds yet, it is the likeliest continuation.
-
     Raises:
         SourceModelError, BackendUnavailable: see `load_model`.
     """
     fits = _fits_in_memory(model_dir, resolve_device(device), tokens=PROMPT_TOKENS + tokens)
     model = load_model(model_dir, device=device, streamed=not fits)
-    if model.spec.deltas:
-        return _likeliest(model, prompt, tokens=tokens)
     room = min(model.max_tokens, PROMPT_TOKENS + tokens)
     generator = Generator(model, tokens=room, slots=1)
     return generator.generate(prompt, max_new_tokens=tokens, seed=seed)
-
-
-@torch.inference_mode()
-def _likeliest(model: LoadedModel, prompt: str, *, tokens: int) -> str:
-    """Return the likeliest continuation; each token rereads the text."""
-    begin = model.tokenizer.encode(prompt, add_bos=True)
-    ids = [*begin]
-    for _ in range(min(tokens, model.max_tokens - len(begin))):
-        hidden = model.decoder.hidden(torch.tensor([ids]))
-        token = int(model.decoder.head(hidden[:, -1:])[0, 0, : model.spec.vocab_size].argmax())
-        if token in model.tokenizer.eos_token_ids:
-            break
-        ids.append(token)
-    return model.tokenizer.decode(ids[len(begin) :])
 
 
 def _fits_in_memory(model_dir: Path, device: torch.device, *, tokens: int) -> bool:

@@ -87,10 +87,13 @@ class DeltaSlots:
         value_dim: int,
         channels: int,
         taps: int,
+        element: torch.dtype,
         device: torch.device | str,
     ) -> Self:
-        """Return empty states, (*leading, …), where the last of `leading` is slots."""
-        element = torch.float16 if torch.device(device).type == "cuda" else torch.float32
+        """Return empty states, (*leading, …), where the last of `leading` is slots.
+
+        element: of the inputs of the convolution.
+        """
         state, last = (value_heads, key_dim, value_dim), (taps - 1, channels)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -116,6 +119,11 @@ class DeltaSlots:
     def tensors(self) -> list[torch.Tensor]:
         """All tensors."""
         return [getattr(self, f.name) for f in fields(self)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.numel() * x.element_size() for x in self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

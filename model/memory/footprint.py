@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS
+from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS, DeltaSlots
 from exl2flow.kernels.interface.cache_formats import LayerStore
 from exl2flow.kernels.interface.groups import PANEL_ROWS
 from exl2flow.model.config.delta_spec import DeltaSpec
@@ -97,7 +97,8 @@ class DeviceNeed:
         widths = 4 * spec.hidden_size + 3 * spec.widest_mlp + 2 * attention.width
         widths += _expert_widths(spec, index)
         return cls(
-            cache=layer_bytes(attention, texts.pages + 1, texts.cache_format),
+            cache=layer_bytes(attention, texts.pages + 1, texts.cache_format)
+            + state_bytes(attention, texts.sequences),
             layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices)
             + _expert_tables(spec, index, matrices),
             activations=HALF * _prompt_tokens(texts) * widths,
@@ -118,9 +119,9 @@ class DeviceNeed:
 class Footprint:
     """Bytes that a model needs besides those of its files.
 
-    cache: keys and values of the context; layout: the most by which scales and permutations grow in
-    GPU layout; work: activations of a prompt, one layer's cache and decoded matrices; device:
-    `DEVICE_BYTES`.
+    cache: keys and values of the context, and states; layout: the most by which scales and
+    permutations grow in GPU layout; work: activations of a prompt, one layer's cache and decoded
+    matrices; device: `DEVICE_BYTES`.
     """
 
     context: int
@@ -169,11 +170,11 @@ def pages(tokens: int) -> int:
 
 
 def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
-    """Return the bytes reserved for a cache."""
-    shapes = Counter((layer.num_kv_heads, layer.head_dim) for layer in spec.attending)
+    """Return the bytes reserved for the cache of a text, its states included."""
+    count = pages(context)
     return sum(
-        layers * store_bytes(*shape, pages(context), cache_format)
-        for shape, layers in shapes.items()
+        layers * (layer_bytes(layer, count, cache_format) + state_bytes(layer, 1))
+        for layer, layers in Counter(spec.attentions).items()
     )
 
 
@@ -196,6 +197,28 @@ def layer_bytes(layer: AttentionSpec | DeltaSpec, count: int, cache_format: str)
     if not isinstance(layer, AttentionSpec):
         return 0
     return store_bytes(layer.num_kv_heads, layer.head_dim, count, cache_format)
+
+
+def state_bytes(layer: AttentionSpec | DeltaSpec, slots: int) -> int:
+    """Return the bytes reserved on a GPU for the states of a layer, and of a spare slot."""
+    if isinstance(layer, AttentionSpec):
+        return 0
+    return delta_slots(layer, slots + 1, device=torch.device("meta")).nbytes
+
+
+def delta_slots(delta: DeltaSpec, *leading: int, device: torch.device) -> DeltaSlots:
+    """Return states (*leading, …), the last of which are slots, for a device."""
+    return DeltaSlots.empty(
+        *leading,
+        key_heads=delta.key_heads,
+        value_heads=delta.value_heads,
+        key_dim=delta.key_dim,
+        value_dim=delta.value_dim,
+        channels=delta.channels,
+        taps=delta.conv,
+        element=torch.float32 if device.type == "cpu" else torch.float16,
+        device=device,
+    )
 
 
 def _prompt_tokens(texts: Texts) -> int:

@@ -72,7 +72,7 @@ class Plan:
     left: what the unfinished stages still need; stages: what a run does with each of them, if an
     earlier run has digested the source; carried, left_out: files of the source;
     not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
-    are, and their bytes. generates: whether this version generates texts with such a model.
+    are, and their bytes.
     """
 
     model: str
@@ -98,7 +98,6 @@ class Plan:
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
     not_quantized: tuple[int, int]
-    generates: bool = True
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
@@ -141,9 +140,6 @@ class Plan:
             total = f"{self.card.memory / 1e9:.1f} GB of the {self.card.name}"
             rows.append(("GPU memory", f"{', '.join(on_card)} of {total}"))
         rows.append(("GPU fit", in_words(self.gpu_fits)))
-        if not self.generates:
-            text = "not yet: no cache holds the states of its layers; validation scores it"
-            rows.append(("generation", text))
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
         return rows + stage_rows(self.stages, names or {})

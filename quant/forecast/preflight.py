@@ -156,7 +156,6 @@ def _plan(
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
         left_out=tuple(left_out(config.source)),
         not_quantized=(len(carried_tensors(spec)), carried_bytes(spec)),
-        generates=not spec.deltas,
     )
 
 

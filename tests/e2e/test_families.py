@@ -12,7 +12,6 @@ from decoders import build_decoder
 from expert_checkpoints import WITH_EXPERTS
 from safetensors.torch import load_file
 from stage_runs import prepared, run_until, text_parquet
-from state_checkpoints import WITH_STATE
 
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import read_json
@@ -60,7 +59,6 @@ def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     assert plan.not_quantized == ((apart["tensors"], apart["bytes"]) if apart else (0, 0))
     assert plan.not_quantized == (len(tower), sum(t.nbytes for t in tower.values()))
     assert ("not quantized" in dict(plan.rows())) == bool(tower)
-    assert ("generation" in dict(plan.rows())) == (name in WITH_STATE)
     spec = resolve(config.out)
     plain = {n for n in expected_tensors(spec) if n in written}
     corrections = {s.group.router.correction for s in spec.sublayers if s.group} - {None}

@@ -33,7 +33,11 @@ class Sequences:
     ) -> None:
         each = pages_of(tokens)
         self.cache = PagedCache(
-            spec, pages=batch * each, form=CACHE_FORMATS[name], device=torch.device(device)
+            spec,
+            pages=batch * each,
+            form=CACHE_FORMATS[name],
+            device=torch.device(device),
+            slots=batch,
         )
         pages = torch.randperm(batch * each, dtype=torch.int32)
         self.tables = pages.view(batch, each).to(device)
@@ -51,7 +55,10 @@ class Sequences:
             begin, end = self.length, self.length + count
             view = PromptView(
                 self.cache,
-                [Segment(pages=pages, begin=begin, end=end) for pages in self.tables.tolist()],
+                [
+                    Segment(pages=pages, begin=begin, end=end, slot=slot)
+                    for slot, pages in enumerate(self.tables.tolist())
+                ],
             )
             found = work(x.flatten(0, 1)[None], view, self.angles.at(view.positions))
         self.length += count

@@ -17,7 +17,6 @@ from xml.etree import ElementTree
 import checkpoints
 import published
 from exllamav2_names import NAMES
-from state_checkpoints import WITH_STATE
 
 from exl2flow.model.config.families import FAMILIES
 
@@ -44,12 +43,7 @@ FAMILY_TESTS, CONVERSIONS = "tests/unit/model/config/test_families.py", "tests/e
 _CHECKPOINTS = (checkpoints.CHECKPOINTS, checkpoints.row_of)
 COLUMNS = (
     Column("logits", f"{FAMILY_TESTS}::test_logits_agree_at_every_length", *_CHECKPOINTS),
-    Column(
-        "steps",
-        f"{FAMILY_TESTS}::test_cached_steps_agree",
-        [name for name in checkpoints.CHECKPOINTS if name not in WITH_STATE],
-        checkpoints.row_of,
-    ),
+    Column("steps", f"{FAMILY_TESTS}::test_cached_steps_agree", *_CHECKPOINTS),
     Column("converts", f"{CONVERSIONS}::test_family_converts_and_loads", *_CHECKPOINTS),
     Column(
         "tunes",

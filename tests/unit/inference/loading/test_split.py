@@ -402,6 +402,6 @@ def test_the_device_with_least_room_per_page_limits_a_cache(
     split = Placement(embedding=first, layers=(first,) * 3 + (second,) * 2, head=second)
     page = cache_bytes(spec, context=1, cache_format="fp16") // LAYERS
 
-    tokens = fitting(10**6, [(spec, split)], "fp16")
+    tokens = fitting(10**6, [(spec, split)], "fp16", 1)
 
     assert tokens == int(0.7 * 4 * 10**6) // (2 * page) * 256

@@ -116,6 +116,7 @@ def empty_slots(count: int) -> DeltaSlots:
         value_dim=DIM,
         channels=CHANNELS,
         taps=4,
+        element=torch.float32,
         device="cpu",
     )
 

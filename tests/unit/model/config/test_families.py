@@ -15,12 +15,10 @@ from caches import Sequences
 from checkpoints import CHECKPOINTS, make_checkpoint, reference_model, rename
 from decoders import build_decoder
 from safetensors.torch import load_file, save_file
-from state_checkpoints import WITH_STATE
 from tiny import VOCAB_SIZE, make_tiny
 from transformers import DynamicCache
 
 from exl2flow.core.errors import (
-    ConfigError,
     SourceModelError,
     TensorShapeError,
     UnsupportedArchitecture,
@@ -73,14 +71,7 @@ def test_logits_agree_at_every_length(both: tuple[Any, Decoder]) -> None:
         torch.testing.assert_close(logits, expected, **bound)
 
 
-def test_no_cache_holds_states_yet(tmp_path: Path) -> None:
-    spec = resolve(make_checkpoint("qwen3.5-text", tmp_path))
-    with pytest.raises(ConfigError, match="layers with a state, which no cache holds yet"):
-        Sequences(spec, tokens=PROMPT)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("both", [n for n in CHECKPOINTS if n not in WITH_STATE], indirect=True)
 def test_cached_steps_agree(both: tuple[Any, Decoder]) -> None:
     reference, ours = both
     ids = random_ids(PROMPT + STEPS)

@@ -1,0 +1,146 @@
+"""Texts of models whose layers have a state are as each is alone, read anew.
+
+Drafts, bans, negative prompts, preemptions, evictions of pages and of snapshots, moves between
+slots: none changes a token.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from tiny import TOKENIZER_SIZE
+
+from exl2flow.inference import (
+    Event,
+    Generator,
+    Job,
+    LoadedModel,
+    NgramDraft,
+    Request,
+    SamplingSettings,
+    load_model,
+)
+from exl2flow.inference.cache.state_store import StateStore
+from exl2flow.inference.cache.states import States
+
+GREEDY = SamplingSettings.greedy()
+HOT = SamplingSettings(temperature=1.2, top_k=0, top_p=1.0)
+GUIDED = SamplingSettings(temperature=1.0, cfg_scale=1.5)
+LENGTHS = (3, 60, 64, 100, 255, 256, 257, 300, 511, 513, 530, 800, 1100)
+TOGETHER = 12  # jobs of a generator
+
+
+@pytest.fixture(scope="module", params=["qwen3.5-text", "qwen3-next"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp("model"))
+    return load_model(folder, device="cpu", max_tokens=2048)
+
+
+def alone(model: LoadedModel, request: Request) -> list[Event]:
+    return [*Generator(model, tokens=4096, slots=2).stream(request)]
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.ids]
+
+
+def requests(model: LoadedModel, source: random.Random, slots: int) -> Iterator[Request]:
+    """Yield requests; prompts come from a few beginnings, banned strings from the texts."""
+    beginnings = [[source.randrange(5, TOKENIZER_SIZE) for _ in range(1100)] for _ in range(3)]
+
+    def prompt() -> tuple[int, ...]:
+        own = [source.randrange(5, TOKENIZER_SIZE) for _ in range(source.choice([0, 0, 1, 5]))]
+        return (*source.choice(beginnings)[: source.choice(LENGTHS)], *own)
+
+    for tag in range(TOGETHER):
+        is_guided = slots > 1 and source.random() < 0.2
+        request = Request(
+            (prompt(), prompt()) if is_guided else prompt(),
+            max_new_tokens=source.choice([1, 5, 10, 20, 40, 280]),
+            settings=GUIDED if is_guided else source.choice([GREEDY, HOT]),
+            stops=(),
+            seed=tag,
+            tag=tag,
+            end_loops=False,
+        )
+        if source.random() < 0.4:
+            text = "".join(event.text for event in alone(model, request)) or "a"
+            places = [source.randrange(len(text)) for _ in range(3)]
+            banned = [text[at : at + source.choice([2, 6, 12, 25])] for at in places]
+            fields = {name: getattr(request, name) for name in request.__slots__}
+            request = Request(**{**fields, "banned_strings": banned})
+        yield request
+
+
+def walk(model: LoadedModel, source: random.Random, *, jobs: int) -> None:
+    """Run jobs in generators of any size, and compare their texts."""
+    for _ in range(-(-jobs // TOGETHER)):
+        slots = source.choice([1, 2, 4])
+        generator = Generator(
+            model,
+            tokens=source.choice([2560, 4096, 6144]),
+            slots=slots,
+            chunk=source.choice([256, 512, 2048]),
+            draft=source.choice([None, NgramDraft(tokens=source.choice([1, 3, 7]))]),
+            state_memory=source.choice([0, 10**5, 4 * 10**5, 10**8]),
+        )
+        scheduler, asked = generator._scheduler, dict[Job, tuple[Request, list[Event]]]()
+
+        def step(generator: Generator = generator, likely: float = 0.03) -> None:
+            generator.step()
+            scheduler = generator._scheduler
+            if scheduler.running and source.random() < likely:
+                scheduler.preempt(scheduler.running[-1])
+
+        for request in requests(model, source, slots):
+            events = list[Event]()
+            asked[generator.submit(request, deliver=events.append)] = request, events
+            for _ in range(source.randrange(6)):
+                step()
+        while not generator.is_idle:
+            step()
+        assert scheduler.states.store is not None
+        assert scheduler.states.store.nbytes <= 10**8
+        assert generator.free_pages == generator.pages
+        for request, events in asked.values():
+            assert events[-1].error is None
+            assert ids_of(events) == ids_of(alone(model, request)), request
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Count what happens to states."""
+    counts: dict[str, int] = {}
+
+    def counted(work: Any, name: str, *given: Any, **options: Any) -> Any:
+        counts[name] = counts.get(name, 0) + 1
+        return work(*given, **options)
+
+    for owner, name in (
+        (States, "save"),
+        (States, "load"),
+        (States, "hold"),
+        (States, "go_back"),
+        (States, "move"),
+        (StateStore, "_make_room"),
+    ):
+        work = getattr(owner, name)
+
+        def replaced(*given: Any, work: Any = work, name: str = name, **options: Any) -> Any:
+            return counted(work, name, *given, **options)
+
+        monkeypatch.setattr(owner, name, replaced)
+    return counts
+
+
+def test_texts_are_as_they_are_alone(model: LoadedModel, calls: dict[str, int]) -> None:
+    walk(model, random.Random(3), jobs=24)
+    assert {"save", "load", "hold", "go_back"} <= {*calls}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_many_texts_are_as_they_are_alone(model: LoadedModel, seed: int) -> None:
+    walk(model, random.Random(seed), jobs=100)
