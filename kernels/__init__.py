@@ -22,6 +22,7 @@ from exl2flow.kernels.interface.cache_formats import (
 )
 from exl2flow.kernels.interface.delta import (
     CHUNK_TOKENS,
+    RING,
     DeltaArgs,
     DeltaSegment,
     DeltaSlots,
@@ -86,6 +87,7 @@ __all__ = [
     "NOT_FINITE",
     "PAGE_TOKENS",
     "PANEL_ROWS",
+    "RING",
     "SAMPLER_COLUMNS",
     "STEP_TOKENS",
     "STRONGEST",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exl2flow.kernels import DeltaSlots
+from exl2flow.kernels import RING, DeltaSlots
 from exl2flow.model import ModelSpec
 from exl2flow.model.memory.footprint import delta_slots
 
@@ -55,10 +55,9 @@ class States:
             for index, (device, place) in self._places.items()
         }
         self._held: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        parts = [(s.state[:, 0], s.inputs[:, 0, : delta.conv - 1]) for s in self._all]
+        parts = [(s.aside[:, 0], s.aside_inputs[:, 0]) for s in self._all]
         sizes = [x.numel() * x.element_size() for part in parts for x in part]
         self._is_pinned = any(device.type == "cuda" for device in counts)
-        self._last = delta.conv - 1
         self.saved_bytes = sum(map(_pinned if self._is_pinned else int, sizes))
 
     @property
@@ -75,11 +74,11 @@ class States:
         """Return the states of a layer."""
         return self._layers[index]
 
-    def clear(self) -> None:
-        """Let all texts begin anew."""
+    def clear(self, slot: int | slice = slice(None)) -> None:
+        """Let the text of a slot, or of all, begin anew."""
         for slots in self._all:
-            for x in slots.tensors:
-                x.zero_()
+            for x in (slots.state, slots.behind, slots.aside_at):
+                x[:, slot].zero_()
 
     def move(self, source: int, target: int) -> None:
         """Move a slot's text to another slot."""
@@ -103,25 +102,25 @@ class States:
         """Let a slot continue behind the first tokens of a text."""
         for slots, (state, inputs) in zip(self._all, saved.parts, strict=True):
             slots.state[:, slot].copy_(state, non_blocking=True)
-            slots.inputs[:, slot, : self._last].copy_(inputs, non_blocking=True)
+            for back in range(inputs.shape[1]):
+                place = (tokens - 1 - back) % RING
+                slots.inputs[:, slot, place].copy_(inputs[:, -1 - back], non_blocking=True)
         self._stand_at(slot, tokens)
 
     def hold(self, slot: int) -> None:
         """Copy a slot's state to a second place, from where `go_back` takes it."""
         for device, slots in self._of_device.items():
             if device not in self._held:
-                inputs = slots.inputs[:, :, : self._last]
-                self._held[device] = torch.zeros_like(slots.state), torch.zeros_like(inputs)
+                new = torch.zeros_like(slots.state), torch.zeros_like(slots.inputs)
+                self._held[device] = new
             state, inputs = self._held[device]
-            state[:, slot] = slots.state[:, slot]
-            inputs[:, slot] = slots.inputs[:, slot, : self._last]
+            state[:, slot], inputs[:, slot] = slots.state[:, slot], slots.inputs[:, slot]
 
     def go_back(self, slot: int, tokens: int) -> None:
         """Return to what was held, which includes so many tokens."""
         for device, slots in self._of_device.items():
             state, inputs = self._held[device]
-            slots.state[:, slot] = state[:, slot]
-            slots.inputs[:, slot, : self._last] = inputs[:, slot]
+            slots.state[:, slot], slots.inputs[:, slot] = state[:, slot], inputs[:, slot]
         self._stand_at(slot, tokens)
 
     def _stand_at(self, slot: int, tokens: int) -> None:

@@ -142,6 +142,8 @@ class DeviceSlots:
     ) -> None:
         """Give a slot to a sequence whose tokens but the last are in the cache."""
         self._adapters.enter(slot, adapters)
+        if self.cache.states is not None and len(ids) == 1:  # nothing of it was read
+            self.cache.states.clear(slot)
         self.set_pages(slot, pages)
         self.sampler.enter(slot, completed(settings, self._tokenizer), ids, mu=mu)
         self.stand_at(slot, ids)

@@ -8,6 +8,9 @@ import torch
 from exl2flow.kernels.interface.cache_formats import STEP_TOKENS
 
 CHUNK_TOKENS = 64  # of the rule by chunks; a text cut at multiples of it has the same bits
+# Inputs of the convolution that slots keep, by position modulo this: up to 8 pending tokens, 8 new
+# ones, and those before a page border among the former
+RING = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,11 +63,12 @@ class DeltaSlots:
     taken back: they are pending, as rank-one updates. A step first applies those that the text's
     length confirms. `aside` is the state at the last page border that `state` has passed.
 
-    state: fp32 (slots, value_heads, key_dim, value_dim); behind: int32 (slots,); keys, deltas,
-    decays: of pending tokens, fp32 (slots, 8, key_heads, key_dim), (slots, 8, value_heads,
-    value_dim) and (slots, 8, value_heads), logarithms; inputs: of the convolution, the last three
-    of `state` and those of pending tokens, (slots, 3 + 8, channels); aside, aside_inputs: like
-    state and the first three inputs; aside_at: int32 (slots,), its tokens, 0: none.
+    state: fp32 (slots, value_heads, key_dim, value_dim); behind: int32 (slots, value_heads), equal
+    for all heads, each of which a CTA changes; keys, deltas, decays: of pending tokens, fp32
+    (slots, 8, value_heads, key_dim), (slots, 8, value_heads, value_dim) and (slots, 8,
+    value_heads), logarithms; inputs: of the convolution, those of position p at p modulo `RING`,
+    (slots, RING, channels); aside: like state; aside_inputs: the three before it, (slots, 3,
+    channels); aside_at: int32 (slots,), its tokens, 0: none.
     """
 
     state: torch.Tensor
@@ -81,7 +85,6 @@ class DeltaSlots:
     def empty(
         cls,
         *leading: int,
-        key_heads: int,
         value_heads: int,
         key_dim: int,
         value_dim: int,
@@ -94,20 +97,20 @@ class DeltaSlots:
 
         element: of the inputs of the convolution.
         """
-        state, last = (value_heads, key_dim, value_dim), (taps - 1, channels)
+        state = value_heads, key_dim, value_dim
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(*leading, *shape, dtype=dtype, device=device)
 
         return cls(
             state=zeros(*state),
-            behind=zeros(dtype=torch.int32),
-            keys=zeros(STEP_TOKENS, key_heads, key_dim),
+            behind=zeros(value_heads, dtype=torch.int32),
+            keys=zeros(STEP_TOKENS, value_heads, key_dim),
             deltas=zeros(STEP_TOKENS, value_heads, value_dim),
             decays=zeros(STEP_TOKENS, value_heads),
-            inputs=zeros(taps - 1 + STEP_TOKENS, channels, dtype=element),
+            inputs=zeros(RING, channels, dtype=element),
             aside=zeros(*state),
-            aside_inputs=zeros(*last, dtype=element),
+            aside_inputs=zeros(taps - 1, channels, dtype=element),
             aside_at=zeros(dtype=torch.int32),
         )
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS
 from exl2flow.kernels.interface.delta import (
     CHUNK_TOKENS,
+    RING,
     DeltaArgs,
     DeltaSegment,
     DeltaSlots,
@@ -83,15 +84,18 @@ def delta_step(
         args: the layer.
         slots: its states, which change.
         lengths: int32 (b,), tokens of each text before the new ones; at most 8 more than `behind`.
-            A slot with fewer takes no part: only its pending tokens change.
+            A slot with fewer than those takes no part: only pending tokens change.
     """
-    batch, count, taps = len(qkv), qkv.shape[1], args.conv.shape[1]
-    joined = torch.cat([_catch_up(args, slots, lengths), qkv.float()], dim=1)
+    batch, count = qkv.shape[:2]
+    before = _catch_up(args, slots, lengths)
+    joined = torch.cat([before, qkv.float()], dim=1)
     inputs = _inputs(x, _convolved(joined, args.conv), args)
     outputs, deltas, _ = _in_turn(inputs, slots.state[:batch])
-    slots.inputs[:batch, taps - 1 : taps - 1 + count] = qkv
-    shared = args.value_heads // args.key_heads
-    slots.keys[:batch, :count] = inputs.k[:, ::shared].transpose(1, 2)
+    at = _positions(lengths, count, slots.inputs)
+    ring, takes_part = slots.inputs[:batch], lengths == slots.behind[:batch, 0]
+    new = ring.scatter(1, at % RING, qkv.to(ring.dtype))
+    slots.inputs[:batch] = torch.where(takes_part[:, None, None], new, ring)
+    slots.keys[:batch, :count] = inputs.k.transpose(1, 2)
     slots.deltas[:batch, :count] = deltas.transpose(1, 2)
     slots.decays[:batch, :count] = inputs.g.transpose(1, 2)
     return _gated(outputs, z, args)
@@ -100,31 +104,36 @@ def delta_step(
 def _catch_up(args: DeltaArgs, slots: DeltaSlots, lengths: torch.Tensor) -> torch.Tensor:
     """Apply pending tokens up to the lengths; return the inputs before those, fp32 (b, 3, …)."""
     batch, last = len(lengths), args.conv.shape[1] - 1
-    batch, last = len(lengths), args.conv.shape[1] - 1
-    behind, state = slots.behind[:batch], slots.state[:batch]
-    shared = args.value_heads // args.key_heads
+    behind, state = slots.behind[:batch, 0], slots.state[:batch]
     pending = (lengths - behind).clamp(0, STEP_TOKENS)
     for i in range(STEP_TOKENS if lengths.is_cuda else int(pending.max())):
-        keys = slots.keys[:batch, i].repeat_interleave(shared, dim=1)
         after = state * slots.decays[:batch, i].exp()[..., None, None]
-        after = after + keys[..., None] * slots.deltas[:batch, i][..., None, :]
-        is_applied = pending > i
+        after = after + slots.keys[:batch, i][..., None] * slots.deltas[:batch, i][..., None, :]
+        is_applied, at = pending > i, behind + i + 1
         state = torch.where(is_applied[:, None, None, None], after, state)
-        at = behind + i + 1
         is_border = is_applied & (at % PAGE_TOKENS == 0)
         for kept, new in (
             (slots.aside, state),
-            (slots.aside_inputs, slots.inputs[:batch, i + 1 : i + 1 + last]),
+            (slots.aside_inputs, _rows_before(slots.inputs, at, last)),
             (slots.aside_at, at),
         ):
             chosen = is_border.view(-1, *[1] * (new.ndim - 1))
             kept[:batch] = torch.where(chosen, new, kept[:batch])
-    places = pending[:, None].long() + torch.arange(last, device=lengths.device)
-    rows = places[..., None].expand(-1, -1, slots.inputs.shape[-1])
-    before = slots.inputs[:batch].gather(1, rows)
-    slots.state[:batch], slots.inputs[:batch, :last] = state, before
-    slots.behind[:batch] = torch.maximum(behind, lengths)
-    return before.float()
+    slots.state[:batch] = state
+    slots.behind[:batch] = torch.maximum(behind, lengths)[:, None]
+    return _rows_before(slots.inputs, lengths, last).float()
+
+
+def _positions(begins: torch.Tensor, count: int, ring: torch.Tensor) -> torch.Tensor:
+    """Return positions `begins` (b,) on for each element of a ring's rows, int64 (b, count, …)."""
+    at = begins[:, None].long() + torch.arange(count, device=begins.device)
+    return at[..., None].expand(-1, -1, ring.shape[-1])
+
+
+def _rows_before(ring: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the last rows before positions `ends` (b,) of the first slots, (b, count, …)."""
+    at = _positions(ends - count, count, ring)
+    return ring[: len(ends)].gather(1, at % RING).masked_fill(at < 0, 0)
 
 
 def delta_scan(
@@ -156,11 +165,13 @@ def _scan(
     """Return the outputs of a segment, (1, h, t, value_dim)."""
     slot, begin, end = segment.slot, segment.begin, segment.begin + segment.count
     tokens, last = slice(segment.start, segment.start + segment.count), args.conv.shape[1] - 1
-    state, before = slots.state[slot : slot + 1], slots.inputs[slot : slot + 1, :last]
+    state, ring = slots.state[slot : slot + 1], slots.inputs[slot]
     if not begin:
-        state, before = torch.zeros_like(state), torch.zeros_like(before)
+        state = torch.zeros_like(state)
         slots.aside_at[slot].fill_(0)
-    joined = torch.cat([before.float(), qkv[:, tokens].float()], dim=1)
+    places = range(begin - last, begin)
+    rows = [ring[at % RING] if at >= 0 else torch.zeros_like(ring[0]) for at in places]
+    joined = torch.cat([torch.stack(rows)[None].float(), qkv[:, tokens].float()], dim=1)
     inputs = _inputs(x[:, tokens], _convolved(joined, args.conv), args)
     border = end - end % PAGE_TOKENS
     cuts = {begin, min(end, -(-begin // CHUNK_TOKENS) * CHUNK_TOKENS), max(begin, border), end}
@@ -174,7 +185,9 @@ def _scan(
             slots.aside[slot] = state[0]
             slots.aside_inputs[slot] = joined[0, then - begin : then - begin + last]
             slots.aside_at[slot].fill_(then)
-    slots.state[slot], slots.inputs[slot, :last] = state[0], joined[0, joined.shape[1] - last :]
+    slots.state[slot] = state[0]
+    for at, row in zip(range(end - last, end), joined[0, -last:], strict=True):
+        ring[at % RING] = row
     slots.behind[slot].fill_(end)
     return torch.cat(outputs, dim=2)
 

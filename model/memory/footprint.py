@@ -210,7 +210,6 @@ def delta_slots(delta: DeltaSpec, *leading: int, device: torch.device) -> DeltaS
     """Return states (*leading, …), the last of which are slots, for a device."""
     return DeltaSlots.empty(
         *leading,
-        key_heads=delta.key_heads,
         value_heads=delta.value_heads,
         key_dim=delta.key_dim,
         value_dim=delta.value_dim,

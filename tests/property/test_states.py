@@ -28,7 +28,7 @@ from exl2flow.inference.cache.states import States
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=1.2, top_k=0, top_p=1.0)
 GUIDED = SamplingSettings(temperature=1.0, cfg_scale=1.5)
-LENGTHS = (3, 60, 64, 100, 255, 256, 257, 300, 511, 513, 530, 800, 1100)
+LENGTHS = (1, 2, 3, 60, 64, 100, 255, 256, 257, 300, 511, 513, 530, 800, 1100)
 TOGETHER = 12  # jobs of a generator
 
 

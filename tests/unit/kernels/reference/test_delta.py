@@ -8,6 +8,7 @@ import torch
 from exl2flow.kernels import (
     CHUNK_TOKENS,
     PAGE_TOKENS,
+    RING,
     DeltaArgs,
     DeltaSegment,
     DeltaSlots,
@@ -16,6 +17,7 @@ from exl2flow.kernels import (
 from exl2flow.kernels.reference.delta import delta_scan, delta_step, gated_delta
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, DIM = 48, 2, 4, 32
+OF_TEXT = ("state", "behind", "inputs", "aside", "aside_inputs", "aside_at")
 CHANNELS, WIDTH = (2 * KEY_HEADS + VALUE_HEADS) * DIM, VALUE_HEADS * DIM
 
 
@@ -110,7 +112,6 @@ def test_gradients_are_those_of_the_rule_by_tokens() -> None:
 def empty_slots(count: int) -> DeltaSlots:
     return DeltaSlots.empty(
         count,
-        key_heads=KEY_HEADS,
         value_heads=VALUE_HEADS,
         key_dim=DIM,
         value_dim=DIM,
@@ -133,6 +134,8 @@ def test_drafts_may_be_taken_back_and_steps_repeated() -> None:
     wrong = inputs(701, batch=1)
     slots, length = empty_slots(2), 250
     read(slots, args, given, 0, 0, length)
+    read(slots, args, given, 1, 0, 23)  # and takes no part
+    beside = [getattr(slots, name)[1].clone() for name in OF_TEXT]
     expected, whole = empty_slots(1), empty_slots(1)
     read(expected, args, given, 0, 0, length)
     while length < 560:
@@ -160,12 +163,14 @@ def test_drafts_may_be_taken_back_and_steps_repeated() -> None:
             )
             torch.testing.assert_close(one[0, 0], found[0, at - length], rtol=0, atol=1e-5)
         length += right
-        assert slots.state[1].abs().max() == 0  # took no part
+        for name, before in zip(OF_TEXT, beside, strict=True):
+            assert torch.equal(getattr(slots, name)[1], before)
 
     assert int(slots.aside_at[0]) == 2 * PAGE_TOKENS
     read(whole, args, given, 0, 0, 2 * PAGE_TOKENS)
     torch.testing.assert_close(slots.aside[0], whole.state[0], rtol=0, atol=2e-5)
-    assert torch.equal(slots.aside_inputs[0], whole.inputs[0, :3])
+    places = [at % RING for at in range(2 * PAGE_TOKENS - 3, 2 * PAGE_TOKENS)]
+    assert torch.equal(slots.aside_inputs[0], whole.inputs[0, places])
 
 
 @pytest.mark.parametrize("cuts", [(64, 128, 448), (256, 512), (100, 101, 517)])
@@ -183,7 +188,8 @@ def test_prompts_are_read_in_parts(cuts: tuple[int, ...]) -> None:
     torch.testing.assert_close(found.state[2], expected.state[0], rtol=0, atol=2e-5)
     torch.testing.assert_close(found.aside[2], expected.aside[0], rtol=0, atol=2e-5)
     assert int(found.aside_at[2]) == int(expected.aside_at[0]) == 512
-    assert torch.equal(found.inputs[2, :3], expected.inputs[0, :3])
+    places = [at % RING for at in range(597, 600)]
+    assert torch.equal(found.inputs[2, places], expected.inputs[0, places])
     assert not found.state[:2].any()
 
 
@@ -202,4 +208,4 @@ def test_prompts_of_several_slots_are_read_in_one_pass() -> None:
     expected = [gated_delta(*given, args)[0] for given in (first, second)]  # type: ignore[arg-type]
     for mine, twin in ((found[:, :300], expected[0]), (found[:, 300:], expected[1][:, :70])):
         torch.testing.assert_close(mine, twin, rtol=0, atol=1e-5)
-    assert slots.behind.tolist() == [70, 0, 300]
+    assert slots.behind.tolist() == [[at] * VALUE_HEADS for at in (70, 0, 300)]
