@@ -51,7 +51,7 @@ test-gpu: $(DEV)
 # `CARD=3090` has that card's multiprocessors and shared memory (tests/support/cards.py), `CARD=sm_80` the kernels of
 # that architecture. Loading, validation, memory and several GPUs do not depend on either.
 CARD_TESTS := $(patsubst %,tests/gpu/test_%.py,packed lay_out chains tuning refused_launches attend cache elementwise \
-    step drafts experts sampler sampler_kernels cuda cuda_ops families)
+    step drafts delta experts sampler sampler_kernels cuda cuda_ops families)
 test-cards: $(DEV)
 	$(if $(CARD),,$(error say which card, for instance CARD=3090 or CARD=sm_80))
 	$(if $(filter sm_%,$(CARD)),EXL2FLOW_VIRTUAL_ARCH=$(CARD:sm_%=%),EXL2FLOW_TEST_CARD=$(CARD)) \

@@ -19,12 +19,14 @@ from exl2flow.core.options.environment import virtual_architecture
 from exl2flow.kernels.cuda.ptx import ptx_file
 from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SWIGLU_SLOPE
-from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, Element
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS, Element
+from exl2flow.kernels.interface.delta import RING
 from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.packed import BLOCK_PANELS, TILE
 from exl2flow.kernels.interface.router import Scores
 from exl2flow.kernels.plans import batched, experts, product, shares
 from exl2flow.kernels.plans.sources import source
+from exl2flow.kernels.reference import delta as torch_delta
 from exl2flow.kernels.reference import descent as torch_descent
 from exl2flow.kernels.reference import ops as torch_ops
 from exl2flow.kernels.reference import refit as torch_refit
@@ -82,6 +84,9 @@ DEFINITIONS = {
     "DECODE_WARPS": DECODE_WARPS,
     "DECODE_TILES": DECODE_TILES,
     "PAGE_TOKENS": PAGE_TOKENS,
+    "STEP_TOKENS": STEP_TOKENS,
+    "RING": RING,
+    "TINY": torch_delta.TINY,
     "NORM_PIECES": NORM_PIECES,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
     "LEAST_CURVATURE": torch_refit.LEAST_CURVATURE,

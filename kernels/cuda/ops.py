@@ -15,6 +15,7 @@ import torch
 
 from exl2flow.core.runtime.background import helpers, own_stream
 from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.cuda import delta as cuda_delta
 from exl2flow.kernels.cuda import experts as cuda_experts
 from exl2flow.kernels.cuda import packing as cuda_packed
 from exl2flow.kernels.cuda import products as cuda_products
@@ -81,6 +82,7 @@ class CudaOps(Ops):
     experts = staticmethod(cuda_experts.experts)
     runs_experts = staticmethod(cuda_experts.runs_experts)
     launches = staticmethod(cuda_products.launches)
+    delta_step = staticmethod(cuda_delta.delta_step)
     sample = staticmethod(cuda_sampler.sample)
 
     def _grid_costs(

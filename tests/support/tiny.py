@@ -52,6 +52,15 @@ FAMILY_CONFIGS: dict[str, dict[str, object]] = {
     },
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32},
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

@@ -104,6 +104,7 @@ def test_no_source_is_left_out() -> None:
         "cache.cu",
         "choose.cu",
         "decode.cu",
+        "delta.cu",
         "descend.cu",
         "elementwise.cu",
         "experts.cu",

@@ -1,0 +1,159 @@
+// The gated delta rule for a few new tokens of each text; see `delta_step` of reference/delta.py.
+#include "exl2.cuh"
+#include "early.cuh"
+
+constexpr int DIM = 128, TAPS = 4;            // of heads, of the convolution
+constexpr int PARTS = 2, ROWS = DIM / PARTS;  // threads of a column, and its keys that each has
+constexpr int THREADS = PARTS * DIM, WARPS = THREADS / 32;
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// Scale rows of DIM numbers in shared memory by the inverse of their length.
+__device__ __forceinline__ void to_unit_length(float* x, float factor, int lane) {
+    float square = 0.0f;
+    for (int i = lane; i < DIM; i += 32) square += x[i] * x[i];
+    const float size = rsqrtf(sum_of_warp(square) + TINY) * factor;
+    for (int i = lane; i < DIM; i += 32) x[i] *= size;
+}
+
+// A CTA has a value head, blockIdx.x, of a text, blockIdx.y. A thread has a column of the state, and
+// half of its rows. No CTA reads what another one of the launch writes: inputs of the convolution
+// that heads share are written elsewhere in their ring. count: tokens of each text.
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bits* y,
+           const int* lengths, const float* conv, const float* decay, const float* step,
+           const float* gate, const float* step_weight, const float* norm, float* states,
+           int* behinds, float* keys, float* deltas, float* decays, half_bits* inputs,
+           float* asides, half_bits* aside_inputs, int* aside_at, integer count, integer hidden,
+           integer key_heads, float eps) {
+    __shared__ float q[STEP_TOKENS][DIM], k[STEP_TOKENS][DIM], v[STEP_TOKENS][DIM];
+    __shared__ float pending_keys[STEP_TOKENS][DIM];
+    __shared__ float by_key[PARTS][DIM], by_query[PARTS][DIM];
+    __shared__ float logs[STEP_TOKENS], betas[STEP_TOKENS];
+    const int head = blockIdx.x, text = blockIdx.y, heads = gridDim.x, thread = threadIdx.x;
+    const int column = thread % DIM, part = thread / DIM, lane = thread % 32, warp = thread / 32;
+    const int shared = heads / (int)key_heads, key_head = head / shared;
+    const integer channels = (2 * key_heads + heads) * DIM, of_head = (integer)text * heads + head;
+    overlap_launches();
+    const int length = lengths[text], behind = behinds[of_head];
+    const int pending = min(max(length - behind, 0), STEP_TOKENS);
+    float* state = states + (of_head * DIM + part * ROWS) * DIM + column;
+    float s[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) s[r] = state[r * DIM];
+
+    const integer first = (integer)text * STEP_TOKENS;  // pending token of the text
+    for (int i = part; i < pending; i += PARTS)
+        pending_keys[i][column] = keys[((first + i) * heads + head) * DIM + column];
+
+    for (int j = warp; j < count; j += WARPS) {  // β and the decay
+        const half_bits* token = x + ((integer)text * count + j) * hidden;
+        float to_gate = 0.0f, to_step = 0.0f;
+        for (integer i = lane; i < hidden; i += 32) {
+            const float value = from_half(token[i]);
+            to_gate += value * gate[head * hidden + i];
+            to_step += value * step_weight[head * hidden + i];
+        }
+        to_gate = sum_of_warp(to_gate);
+        to_step = sum_of_warp(to_step) + step[head];
+        if (lane == 0) {
+            betas[j] = 1.0f / (1.0f + expf(-to_gate));
+            logs[j] = decay[head] * (to_step > 20.0f ? to_step : log1pf(expf(to_step)));
+        }
+    }
+
+    half_bits* ring = inputs + (integer)text * RING * channels;
+    for (int i = thread; i < 3 * DIM; i += THREADS) {  // the convolution of q, k and v
+        const int kind = i / DIM, c = i % DIM;
+        const integer channel = kind < 2 ? (kind * key_heads + key_head) * DIM + c
+                                         : (2 * key_heads + head) * DIM + c;
+        float weights[TAPS], seen[TAPS];
+#pragma unroll
+        for (int t = 0; t < TAPS; ++t) weights[t] = conv[channel * TAPS + t];
+#pragma unroll
+        for (int t = 0; t < TAPS - 1; ++t) {
+            const int at = length - (TAPS - 1) + t;
+            seen[t] = at < 0 ? 0.0f : from_half(ring[at % RING * channels + channel]);
+        }
+        const bool writes = length >= behind && (kind == 2 || head % shared == 0);
+        float (*out)[DIM] = kind == 0 ? q : kind == 1 ? k : v;
+        for (int j = 0; j < count; ++j) {
+            const half_bits bits = qkv[((integer)text * count + j) * channels + channel];
+            if (writes) ring[(length + j) % RING * channels + channel] = bits;
+            seen[TAPS - 1] = from_half(bits);
+            float sum = 0.0f;
+#pragma unroll
+            for (int t = 0; t < TAPS; ++t) sum += seen[t] * weights[t];
+            out[j][c] = silu(sum);
+#pragma unroll
+            for (int t = 0; t < TAPS - 1; ++t) seen[t] = seen[t + 1];
+        }
+    }
+    __syncthreads();
+    for (int j = warp; j < 2 * count; j += WARPS)
+        to_unit_length(j < count ? q[j] : k[j - count], j < count ? rsqrtf(DIM) : 1.0f, lane);
+
+    for (int i = 0; i < pending; ++i) {
+        const integer at = (first + i) * heads + head;
+        const float kept = expf(decays[at]), delta = deltas[at * DIM + column];
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+            s[r] = s[r] * kept + pending_keys[i][part * ROWS + r] * delta;
+        const int border = behind + i + 1;
+        if (border % PAGE_TOKENS) continue;
+        float* aside = asides + (of_head * DIM + part * ROWS) * DIM + column;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) aside[r * DIM] = s[r];
+        for (int n = thread; n < 3 * DIM; n += THREADS) {
+            const int kind = n / DIM, c = n % DIM;
+            if (kind < 2 && head % shared) continue;
+            const integer channel = kind < 2 ? (kind * key_heads + key_head) * DIM + c
+                                             : (2 * key_heads + head) * DIM + c;
+            for (int t = 0; t < TAPS - 1; ++t)
+                aside_inputs[((integer)text * (TAPS - 1) + t) * channels + channel] =
+                    ring[(border - (TAPS - 1) + t) % RING * channels + channel];
+        }
+        if (head == 0 && thread == 0) aside_at[text] = border;
+    }
+    if (pending) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) state[r * DIM] = s[r];
+        if (thread == 0) behinds[of_head] = length;
+    }
+    __syncthreads();
+
+    for (int j = 0; j < count; ++j) {
+        const float kept = expf(logs[j]);
+        float sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            s[r] *= kept;
+            sum += k[j][part * ROWS + r] * s[r];
+        }
+        by_key[part][column] = sum;
+        __syncthreads();
+        const float delta = betas[j] * (v[j][column] - (by_key[0][column] + by_key[1][column]));
+        sum = 0.0f;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            s[r] += k[j][part * ROWS + r] * delta;
+            sum += q[j][part * ROWS + r] * s[r];
+        }
+        by_query[part][column] = sum;
+        const integer at = (first + j) * heads + head;
+        if (part == 0) deltas[at * DIM + column] = delta;
+        else keys[at * DIM + column] = k[j][column];
+        if (thread == 0) decays[at] = logs[j];
+        __syncthreads();
+        if (part == 0) q[j][column] = by_query[0][column] + by_query[1][column];  // the output
+    }
+    __syncthreads();
+    for (int j = warp; j < count; j += WARPS) {
+        float square = 0.0f;
+        for (int i = lane; i < DIM; i += 32) square += q[j][i] * q[j][i];
+        const float size = rsqrtf(sum_of_warp(square) / DIM + eps);
+        const integer at = (((integer)text * count + j) * heads + head) * DIM;
+        for (int i = lane; i < DIM; i += 32)
+            y[at + i] = to_half(q[j][i] * size * norm[i] * silu(from_half(z[at + i])));
+    }
+}
