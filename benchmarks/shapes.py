@@ -42,6 +42,8 @@ OTHERS = {
     "command-r7b": (4096, 14336, 32, 32, 8, 128, 256000),
     "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, 128, 151936),
     "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 201088),
+    "qwen3.6-27b": (5120, 17408, 64, 24, 4, 256, 248320),
+    "qwen3.6-35b-a3b": (2048, 512, 40, 16, 2, 256, 248320),
     "mixtral-8x7b": (4096, 14336, 32, 32, 8, 128, 32000),
 }
 CONFIGS: dict[str, dict[str, object]] = {
@@ -75,6 +77,21 @@ CONFIGS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 4,
         "sliding_window": 128,
         "attention_bias": True,
+    },
+    "qwen3.6-27b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "linear_num_value_heads": 48,
+        "partial_rotary_factor": 0.25,
+    },
+    "qwen3.6-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "partial_rotary_factor": 0.25,
     },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],

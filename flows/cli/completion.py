@@ -68,13 +68,7 @@ def _generator(
         needed = encoded(requests[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
         tokens = tokens or needed * PAGE_TOKENS
     generator = Generator(
-        loaded,
-        cache=options.cache,
-        tokens=tokens,
-        slots=slots,
-        draft=draft,
-        keep=keep,
-        state_memory=options.state_memory,
+        loaded, cache=options.cache, tokens=tokens, slots=slots, draft=draft, keep=keep
     )
     return generator, requests
 

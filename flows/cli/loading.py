@@ -59,7 +59,7 @@ def load_draft(options: LoadOptions, model: LoadedModel) -> Drafter | None:
     return Draft(model=draft, tokens=options.draft_tokens)
 
 
-def prompt_cache(options: LoadOptions) -> PromptCache | None:
+def prompt_cache(options: LoadOptions) -> PromptCache:
     """Return where read prompts are kept, which is said, and cleared first if so asked.
 
     Raises:
@@ -72,9 +72,12 @@ def prompt_cache(options: LoadOptions) -> PromptCache | None:
         if options.clear_cache:
             clear(folder)
         say(f"`{folder}` keeps prompts and answers in readable form; only you may read it")
-    elif not options.cache_ram:
-        return None
-    return PromptCache(ram=options.cache_ram, disk=folder, disk_size=options.cache_disk_size)
+    return PromptCache(
+        ram=options.cache_ram,
+        disk=folder,
+        disk_size=options.cache_disk_size,
+        states=options.state_memory,
+    )
 
 
 def filters_of(options: ModelOptions) -> list[Filter]:

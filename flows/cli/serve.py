@@ -129,7 +129,7 @@ def _of_any(options: ServeOptions) -> ServeOptions:
     return options.model_copy(update=own)
 
 
-def _engine(model: Path, options: ServeOptions, keep: "PromptCache | None") -> "Engine":
+def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine":
     """Return the engine of a model, loaded and warm."""
     from exl2flow.flows.cli.loading import load, load_draft
     from exl2flow.flows.cli.options.chat import of_model
@@ -151,7 +151,6 @@ def _engine(model: Path, options: ServeOptions, keep: "PromptCache | None") -> "
             slots=options.slots,
             draft=draft,
             keep=keep,
-            state_memory=options.state_memory,
         )
 
     engine = Engine(

@@ -36,7 +36,7 @@ class StateStore:
         self._settle()
         if not self._most:
             return
-        self._make_room()
+        self._evict()
         with suppress(RuntimeError):
             self._pending.append((tuple(keys), self._states.save(slot)))
         self._settle()
@@ -57,7 +57,7 @@ class StateStore:
             self._saved.pop(key, None)
         self._pending = [one for one in self._pending if not {*one[0]} & {*keys}]
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while len(self._saved) + len(self._pending) >= self._most and self._saved:
             unlisted = (key for key in self._saved if not self._is_listed(key))
             del self._saved[next(unlisted, next(iter(self._saved)))]

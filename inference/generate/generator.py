@@ -37,7 +37,7 @@ from exl2flow.inference.generate.prompt import Prompt as EncodedPrompt
 from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.prompt_cache import PromptCache
 from exl2flow.inference.generate.scheduler import Scheduler
-from exl2flow.inference.generate.sequence_states import STATE_MEMORY
+from exl2flow.inference.generate.sequence_states import SequenceStates
 from exl2flow.inference.loading.load import LoadedModel
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
@@ -63,7 +63,6 @@ class Generator:
         chunk: int = PROMPT_TOKENS,
         draft: Drafter | None = None,
         keep: PromptCache | None = None,
-        state_memory: int = STATE_MEMORY,
     ) -> None:
         """Reserve a cache for a model.
 
@@ -75,8 +74,8 @@ class Generator:
             slots: sequences that run at once.
             chunk: prompt tokens per pass (chunked prefill), a multiple of 256.
             draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
-            keep: where pages go that the cache has no room for, and all of them with `close`.
-            state_memory: bytes of host memory for snapshots of states, of models that have some.
+            keep: where pages go that the cache has no room for, and all of them with `close`; how
+                much memory snapshots of states may take.
 
         Raises:
             ConfigError: there is no such format, a number is out of range, the draft has another
@@ -95,26 +94,19 @@ class Generator:
         models = [model, draft.model] if isinstance(draft, Draft) else [model]
         placements = [(one.spec, one.decoder.placement) for one in models]
         self.pages = pages_of(tokens or fitting(model.max_tokens, placements, name, slots))
-        pool = reserve(model.spec, pages=self.pages, form=form, placement=placement, slots=slots)
+        store = reserve(model.spec, pages=self.pages, form=form, placement=placement, slots=slots)
         longest = min(self.context, self.pages * PAGE_TOKENS)
-        self._device_slots = DeviceSlots(model, pool, slots=slots, max_tokens=longest, draft=draft)
-        self._scheduler = Scheduler(
-            self._device_slots, PagePool(self.pages), slots=slots, state_memory=state_memory
-        )
-        self._tiers, loader = None, None
-        if keep is not None:
-            drafting = draft.model if isinstance(draft, Draft) else None
-            self._tiers = keep.start(model, self._device_slots, drafting)
-            loader = PageLoader(self._tiers, self._scheduler)
-        self._scheduler.page_pool.below = self._tiers
+        self._device_slots = DeviceSlots(model, store, slots=slots, max_tokens=longest, draft=draft)
+        keep, pool = keep or PromptCache(), PagePool(self.pages)
+        states = SequenceStates(store.states, pool, nbytes=keep.states)
+        self._scheduler = Scheduler(self._device_slots, pool, states, slots=slots)
+        drafting = draft.model if isinstance(draft, Draft) else None
+        self._tiers = keep.start(model, self._device_slots, drafting)
+        loader = None if self._tiers is None else PageLoader(self._tiers, self._scheduler)
+        pool.below = self._tiers
         self._prefill = Prefill(self._device_slots, self._scheduler, loader, chunk=chunk)
         self.states = HiddenStates(
-            model,
-            self._device_slots,
-            self._scheduler.page_pool,
-            self._scheduler.states,
-            context=self.context,
-            chunk=chunk,
+            model, self._device_slots, pool, states, context=self.context, chunk=chunk
         )
         self._decode = Decode(self._device_slots, self._scheduler)
         self._cancelled, self._events = deque[Job](), list[Event]()

@@ -13,6 +13,7 @@ from exl2flow.core.store.source import digests
 from exl2flow.inference.cache.page_files import NAME_LENGTH, SCHEMA, PageFiles, secret_of
 from exl2flow.inference.cache.tiers import PageBytes, Tiers
 from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.inference.generate.sequence_states import STATE_MEMORY
 from exl2flow.inference.loading.load import LoadedModel
 
 DIGESTS = "digests.json"  # of weight files, by size and times
@@ -23,30 +24,35 @@ ARITHMETIC = ("kernels", "model/layers")  # folders whose sources decide on bits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCache:
-    """Keeps pages that leave a generator's cache; they hold prompts.
+    """Keeps pages that leave a generator's cache, which hold prompts; and snapshots of states.
 
-    ram: bytes of host memory at most; disk: folder, which processes may share; disk_size: bytes of
-    its files at most. Raises `ConfigError` for a number out of range.
+    ram: bytes of host memory for pages at most; disk: folder for them, which processes may share;
+    disk_size: bytes of its files at most; states: bytes of host memory for snapshots at most, of a
+    model whose layers have states. Raises `ConfigError` for a number out of range.
     """
 
     ram: int = 0
     disk: Path | None = None
     disk_size: int = DISK_SIZE
+    states: int = STATE_MEMORY
 
     def __post_init__(self) -> None:
-        for name, value in (("ram", self.ram), ("disk_size", self.disk_size)):
+        for name in ("ram", "disk_size", "states"):
+            value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"`{name}` of a prompt cache is {value}; it must be 0 or more")
 
     def start(
         self, model: LoadedModel, device_slots: DeviceSlots, draft: LoadedModel | None
-    ) -> Tiers:
-        """Return the tiers of a generator; weight files that changed are read once.
+    ) -> Tiers | None:
+        """Return the tiers of a generator, if there are any; changed weight files are read once.
 
         Raises:
             ConfigError: several processes share the model, it has layers with a state, or the
                 folder cannot be used.
         """
+        if not self.ram and self.disk is None:
+            return None
         if model.spec.deltas:
             raise ConfigError(
                 f"`{model.spec.source_dir}` has layers with a state, so pages cannot be kept; "

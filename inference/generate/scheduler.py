@@ -14,7 +14,7 @@ from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
 from exl2flow.inference.generate.job import FREE, Job, Sequence
-from exl2flow.inference.generate.sequence_states import STATE_MEMORY, SequenceStates
+from exl2flow.inference.generate.sequence_states import SequenceStates
 from exl2flow.kernels.cuda.graphs import bucket
 
 LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
@@ -23,22 +23,19 @@ LOOK_AHEAD = 32  # waiting jobs that are tried after one that does not fit
 class Scheduler:
     """The queue, the slots and the pages of a generator.
 
-    running: jobs with slots, the oldest first. states: of sequences, in layers that have some;
-    their snapshots take `state_memory` bytes at most. catch_up: reads what was launched, which may
-    end jobs; set by who launches, weakly, so that the memory of a dropped generator is free at
-    once.
+    running: jobs with slots, the oldest first. catch_up: reads what was launched, which may end
+    jobs; set by who launches, weakly, so that the memory of a dropped generator is free at once.
     """
 
     def __init__(
         self,
         device_slots: DeviceSlots,
         page_pool: PagePool,
+        states: SequenceStates,
         *,
         slots: int,
-        state_memory: int = STATE_MEMORY,
     ) -> None:
-        self.page_pool, self.running = page_pool, list[Job]()
-        self.states = SequenceStates(device_slots.cache.states, page_pool, nbytes=state_memory)
+        self.page_pool, self.states, self.running = page_pool, states, list[Job]()
         self.catch_up: Callable[[], Callable[[], None] | None] = lambda: None
         self._device_slots = device_slots
         self._waiting = deque[Job]()

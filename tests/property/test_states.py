@@ -18,6 +18,7 @@ from exl2flow.inference import (
     Job,
     LoadedModel,
     NgramDraft,
+    PromptCache,
     Request,
     SamplingSettings,
     load_model,
@@ -84,7 +85,7 @@ def walk(model: LoadedModel, source: random.Random, *, jobs: int) -> None:
             slots=slots,
             chunk=source.choice([256, 512, 2048]),
             draft=source.choice([None, NgramDraft(tokens=source.choice([1, 3, 7]))]),
-            state_memory=source.choice([0, 10**5, 4 * 10**5, 10**8]),
+            keep=PromptCache(states=source.choice([0, 10**5, 4 * 10**5, 10**8])),
         )
         scheduler, asked = generator._scheduler, dict[Job, tuple[Request, list[Event]]]()
 
@@ -124,7 +125,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         (States, "hold"),
         (States, "go_back"),
         (States, "move"),
-        (StateStore, "_make_room"),
+        (StateStore, "_evict"),
     ):
         work = getattr(owner, name)
 

@@ -124,14 +124,7 @@ def _begun(
     draft = load_draft(shared, loaded)
 
     def generator() -> Generator:
-        return Generator(
-            loaded,
-            cache=shared.cache,
-            slots=1,
-            draft=draft,
-            keep=keep,
-            state_memory=shared.state_memory,
-        )
+        return Generator(loaded, cache=shared.cache, slots=1, draft=draft, keep=keep)
 
     # before the file is read
     with nullcontext() if wanted is None else reserved(wanted) as file:

@@ -71,7 +71,7 @@ def test_snapshots_stay_within_their_memory_and_are_not_used_without_pages(
     model: LoadedModel,
 ) -> None:
     tokens = 5 * PAGE_TOKENS
-    generator = Generator(model, tokens=4 * tokens, slots=1, state_memory=300_000)
+    generator = Generator(model, tokens=4 * tokens, slots=1, keep=PromptCache(states=300_000))
     scheduler = generator._scheduler
     store = scheduler.states.store
     assert store is not None
