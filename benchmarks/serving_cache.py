@@ -51,7 +51,9 @@ def cached(bench: CacheBench, folder: Path) -> None:
 
 def _generator(bench: CacheBench, folder: Path | None, tokens: int) -> Generator:
     keep = None if folder is None else PromptCache(disk=folder, disk_size=100 * 10**9)
-    return Generator(bench.model, cache=bench.form, tokens=tokens, slots=4, keep=keep)
+    generator = Generator(bench.model, cache=bench.form, tokens=tokens, slots=4, keep=keep)
+    generator.warmup()  # as a server does when it starts
+    return generator
 
 
 def _first_token(generator: Generator, ids: list[int]) -> float:
