@@ -2,8 +2,9 @@
 
 The text is the generator's corpus and, as a smaller share, the calibration prose of this
 repository. The number of steps is fixed, so a run depends only on the seed and the shape. `demo` is
-the shape that is shipped; `deep` checks findings on other proportions, and `moe`, a Qwen3-MoE, on
-experts, in fewer steps. Its loss includes what keeps the load of experts balanced.
+the shape that is shipped; `deep` checks findings on other proportions, `moe`, a Qwen3-MoE, on
+experts, and `hybrid`, a Qwen3.5, on layers with a state, both in fewer steps. The loss of `moe`
+includes what keeps the load of experts balanced.
 """
 
 import argparse
@@ -32,14 +33,14 @@ BOS, EOS = "<|bos|>", "<|eos|>"
 SEED = 1234
 VOCABULARY = 4096
 TOKENS_PER_STEP = 2048
-STEPS, MOE_STEPS = 5000, 600
+STEPS, FEW_STEPS = 5000, 600
 COSINE_STEPS = 1500
 ROW_TOKENS, LONG_ROW_TOKENS = 512, 2048
 LONG_ROW_EVERY = 4  # one in this many steps of the cosine phase also sees the last positions
 WARM_UP = 150
 PEAK_RATE, LAST_RATE = 2.5e-3, 1e-4
 CHARACTERS_PER_TOKEN = 4.6
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "demo": {
         "hidden_size": 256,
         "intermediate_size": 640,
@@ -69,6 +70,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },
+    "hybrid": {
+        "hidden_size": 256,
+        "intermediate_size": 640,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    },
 }
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -82,12 +94,18 @@ QWEN3_MOE = {
     "mlp_only_layers": [],
     "router_aux_loss_coef": 0.01,
 }
+QWEN3_5 = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "partial_rotary_factor": 0.25,
+}
+FAMILIES = {"moe": QWEN3_MOE, "hybrid": QWEN3_5}  # the others are Llamas
 
 
 def config_of(shape: str) -> dict[str, Any]:
     """Return the content of `config.json`."""
     return {
-        **(QWEN3_MOE if shape == "moe" else LLAMA),
+        **FAMILIES.get(shape, LLAMA),
         "vocab_size": VOCABULARY,
         **SHAPES[shape],
         "hidden_act": "silu",
@@ -258,7 +276,7 @@ def main() -> None:
     """Create the tokenizer, train, and save the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="demo")
-    parser.add_argument("--steps", type=int, help=f"{STEPS}; of `moe` {MOE_STEPS}")
+    parser.add_argument("--steps", type=int, help=f"{STEPS}; of `moe` and `hybrid` {FEW_STEPS}")
     parser.add_argument("--output", type=Path, help="default for `demo`: the shipped folder")
     parser.add_argument("--device", default="cpu", help="cpu (2 threads) or cuda")
     arguments = parser.parse_args()
@@ -267,7 +285,7 @@ def main() -> None:
     torch.set_num_threads(2)
     torch.manual_seed(SEED)
     prose = prose_pieces()
-    steps = arguments.steps or (MOE_STEPS if arguments.shape == "moe" else STEPS)
+    steps = arguments.steps or (FEW_STEPS if arguments.shape in FAMILIES else STEPS)
     tokens = steps * TOKENS_PER_STEP
     corpus = take(max(5_000_000, int(tokens * CHARACTERS_PER_TOKEN)), SEED)
     tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
