@@ -99,7 +99,7 @@ class Config(Reader):
             for rope in ropes
             for family in FAMILY_CONFIGS
             for form in (4, 5)
-            if family != "qwen3" or "short_factor" not in rope  # its heads are wider
+            if family not in ("qwen3", "qwen3.5") or "short_factor" not in rope  # other heads
         ]
         wrapped = {
             "architectures": ["Gemma3ForConditionalGeneration"],
@@ -114,8 +114,8 @@ class Config(Reader):
         assert len(spec.sublayers) <= 2 * spec.num_layers
         expected_tensors(spec)
         for positions in (8, spec.max_positions):
-            inverse_frequencies(spec.attentions[0].rope, positions)
-        attention_factor(spec.attentions[0].rope)
+            inverse_frequencies(spec.attending[0].rope, positions)
+        attention_factor(spec.attending[0].rope)
         if spec.family.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"):
             return  # its tensors are not here
         has_all_layers(spec)
