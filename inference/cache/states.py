@@ -29,7 +29,7 @@ class SavedState:
     @property
     def is_there(self) -> bool:
         """Whether the host may read it."""
-        return all(event.query() for event in self.copied)  # type: ignore[no-untyped-call]
+        return all(event.query() for event in self.copied)  # type: ignore[no-untyped-call]  # torch
 
 
 class States:
@@ -117,7 +117,7 @@ class States:
             state[:, slot], inputs[:, slot] = slots.state[:, slot], slots.inputs[:, slot]
 
     def go_back(self, slot: int, tokens: int) -> None:
-        """Return to what was held, which includes so many tokens."""
+        """Restore the state that `hold` copied, of the first `tokens` tokens."""
         for device, slots in self._of_device.items():
             state, inputs = self._held[device]
             slots.state[:, slot], slots.inputs[:, slot] = state[:, slot], inputs[:, slot]

@@ -62,7 +62,7 @@ class PageBytes:
         return torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def warm_up(self, count: int) -> None:
-        """Let torch hold pinned memory for so many pages, which is slow to allocate."""
+        """Allocate pinned memory for `count` pages, which torch keeps and reuses."""
         if self._is_pinned:
             _ = [self.empty() for _ in range(count)]
 

@@ -72,7 +72,7 @@ class SequenceStates:
             self.store.forget(held.keys)
 
     def place(self, held: SequencePages, tokens: int) -> int:
-        """Return the last place at or before so many tokens from which a text can be read on."""
+        """Return the last position, at most `tokens`, from which prefill can resume."""
         if self.store is None:
             return tokens
         if held.behind <= tokens:

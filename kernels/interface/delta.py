@@ -59,9 +59,10 @@ class DeltaState:
 class DeltaSlots:
     """States of the slots of a generator in one layer; they lag behind the texts.
 
-    `state` includes the first `behind` tokens of a text. Up to 8 tokens after those may still be
-    taken back: they are pending, as rank-one updates. A step first applies those that the text's
-    length confirms. `aside` is the state at the last page border that `state` has passed.
+    `state` includes the first `behind` tokens of a text. The tokens of the last step, up to 8, may
+    still be rejected: they are pending, stored as rank-one updates. The next step first applies
+    those within the text's length. `aside` is the state at the last page border that `state` has
+    passed.
 
     state: fp32 (slots, value_heads, key_dim, value_dim); behind: int32 (slots, value_heads), equal
     for all heads, each of which a CTA changes; keys, deltas, decays: of pending tokens, fp32

@@ -2,10 +2,12 @@
 
 import random
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from delta_layers import delta_layer
 from tiny import TOKENIZER_SIZE, make_tiny
 
 from exl2flow.inference import Generator, NgramDraft, Request, SamplingSettings, load_model
@@ -20,24 +22,8 @@ PENDING = ("keys", "deltas", "decays")
 
 
 def layer(key_heads: int, value_heads: int) -> DeltaArgs:
-    channels = (2 * key_heads + value_heads) * DIM
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device=DEVICE)
-
-    return DeltaArgs(
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=DIM,
-        value_dim=DIM,
-        conv=drawn(channels, 4) / 2,
-        decay=-drawn(value_heads).exp(),
-        step=drawn(value_heads),
-        gate=drawn(value_heads, HIDDEN) * HIDDEN**-0.5,
-        step_weight=drawn(value_heads, HIDDEN) * HIDDEN**-0.5,
-        norm=1 + 0.1 * drawn(DIM),
-        eps=1e-6,
-    )
+    drawn = partial(torch.randn, device=DEVICE)
+    return delta_layer(drawn, key_heads=key_heads, value_heads=value_heads, dim=DIM, hidden=HIDDEN)
 
 
 def random_slots(args: DeltaArgs, behind: list[int]) -> DeltaSlots:

@@ -42,11 +42,9 @@ def prompt(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(source.randrange(5, TOKENIZER_SIZE) for _ in range(tokens))
 
 
-def run(
-    generator: Generator, ids: tuple[int, ...], *, new: int = 4, **more: object
-) -> tuple[list[int], int]:
+def run(generator: Generator, ids: tuple[int, ...], *, new: int = 4) -> tuple[list[int], int]:
     """Return a text's ids, and how many tokens of its prompt were read."""
-    request = Request(ids, max_new_tokens=new, settings=GREEDY, stops=(), end_loops=False, **more)  # type: ignore[arg-type]
+    request = Request(ids, max_new_tokens=new, settings=GREEDY, stops=(), end_loops=False)
     events = [*generator.stream(request)]
     statistics = events[-1].statistics
     assert statistics is not None

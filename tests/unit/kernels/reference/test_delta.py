@@ -1,9 +1,12 @@
 """The gated delta rule: chunks against tokens, and cuts."""
 
 import random
+from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
+from delta_layers import delta_layer
 
 from exl2flow.kernels import (
     CHUNK_TOKENS,
@@ -21,30 +24,22 @@ OF_TEXT = ("state", "behind", "inputs", "aside", "aside_inputs", "aside_at")
 CHANNELS, WIDTH = (2 * KEY_HEADS + VALUE_HEADS) * DIM, VALUE_HEADS * DIM
 
 
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # what the rule reads
+
+
 def layer(seed: int = 0) -> DeltaArgs:
-    generator = torch.Generator().manual_seed(seed)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
-
-    return DeltaArgs(
-        key_heads=KEY_HEADS,
-        value_heads=VALUE_HEADS,
-        key_dim=DIM,
-        value_dim=DIM,
-        conv=drawn(CHANNELS, 4) / 2,
-        decay=-drawn(VALUE_HEADS).exp(),
-        step=drawn(VALUE_HEADS),
-        gate=drawn(VALUE_HEADS, HIDDEN) * HIDDEN**-0.5,
-        step_weight=drawn(VALUE_HEADS, HIDDEN) * HIDDEN**-0.5,
-        norm=1 + 0.1 * drawn(DIM),
-        eps=1e-6,
-    )
+    drawn = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+    return delta_layer(drawn, key_heads=KEY_HEADS, value_heads=VALUE_HEADS, dim=DIM, hidden=HIDDEN)
 
 
-def inputs(count: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def three(given: Iterable[torch.Tensor]) -> Three:
+    x, qkv, z = given
+    return x, qkv, z
+
+
+def inputs(count: int, batch: int = 2) -> Three:
     generator = torch.Generator().manual_seed(count)
-    return tuple(  # type: ignore[return-value]  # three of them
+    return three(
         torch.randn(batch, count, width, generator=generator) for width in (HIDDEN, CHANNELS, WIDTH)
     )
 
@@ -146,17 +141,17 @@ def test_drafts_may_be_taken_back_and_steps_repeated() -> None:
             for y, w in zip(given, wrong, strict=True)
         ]
         lengths = torch.tensor([length, 0], dtype=torch.int32)
-        both = tuple(y.repeat(2, 1, 1) for y in tokens)
-        found = delta_step(*both, args, slots, lengths)  # type: ignore[arg-type]  # three
+        both = three(y.repeat(2, 1, 1) for y in tokens)
+        found = delta_step(*both, args, slots, lengths)
         states = slots.state.clone(), slots.aside.clone(), slots.behind.clone()
         for _ in range(source.randint(0, 2)):
-            again = delta_step(*both, args, slots, lengths)  # type: ignore[arg-type]  # three
+            again = delta_step(*both, args, slots, lengths)
             assert torch.equal(again[0], found[0])
             now = slots.state, slots.aside, slots.behind
             assert all(torch.equal(a, b) for a, b in zip(now, states, strict=True))
         for at in range(length, length + right):
             one = delta_step(
-                *(y[:, at : at + 1] for y in given),  # type: ignore[arg-type]  # three
+                *three(y[:, at : at + 1] for y in given),
                 args,
                 expected,
                 torch.tensor([at], dtype=torch.int32),
@@ -195,17 +190,17 @@ def test_prompts_are_read_in_parts(cuts: tuple[int, ...]) -> None:
 
 def test_prompts_of_several_slots_are_read_in_one_pass() -> None:
     args, given, slots = layer(), inputs(300, batch=2), empty_slots(3)
-    first, second = (tuple(y[i : i + 1] for y in given) for i in range(2))
+    first, second = (three(y[i : i + 1] for y in given) for i in range(2))
     pairs = zip(first, second, strict=True)
-    both = [torch.cat([a[:, :300], b[:, :70]], dim=1) for a, b in pairs]
+    both = three(torch.cat([a[:, :300], b[:, :70]], dim=1) for a, b in pairs)
     segments = [
         DeltaSegment(slot=2, begin=0, start=0, count=300),
         DeltaSegment(slot=0, begin=0, start=300, count=70),
     ]
 
-    found = delta_scan(*both, args, slots, segments)  # type: ignore[arg-type]  # three
+    found = delta_scan(*both, args, slots, segments)
 
-    expected = [gated_delta(*given, args)[0] for given in (first, second)]  # type: ignore[arg-type]
+    expected = [gated_delta(*given, args)[0] for given in (first, second)]
     for mine, twin in ((found[:, :300], expected[0]), (found[:, 300:], expected[1][:, :70])):
         torch.testing.assert_close(mine, twin, rtol=0, atol=1e-5)
     assert slots.behind.tolist() == [[at] * VALUE_HEADS for at in (70, 0, 300)]
