@@ -27,6 +27,7 @@ HEAD_BITS = 6
 GROUP_ROWS = 128  # of uniform matrices
 PART = re.compile(r"([\d.]+):(\d+)b_(\d+)g")
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
+LIKE = {"qkv": "v", "z": "q", "out": "o"}  # matrices of a layer with a state: as attention's
 Choices = dict[str, list[str]]  # role → a choice per layer
 
 
@@ -62,7 +63,7 @@ class Allocation:
 
         Experts of a layer have the choices of all layers in turn.
         """
-        choices = self.choices[role]
+        choices = self.choices[LIKE.get(role, role)]
         return choices[(int((layer + 0.5) / layers * len(choices)) + expert) % len(choices)]
 
     def of(self, spec: ModelSpec) -> list[tuple[ProjectionSpec, QuantParams]]:

@@ -7,7 +7,6 @@ whose page has left the cache.
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from exl2flow.inference.cache.states import SavedState, States
 from exl2flow.kernels import PAGE_TOKENS
@@ -28,18 +27,30 @@ class StateStore:
         """Bytes of host memory in use."""
         return (len(self._saved) + len(self._pending)) * self._states.saved_bytes
 
-    def put(self, slot: int, keys: Sequence[bytes]) -> None:
+    def put(self, slot: int, keys: Sequence[bytes], *, at: int | None = None) -> None:
         """Keep what a slot has passed at the last page border of a text.
 
-        keys: of the text's full pages. Nothing is kept if no memory is left.
+        Nothing is kept if no memory is left.
+
+        Args:
+            slot: of the text.
+            keys: of its full pages.
+            at: tokens before the border; None: only the device knows, and the host finds out once
+                the state has been copied.
         """
         self._settle()
         if not self._most:
             return
         self._evict()
-        with suppress(RuntimeError):
-            self._pending.append((tuple(keys), self._states.save(slot)))
-        self._settle()
+        try:
+            saved = self._states.save(slot)
+        except RuntimeError:
+            return
+        if at is None:
+            self._pending.append((tuple(keys), saved))
+            self._settle()
+        else:
+            self._register(keys, saved, at)
 
     def holds(self, key: bytes) -> bool:
         """Return whether there is a snapshot behind the page with a key."""
@@ -70,7 +81,10 @@ class StateStore:
             if not saved.is_there:
                 self._pending.append((keys, saved))
                 continue
-            page = int(saved.at) // PAGE_TOKENS
-            if 0 < page <= len(keys):
-                self._saved[keys[page - 1]] = saved
-                self._saved.move_to_end(keys[page - 1])
+            self._register(keys, saved, int(saved.at))
+
+    def _register(self, keys: Sequence[bytes], saved: SavedState, tokens: int) -> None:
+        page = tokens // PAGE_TOKENS
+        if 0 < page <= len(keys):
+            self._saved[keys[page - 1]] = saved
+            self._saved.move_to_end(keys[page - 1])

@@ -164,7 +164,7 @@ class Scheduler:
         if lacks_keys:
             job.is_decoding = False
             for s in job.sequences:
-                self._go_back(s, s.held.filled)
+                self._go_back(s)
                 self._device_slots.leave(s.slot)
 
     def _settle(self, sequence: Sequence) -> None:
@@ -179,15 +179,15 @@ class Scheduler:
         held = sequence.held
         self._device_slots.copy(self.page_pool.cut(held, min(count - 1, held.filled)))
         if sequence.unread or held.behind > held.filled:
-            self._go_back(sequence, held.filled)
+            self._go_back(sequence)
         self._device_slots.set_pages(sequence.slot, held.pages)
         self._device_slots.stand_at(sequence.slot, sequence.ids)
         self._device_slots.sampler.cut(sequence.slot, count)
 
-    def _go_back(self, sequence: Sequence, tokens: int) -> None:
-        """Cut a sequence that is read on to `tokens`, or to a place before, where its state is."""
+    def _go_back(self, sequence: Sequence) -> None:
+        """Cut a sequence that is read on to the last place where its state is."""
         held = sequence.held
-        while (place := self.states.place(held, min(tokens, held.filled))) != held.filled:
+        while (place := self.states.place(held, held.filled)) != held.filled:
             self._device_slots.copy(self.page_pool.cut(held, place))
         self.states.go_back(sequence.slot, held)
 

@@ -40,9 +40,10 @@ class SequenceStates:
         """Note that a pass has read all tokens that are filled; keep the state at a border."""
         if self.store is None:
             return
-        held.behind, border = held.filled, held.filled - held.filled % self._pool.page_tokens
-        if border > held.snapshot:
-            self.store.put(slot, held.keys)
+        begin, held.behind = held.behind, held.filled
+        border = held.filled - held.filled % self._pool.page_tokens
+        if border > begin:
+            self.store.put(slot, held.keys, at=border)
             held.snapshot = border
 
     def has_grown(self, slot: int, held: SequencePages, *, is_holding: bool) -> None:

@@ -1,12 +1,10 @@
 // The gated delta rule for a few new tokens of each text; see `delta_step` of reference/delta.py.
 #include "exl2.cuh"
 #include "early.cuh"
+#include "delta.cuh"
 
-constexpr int DIM = 128, TAPS = 4;            // of heads, of the convolution
 constexpr int PARTS = 2, ROWS = DIM / PARTS;  // threads of a column, and its keys that each has
 constexpr int THREADS = PARTS * DIM, WARPS = THREADS / 32;
-
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
 // Scale rows of DIM numbers in shared memory by the inverse of their length.
 __device__ __forceinline__ void to_unit_length(float* x, float factor, int lane) {
@@ -57,16 +55,15 @@ delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bi
         to_gate = sum_of_warp(to_gate);
         to_step = sum_of_warp(to_step) + step[head];
         if (lane == 0) {
-            betas[j] = 1.0f / (1.0f + expf(-to_gate));
-            logs[j] = decay[head] * (to_step > 20.0f ? to_step : log1pf(expf(to_step)));
+            betas[j] = step_size(to_gate);
+            logs[j] = log_decay(to_step, decay[head]);
         }
     }
 
     half_bits* ring = inputs + (integer)text * RING * channels;
     for (int i = thread; i < 3 * DIM; i += THREADS) {  // the convolution of q, k and v
         const int kind = i / DIM, c = i % DIM;
-        const integer channel = kind < 2 ? (kind * key_heads + key_head) * DIM + c
-                                         : (2 * key_heads + head) * DIM + c;
+        const integer channel = channel_of(i, key_head, head, key_heads);
         float weights[TAPS], seen[TAPS];
 #pragma unroll
         for (int t = 0; t < TAPS; ++t) weights[t] = conv[channel * TAPS + t];
@@ -105,10 +102,8 @@ delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bi
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) aside[r * DIM] = s[r];
         for (int n = thread; n < 3 * DIM; n += THREADS) {
-            const int kind = n / DIM, c = n % DIM;
-            if (kind < 2 && head % shared) continue;
-            const integer channel = kind < 2 ? (kind * key_heads + key_head) * DIM + c
-                                             : (2 * key_heads + head) * DIM + c;
+            if (n < 2 * DIM && head % shared) continue;
+            const integer channel = channel_of(n, key_head, head, key_heads);
             for (int t = 0; t < TAPS - 1; ++t)
                 aside_inputs[((integer)text * (TAPS - 1) + t) * channels + channel] =
                     ring[(border - (TAPS - 1) + t) % RING * channels + channel];

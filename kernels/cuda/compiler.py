@@ -20,7 +20,7 @@ from exl2flow.kernels.cuda.ptx import ptx_file
 from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SWIGLU_SLOPE
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS, Element
-from exl2flow.kernels.interface.delta import RING
+from exl2flow.kernels.interface.delta import CHUNK_TOKENS, RING
 from exl2flow.kernels.interface.groups import MOST_COLUMNS, PANEL_ROWS, SCALE_LEVELS
 from exl2flow.kernels.interface.packed import BLOCK_PANELS, TILE
 from exl2flow.kernels.interface.router import Scores
@@ -44,6 +44,9 @@ PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
 COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
 STRETCH = 2048  # positions of a history that a CTA searches for repetitions
 TEAM = 8  # CTAs for a row of many candidates
+SCAN_COLUMNS = 32  # of a state, that a CTA has while it reads a prompt
+# bytes of its shared memory: keys of two chunks; state, values, two kinds of δ, decays
+SCAN_ROOM = 2 * 2 * CHUNK_TOKENS * 136 + 4 * (SCAN_COLUMNS * (136 + 3 * 72) + 2 * CHUNK_TOKENS)
 # CUDA errors of a launch that cannot run as it is; another one may
 REFUSALS = {
     2: "too little memory",
@@ -86,6 +89,8 @@ DEFINITIONS = {
     "PAGE_TOKENS": PAGE_TOKENS,
     "STEP_TOKENS": STEP_TOKENS,
     "RING": RING,
+    "SCAN_COLUMNS": SCAN_COLUMNS,
+    "SCAN_ROOM": SCAN_ROOM,
     "TINY": torch_delta.TINY,
     "NORM_PIECES": NORM_PIECES,
     "REFIT_MAXIMA": torch_refit.REFIT_MAXIMA,
@@ -205,7 +210,7 @@ def launch(
             call.pointers[place] = others[-1][1].ctypes.data
     index, how = device.index, call.how
     how.x, how.y, how.z = (*grid, 1, 1)[:3]
-    how.threads, how.shared, how.stream = threads, shared, _stream(index)
+    how.threads, how.shared, how.stream = threads, shared, raw_stream(index)
     how.attributes = _EARLY_AT if not together else _TOGETHER_AT
     how.count = together + _is_early(file, index)
     with cupy.cuda.Device(index):
@@ -240,7 +245,7 @@ def _kernel(file: str, name: str, device: int, shared: int) -> ctypes.c_void_p:
     return ctypes.c_void_p(kernel.kernel.ptr)
 
 
-def _stream(device: int) -> int:
+def raw_stream(device: int) -> int:
     """Return the handle of torch's current stream; that of a `torch.cuda.Stream` takes 2 us."""
     return int(torch._C._cuda_getCurrentRawStream(device))
 

@@ -83,6 +83,7 @@ class CudaOps(Ops):
     runs_experts = staticmethod(cuda_experts.runs_experts)
     launches = staticmethod(cuda_products.launches)
     delta_step = staticmethod(cuda_delta.delta_step)
+    delta_scan = staticmethod(cuda_delta.delta_scan)
     sample = staticmethod(cuda_sampler.sample)
 
     def _grid_costs(

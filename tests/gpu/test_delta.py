@@ -12,7 +12,7 @@ from tiny import TOKENIZER_SIZE, make_tiny
 
 from exl2flow.inference import Generator, NgramDraft, Request, SamplingSettings, load_model
 from exl2flow.inference.drafts import Drafter
-from exl2flow.kernels import PAGE_TOKENS, DeltaArgs, DeltaSlots, get_ops
+from exl2flow.kernels import PAGE_TOKENS, DeltaArgs, DeltaSegment, DeltaSlots, get_ops
 from exl2flow.kernels.reference import delta as torch_delta
 
 pytestmark = pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_a_step_is_the_twins_step(count: int, heads: tuple[int, int]) -> None:
     behind = [300, 0, PAGE_TOKENS - 3, 40, 2 * PAGE_TOKENS - 8]
     lengths = torch.tensor([300, 2, PAGE_TOKENS + 2, 0, 2 * PAGE_TOKENS], device=DEVICE).int()
     found = random_slots(args, behind)
-    expected = replace(found, **{f.name: getattr(found, f.name).clone() for f in fields(found)})
+    expected = copied(found)
     before = found.inputs.clone()
     x = torch.randn(SLOTS, count, HIDDEN, device=DEVICE).half()
     qkv = torch.randn(SLOTS, count, len(args.conv), device=DEVICE).half()
@@ -110,3 +110,71 @@ def test_texts_are_what_the_model_says(draft: Drafter | None, tmp_path: Path) ->
         chosen = logits.gather(1, whole[0, len(ids) :, None])[:, 0]
         assert len(texts[tag]) == 40
         assert (logits.max(dim=1).values - chosen).max() <= 0.05 * logits.std()
+
+
+def copied(slots: DeltaSlots) -> DeltaSlots:
+    return replace(slots, **{f.name: getattr(slots, f.name).clone() for f in fields(slots)})
+
+
+# Where texts begin and end: empty, behind a part of a chunk, over page borders, within a chunk
+SPANS = [
+    [(0, 64)],
+    [(0, 700)],
+    [(0, 3), (37, 38), (255, 257)],
+    [(192, 512), (0, 130), (500, 530), (1024, 1300), (64, 67)],
+]
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4), (16, 48)])
+@pytest.mark.parametrize("spans", SPANS)
+def test_a_prompt_is_read_as_the_twin_reads_it(
+    spans: list[tuple[int, int]], heads: tuple[int, int]
+) -> None:
+    args = layer(*heads)
+    slots = [3, 0, 4, 1, 2][: len(spans)]
+    behind = [0] * SLOTS
+    segments, start = list[DeltaSegment](), 0
+    for slot, (begin, end) in zip(slots, spans, strict=True):
+        behind[slot] = begin
+        segments.append(DeltaSegment(slot=slot, begin=begin, start=start, count=end - begin))
+        start += end - begin
+    found = random_slots(args, behind)
+    found.aside_at.fill_(7)
+    expected = copied(found)
+    x = torch.randn(1, start, HIDDEN, device=DEVICE).half()
+    qkv = torch.randn(1, start, len(args.conv), device=DEVICE).half()
+    z = torch.randn(1, start, args.value_heads * DIM, device=DEVICE).half()
+
+    y = get_ops(DEVICE).delta_scan(x, qkv, z, args, found, segments)
+    twin = torch_delta.delta_scan(x, qkv, z, args, expected, segments)
+
+    error = (y.float() - twin.float()).norm() / twin.float().norm()
+    print("error", float(error))
+    assert error <= 2e-3
+    for field in fields(found):
+        mine, twins = getattr(found, field.name), getattr(expected, field.name)
+        if field.name in ("state", "aside"):
+            print(field.name, float((mine - twins).norm() / twins.norm()))
+            assert (mine - twins).norm() <= 2e-3 * twins.norm()
+        else:
+            assert torch.equal(mine, twins), field.name
+
+
+def test_a_prompt_in_parts_leaves_the_same_bits() -> None:
+    args, count = layer(2, 4), 640
+    x = torch.randn(1, count, HIDDEN, device=DEVICE).half()
+    qkv = torch.randn(1, count, len(args.conv), device=DEVICE).half()
+    z = torch.randn(1, count, args.value_heads * DIM, device=DEVICE).half()
+    read = get_ops(DEVICE).delta_scan
+    at_once, in_parts = (random_slots(args, [0] * SLOTS) for _ in range(2))
+    whole = read(x, qkv, z, args, at_once, [DeltaSegment(slot=1, begin=0, start=0, count=count)])
+
+    parts = list[torch.Tensor]()
+    for begin, end in ((0, 64), (64, 320), (320, 448), (448, 640)):
+        segment = DeltaSegment(slot=1, begin=begin, start=0, count=end - begin)
+        tokens = (y[:, begin:end].contiguous() for y in (x, qkv, z))
+        parts.append(read(*tokens, args, in_parts, [segment]))
+
+    assert torch.equal(torch.cat(parts, dim=1), whole)
+    for name in ("state", "aside", "behind", "aside_at", "aside_inputs"):
+        assert torch.equal(getattr(at_once, name)[1], getattr(in_parts, name)[1]), name

@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
     monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=kept))
     monkeypatch.setattr(compiler, "_is_early", lambda file, device: file == "early.cu")
     monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: nullcontext())
-    monkeypatch.setattr(compiler, "_stream", lambda device: 7)
+    monkeypatch.setattr(compiler, "raw_stream", lambda device: 7)
     compiler._kernel.cache_clear()
     return found
 

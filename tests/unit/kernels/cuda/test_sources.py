@@ -105,6 +105,7 @@ def test_no_source_is_left_out() -> None:
         "choose.cu",
         "decode.cu",
         "delta.cu",
+        "delta_scan.cu",
         "descend.cu",
         "elementwise.cu",
         "experts.cu",
