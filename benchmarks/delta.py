@@ -30,8 +30,7 @@ def layer_of(key_heads: int, value_heads: int, hidden: int) -> DeltaArgs:
         conv=drawn((2 * key_heads + value_heads) * DIM, 4),
         decay=-drawn(value_heads).exp(),
         step=drawn(value_heads),
-        gate=drawn(value_heads, hidden) * hidden**-0.5,
-        step_weight=drawn(value_heads, hidden) * hidden**-0.5,
+        maps=drawn(2 * value_heads, hidden) * hidden**-0.5,
         norm=drawn(DIM),
         eps=1e-6,
     )
@@ -55,7 +54,7 @@ def inputs_of(args: DeltaArgs, *shape: int) -> tuple[torch.Tensor, torch.Tensor,
     """Return what layers read, (*shape, …) each."""
     x, qkv, z = (
         torch.randn(*shape, width, device="cuda").half()
-        for width in (args.gate.shape[1], len(args.conv), args.value_heads * DIM)
+        for width in (args.maps.shape[1], len(args.conv), args.value_heads * DIM)
     )
     return x, qkv, z
 

@@ -20,14 +20,14 @@ __device__ __forceinline__ void to_unit_length(float* x, float factor, int lane)
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bits* y,
            const int* lengths, const float* conv, const float* decay, const float* step,
-           const float* gate, const float* step_weight, const float* norm, float* states,
+           const float* maps, const float* norm, float* states,
            int* behinds, float* keys, float* deltas, float* decays, half_bits* inputs,
            float* asides, half_bits* aside_inputs, int* aside_at, integer count, integer hidden,
            integer key_heads, float eps) {
     __shared__ float q[STEP_TOKENS][DIM], k[STEP_TOKENS][DIM], v[STEP_TOKENS][DIM];
     __shared__ float pending_keys[STEP_TOKENS][DIM];
     __shared__ float by_key[PARTS][DIM], by_query[PARTS][DIM];
-    __shared__ float logs[STEP_TOKENS], betas[STEP_TOKENS];
+    __shared__ float logs[STEP_TOKENS], betas[STEP_TOKENS], shares[STEP_TOKENS][2][WARPS];
     const int head = blockIdx.x, text = blockIdx.y, heads = gridDim.x, thread = threadIdx.x;
     const int column = thread % DIM, part = thread / DIM, lane = thread % 32, warp = thread / 32;
     const int shared = heads / (int)key_heads, key_head = head / shared;
@@ -44,19 +44,21 @@ delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bi
     for (int i = part; i < pending; i += PARTS)
         pending_keys[i][column] = keys[((first + i) * heads + head) * DIM + column];
 
-    for (int j = warp; j < count; j += WARPS) {  // β and the decay
+    for (int j = 0; j < count; ++j) {  // of β and the decay, a warp's share of the sums
         const half_bits* token = x + ((integer)text * count + j) * hidden;
-        float to_gate = 0.0f, to_step = 0.0f;
-        for (integer i = lane; i < hidden; i += 32) {
-            const float value = from_half(token[i]);
-            to_gate += value * gate[head * hidden + i];
-            to_step += value * step_weight[head * hidden + i];
+        const float *to_gate = maps + head * hidden, *to_step = maps + (heads + head) * hidden;
+        float sums[2] = {};
+        for (integer i = 4 * thread; i < hidden; i += 4 * THREADS) {
+            const uint2 bits = *(const uint2*)(token + i);
+            const float4 a = *(const float4*)(to_gate + i), b = *(const float4*)(to_step + i);
+            const float v[4] = {from_half(bits.x), from_half(bits.x >> 16), from_half(bits.y),
+                                from_half(bits.y >> 16)};
+            sums[0] += v[0] * a.x + v[1] * a.y + v[2] * a.z + v[3] * a.w;
+            sums[1] += v[0] * b.x + v[1] * b.y + v[2] * b.z + v[3] * b.w;
         }
-        to_gate = sum_of_warp(to_gate);
-        to_step = sum_of_warp(to_step) + step[head];
-        if (lane == 0) {
-            betas[j] = step_size(to_gate);
-            logs[j] = log_decay(to_step, decay[head]);
+        for (int n = 0; n < 2; ++n) {
+            const float sum = sum_of_warp(sums[n]);
+            if (lane == 0) shares[j][n][warp] = sum;
         }
     }
 
@@ -87,6 +89,12 @@ delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bi
         }
     }
     __syncthreads();
+    if (thread < count) {
+        float sums[2] = {0.0f, step[head]};
+        for (int n = 0; n < 2 * WARPS; ++n) sums[n / WARPS] += shares[thread][n / WARPS][n % WARPS];
+        betas[thread] = step_size(sums[0]);
+        logs[thread] = log_decay(sums[1], decay[head]);
+    }
     for (int j = warp; j < 2 * count; j += WARPS)
         to_unit_length(j < count ? q[j] : k[j - count], j < count ? rsqrtf(DIM) : 1.0f, lane);
 

@@ -190,9 +190,8 @@ __device__ __forceinline__ void invert(const float (*a)[SQUARE], float (*inverse
 
 // A CTA has chunk blockIdx.x of segment blockIdx.z, and the value heads of key head blockIdx.y.
 extern "C" __global__ void __launch_bounds__(THREADS)
-delta_chunks(const half_bits* qkv, const float* to_gate, const float* to_step,
-             const Segment* segments, const float* conv, const float* decay,
-             const half_bits* rings, half_bits* aside_inputs, half_bits* keys, half_bits* queries,
+delta_chunks(const half_bits* qkv, const float* logits, const Segment* segments,
+             const float* conv, const float* decay, const float* step, const half_bits* rings, half_bits* aside_inputs, half_bits* keys, half_bits* queries,
              half_bits* solved, half_bits* scores, float* logs, integer key_heads,
              integer value_heads) {
     __shared__ __align__(16) half_bits room[2 * CHUNK * WIDE];
@@ -245,10 +244,10 @@ delta_chunks(const half_bits* qkv, const float* to_gate, const float* to_step,
             float two[2], before;
             for (int h = 0; h < 2; ++h) {
                 const int i = 2 * lane + h;
-                const integer at = (integer)(chunk.row + i) * value_heads + head;
+                const float* own = logits + (integer)(chunk.row + i) * 2 * value_heads + head;
                 const bool is_there = i < chunk.size;
-                two[h] = is_there ? log_decay(to_step[at], decay[head]) : 0.0f;
-                betas[i] = is_there ? step_size(to_gate[at]) : 0.0f;
+                two[h] = is_there ? log_decay(own[value_heads] + step[head], decay[head]) : 0.0f;
+                betas[i] = is_there ? step_size(own[0]) : 0.0f;
             }
             float sum = two[0] + two[1];
             for (int offset = 1; offset < 32; offset <<= 1) {

@@ -5,7 +5,6 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from exl2flow.kernels.cuda.compiler import SCAN_COLUMNS, SCAN_ROOM, launch, raw_stream
 from exl2flow.kernels.interface.delta import CHUNK_TOKENS, DeltaArgs, DeltaSegment, DeltaSlots
@@ -34,7 +33,7 @@ def delta_step(
         "delta_step",
         (args.value_heads, batch),
         *(x.contiguous(), qkv.contiguous(), z.contiguous(), y, lengths),
-        *(args.conv, args.decay, args.step, args.gate, args.step_weight, args.norm),
+        *(args.conv, args.decay, args.step, args.maps, args.norm),
         *(slots.state, slots.behind, slots.keys, slots.deltas, slots.decays, slots.inputs),
         *(slots.aside, slots.aside_inputs, slots.aside_at),
         *(count, hidden, args.key_heads, np.float32(args.eps)),
@@ -57,11 +56,10 @@ def delta_scan(
     """
     if not _fits(x, args):
         return torch_delta.delta_scan(x, qkv, z, args, slots, segments)
-    wide, heads = x[0].float(), (args.key_heads, args.value_heads)
-    to_gate = functional.linear(wide, args.gate)
-    to_step = functional.linear(wide, args.step_weight, args.step)
+    heads = args.key_heads, args.value_heads
+    logits = torch.mm(x[0], args.maps.half().mT, out_dtype=torch.float32)
     table, longest, chunks = _table(tuple(segments), x.device, raw_stream(x.get_device()))
-    halves, floats = z.new_empty, wide.new_empty
+    halves, floats = z.new_empty, logits.new_empty
     keys, queries = halves(2, chunks, args.key_heads, CHUNK_TOKENS, HEAD_DIM)
     solved, scores = halves(2, chunks, args.value_heads, CHUNK_TOKENS, CHUNK_TOKENS)
     logs = floats(chunks, args.value_heads, CHUNK_TOKENS)
@@ -71,7 +69,7 @@ def delta_scan(
         "delta_scan.cu",
         "delta_chunks",
         (longest, args.key_heads, len(segments)),
-        *(qkv, to_gate, to_step, table, args.conv, args.decay),
+        *(qkv, logits, table, args.conv, args.decay, args.step),
         *(slots.inputs, slots.aside_inputs, *parts, *heads),
         threads=THREADS,
     )

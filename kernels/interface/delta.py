@@ -18,8 +18,8 @@ class DeltaArgs:
     """Tensors of a layer, all fp32.
 
     conv: (channels, 4), of queries, keys and values in turn; decay: -exp(A_log), step: bias of the
-    step's size, (value_heads,) each; gate, step_weight: maps of the normed hidden state to β and to
-    the step's size, (value_heads, hidden); norm: (value_dim,), of outputs, with `eps`.
+    step's size, (value_heads,) each; maps: of the normed hidden state to β, then to the step's
+    size, (2 · value_heads, hidden); norm: (value_dim,), of outputs, with `eps`.
     """
 
     key_heads: int
@@ -29,8 +29,7 @@ class DeltaArgs:
     conv: torch.Tensor
     decay: torch.Tensor
     step: torch.Tensor
-    gate: torch.Tensor
-    step_weight: torch.Tensor
+    maps: torch.Tensor
     norm: torch.Tensor
     eps: float
 

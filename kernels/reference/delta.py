@@ -220,11 +220,9 @@ def _inputs(x: torch.Tensor, convolved: torch.Tensor, args: DeltaArgs) -> DeltaI
     q, k = (_heads(y, args.key_heads) for y in (q, k))
     q, k = (y * (y.square().sum(-1, keepdim=True) + TINY).rsqrt() for y in (q, k))
     q, k = (y.repeat_interleave(repeats, dim=1) for y in (q * args.key_dim**-0.5, k))
-    wide = x.float()
-    beta = functional.linear(wide, args.gate).sigmoid().transpose(1, 2)
-    step = functional.linear(wide, args.step_weight) + args.step
-    g = (args.decay * functional.softplus(step)).transpose(1, 2)
-    return DeltaInputs(q, k, _heads(v, args.value_heads), g, beta)
+    beta, step = functional.linear(x.float(), args.maps).transpose(1, 2).chunk(2, dim=1)
+    g = args.decay[:, None] * functional.softplus(step + args.step[:, None])
+    return DeltaInputs(q, k, _heads(v, args.value_heads), g, beta.sigmoid())
 
 
 def _heads(y: torch.Tensor, heads: int) -> torch.Tensor:

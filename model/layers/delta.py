@@ -120,10 +120,11 @@ def load_delta(
         role: _read(tensors, name, shape).to(device, torch.float32)
         for role, (name, shape) in spec.plain.items()
     }
-    gate, step_weight = found.get("b"), found.get("a")
-    if gate is None or step_weight is None:  # rows by key head: of its value heads, b, then a
+    if "ba" in found:  # rows by key head: of its value heads, b, then a
         both = found["ba"].view(delta.key_heads, 2, delta.value_heads // delta.key_heads, -1)
-        gate, step_weight = (both[:, i].flatten(0, 1).contiguous() for i in range(2))
+        maps = both.transpose(0, 1).flatten(0, 2)
+    else:
+        maps = torch.cat([found["b"], found["a"]])
     decay = -found["decay"].exp()
     if not decay.isfinite().all():
         name = spec.plain["decay"].name
@@ -136,8 +137,7 @@ def load_delta(
         conv=found["conv"].squeeze(1),
         decay=decay,
         step=found["step"],
-        gate=gate,
-        step_weight=step_weight,
+        maps=maps,
         norm=found["norm"],
         eps=eps,
     )

@@ -178,3 +178,16 @@ def test_a_prompt_in_parts_leaves_the_same_bits() -> None:
     assert torch.equal(torch.cat(parts, dim=1), whole)
     for name in ("state", "aside", "behind", "aside_at", "aside_inputs"):
         assert torch.equal(getattr(at_once, name)[1], getattr(in_parts, name)[1]), name
+
+
+@torch.inference_mode()
+def test_equal_prompts_wait_for_the_one_that_reads(tmp_path: Path) -> None:
+    folder = make_tiny("qwen3.5", tmp_path / "model", dtype=torch.float16)
+    model = load_model(folder, device=DEVICE, max_tokens=2048)
+    generator, ids = Generator(model, tokens=8192, slots=3), [7 + i % 200 for i in range(1500)]
+    jobs = [generator.submit(Request(ids, max_new_tokens=2, tag=tag, stops=())) for tag in range(3)]
+    while not generator.is_idle:
+        generator.step()
+
+    read = [job.statistics().prompt_tokens - job.statistics().cached_tokens for job in jobs]
+    assert sorted(read) == [1500 % PAGE_TOKENS] * 2 + [1500]

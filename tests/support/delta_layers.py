@@ -19,8 +19,7 @@ def delta_layer(
         conv=drawn((2 * key_heads + value_heads) * dim, 4) / 2,
         decay=-drawn(value_heads).exp(),
         step=drawn(value_heads),
-        gate=drawn(value_heads, hidden) * hidden**-0.5,
-        step_weight=drawn(value_heads, hidden) * hidden**-0.5,
+        maps=drawn(2 * value_heads, hidden) * hidden**-0.5,
         norm=1 + 0.1 * drawn(dim),
         eps=1e-6,
     )
