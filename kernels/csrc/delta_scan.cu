@@ -15,7 +15,9 @@
 constexpr int CHUNK = 64, THREADS = 256, WARPS = THREADS / 32;
 constexpr int COLUMNS = SCAN_COLUMNS, SPLITS = DIM / COLUMNS;
 constexpr int OWN_TOKENS = CHUNK / WARPS;          // that a warp convolves
-constexpr int WIDE = DIM + 8, NARROW = CHUNK + 8;  // rows in shared memory, without conflicts
+// Rows in shared memory, so that lanes use different banks: of fp16 numbers; of operands in the order
+// of `read_rows`; of others
+constexpr int WIDE = DIM + 8, STATE_ROW = DIM + 2, DELTA_ROW = CHUNK + 2, FADED_ROW = CHUNK + 8;
 constexpr int SQUARE = CHUNK + 1;                  // rows of a matrix that is inverted
 constexpr int TILE = 16, TILES = CHUNK / TILE;
 
@@ -71,23 +73,33 @@ __device__ __forceinline__ float tf32(float x) {
     asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
     return __uint_as_float(r);
 }
-// Rows g and g + 8 of an operand, two adjacent columns each; fp16 is exact in TF32. The order of
-// columns is that of `add_product`'s other operand.
-__device__ __forceinline__ void operand(float* a, u32 upper, u32 lower) {
-    a[0] = from_half(upper), a[2] = from_half(upper >> 16);
-    a[1] = from_half(lower), a[3] = from_half(lower >> 16);
-}
-// Add 16 rows x 8 of fp16, times 8 x 8 N columns of `b`, [column][row] from the 8 rows on.
+// Add 16 rows x 8 of fp16, which is exact in TF32, times 8 x 8 N columns of `b`, [column][row].
+// upper, lower: of rows g and g + 8 the two columns that meet rows 0 and 1 of `b`.
 template <int N>
 __device__ __forceinline__ void add_product(float (*sums)[4], u32 upper, u32 lower, const float* b,
-                                            int stride, int lane) {
-    float a[4];
-    operand(a, upper, lower);
-    b += lane / 4 * stride + lane % 4 * 2;
+                                            int stride) {
+    const float a[4] = {from_half(upper), from_half(lower), from_half(upper >> 16),
+                        from_half(lower >> 16)};
 #pragma unroll
     for (int n = 0; n < N; ++n) {
         const float2 two = *(const float2*)(b + 8 * n * stride);
         mma_tf32(sums[n], a, two.x, two.y);
+    }
+}
+// The same for 16 rows x 32 K, in the order of `read_rows`, of which the last are zero from
+// column `end` on.
+template <int N, int K>
+__device__ __forceinline__ void add_rows(float (*sums)[4], const uint4 (*rows)[2], const float* b,
+                                         int stride, int end, int lane) {
+    b += lane / 4 * stride + lane % 4 * 8;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        if (32 * k >= end) break;
+        const uint4 upper = rows[k][0], lower = rows[k][1];
+        add_product<N>(sums, upper.x, lower.x, b + 32 * k, stride);
+        add_product<N>(sums, upper.y, lower.y, b + 32 * k + 2, stride);
+        add_product<N>(sums, upper.z, lower.z, b + 32 * k + 4, stride);
+        add_product<N>(sums, upper.w, lower.w, b + 32 * k + 6, stride);
     }
 }
 // Where a lane's row of four matrices of 8 x 8 lies: two below each other, then those beside them;
@@ -98,14 +110,15 @@ __device__ __forceinline__ u32 tile_row(u32 at, int row, int column, int stride,
     row += lane % 8 + 8 * (turned ? third : second), column += 8 * (turned ? second : third);
     return at + (row * stride + column) * (int)sizeof(half_bits);
 }
-// Words of 16 rows of a matrix (rows, K · 8) in global memory: row g, row g + 8 of each 8 columns.
+// Read 16 rows x 32 K of a matrix: of rows g and g + 8, columns 8 t to 8 t + 7 of each 32.
 template <int K>
-__device__ __forceinline__ void read_rows(u32 (*words)[2], const half_bits* from, int lane) {
-    from += lane / 4 * (8 * K) + lane % 4 * 2;
+__device__ __forceinline__ void read_rows(uint4 (*rows)[2], const half_bits* from, int stride,
+                                          int lane) {
+    from += lane / 4 * stride + lane % 4 * 8;
 #pragma unroll
     for (int k = 0; k < K; ++k)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) words[k][h] = *(const u32*)(from + 64 * K * h + 8 * k);
+        for (int h = 0; h < 2; ++h) rows[k][h] = *(const uint4*)(from + 8 * stride * h + 32 * k);
 }
 
 // Write a chunk's normed keys and queries of a head to shared and global memory.
@@ -291,8 +304,8 @@ delta_chunks(const half_bits* qkv, const float* logits, const Segment* segments,
 // global memory.
 struct ScanRoom {
     half_bits keys[2][CHUNK * WIDE];
-    float state[COLUMNS * WIDE];  // [column][row], as all below
-    float values[COLUMNS * NARROW], deltas[COLUMNS * NARROW], faded[COLUMNS * NARROW];
+    float state[COLUMNS * STATE_ROW];  // [column][row], as all below
+    float values[COLUMNS * DELTA_ROW], deltas[COLUMNS * DELTA_ROW], faded[COLUMNS * FADED_ROW];
     float logs[2][CHUNK];
 };
 static_assert(sizeof(ScanRoom) == SCAN_ROOM, "what launches reserve");
@@ -344,8 +357,9 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
                               from_half(seen[n + 2]) * taps.z + from_half(seen[n + 3]) * taps.w;
             out[n] = warp * OWN_TOKENS + n < chunk.size ? silu(sum) : 0.0f;
         }
-        float4* to = (float4*)(room.values + lane * NARROW + warp * OWN_TOKENS);
-        to[0] = {out[0], out[1], out[2], out[3]}, to[1] = {out[4], out[5], out[6], out[7]};
+        float2* to = (float2*)(room.values + lane * DELTA_ROW + warp * OWN_TOKENS);
+#pragma unroll
+        for (int n = 0; n < OWN_TOKENS / 2; ++n) to[n] = {out[2 * n], out[2 * n + 1]};
     };
     // A lane's part of the state: two rows and two columns of each tile of 16 x 8
     float s[2][4][4] = {};
@@ -366,14 +380,14 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
     };
     const auto share_state = [&] {
         each_pair([&](float* two, int row, int column) {
-            room.state[column * WIDE + row] = tf32(two[0]);
-            room.state[(column + 1) * WIDE + row] = tf32(two[1]);
+            room.state[column * STATE_ROW + row] = tf32(two[0]);
+            room.state[(column + 1) * STATE_ROW + row] = tf32(two[1]);
         });
     };
-    u32 q[DIM / 8][2];
+    uint4 q[DIM / 32][2];
     const auto read_queries = [&](int i) {
         const integer number = (integer)(segment.first_chunk + i) * key_heads + key_head;
-        read_rows<DIM / 8>(q, queries + (number * CHUNK + 16 * tile) * DIM, lane);
+        read_rows<DIM / 32>(q, queries + (number * CHUNK + 16 * tile) * DIM, DIM, lane);
     };
 
     begin_keys(0);
@@ -397,30 +411,25 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
         const float* c = room.logs[i % 2];
         const integer of_head = (integer)(segment.first_chunk + i) * value_heads + head;
         const integer of_square = (of_head * CHUNK + 16 * tile) * CHUNK;
-        u32 solve[CHUNK / 8][2], p[CHUNK / 8][2];
-        read_rows<CHUNK / 8>(solve, solved + of_square, lane);
+        const int end = 16 * (tile + 1);  // above the diagonal, T and P are zero
+        uint4 solve[CHUNK / 32][2], p[CHUNK / 32][2];
+        read_rows<CHUNK / 32>(solve, solved + of_square, CHUNK, lane);
         float sums[4][4] = {};
         const float early[2] = {expf(c[16 * tile + g]), expf(c[16 * tile + g + 8])};
         if (has_state) {
-#pragma unroll
-            for (int n = 0; n < DIM; n += 16) {
-                u32 a[4];
-                words_of<false>(a, tile_row(shared_address(k), 16 * tile, n, WIDE, false, lane));
-                add_product<4>(sums, a[0], a[1], room.state + n, WIDE, lane);
-                add_product<4>(sums, a[2], a[3], room.state + n + 8, WIDE, lane);
-            }
+            uint4 rows[DIM / 32][2];
+            read_rows<DIM / 32>(rows, k + 16 * tile * WIDE, WIDE, lane);
+            add_rows<4, DIM / 32>(sums, rows, room.state, STATE_ROW, DIM, lane);
 #pragma unroll
             for (int n = 0; n < 4; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    float* value = room.values + (8 * n + 2 * t + e % 2) * NARROW + 16 * tile + g + e / 2 * 8;
+                    float* value = room.values + (8 * n + 2 * t + e % 2) * DELTA_ROW + 16 * tile + g + e / 2 * 8;
                     *value = tf32(*value - early[e / 2] * sums[n][e]);
                 }
         } else {
-            read_rows<CHUNK / 8>(p, scores + of_square, lane);
-#pragma unroll
-            for (int n = 0; n < DIM / 8; ++n)
-                add_product<4>(sums, q[n][0], q[n][1], room.state + 8 * n, WIDE, lane);
+            read_rows<CHUNK / 32>(p, scores + of_square, CHUNK, lane);
+            add_rows<4, DIM / 32>(sums, q, room.state, STATE_ROW, DIM, lane);
 #pragma unroll
             for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -430,19 +439,16 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
         __syncthreads();
         float delta[2][4] = {};
         const int half = 16 * (warp / 4);  // of the columns
-#pragma unroll
-        for (int n = 0; n < CHUNK / 8; ++n)
-            if (n < 2 * (tile + 1))
-                add_product<2>(delta, solve[n][0], solve[n][1], room.values + half * NARROW + 8 * n, NARROW, lane);
+        add_rows<2, CHUNK / 32>(delta, solve, room.values + half * DELTA_ROW, DELTA_ROW, end, lane);
         const float whole = c[CHUNK - 1];
 #pragma unroll
         for (int n = 0; n < 2; ++n)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int row = 16 * tile + g + e / 2 * 8;
-                const int at = (half + 8 * n + 2 * t + e % 2) * NARROW + row;
-                room.deltas[at] = tf32(delta[n][e]);
-                room.faded[at] = tf32(delta[n][e] * expf(whole - c[row]));
+                const int column = half + 8 * n + 2 * t + e % 2;
+                room.deltas[column * DELTA_ROW + row] = tf32(delta[n][e]);
+                room.faded[column * FADED_ROW + row] = tf32(delta[n][e] * expf(whole - c[row]));
             }
         __syncthreads();
         if (!is_last) write_values(i + 1);
@@ -455,16 +461,14 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
                 for (int m = 0; m < 2; ++m) {
                     u32 a[4];
                     words_of<true>(a, tile_row(shared_address(k), n, 32 * tile + 16 * m, WIDE, true, lane));
-                    add_product<4>(s[m], a[0], a[1], room.faded + n, NARROW, lane);
-                    add_product<4>(s[m], a[2], a[3], room.faded + n + 8, NARROW, lane);
+                    const float* b = room.faded + g * FADED_ROW + n + 2 * t;
+                    add_product<4>(s[m], a[0], a[1], b, FADED_ROW);
+                    add_product<4>(s[m], a[2], a[3], b + 8, FADED_ROW);
                 }
             if (!is_last) share_state();
             if (chunk.begin + chunk.size == border_of(segment)) store_state(asides);
         } else {
-#pragma unroll
-            for (int n = 0; n < CHUNK / 8; ++n)
-                if (n < 2 * (tile + 1))
-                    add_product<4>(sums, p[n][0], p[n][1], room.deltas + 8 * n, NARROW, lane);
+            add_rows<4, CHUNK / 32>(sums, p, room.deltas, DELTA_ROW, end, lane);
 #pragma unroll
             for (int n = 0; n < 4; ++n)
 #pragma unroll
@@ -480,8 +484,8 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
     if (has_state) store_state(states);
 }
 
-// A CTA has a token of the pass; a warp norms and gates outputs of a head at a time. The last inputs
-// of the convolution enter the rings, which nobody reads any more.
+// A warp norms and gates the outputs of a token of the pass, blockIdx.x, and a head. The last inputs of
+// the convolution enter the rings, which nobody reads any more.
 extern "C" __global__ void __launch_bounds__(THREADS)
 delta_gate(const half_bits* qkv, const half_bits* z, half_bits* y, const Segment* segments,
            const float* norm, const float* outputs, half_bits* rings, int* behinds, int* aside_at,
@@ -492,7 +496,8 @@ delta_gate(const half_bits* qkv, const half_bits* z, half_bits* y, const Segment
     const Segment segment = *segments;
     const int position = segment.begin + row - segment.start, end = segment.begin + segment.count;
     const float4 weights = ((const float4*)norm)[lane];
-    for (integer head = warp; head < value_heads; head += WARPS) {
+    const integer head = (integer)blockIdx.y * WARPS + warp;
+    if (head < value_heads) {
         const integer at = ((integer)row * value_heads + head) * DIM + 4 * lane;
         const float4 o = *(const float4*)(outputs + at);
         const uint2 gate = *(const uint2*)(z + at);
@@ -503,13 +508,14 @@ delta_gate(const half_bits* qkv, const half_bits* z, half_bits* y, const Segment
                              halves(o.z * size * weights.z * silu(from_half(gate.y)),
                                     o.w * size * weights.w * silu(from_half(gate.y >> 16)))};
     }
+    if (blockIdx.y) return;
     if (position >= end - (TAPS - 1))
         for (integer i = thread; i < channels; i += THREADS)
             rings[((integer)segment.slot * RING + position % RING) * channels + i] =
                 qkv[row * channels + i];
     if (position + 1 < end) return;
-    for (integer head = thread; head < value_heads; head += THREADS)
-        behinds[segment.slot * value_heads + head] = end;
+    for (integer i = thread; i < value_heads; i += THREADS)
+        behinds[segment.slot * value_heads + i] = end;
     const int border = border_of(segment);
     if (thread == 0 && (border || !segment.begin)) aside_at[segment.slot] = border;
 }

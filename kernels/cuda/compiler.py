@@ -46,7 +46,9 @@ STRETCH = 2048  # positions of a history that a CTA searches for repetitions
 TEAM = 8  # CTAs for a row of many candidates
 SCAN_COLUMNS = 32  # of a state, that a CTA has while it reads a prompt
 # bytes of its shared memory: keys of two chunks; state, values, two kinds of δ, decays
-SCAN_ROOM = 2 * 2 * CHUNK_TOKENS * 136 + 4 * (SCAN_COLUMNS * (136 + 3 * 72) + 2 * CHUNK_TOKENS)
+SCAN_ROOM = 2 * 2 * CHUNK_TOKENS * 136 + 4 * (
+    SCAN_COLUMNS * (130 + 66 + 66 + 72) + 2 * CHUNK_TOKENS
+)
 # CUDA errors of a launch that cannot run as it is; another one may
 REFUSALS = {
     2: "too little memory",

@@ -12,7 +12,8 @@ from exl2flow.kernels.reference import delta as torch_delta
 from exl2flow.kernels.streams import on_device
 
 HEAD_DIM, TAPS = 128, 4  # that the kernels have
-THREADS = 256  # of a CTA, two for a column of a state
+THREADS = 256  # of a CTA; in a step, two for a column of a state
+WARPS = THREADS // 32
 
 
 def delta_step(
@@ -84,7 +85,7 @@ def delta_scan(
     launch(
         "delta_scan.cu",
         "delta_gate",
-        (x.shape[1],),
+        (x.shape[1], -(-args.value_heads // WARPS)),
         *(qkv, z.contiguous(), y, table, args.norm, outputs, slots.inputs, slots.behind),
         *(slots.aside_at, *heads, np.float32(args.eps)),
         threads=THREADS,

@@ -149,12 +149,11 @@ def test_a_prompt_is_read_as_the_twin_reads_it(
     twin = torch_delta.delta_scan(x, qkv, z, args, expected, segments)
 
     error = (y.float() - twin.float()).norm() / twin.float().norm()
-    print("error", float(error))
+
     assert error <= 2e-3
     for field in fields(found):
         mine, twins = getattr(found, field.name), getattr(expected, field.name)
         if field.name in ("state", "aside"):
-            print(field.name, float((mine - twins).norm() / twins.norm()))
             assert (mine - twins).norm() <= 2e-3 * twins.norm()
         else:
             assert torch.equal(mine, twins), field.name
