@@ -80,6 +80,8 @@ class DecodeBatch:
         self.device_slots.sample(self.size, self._kind)
         self.device_slots.lengths -= 1
         self.device_slots.sampler.counts -= 1
+        if self.cache.states is not None:
+            self.cache.states.lag()
 
     @property
     def read_bytes(self) -> int:

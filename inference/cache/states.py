@@ -123,6 +123,11 @@ class States:
             slots.state[:, slot], slots.inputs[:, slot] = state[:, slot], inputs[:, slot]
         self._stand_at(slot, tokens)
 
+    def lag(self) -> None:
+        """Let the next step apply an accepted token again, to time it."""
+        for slots in self._all:
+            slots.behind.sub_(1)
+
     def _stand_at(self, slot: int, tokens: int) -> None:
         for slots in self._all:
             slots.behind[:, slot].fill_(tokens)

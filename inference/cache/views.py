@@ -86,9 +86,15 @@ class StepView:
         return out.transpose(1, 2)
 
     def _advance(
-        self, states: DeltaSlots, x: Tensor, qkv: Tensor, z: Tensor, args: DeltaArgs
+        self,
+        states: DeltaSlots,
+        x: Tensor,
+        qkv: Tensor,
+        z: Tensor,
+        args: DeltaArgs,
+        to: Tensor | None = None,
     ) -> Tensor:
-        return get_ops(x.device).delta_step(x, qkv, z, args, states, self.lengths)
+        return get_ops(x.device).delta_step(x, qkv, z, args, states, self.lengths, to)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,11 @@ __device__ __forceinline__ void to_unit_length(float* x, float factor, int lane)
 }
 
 // A CTA has a value head, blockIdx.x, of a text, blockIdx.y. A thread has a column of the state, and
-// half of its rows. No CTA reads what another one of the launch writes: inputs of the convolution
+// half of its rows. to: the place of each result in a token's row of y, or null. No CTA reads what another one of the launch writes: inputs of the convolution
 // that heads share are written elsewhere in their ring. count: tokens of each text.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bits* y,
-           const int* lengths, const float* conv, const float* decay, const float* step,
+           const int* to, const int* lengths, const float* conv, const float* decay, const float* step,
            const float* maps, const float* norm, float* states,
            int* behinds, float* keys, float* deltas, float* decays, half_bits* inputs,
            float* asides, half_bits* aside_inputs, int* aside_at, integer count, integer hidden,
@@ -155,8 +155,11 @@ delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bi
         float square = 0.0f;
         for (int i = lane; i < DIM; i += 32) square += q[j][i] * q[j][i];
         const float size = rsqrtf(sum_of_warp(square) / DIM + eps);
-        const integer at = (((integer)text * count + j) * heads + head) * DIM;
-        for (int i = lane; i < DIM; i += 32)
-            y[at + i] = to_half(q[j][i] * size * norm[i] * silu(from_half(z[at + i])));
+        const integer row = ((integer)text * count + j) * heads * DIM;
+        for (int i = lane; i < DIM; i += 32) {
+            const int at = head * DIM + i;
+            y[row + (to ? to[at] : at)] =
+                to_half(q[j][i] * size * norm[i] * silu(from_half(z[row + at])));
+        }
     }
 }

@@ -23,17 +23,18 @@ def delta_step(
     args: DeltaArgs,
     slots: DeltaSlots,
     lengths: torch.Tensor,
+    to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `Ops.delta_step`: one launch, a CTA for a value head of a text."""
     if not _fits(x, args):
-        return torch_delta.delta_step(x, qkv, z, args, slots, lengths)
+        return torch_delta.delta_step(x, qkv, z, args, slots, lengths, to)
     batch, count, hidden = x.shape
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     launch(
         "delta.cu",
         "delta_step",
         (args.value_heads, batch),
-        *(x.contiguous(), qkv.contiguous(), z.contiguous(), y, lengths),
+        *(x.contiguous(), qkv.contiguous(), z.contiguous(), y, 0 if to is None else to, lengths),
         *(args.conv, args.decay, args.step, args.maps, args.norm),
         *(slots.state, slots.behind, slots.keys, slots.deltas, slots.decays, slots.inputs),
         *(slots.aside, slots.aside_inputs, slots.aside_at),

@@ -73,6 +73,7 @@ def delta_step(
     args: DeltaArgs,
     slots: DeltaSlots,
     lengths: torch.Tensor,
+    to: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append up to 8 tokens to each of the first slots' texts; return what `gated_delta` returns.
 
@@ -85,6 +86,7 @@ def delta_step(
         slots: its states, which change.
         lengths: int32 (b,), tokens of each text before the new ones; at most 8 more than `behind`.
             A slot with fewer than those takes no part: only pending tokens change.
+        to: int32 (width,), the place of each element in a token's result; None: its own.
     """
     batch, count = qkv.shape[:2]
     before = _catch_up(args, slots, lengths)
@@ -98,7 +100,8 @@ def delta_step(
     slots.keys[:batch, :count] = inputs.k.transpose(1, 2)
     slots.deltas[:batch, :count] = deltas.transpose(1, 2)
     slots.decays[:batch, :count] = inputs.g.transpose(1, 2)
-    return _gated(outputs, z, args)
+    y = _gated(outputs, z, args)
+    return y if to is None else torch.empty_like(y).index_copy_(-1, to.long(), y)
 
 
 def _catch_up(args: DeltaArgs, slots: DeltaSlots, lengths: torch.Tensor) -> torch.Tensor:

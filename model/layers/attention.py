@@ -31,9 +31,17 @@ class LayerCache(Protocol):
     """KV cache of one layer; new keys and values are appended. Or states, of a layer with those."""
 
     def advance(
-        self, x: torch.Tensor, qkv: torch.Tensor, z: torch.Tensor, args: DeltaArgs
+        self,
+        x: torch.Tensor,
+        qkv: torch.Tensor,
+        z: torch.Tensor,
+        args: DeltaArgs,
+        to: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Change the states by new tokens; return what `Ops.gated_delta` returns for them."""
+        """Change the states by new tokens; return what `Ops.gated_delta` returns for them.
+
+        to: as in `attend`.
+        """
         ...
 
     def attend(
@@ -65,7 +73,7 @@ class LayerCache(Protocol):
 
 
 class KvCache(Protocol):
-    """One `LayerCache` per layer; orders_results: whether their `attend` takes `to`."""
+    """One `LayerCache` per layer; orders_results: whether `attend` and `advance` take `to`."""
 
     orders_results: bool
 

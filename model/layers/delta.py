@@ -9,7 +9,7 @@ from exl2flow.kernels import DeltaArgs, get_ops
 from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import LayerCache, reordered
+from exl2flow.model.layers.attention import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
@@ -50,7 +50,7 @@ class DeltaSublayer(Sublayer):
         to: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what the last product reads, of the outputs of the first ones; see attention."""
-        return reordered(self.mix(self.normed("before", hidden), outputs, cache), to)
+        return self.mix(self.normed("before", hidden), outputs, cache, to)
 
     def keep(
         self,
@@ -69,7 +69,11 @@ class DeltaSublayer(Sublayer):
         self.mix(x, self.apply_linears("input", x), cache)
 
     def mix(
-        self, x: torch.Tensor, projected: Sequence[torch.Tensor], cache: LayerCache | None = None
+        self,
+        x: torch.Tensor,
+        projected: Sequence[torch.Tensor],
+        cache: LayerCache | None = None,
+        to: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what the last product reads, (b, t, width).
 
@@ -77,8 +81,11 @@ class DeltaSublayer(Sublayer):
             x: normed hidden states (b, t, hidden).
             projected: outputs of the first products.
             cache: has the states of the texts, and gets those after these tokens.
+            to: as in `LayerCache.attend`; only with a cache.
         """
         qkv, z = self._parts(projected)
+        if cache is not None and to is not None:
+            return cache.advance(x, qkv, z, self.args, to)
         if cache is not None:
             return cache.advance(x, qkv, z, self.args)
         return get_ops(x.device).gated_delta(x, qkv, z, self.args)[0]

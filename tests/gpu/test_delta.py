@@ -72,6 +72,10 @@ def test_a_step_is_the_twins_step(count: int, heads: tuple[int, int]) -> None:
     assert torch.equal(found.inputs[3], before[3])
     assert found.aside_at.tolist() == [0, 0, PAGE_TOKENS, 0, 2 * PAGE_TOKENS]
 
+    to = torch.randperm(args.value_heads * DIM, device=DEVICE).int()
+    elsewhere = get_ops(DEVICE).delta_step(x, qkv, z, args, copied(found), lengths, to)
+    assert torch.equal(elsewhere[..., to.long()], y)
+
     states = [x.clone() for x in (found.state, found.behind, found.aside, found.inputs)]
     again = get_ops(DEVICE).delta_step(x, qkv, z, args, found, lengths)
     assert torch.equal(again, y)
