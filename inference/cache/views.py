@@ -26,7 +26,6 @@ from exl2flow.kernels import (
     StepCache,
     get_ops,
     on_device,
-    slots_at,
     slots_of,
 )
 from exl2flow.model import LayerCache, RopeTable, attend
@@ -57,10 +56,7 @@ class StepView:
     ) -> None:
         self.tables = tables
         self.lengths = lengths
-        self.positions = lengths.long()[:, None]
-        if count > 1:
-            self.positions = self.positions + torch.arange(count, device=lengths.device)
-        self.slots = slots_at(tables, self.positions)
+        self.positions, self.slots = get_ops(tables.device).next_slots(tables, lengths, count)
         self._cache = cache
 
     def layer(self, index: int) -> LayerCache:

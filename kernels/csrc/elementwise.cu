@@ -262,3 +262,31 @@ extern "C" __global__ void joined(const Halves<8>* a, const Halves<8>* b, const 
     }
     y[i] = value;
 }
+
+// The rows of token ids (rows of `count`, `step` apart) in a table, times a multiplier; an id without a
+// row has the first one.
+extern "C" __global__ void embed(const integer* ids, const Halves<8>* table, Halves<8>* y,
+                                 integer count, integer step, integer known, integer pieces,
+                                 float multiplier) {
+    overlap_launches();
+    const integer i = (integer)blockIdx.y * blockDim.x + threadIdx.x, row = blockIdx.x;
+    if (i >= pieces) return;
+    const integer id = ids[row / count * step + row % count];
+    Halves<8> value = table[(id >= 0 && id < known ? id : 0) * pieces + i];
+    if (multiplier != 1.0f)
+#pragma unroll
+        for (int n = 0; n < 8; ++n) value.of[n] = to_half(from_half(value.of[n]) * multiplier);
+    y[row * pieces + i] = value;
+}
+
+// The positions of `count` new tokens of each text, and their slots in its pages.
+extern "C" __global__ void next_slots(const int* tables, const int* lengths, integer* positions,
+                                      integer* slots, integer all, integer count, integer pages) {
+    overlap_launches();
+    const integer i = grid_thread();
+    if (i >= all) return;
+    const integer text = i / count, position = lengths[text] + i % count;
+    positions[i] = position;
+    slots[i] = (integer)tables[text * pages + position / PAGE_TOKENS] * PAGE_TOKENS +
+               position % PAGE_TOKENS;
+}

@@ -68,6 +68,8 @@ class CudaOps(Ops):
     norm = staticmethod(cuda_steps.norm)
     rotate = staticmethod(cuda_steps.rotate)
     joined = staticmethod(cuda_steps.joined)
+    embed = staticmethod(cuda_steps.embed)
+    next_slots = staticmethod(cuda_steps.next_slots)
     gated = staticmethod(cuda_steps.gated)
     activated = staticmethod(cuda_steps.activated)
     lay_out = staticmethod(cuda_packed.lay_out)

@@ -91,6 +91,36 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return y
 
 
+def embed(ids: torch.Tensor, table: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+    """See `Ops.embed`."""
+    rows, d = table.shape
+    is_known = _is_plain(table) and _is_wide(d, table) and ids.dim() == 2 and ids.stride(1) == 1
+    if not is_known or not ids.numel():
+        return torch_steps.embed(ids, table, multiplier)
+    y, pieces = table.new_empty(*ids.shape, d), d // WIDE
+    threads = min(STEP_THREADS, whole_warps(pieces))
+    launch(
+        "elementwise.cu",
+        "embed",
+        (ids.numel(), -(-pieces // threads)),
+        *(ids.data_ptr(), table, y, ids.shape[1], ids.stride(0), rows, pieces),
+        np.float32(multiplier),
+        threads=threads,
+    )
+    return y
+
+
+def next_slots(
+    tables: torch.Tensor, lengths: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.next_slots`."""
+    batch, pages = tables.shape
+    positions, slots = torch.empty(2, batch, count, dtype=torch.int64, device=tables.device)
+    places = (tables.contiguous(), lengths, positions, slots)
+    _launch("next_slots", batch * count, *places, batch * count, count, pages)
+    return positions, slots
+
+
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """See `Ops.gated`."""
     if not _is_plain(gate, up) or gate.shape != up.shape:

@@ -63,6 +63,8 @@ class Ops:
     activated = staticmethod(torch_steps.activated)
     rotate = staticmethod(torch_steps.rotate)
     joined = staticmethod(torch_steps.joined)
+    embed = staticmethod(torch_steps.embed)
+    next_slots = staticmethod(torch_steps.next_slots)
     route = staticmethod(torch_router.route)
     nearly_chosen = staticmethod(torch_router.nearly_chosen)
     experts = staticmethod(torch_experts.experts)

@@ -3,6 +3,7 @@
 import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS, GATED_ACTIVATIONS
+from exl2flow.kernels.interface.cache_formats import slots_at
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.streams import device_table
 
@@ -51,6 +52,33 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     rest = x[..., 2 * half :]
     y = rotated.to(x.dtype)
     return torch.cat((y, rest), dim=-1) if rest.shape[-1] else y
+
+
+def embed(ids: torch.Tensor, table: torch.Tensor, multiplier: float = 1.0) -> torch.Tensor:
+    """Return rows of a table times a multiplier, (…, d) in the table's dtype.
+
+    Args:
+        ids: int64 (…); one without a row counts as 0.
+        table: (rows, d).
+        multiplier: of the rows.
+    """
+    is_known = (ids >= 0) & (ids < len(table))
+    rows = table[torch.where(is_known, ids, 0)]
+    return rows if multiplier == 1.0 else rows * multiplier
+
+
+def next_slots(
+    tables: torch.Tensor, lengths: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of `count` new tokens of each text, and their slots, int64 (b, count).
+
+    Args:
+        tables: int32 (b, pages), the pages of each text.
+        lengths: int32 (b,), its positions so far.
+        count: tokens.
+    """
+    positions = lengths.long()[:, None] + torch.arange(count, device=lengths.device)
+    return positions, slots_at(tables, positions)
 
 
 def joined(

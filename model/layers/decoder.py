@@ -83,9 +83,11 @@ class Embedding:
             dtype: of the states; None: of the weight.
             positions: int64 (t,) or (b, t); None: from 0 on.
         """
-        ids = ids.to(self.weight.device)
-        is_known = (ids >= 0) & (ids < self.weight.shape[0])
-        rows = self.weight[torch.where(is_known, ids, 0)].to(dtype or self.weight.dtype)
+        ids, dtype = ids.to(self.weight.device), dtype or self.weight.dtype
+        if dtype == self.weight.dtype:
+            rows = get_ops(ids.device).embed(ids, self.weight, self.multiplier)
+            return placed(rows, 1.0, self.learned, positions)
+        rows = get_ops(ids.device).embed(ids, self.weight).to(dtype)
         return placed(rows, self.multiplier, self.learned, positions)
 
 

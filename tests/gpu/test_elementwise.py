@@ -200,3 +200,26 @@ def test_attention_to_two_sets_is_joined(d: int, heads: int) -> None:
     assert found.stride() == a.stride()
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-4)
     torch.testing.assert_close(of_both, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.22, 45.25])
+@pytest.mark.parametrize("d", [8, 100, 4096, 5120])
+def test_rows_of_ids_are_looked_up(d: int, multiplier: float) -> None:
+    table = torch.randn(50, d, device=DEVICE).half()
+    ids = torch.randint(-3, 55, (6, 9), device=DEVICE)
+
+    for some in (ids, ids[:4, :5], ids[:1, :1], ids[:0]):
+        found = get_ops(DEVICE).embed(some, table, multiplier)
+
+        assert torch.equal(found, TORCH_OPS.embed(some, table, multiplier))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_new_tokens_have_positions_and_slots(count: int) -> None:
+    tables = torch.randperm(60, device=DEVICE).int().view(6, 10)
+    lengths = torch.tensor([0, 255, 256, 1000, 2551], device=DEVICE).int()
+
+    found = get_ops(DEVICE).next_slots(tables[:5], lengths, count)
+
+    expected = TORCH_OPS.next_slots(tables[:5], lengths, count)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
