@@ -175,8 +175,8 @@ def test_a_prompt_in_parts_leaves_the_same_bits() -> None:
     parts = list[torch.Tensor]()
     for begin, end in ((0, 64), (64, 320), (320, 448), (448, 640)):
         segment = DeltaSegment(slot=1, begin=begin, start=0, count=end - begin)
-        tokens = (y[:, begin:end].contiguous() for y in (x, qkv, z))
-        parts.append(read(*tokens, args, in_parts, [segment]))
+        of_x, of_qkv, of_z = (y[:, begin:end].contiguous() for y in (x, qkv, z))
+        parts.append(read(of_x, of_qkv, of_z, args, in_parts, [segment]))
 
     assert torch.equal(torch.cat(parts, dim=1), whole)
     for name in ("state", "aside", "behind", "aside_at", "aside_inputs"):
