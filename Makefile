@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo dev test test-all test-gpu test-cards sanitize test-lowest check format build clean
+.PHONY: demo dev test test-all test-gpu test-cards sanitize test-lowest campaign check format build clean
 
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
@@ -74,6 +74,10 @@ test-lowest: .venv-lowest/.installed
 	PREFECT_HOME=$(CURDIR)/.venv-lowest/prefect $(LOWEST)/exl2flow convert demo/model --out demo-lowest --work-root .venv-lowest/work \
 	    --bpw 4.0 --rows 16 --row-tokens 512 --measure-rows 16 --measure-row-tokens 512 \
 	    --validate-rows 16 --validate-row-tokens 512 --validate-text demo/heldout.txt
+
+# All campaigns in turn, SECONDS together; each goes on with its state in campaigns/state/. SEED is that of new states.
+campaign: $(DEV)
+	OMP_NUM_THREADS=1 $(BIN)/python campaigns/campaign.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1) $(ARGS)
 
 check: dev
 	$(BIN)/ruff format --check .

@@ -32,14 +32,23 @@ from commands import NAMES, Command, Opened, differing, problem_of, quietly
 from file_layer import REMOVE, RENAME
 from hub_server import Hub
 from power_cuts import LOCK, NOTE, Cut, Recording, Tree, content_times, lay_out
+from state import HELP, State
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.store.store import MANIFEST, StageFolder
 
 MEMORY = Path("/dev/shm")  # thousands of folders are laid out: not on a disk
 TWICE = 4  # every so many states the resumed command is cut, too
-MOST_FAILURES = 20  # to print
-WEIGHTS = {"toy": 0, "best": 4, "composed": 3, "refine": 3, "sweep": 3, "publish": 7}  # of states
+EXHAUSTED = "toy"  # the store: all of its states are tried
+WEIGHTS = {
+    EXHAUSTED: 0,
+    "best": 4,
+    "composed": 3,
+    "refine": 3,
+    "sweep": 3,
+    "publish": 7,
+}  # of states
+SHARES = {**WEIGHTS, EXHAUSTED: 4}  # of the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +109,10 @@ class Trial:
         count.drawn += 1
         return self._resume(self.recording, cut, draw, count)
 
+    def skip(self, cut: Cut) -> None:
+        """Remember a state that an earlier run of the campaign has tried."""
+        self.known.add(_identity(cut, self.recording.left(cut), self.command.hub))
+
     def _resume(
         self, recording: Recording, cut: Cut, draw: random.Random | None, count: Count
     ) -> str | None:
@@ -107,9 +120,10 @@ class Trial:
         where = recording.described(cut)
         if (missing := lost_commits(recording, cut, tree)) is not None:
             return f"lost {missing} {where}"
-        if (seen := _identity(cut, tree, self.command.hub)) in self.known and draw is None:
-            return None
-        self.known.add(seen)
+        if recording is self.recording:  # those of a resumed command begin with other files
+            if (seen := _identity(cut, tree, self.command.hub)) in self.known and draw is None:
+                return None
+            self.known.add(seen)
         self.begin(recording, cut, tree)
         count.resumed += 1
         try:
@@ -206,73 +220,86 @@ def lost_commits(recording: Recording, cut: Cut, tree: Tree) -> str | None:
     return None
 
 
-def exhaust(command: Command, count: Count, deadline: float) -> None:
-    """Try every state of a command."""
-    trial = Trial(command)
-    count.events = len(trial.recording.events)
-    for number, cut in enumerate(trial.recording.every()):
-        if time.monotonic() > deadline:
-            count.is_cut = True
-            return
-        if (problem := trial.attempt(cut, None, count)) is not None:
-            count.failures.append(f"state {number}: {problem}")
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The states of one command to try: their numbers, and until when."""
 
+    name: str
+    seed: int
+    numbers: range
+    deadline: float
+    state: State
 
-def sample(
-    name: str, command: Command, count: Count, *, seed: int, numbers: range, deadline: float
-) -> None:
-    """Try states of a command, each drawn from the seed and its number."""
-    trial = Trial(command)
-    count.events = len(trial.recording.events)
-    for number in numbers:
-        if time.monotonic() > deadline:
-            count.is_cut = True
-            return
-        draw = random.Random(f"{seed}/{name}/{number}")
-        cut = trial.recording.drawn(draw)
-        twice = draw if number % TWICE == 0 else None
-        if (problem := trial.attempt(cut, twice, count)) is not None:
-            count.failures.append(f"--seed {seed} --replay {name}:{number}: {problem}")
+    def run(self, command: Command, count: Count) -> None:
+        """Try them: all that the store can be in, of other commands those that the seed draws."""
+        trial = Trial(command)
+        count.events = len(trial.recording.events)
+        every = list(trial.recording.every()) if self.name == EXHAUSTED else None
+        numbers = self.numbers if every is None else range(len(every))
+        after = max(
+            numbers.start,
+            self.state.begin(self.name, total=None if every is None else len(every)),
+        )
+        for number in numbers:
+            if time.monotonic() > self.deadline:
+                count.is_cut = True
+                return
+            draw = random.Random(f"{self.seed}/{self.name}/{number}")
+            cut = trial.recording.drawn(draw) if every is None else every[number]
+            if number < after:
+                trial.skip(cut)
+                continue
+            twice = draw if every is None and number % TWICE == 0 else None
+            self._attempt(trial, number, cut, twice, count)
+
+    def _attempt(
+        self, trial: Trial, number: int, cut: Cut, draw: random.Random | None, count: Count
+    ) -> None:
+        """Try a state and count it."""
+        begun, one = time.monotonic(), Count()
+        problem = trial.attempt(cut, draw, one)
+        one.seconds = time.monotonic() - begun
+        failures = {} if problem is None else {f"--replay {self.name}:{number}": problem}
+        count.failures += [f"--seed {self.seed} {case}: {w}" for case, w in failures.items()]
+        names = ("resumed", "same", "named", "seconds")
+        counts = {name: getattr(one, name) for name in names}
+        for name in (*names, "drawn"):
+            setattr(count, name, getattr(count, name) + getattr(one, name))
+        self.state.add(self.name, after=number + 1, failures=failures, counts=counts)
+        self.state.save()
 
 
 def campaign(
-    names: list[str], folder: Path, *, states: int, seconds: float, seed: int, first: int = 0
+    names: list[str],
+    folder: Path,
+    *,
+    states: int,
+    seconds: float,
+    seed: int,
+    first: int = 0,
+    state: State | None = None,
 ) -> dict[str, Count]:
     """Try all states of the store and `states` of the other commands together."""
+    state = state or State(program="crashes", seed=seed)
     counts = {name: Count() for name in names}
     opened = Opened(folder)
     deadline = time.monotonic() + seconds
-    parts = left = sum(WEIGHTS[name] for name in names)
+    parts = max(1, sum(WEIGHTS[name] for name in names))
     with quietly(), opened.stack:
+        left = sum(SHARES[name] for name in names)
         for name, count in counts.items():
-            begun = time.monotonic()
-            command = opened.command(name)
-            if name == "toy":
-                exhaust(command, count, deadline)
-            else:
-                numbers = range(first, first + -(-states * WEIGHTS[name] // parts))
-                until = begun + (deadline - begun) * WEIGHTS[name] / left
-                sample(name, command, count, seed=seed, numbers=numbers, deadline=until)
-                left -= WEIGHTS[name]
-            count.seconds = time.monotonic() - begun
+            now = time.monotonic()
+            end = now + (deadline - now) * SHARES[name] / left
+            left -= SHARES[name]
+            last = first + -(-states * WEIGHTS[name] // parts)
+            if name == EXHAUSTED:
+                last = state.total.get(name, sys.maxsize)
+            if state.next.get(name, 0) >= last or now > deadline:
+                continue
+            part = Part(name=name, seed=seed, numbers=range(first, last), deadline=end, state=state)
+            part.run(opened.command(name), count)
             shutil.rmtree(folder / name, ignore_errors=True)
     return counts
-
-
-def table(counts: Mapping[str, Count]) -> str:
-    """Return the counts as a table, and the failures."""
-    lines = [
-        "| command | events | states | different ones resumed | same bytes | defects | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    total = Count()
-    for name, count in [*counts.items(), ("all", total)]:
-        numbers = (count.events, count.drawn, count.resumed, count.same, len(count.failures))
-        lines.append(f"| {name} | {' | '.join(f'{n:,}' for n in numbers)} | {count.seconds:.0f} |")
-        for key in ("events", "drawn", "resumed", "same", "seconds"):
-            setattr(total, key, getattr(total, key) + getattr(count, key))
-        total.failures += count.failures
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -283,23 +310,33 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", choices=NAMES, help="commands; default: all")
     parser.add_argument("--replay", help="COMMAND:NUMBER of a failure")
+    parser.add_argument("--state", type=Path, help=HELP)
     given = parser.parse_args()
     names, states, first = given.only or list(NAMES), given.states, 0
+    if given.replay and given.state:
+        parser.error("--replay repeats a failure: give it without --state")
     if given.replay:
         name, _, number = given.replay.partition(":")
         names, states, first = [name], 1, int(number)
+    state = State.opened("crashes", path=given.state, seed=given.seed)
     place = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="crashes-", dir=place) as folder:
         counts = campaign(
-            names, Path(folder), states=states, seconds=given.seconds, seed=given.seed, first=first
+            names,
+            Path(folder),
+            states=states,
+            seconds=given.seconds,
+            seed=given.seed,
+            first=first,
+            state=state,
         )
-    failures = [f"{name}: {text}" for name, count in counts.items() for text in count.failures]
-    print(*failures[:MOST_FAILURES], sep="\n")
-    print(f"\nseed {given.seed}\n\n{table(counts)}")
+    state.save(now=True)
+    print(*state.shown(), sep="\n")
+    print(state.report("command"))
     for name, count in counts.items():
         if count.is_cut:
-            print(f"\n{name}: time was over after {count.drawn:,} states; give more --seconds")
-    return int(bool(failures))
+            print(f"\n{name}: time was over after {state.tried(name):,} states")
+    return int(state.failed > 0)
 
 
 if __name__ == "__main__":

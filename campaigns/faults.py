@@ -12,7 +12,6 @@ run. A failure prints what to pass to `--replay`.
 import argparse
 import errno
 import os
-import random
 import sys
 import tempfile
 import threading
@@ -22,6 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from hub_requests import Request
 from hub_server import Fault, Hub
 from huggingface_hub import constants
 from power_cuts import Tree, content_times, lay_out, tree_of
+from state import HELP, State
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exl2flow.core.errors import Exl2FlowError
@@ -45,7 +46,6 @@ from exl2flow.flows.runs.local import run_locally
 from exl2flow.tasks.stages import STAGES
 
 MEMORY = Path("/dev/shm")
-MOST_FAILURES = 20  # to print
 LASTING = ("ENOSPC",)  # until the command has ended; others strike once
 FILE_FAULTS: dict[str, tuple[str, ...]] = {
     "ENOSPC": (MAKE, WRITE, SYNC, RENAME, FOLDER, CUT),
@@ -91,13 +91,17 @@ Disturb = Callable[[int, str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A command to disturb: the disk that it begins with, and what it leaves undisturbed."""
+    """A command to disturb: the disk that it begins with, and what it leaves undisturbed.
+
+    later: how many others follow.
+    """
 
     name: str
     command: Command
     tree: Tree
     repos: dict[str, Any]
     wanted: dict[str, object]
+    later: int = 0
 
     def begin(self) -> None:
         """Lay out the disk, and the Hub."""
@@ -231,16 +235,19 @@ def stages(root: Path) -> Iterator[Subject]:
     """Yield the stages of a conversion one by one: the command that stops after each of them."""
     command, config = conversion(root, quality="best", tune=TUNED)
     command.disk.mkdir()
-    for index, stage in enumerate(STAGES):
-        if not stage.enabled(config):
-            continue
+    numbers = [index for index, stage in enumerate(STAGES) if stage.enabled(config)]
+    for later, index in zip(reversed(range(len(numbers))), numbers, strict=True):
+        stage = STAGES[index]
         run = partial(run_locally, config, stages=STAGES[: index + 1])
         before = tree_of(command.disk)
         with content_times():
             run()
         after = tree_of(command.disk)
         one = Command(disk=command.disk, run=run)
-        yield Subject(name=stage.name, command=one, tree=before, repos={}, wanted=one.results())
+        wanted = one.results()
+        yield Subject(
+            name=stage.name, command=one, tree=before, repos={}, wanted=wanted, later=later
+        )
         lay_out(after, command.disk)
 
 
@@ -295,6 +302,14 @@ def hub_faults(subject: Subject) -> tuple[list[tuple[int, str]], Disturb]:
 KINDS_OF_FAULTS = {"files": file_faults, "memory": memory_faults, "hub": hub_faults}
 
 
+def rank(*words: object) -> int:
+    """Return a fault's place in the order in which a seed draws them: a number of 48 bits.
+
+    So the order of the others stays if the code changes and a command makes other calls.
+    """
+    return int.from_bytes(sha256("/".join(map(str, words)).encode()).digest()[:6], "big")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
     """How many faults to try: all, or of each subject so many drawn from the seed.
@@ -307,57 +322,74 @@ class Campaign:
     most: Mapping[str, int] = field(default_factory=dict)
     deadline: float = float("inf")
     only: str | None = None  # a failure to replay, as KIND:SUBJECT:NUMBER:FAULT
+    state: State = field(default_factory=lambda: State(program="faults", seed=0))
 
     def run(self, folder: Path, kinds: list[str]) -> dict[str, Count]:
         """Try the faults of these kinds; return name of a fault → what became of it."""
         counts: dict[str, Count] = {}
+        of_stages, of_publication = ([k for k in kinds if k != no] for no in ("hub", "memory"))
         with quietly():
-            if {"files", "memory"} & set(kinds):
-                for subject in stages(folder / "conversion"):
-                    for kind in kinds:
-                        if kind != "hub":
-                            self._disturb(subject, kind, counts)
-            if {"files", "hub"} & set(kinds):
+            for subject in stages(folder / "conversion") if of_stages else ():
+                if time.monotonic() > self.deadline:
+                    break
+                later = len(of_stages) * subject.later + len(of_publication)
+                self._disturb(subject, of_stages, later, counts)
+            if of_publication and time.monotonic() < self.deadline:
                 (folder / "publish").mkdir()
                 with commands.published(folder / "publish") as command:
                     command.disk.mkdir()
-                    subject = publication(command)
-                    for kind in kinds:
-                        if kind != "memory":
-                            self._disturb(subject, kind, counts)
+                    self._disturb(publication(command), of_publication, 0, counts)
         return counts
 
-    def _disturb(self, subject: Subject, kind: str, counts: dict[str, Count]) -> None:
+    def _disturb(
+        self, subject: Subject, kinds: list[str], later: int, counts: dict[str, Count]
+    ) -> None:
+        """Try the faults of a subject; `later` other parts get equal shares of the time."""
         if self.among and subject.name not in self.among:
             return
-        found, disturb = KINDS_OF_FAULTS[kind](subject)
-        most = self.most.get(kind, len(found))
-        if self.only is None and most < len(found):
-            found = random.Random(f"{self.seed}/{kind}/{subject.name}").sample(found, most)
-        for number, fault in found:
-            name = f"{kind}:{subject.name}:{number}:{fault}"
-            if time.monotonic() > self.deadline or self.only not in (None, name):
-                continue
-            count = counts.setdefault(f"{kind}: {fault}", Count())
-            begun = time.monotonic()
-            if (problem := subject.attempt(disturb(number, fault), count)) is not None:
-                count.failures.append(f"--replay '{name}': {problem}")
-            count.seconds += time.monotonic() - begun
+        for index, kind in enumerate(kinds):
+            now = time.monotonic()
+            end = now + (self.deadline - now) / (later + len(kinds) - index)
+            found, disturb = KINDS_OF_FAULTS[kind](subject)
+            part = f"{kind}:{subject.name}"
+            after = self.state.begin(part)
+            ranked = sorted((rank(self.seed, part, *fault), *fault) for fault in found)
+            if self.only is None:
+                ranked = [each for each in ranked[: self.most.get(kind)] if each[0] >= after]
+            for place, number, fault in ranked:
+                name = f"{part}:{number}:{fault}"
+                if time.monotonic() > end:
+                    break
+                if self.only in (None, name):
+                    count = counts.setdefault(f"{kind}: {fault}", Count())
+                    self._attempt(subject, name, disturb(number, fault), count, place)
 
-
-def table(counts: Mapping[str, Count]) -> str:
-    """Return the counts as a table."""
-    columns = ("faults", "endured", "named", "system", "failures", "seconds")
-    lines = [
-        "| fault | tried | ended well | named error | error of the system, named | defects | s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    rows = {name: [getattr(count, column) for column in columns] for name, count in counts.items()}
-    for row in rows.values():
-        row[4] = len(row[4])
-    rows["all"] = [sum(row[i] for row in rows.values()) for i in range(len(columns))]
-    lines += [f"| {n} | {' | '.join(f'{v:,.0f}' for v in row)} |" for n, row in rows.items()]
-    return "\n".join(lines)
+    def _attempt(
+        self,
+        subject: Subject,
+        name: str,
+        disturbed: AbstractContextManager[object],
+        count: Count,
+        place: int,
+    ) -> None:
+        """Try a fault and count it."""
+        kind, stage, _, fault = name.split(":")
+        begun, one = time.monotonic(), Count()
+        problem = subject.attempt(disturbed, one)
+        one.seconds = time.monotonic() - begun
+        failures = {} if problem is None else {f"--replay '{name}'": problem}
+        count.failures += [f"{case}: {what}" for case, what in failures.items()]
+        counts = {key: getattr(one, key) for key in ("endured", "named", "system", "seconds")}
+        for key, value in {**counts, "faults": 1}.items():
+            setattr(count, key, getattr(count, key) + value)
+        self.state.add(
+            f"{kind}: {fault}",
+            part=f"{kind}:{stage}",
+            after=place + 1,
+            failures=failures,
+            counts=counts,
+        )
+        self.state.save()
 
 
 def main() -> int:
@@ -369,24 +401,29 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3600.0, help="at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replay", help="KIND:STAGE:NUMBER:FAULT of a failure")
+    parser.add_argument("--state", type=Path, help=HELP)
     given = parser.parse_args()
     most = {"memory": given.memory} | ({"files": given.files} if given.files else {})
     kinds = given.kind or list(KINDS_OF_FAULTS)
     if given.replay:
         kinds = [given.replay.partition(":")[0]]
+    if given.replay and given.state:
+        parser.error("--replay repeats a failure: give it without --state")
+    state = State.opened("faults", path=given.state, seed=given.seed)
     work = Campaign(
         seed=given.seed,
         most=most,
         deadline=time.monotonic() + given.seconds,
         only=given.replay,
+        state=state,
     )
     place = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="faults-", dir=place) as folder:
-        counts = work.run(Path(folder), kinds)
-    failures = [text for count in counts.values() for text in count.failures]
-    print(*failures[:MOST_FAILURES], sep="\n")
-    print(f"\nseed {given.seed}\n\n{table(counts)}")
-    return int(bool(failures))
+        work.run(Path(folder), kinds)
+    state.save(now=True)
+    print(*state.shown(), sep="\n")
+    print(state.report("fault"))
+    return int(state.failed > 0)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,8 +30,8 @@ import torch
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import checkout  # noqa: F401  # finds the package in a bare checkout
-import tally
 from flipped_bits import flip, flip_unseen, some_bit
+from state import HELP, State
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import ConversionConfig, ValidateOptions
@@ -58,9 +58,17 @@ TENSORS = {  # kind → endings of the names of its tensors
     "group table": (".q_groups",),
     "bias, norm, embedding": (".bias", "norm.weight", "embed_tokens.weight"),
 }
-FILES = {"state": "states", "factor": "sensitivity", "choice": "allocate"}
+FILES = {  # kind → stage
+    "factor": "sensitivity",
+    "choice": "allocate",
+    "measurement": "measure",
+    "tokens": "tokenize",
+}
+GATED = ("factor", "choice")
+STATES = "state"
+TURN = 5  # flips of a kind, then it is the turn of another
 SHARD, UPLOAD = "shard after compile", "shard during upload"
-KINDS = (*TENSORS, *FILES, SHARD, UPLOAD)
+KINDS = (*TENSORS, STATES, *FILES, SHARD, UPLOAD)
 MAX_KL = PublishConfig.model_fields["max_kl"].default
 
 
@@ -77,6 +85,12 @@ class Counts:
         self.tried[check] += 1
         self.found[check] += found
         return found
+
+    def merge(self, other: "Counts") -> None:
+        """Add the answers about another flip."""
+        self.tried += other.tried
+        self.found.update(other.found)
+        self.undetected += other.undetected
 
     def share(self, check: str) -> str:
         """Return `found/tried`, a dash for a check that does not apply."""
@@ -113,6 +127,7 @@ class Converted:
         self.shards = sorted(self.out.glob("*.safetensors"))
         self.text = text_rows(None, Tokenizer.load(source), rows=4, row_tokens=row_tokens)
         self.runs = 0
+        self._stopped: Path | None = None
 
     def other(self) -> Pipeline:
         """Return a conversion that shares tokens, factors and measurement with this one."""
@@ -141,6 +156,12 @@ class Converted:
         assert found is not None
         assert found.manifest.states is not None
         return pipeline, found.path / found.manifest.states.file
+
+    def stopped(self) -> Path:
+        """Return the states of a conversion that was interrupted, the same each time."""
+        if self._stopped is None:
+            self._stopped = self.interrupted()[1]
+        return self._stopped
 
     def bits_of(self, endings: tuple[str, ...]) -> list[range]:
         """Return the bits of the first shard in which tensors of these names lie."""
@@ -199,50 +220,39 @@ def flipped(folder: Path, name: str, bit: int) -> Iterator[StageFolder]:
         flip_unseen(folder, name, bit)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How many flips of a kind to try, how many of them for the gates, and until when."""
-
-    count: int
-    gate: int
-    end: float
-
-    def flips(self) -> Iterator[int]:
-        """Yield the number of each flip."""
-        return tally.within(self.count, self.end)
-
-
-def try_shard(made: Converted, kind: str, limits: Limits, chance: random.Random) -> Counts:
-    """Flip bits of the output."""
+def try_shard(made: Converted, kind: str, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of the output."""
     counts, folder, shard = Counts(), made.pipeline.path("compile"), made.shards[0]
     bits = made.bits_of(TENSORS[kind]) if kind in TENSORS else [range(8 * shard.stat().st_size)]
-    for number in limits.flips() if bits else ():
-        bit = chance.choice(chance.choices(bits, weights=[len(part) for part in bits])[0])
-        with flipped(folder, str(shard), bit) as found:
-            seen = counts.ask("digest", damage.altered(found) == [str(shard)])
-            seen |= counts.ask("compile", not made.compares())
-            if number < limits.gate:
-                seen |= counts.ask("gates", not made.passes_gates())
-        if not seen:
-            counts.undetected.append(f"bit {bit} of {shard.name}")
+    bit = chance.choice(chance.choices(bits, weights=[len(part) for part in bits])[0])
+    with flipped(folder, str(shard), bit) as found:
+        seen = counts.ask("digest", damage.altered(found) == [str(shard)])
+        seen |= counts.ask("compile", not made.compares())
+        if is_gated:
+            seen |= counts.ask("gates", not made.passes_gates())
+    if not seen:
+        counts.undetected.append(f"bit {bit} of {shard.name}")
     return counts
 
 
-def try_stage(made: Converted, kind: str, limits: Limits, chance: random.Random) -> Counts:
-    """Flip bits of a stage's results, which later stages read."""
+def try_stage(made: Converted, kind: str, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of a stage's results, which later stages read."""
     counts, folder = Counts(), made.pipeline.path(FILES[kind])
-    names = ["allocation.json"]
+    manifest = StageFolder.load(folder)
+    assert manifest is not None
+    names = sorted(name for name in manifest.manifest.files if (folder / name).is_file())
     if kind == "factor":
-        names = [str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")]
-    for number in limits.flips():
-        name = chance.choice(names)
-        bit = some_bit(folder / name, chance)
-        with flipped(folder, name, bit) as found:
-            seen = counts.ask("digest", damage.altered(found) == [name])
-        if number < limits.gate:
-            seen |= counts.ask("gates", not _finishes_with(made, kind, name, bit))
-        if not seen:
-            counts.undetected.append(f"bit {bit} of {name}")
+        names = [name for name in names if name.endswith(".safetensors")]
+    if kind == "choice":
+        names = ["allocation.json"]
+    name = chance.choice(names)
+    bit = some_bit(folder / name, chance)
+    with flipped(folder, name, bit) as found:
+        seen = counts.ask("digest", damage.altered(found) == [name])
+    if is_gated and kind in GATED:
+        seen |= counts.ask("gates", not _finishes_with(made, kind, name, bit))
+    if not seen:
+        counts.undetected.append(f"bit {bit} of {name}")
     return counts
 
 
@@ -260,17 +270,15 @@ def _finishes_with(made: Converted, kind: str, name: str, bit: int) -> bool:
         return made.finishes(pipeline)
 
 
-def try_states(made: Converted, limits: Limits, chance: random.Random) -> Counts:
-    """Flip bits of saved hidden states."""
+def try_states(made: Converted, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of saved hidden states."""
     counts = Counts()
-    pipeline, path = made.interrupted()
-    for _ in limits.flips():
-        bit = some_bit(path, chance)
-        with flipped(path.parent, path.name, bit) as found:
-            seen = counts.ask("digest", found.load_states() is None)
-        if not seen:
+    path = made.stopped()
+    bit = some_bit(path, chance)
+    with flipped(path.parent, path.name, bit) as found:
+        if not counts.ask("digest", found.load_states() is None):
             counts.undetected.append(f"bit {bit} of {path.name}")
-    for _ in tally.within(limits.gate, limits.end):
+    if is_gated:
         pipeline, path = made.interrupted()
         flip(path, some_bit(path, chance))
         folder = StageFolder.load(path.parent)
@@ -284,49 +292,81 @@ def try_states(made: Converted, limits: Limits, chance: random.Random) -> Counts
     return counts
 
 
-def try_upload(made: Converted, limits: Limits, chance: random.Random) -> Counts:
-    """Flip bits of a downloaded copy, which publishing compares with what it sent."""
+def try_upload(made: Converted, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of a downloaded copy, which publishing compares with what it sent."""
     counts, shard = Counts(), made.shards[0]
     place = made.out.with_name("downloaded")
     place.mkdir(exist_ok=True)
-    copy = Path(shutil.copy2(shard, place))
+    copy = place / shard.name
+    if not copy.exists():
+        shutil.copy2(shard, place)
     memory = made.out.with_name("sent.json")
     repository = Repository(name="org/name", hub=None, memory=memory)  # type: ignore[arg-type]  # nothing is sent
     contents = {shard.name: shard}
     assert _differences(place, contents, repository) == []
-    for _ in limits.flips():
-        bit = some_bit(copy, chance)
-        flip(copy, bit)
-        if not counts.ask("digest", bool(_differences(place, contents, repository))):
-            counts.undetected.append(f"bit {bit} of {copy.name}")
-        flip(copy, bit)
+    bit = some_bit(copy, chance)
+    flip(copy, bit)
+    if not counts.ask("digest", bool(_differences(place, contents, repository))):
+        counts.undetected.append(f"bit {bit} of {copy.name}")
+    flip(copy, bit)
     return counts
 
 
+def attempt(made: Converted, kind: str, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of a kind of data; return what found it."""
+    if kind == STATES:
+        return try_states(made, is_gated=is_gated, chance=chance)
+    if kind == UPLOAD:
+        return try_upload(made, is_gated=is_gated, chance=chance)
+    if kind in FILES:
+        return try_stage(made, kind, is_gated=is_gated, chance=chance)
+    return try_shard(made, kind, is_gated=is_gated, chance=chance)
+
+
 def campaign(
-    made: Converted, *, count: int, gate: int, seed: int, seconds: float = math.inf
+    made: Converted,
+    *,
+    count: int,
+    gate: int,
+    seed: int,
+    seconds: float = math.inf,
+    state: State | None = None,
 ) -> dict[str, Counts]:
-    """Return what found the flips of every kind.
+    """Flip a few bits of every kind in turn; return what found them.
 
     Raises:
         AssertionError: the conversion is refused without a flip.
     """
+    end = time.monotonic() + seconds
     assert made.compares()
     assert made.passes_gates()
-    work: dict[str, Callable[[Limits, random.Random], Counts]] = {
-        "state": partial(try_states, made),
-        UPLOAD: partial(try_upload, made),
-        **{kind: partial(try_shard, made, kind) for kind in (*TENSORS, SHARD)},
-        **{kind: partial(try_stage, made, kind) for kind in ("factor", "choice")},
-    }
-    return {
-        kind: work[kind](Limits(count=count, gate=gate, end=end), random.Random(f"{seed} {kind}"))
-        for kind, end in zip(KINDS, tally.ends(len(KINDS), seconds), strict=True)
-    }
+    state = state or State(program="flips", seed=seed)
+    found = {kind: Counts() for kind in KINDS}
+    goals = {kind: count for kind in KINDS if kind not in TENSORS or made.bits_of(TENSORS[kind])}
+    for kind in goals:
+        state.begin(kind)
+    while time.monotonic() < end:
+        left = [kind for kind in goals if state.next[kind] < count]
+        if not left:
+            break
+        kind = min(left, key=state.next.__getitem__)
+        first = state.next[kind]
+        for number in range(first, min(first + TURN, count)):
+            if time.monotonic() > end:
+                break
+            chance = random.Random(f"{seed} {kind} {number}")
+            one = attempt(made, kind, is_gated=number < gate, chance=chance)
+            found[kind].merge(one)
+            counts = {f"{check}, found": one.found[check] for check in one.tried}
+            counts |= {f"{check}, asked": one.tried[check] for check in one.tried}
+            failures = dict.fromkeys([number] * bool(one.undetected), "; ".join(one.undetected))
+            state.add(kind, after=number + 1, failures=failures, counts=counts)
+            state.save()
+    return found
 
 
-def main() -> None:
-    """Print the table, and the flips that nothing found."""
+def main() -> int:
+    """Print the table, and the flips that nothing found; return 1 if there are any."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -335,24 +375,22 @@ def main() -> None:
     parser.add_argument("--gate", type=int, default=10, help="of them for the slow gates alone")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="of all flips, at most")
+    parser.add_argument("--state", type=Path, help=HELP)
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
+    options = {"model": args.model.resolve().name, "gate": args.gate}
+    state = State.opened("flips", path=args.state, seed=args.seed, options=options)
     logging.getLogger("exl2flow").setLevel(logging.ERROR)  # it warns of every flip
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     with tempfile.TemporaryDirectory(prefix="exl2flow-flips-") as folder:
         made = Converted(args.model, Path(folder), row_tokens=128)
-        found = campaign(
-            made, count=args.count, gate=args.gate, seed=args.seed, seconds=args.seconds
-        )
-    print(f"seed {args.seed}")
-    print("| flipped bit of a | digest | compile's comparison | gates alone | not found |")
-    print("|---|---|---|---|---|")
-    for kind, counts in found.items():
-        shares = " | ".join(counts.share(check) for check in ("digest", "compile", "gates"))
-        print(f"| {kind} | {shares} | {len(counts.undetected)} |")
-    for counts in found.values():
-        for flip_ in counts.undetected:
-            print(f"not found: {flip_}")
+        left = end - time.monotonic()
+        campaign(made, count=args.count, gate=args.gate, seed=args.seed, seconds=left, state=state)
+    state.save(now=True)
+    print(*state.shown(), sep="\n")
+    print(state.report("flipped bit of a"))
+    return int(state.failed > 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import psutil
-import tally
+from state import HELP, State
 
 SECRET = "agreed on"
 REPO, BROKEN = "org/model", "org/broken"
@@ -37,6 +37,7 @@ MOST_GROWTH = 100 << 20  # bytes of memory
 CUT = "cut"  # in place of a status: the receiver ended the connection
 BEGIN = f"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Webhook-Secret: {SECRET}\r\n".encode()
 DEEP = 100_000  # brackets
+MESSAGES = "messages of the Hub"
 
 
 def message(sha: str, repo: str = REPO) -> dict[str, Any]:
@@ -206,18 +207,19 @@ def receiving(env: dict[str, str], log: Path) -> Iterator[Receiver]:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one flood did. slowest: seconds that the Hub's messages took meanwhile."""
+    """What one flood did.
 
+    next: number of the first request that was not begun. messages: of the Hub meanwhile; slowest:
+    seconds that they took.
+    """
+
+    next: int
     answers: Counter[str]
-    wrong: int
+    wrong: dict[int, str]  # number of the request → its answer
+    messages: int
     slowest: float
     lost: int  # messages of the Hub that got no answer in time
     growth: int  # bytes of memory
-
-    @property
-    def problems(self) -> int:
-        """How many requests ended as they must not."""
-        return self.wrong + self.lost + (self.growth > MOST_GROWTH)
 
 
 def flood(
@@ -227,18 +229,19 @@ def flood(
     seed: int,
     shas: Iterator[str],
     *,
+    first: int = 0,
     end: float = math.inf,
 ) -> Outcome:
     """Send a flood from many clients, and meanwhile the Hub's messages; wait until it is over.
 
-    end: when to begin no more requests.
+    first: number of the first request; end: when to begin no more.
     """
     function, _, right = FLOODS[name]
     before, most = receiver.memory(), 0
     times: list[float] = []
     lost = 0
     with ThreadPoolExecutor(SLOW_CLIENTS if function is slow else CLIENTS) as pool:
-        rngs = [random.Random(f"{seed}/{name}/{index}") for index in range(count)]
+        rngs = [random.Random(f"{seed}/{name}/{index}") for index in range(first, first + count)]
         futures = [pool.submit(function, receiver, rng) for rng in rngs]
         while True:
             begun = time.monotonic()
@@ -252,16 +255,25 @@ def flood(
             if all(future.done() for future in futures):
                 break
             time.sleep(0.2)
-        answers = Counter(future.result() for future in futures if not future.cancelled())
-    wrong = sum(number for status, number in answers.items() if status not in right)
+    ended = {
+        number: future.result()
+        for number, future in enumerate(futures, first)
+        if not future.cancelled()
+    }
     return Outcome(
-        answers=answers, wrong=wrong, slowest=max(times), lost=lost, growth=most - before
+        next=max(ended, default=first - 1) + 1,
+        answers=Counter(ended.values()),
+        wrong={number: status for number, status in ended.items() if status not in right},
+        messages=len(times),
+        slowest=max(times),
+        lost=lost,
+        growth=most - before,
     )
 
 
-def hub_shas(seed: int, sent: list[str]) -> Iterator[str]:
-    """Yield new commits, and note them."""
-    rng = random.Random(f"{seed}/hub")
+def hub_shas(seed: int, first: int, sent: list[str]) -> Iterator[str]:
+    """Yield new commits, and note them. first: how many there were before."""
+    rng = random.Random(f"{seed}/hub/{first}")
     while True:
         sent.append(rng.randbytes(20).hex())
         yield sent[-1]
@@ -288,51 +300,66 @@ def announced(expected: set[str], seconds: float = 30.0) -> list[str]:
         time.sleep(0.5)
 
 
-def campaign(
-    receiver: Receiver, log: Path, scale: float, seed: int, seconds: float
-) -> tuple[str, int]:
-    """Run all floods; return the table and the number of problems."""
-    sent: list[str] = []
-    shas = hub_shas(seed, sent)
-    descriptors = receiver.descriptors()
-    outcomes = {
-        name: flood(receiver, name, max(1, round(count * scale)), seed, shas, end=end)
-        for (name, (_, count, _)), end in zip(
-            FLOODS.items(), tally.ends(len(FLOODS), seconds), strict=True
-        )
-    }
+def checked(receiver: Receiver, log: Path, sent: list[str], descriptors: int) -> dict[str, int]:
+    """Return how often the receiver did what it must not. sent: commits of all messages so far."""
     events = Counter(announced(set(sent)))
     accepted = {digit * 40 for digit in "0123456789f"}  # replays, and nearly broken ones
-    faults = {
+    text = log.read_text(errors="replace")
+    return {
         "message of the Hub without an event": len(set(sent) - set(events)),
         "event without a message": len(set(events) - set(sent) - accepted),
         "second event of a message": sum(count > 1 for count in events.values()),
-        "traceback in the log": log.read_text(errors="replace").count("Traceback"),
-        "secret in the log": log.read_text(errors="replace").count(SECRET),
+        "traceback in the log": text.count("Traceback"),
+        "secret in the log": text.count(SECRET),
         "process ended": int(receiver.process.poll() is not None),
         "connection left open": max(0, receiver.descriptors() - descriptors - 5),
     }
-    lines = [
-        "| flood | requests | answers | wrong | Hub's slowest answer | memory |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, out in outcomes.items():
-        row = (
-            name,
-            f"{out.answers.total():,}",
-            tally.spread(out.answers.elements()),
-            out.wrong,
-            f"{out.slowest:.2f} s",
-            f"+{out.growth / 2**20:.0f} MiB",
-        )
-        lines.append(f"| {' | '.join(map(str, row))} |")
-    tried = {"request": sum(out.answers.total() for out in outcomes.values())}
-    tried["message of the Hub"] = len(sent)
-    failed = {"request": sum(out.wrong for out in outcomes.values())}
-    failed["message of the Hub"] = sum(out.lost for out in outcomes.values())
-    lines += ["", tally.table("", tried, failed), "", *(f"{k}: {v}" for k, v in faults.items())]
-    problems = sum(out.problems for out in outcomes.values()) + sum(faults.values())
-    return "\n".join(lines), problems
+
+
+def add(state: State, name: str, outcome: Outcome) -> None:
+    """Count a flood."""
+    failures = {number: f"answer {status}" for number, status in outcome.wrong.items()}
+    if outcome.growth > MOST_GROWTH:
+        failures[outcome.next] = f"{outcome.growth >> 20} MiB more memory"
+    state.add(
+        name,
+        after=outcome.next,
+        tried=outcome.answers.total(),
+        failures=failures,
+        counts=outcome.answers,
+        most={"MiB": outcome.growth / 2**20, "s of a message": outcome.slowest},
+    )
+
+
+def campaign(
+    receiver: Receiver, log: Path, goals: Mapping[str, int], state: State, end: float
+) -> None:
+    """Run floods, a small one of each kind in turn, and look at the receiver after each round."""
+    sent: list[str] = []
+    shas = hub_shas(state.seed, state.tried(MESSAGES), sent)
+    descriptors = receiver.descriptors()
+    known: dict[str, int] = {}
+    left = [name for name, goal in goals.items() if state.begin(name) < goal]
+    while left and time.monotonic() < end:
+        lost, before = 0, len(sent)
+        for name in sorted(left, key=lambda name: state.next[name] / FLOODS[name][1]):
+            if time.monotonic() > end:
+                break
+            first = state.next[name]
+            count = min(FLOODS[name][1], goals[name] - first)
+            outcome = flood(receiver, name, count, state.seed, shas, first=first, end=end)
+            add(state, name, outcome)
+            lost += outcome.lost
+            state.save()
+        found = checked(receiver, log, sent, descriptors)
+        new = {what: n - known.get(what, 0) for what, n in found.items() if n > known.get(what, 0)}
+        known = {what: max(n, known.get(what, 0)) for what, n in found.items()}
+        failures = {f"{before}, {what}": f"{n} times" for what, n in new.items()}
+        if lost:
+            failures[f"{before}, lost"] = f"{lost} had no answer in {ANSWER_SECONDS:.0f} s"
+        state.add(MESSAGES, tried=len(sent) - before, failures=failures)
+        state.save(now=True)
+        left = [name for name in left if state.next[name] < goals[name]]
 
 
 def main() -> int:
@@ -341,7 +368,11 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=20.0, help="times the smallest campaign")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="of all floods, at most")
+    parser.add_argument("--state", type=Path, help=HELP)
     options = parser.parse_args()
+    end = time.monotonic() + options.seconds
+    state = State.opened("floods", path=options.state, seed=options.seed)
+    goals = {name: max(1, round(count * options.scale)) for name, (_, count, _) in FLOODS.items()}
     with tempfile.TemporaryDirectory(prefix="floods-") as folder:
         os.environ["PREFECT_HOME"] = folder
         os.environ.pop("PREFECT_API_URL", None)
@@ -352,14 +383,13 @@ def main() -> int:
             server.wait()
             env = {**os.environ, "PREFECT_API_URL": server.url}
             with receiving(env, log) as receiver:
-                text, problems = campaign(
-                    receiver, log, options.scale, options.seed, options.seconds
-                )
-        print(f"seed {options.seed}, {problems} problems\n\n{text}")
-        if problems:
-            print(f"\nrepeat with --seed {options.seed} --scale {options.scale}\n")
+                campaign(receiver, log, goals, state, end)
+        if state.failed:
             print(log.read_text(errors="replace")[-3000:])
-    return int(problems > 0)
+    state.save(now=True)
+    print(*state.shown(), sep="\n")
+    print(state.report("flood"))
+    return int(state.failed > 0)
 
 
 if __name__ == "__main__":

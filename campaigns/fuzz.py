@@ -33,16 +33,18 @@ sys.path[:1] = [str(HERE), str(ROOT / "tests" / "support")]
 
 import torch  # noqa: E402  # after the environment is set
 from readers import READERS  # noqa: E402  # as torch
+from state import HELP, State  # noqa: E402  # as torch
 
 from exl2flow.core.errors import Exl2FlowError  # noqa: E402  # as torch
 
 SECONDS = 2.0  # of processor time for an input
 TRIAL = 0.1  # of it for what a child does for users; there more, but a bomb takes all
 MEMORY = 1 << 30  # bytes of address space for an input, beyond those of the process
+BATCH = 50  # inputs of a reader, then it is the turn of another
 WAIT = 60.0  # seconds without progress after which a process counts as hung
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None  # no disk waits for each input
 CORPUS = ROOT / "tests" / "corpus"
-STATE = struct.Struct("<qqqq?")  # next input, used, refused, ended in a trial; whether in a trial
+SHARED = struct.Struct("<qqqq?")  # next input, used, refused, ended in a trial; whether in a trial
 FORBIDDEN = (
     "os.system",
     "os.exec",
@@ -117,7 +119,7 @@ class Run:
         random.seed(0)
         self.reader = READERS[name](folder / name)
         self.reader.trial = self._trial
-        self.state = mmap.mmap(-1, STATE.size)
+        self.state = mmap.mmap(-1, SHARED.size)
         self.log = folder / f"{name}.log"
         self.log.touch()
 
@@ -203,18 +205,18 @@ class Run:
     @contextmanager
     def _trial(self) -> Iterator[None]:
         """Run what a child process runs for users: its end by a signal is a refusal."""
-        self.state[STATE.size - 1] = 1
+        self.state[SHARED.size - 1] = 1
         signal.setitimer(signal.ITIMER_PROF, TRIAL)
         yield
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        self.state[STATE.size - 1] = 0
+        self.state[SHARED.size - 1] = 0
 
     def _get(self) -> tuple[int, int, int, int, bool]:
-        number, used, refused, ended, in_trial = STATE.unpack(self.state[:])
+        number, used, refused, ended, in_trial = SHARED.unpack(self.state[:])
         return number, used, refused, ended, in_trial
 
     def _set(self, *values: int) -> None:
-        self.state[:] = STATE.pack(*values)
+        self.state[:] = SHARED.pack(*values)
 
 
 def _waited(child: int, state: mmap.mmap) -> str:
@@ -242,15 +244,57 @@ def _address_space() -> int:
     return pages * resource.getpagesize()
 
 
-def table(tallies: Sequence[Tally]) -> str:
-    """Return one line for each reader."""
-    lines = [
-        f"{'reader':<20}{'inputs':>9}{'used':>9}{'refused':>9}{'ended':>7}{'failed':>8}{'s':>8}"
-    ]
-    for t in tallies:
-        counts = f"{t.inputs:>9,}{t.used:>9,}{t.refused:>9,}{t.ended:>7,}{len(t.failures):>8,}"
-        lines.append(f"{t.name:<20}{counts}{t.seconds:>8.1f}")
-    return "\n".join(lines)
+def begun(name: str, seed: int, scratch: Path) -> tuple[Run, dict[str, str]]:
+    """Return a reader that has read the files of its corpus, and those that failed."""
+    run = Run(name, seed, scratch)
+    files = sorted((CORPUS / name).glob("*"))
+    found = run.files(files).failures.items()
+    return run, {str(files[number]): what for number, what in found}
+
+
+def fuzz(given: argparse.Namespace, names: list[str], state: State, scratch: Path) -> bool:
+    """Read inputs, a batch of each reader in turn; return whether a file of the corpus failed."""
+    runs: dict[str, Run] = {}
+    end = time.monotonic() + given.seconds
+    goal = given.first + given.inputs
+    for name in names:
+        state.begin(name)
+        state.next[name] = max(state.next[name], given.first)
+    has_failed = False
+    while time.monotonic() < end:
+        left = [name for name in names if state.next[name] < goal]
+        if not left:
+            break
+        name = min(left, key=state.next.__getitem__)
+        if name not in runs:
+            runs[name], failed = begun(name, given.seed, scratch)
+            has_failed |= bool(failed)
+            for path, what in failed.items():
+                print(f"{path}: {what}\n", flush=True)
+        first = state.next[name]
+        tally = runs[name].inputs(first, min(BATCH, goal - first), end)
+        counts = {"used": tally.used, "refused": tally.refused, "ended": tally.ended}
+        state.add(
+            name,
+            after=first + tally.inputs,
+            tried=tally.inputs,
+            failures=tally.failures,
+            counts={**counts, "seconds": tally.seconds},
+        )
+        state.save()
+        for number in tally.failures if given.keep is not None else ():
+            (given.keep / name).mkdir(parents=True, exist_ok=True)
+            (given.keep / name / f"{given.seed}-{number}").write_bytes(runs[name].input(number))
+    return has_failed
+
+
+def causes(state: State) -> Iterator[str]:
+    """Yield for each reader what went wrong, once for each cause, and how to repeat it."""
+    for name in state.counts:
+        found = {each["case"]: each["what"] for each in state.failures if each["kind"] == name}
+        for number, what, count in Tally(name, failures=found).causes():
+            replay = f"--reader {name} --seed {state.seed} --first {number} --inputs 1"
+            yield f"python campaigns/fuzz.py {replay}\n{count} like it: {what}\n"
 
 
 def main() -> int:
@@ -259,36 +303,24 @@ def main() -> int:
     add = parser.add_argument
     add("--reader", nargs="+", default=["all"], choices=["all", *READERS], metavar="NAME")
     add("--inputs", type=int, default=500, help="of each reader")
-    add("--seconds", type=float, default=600.0, help="of each reader")
+    add("--seconds", type=float, default=3600.0, help="of all readers, at most")
     add("--seed", type=int, default=0)
     add("--first", type=int, default=0, help="number of the first input")
     add("--keep", type=Path, help="folder for the inputs that fail")
+    add("--state", type=Path, help=HELP)
     given = parser.parse_args()
+    if given.state is not None and given.first:
+        parser.error("--first repeats a failure: give it without --state")
     torch.set_num_threads(1)
     names = list(READERS) if "all" in given.reader else given.reader
-    tallies = []
+    state = State.opened("fuzz", path=given.state, seed=given.seed)
     with tempfile.TemporaryDirectory(prefix="exl2flow-fuzz-", dir=SCRATCH) as scratch:
         os.environ["EXL2FLOW_CACHE"] = f"{scratch}/cache"
-        for name in names:
-            run = Run(name, given.seed, Path(scratch).resolve())
-            files = sorted((CORPUS / name).glob("*"))
-            known = run.files(files)
-            for number, what in known.failures.items():
-                print(f"{files[number]}: {what}\n")
-            if files:
-                known.name = f"{name}, corpus"
-                tallies.append(known)
-            tally = run.inputs(given.first, given.inputs, time.monotonic() + given.seconds)
-            tallies.append(tally)
-            print(table([tally]).splitlines()[1], file=sys.stderr, flush=True)
-            for number, what, count in tally.causes():
-                replay = f"--reader {name} --seed {given.seed} --first {number} --inputs 1"
-                print(f"python campaigns/fuzz.py {replay}\n{count} like it: {what}\n", flush=True)
-                if given.keep is not None:
-                    (given.keep / name).mkdir(parents=True, exist_ok=True)
-                    (given.keep / name / f"{given.seed}-{number}").write_bytes(run.input(number))
-    print(table(tallies))
-    return int(any(tally.failures for tally in tallies))
+        has_failed = fuzz(given, names, state, Path(scratch).resolve())
+    state.save(now=True)
+    print(*causes(state), sep="\n")
+    print(state.report("reader"))
+    return int(has_failed or state.failed > 0)
 
 
 if __name__ == "__main__":

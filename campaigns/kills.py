@@ -13,6 +13,7 @@ them at random parts of the time that they take.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -20,20 +21,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count, islice
+from functools import cache, partial
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import deployed
-import tally
 from course import Course
 from crash import Conversion, Run, catches
 from scenarios import (
@@ -69,6 +68,7 @@ from signals import (
     disturb,
     still_there,
 )
+from state import HELP, State
 from traces import leftovers
 
 from exl2flow.flows.server.services import answers
@@ -76,6 +76,8 @@ from exl2flow.flows.server.services import answers
 CODES = {KILLED: -signal.SIGKILL, STOPPED: -signal.SIGKILL, TERMINATED: 143, TWICE: 130}
 MOST_ATTEMPTS = 60
 SHOW_EVERY = 50  # signals
+ALL = "signals"  # column of the table of stages
+CASES = "cases"  # part of the state
 HUB = "hub"  # its folder
 COMMAND = "command"  # the target without Prefect
 NO_SERVER = "no Prefect API answers"  # before any work
@@ -125,9 +127,10 @@ class Reference:
     course: Course
 
 
-def finished(material: Material, home: Path, scenario: str) -> Reference:
+def finished(material: Material, folder: Path, scenario: str) -> Reference:
     """Run a command undisturbed."""
-    command = material.command(scenario, home / f"undisturbed-{scenario}")
+    home = folder.parent
+    command = material.command(scenario, home / f"{folder.name}-{scenario}")
     begun = time.monotonic()
     run = command.start()
     course = Course.watched(command.work_root, partial(has_ended, run))
@@ -145,8 +148,12 @@ def run_command(
     server: LastingServer | None,
     targets: list[str],
     rng: random.Random,
+    end: float,
 ) -> str:
-    """Start a command, disturb it and repeat it until it is done; return the log."""
+    """Start a command, disturb it and repeat it until it is done; return the log.
+
+    end: when to disturb it no more, so that it is soon done.
+    """
     before: dict[Path, tuple[int, int]] = {}
     log = ""
     for case.attempts in range(1, MOST_ATTEMPTS + 1):
@@ -158,7 +165,8 @@ def run_command(
             found[deployed.SERVER] = partial(deployed.server_process, server)
         run.until(partial(catches, run.pid, signal.SIGTERM))  # the program has begun
         victims = {name: found[name] for name in targets if name in found}
-        kind = attempt(run, case, command.work_root, course, victims, rng)
+        is_over = time.monotonic() > end
+        kind = "" if is_over else attempt(run, case, command.work_root, course, victims, rng)
         ended = run.wait()
         log += f"\n--- {kind or 'undisturbed'}: {ended.code}\n{ended.err}"
         is_refused = ended.code == 1 and NO_SERVER in ended.err
@@ -179,10 +187,16 @@ def run_command(
     return log
 
 
+@cache
+def reference(material: Material, home: Path, scenario: str) -> Reference:
+    """Return what a scenario leaves undisturbed; each process that runs cases finds out once."""
+    undisturbed = replace(material, with_prefect=False)  # whose bytes those with it must have
+    return finished(undisturbed, home / f"process-{os.getpid()}", scenario)
+
+
 def run_case(
     material: Material,
     home: Path,
-    references: dict[str, Reference],
     server: LastingServer | None,
     options: argparse.Namespace,
     case: Case,
@@ -196,21 +210,29 @@ def run_case(
     weights = WEIGHTS if case.way == OWN else deployed.SCENARIOS
     [drawn] = rng.choices(list(weights), list(weights.values()))
     case.scenario = case.scenario or drawn
-    reference = references[case.scenario]
-    case.stages = tuple(reference.course.seconds)
+    wanted = reference(material, home, case.scenario)
+    case.stages = tuple(wanted.course.seconds)
     folder = home / f"case-{case.index}"
     command = material.command(case.scenario, folder)
     if case.way == DEPLOYED:
         assert server is not None
         log = deployed.run_deployment(
-            server, command, case, reference.seconds, targets=targets, rng=rng
+            server, command, case, wanted.seconds, targets=targets, rng=rng
         )
     else:
-        log = run_command(command, case, reference.course, server=server, targets=own, rng=rng)
+        log = run_command(
+            command,
+            case,
+            wanted.course,
+            server=server,
+            targets=own,
+            rng=rng,
+            end=options.end,
+        )
     case.check(TWICE_DONE, repeated(log))
     case.check(PARTIAL, leftovers(folder))
-    wanted, found = reference.results, results(command, home / HUB)
-    case.check(BYTES, [n for n in {**wanted, **found} if wanted.get(n) != found.get(n)])
+    known, found = wanted.results, results(command, home / HUB)
+    case.check(BYTES, [n for n in {**known, **found} if known.get(n) != found.get(n)])
     if case.failures:
         (folder / "log.txt").write_text(log)
     else:
@@ -229,77 +251,58 @@ def server_for(options: argparse.Namespace, home: Path) -> Iterator[LastingServe
         yield server
 
 
+def count(case: Case, state: State) -> None:
+    """Count a case: by check, and its signals by stage."""
+    failed: dict[str, list[str]] = {}
+    for name, what in case.failures:
+        failed.setdefault(name, []).append(what)
+    own = case.attempts if case.way == OWN else 0
+    tried = dict.fromkeys((CODE, ORPHANS, LOCKS), case.attempts) | {TRACEBACK: own}
+    tried |= {TWICE_DONE: len(case.disturbed), PARTIAL: 1, BYTES: 1}
+    for name, number in tried.items():
+        texts = failed.get(name, [])
+        failures = {f"{case.index}.{i}": text for i, text in enumerate(texts)}
+        state.add(name, tried=number, failures=failures)
+    for stage in case.stages:
+        state.note(stage, ALL, 0)  # those that are never hit are shown, too
+    for kind, target, stage in case.disturbed:
+        for column in (ALL, target, kind):
+            state.note(stage, column)
+    state.add(f"{case.way} {case.scenario}", part=CASES, after=case.index + 1)
+    state.save()
+
+
 def campaign(
-    options: argparse.Namespace, material: Material, home: Path, server: LastingServer | None
-) -> list[Case]:
+    options: argparse.Namespace,
+    material: Material,
+    home: Path,
+    server: LastingServer | None,
+    state: State,
+) -> None:
     """Run cases until there were enough signals or the time is over."""
     material.convert()
-    deadline = time.monotonic() + options.seconds
-    numbers = iter([options.only]) if options.only is not None else count()
-    done: list[Case] = []
-    shown = 0
-    names = [options.scenario] if options.scenario else list(WEIGHTS)
+    first = state.begin(CASES) if options.only is None else options.only
+    numbers = iter([first]) if options.only is not None else itertools.count(first)
+    shown = signals = sum(row[ALL] for row in state.spread.values())
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        undisturbed = replace(material, with_prefect=False)  # whose bytes those with it must have
-        found = pool.map(partial(finished, undisturbed, home), names)
-        references = dict(zip(names, found, strict=True))
-        run = partial(run_case, material, home, references, server, options)
+        run = partial(run_case, material, home, server, options)
 
         def submit(*, at_most: int) -> set[Future[Case]]:
             cases = (Case(index=i, scenario=options.scenario) for i in islice(numbers, at_most))
             return {pool.submit(run, case) for case in cases}
 
-        pending = submit(at_most=options.jobs)
+        pending = submit(at_most=options.jobs if signals < options.kills else 0)
         while pending:
             ready, pending = wait(pending, return_when=FIRST_COMPLETED)
-            done += [future.result() for future in ready]
-            signals = sum(len(case.disturbed) for case in done)
+            for future in ready:
+                case = future.result()
+                count(case, state)
+                signals += len(case.disturbed)
             if signals - shown >= SHOW_EVERY:
                 shown = signals
-                failures = sum(len(case.failures) for case in done)
-                print(f"{signals} signals, {len(done)} cases, {failures} failures", flush=True)
-            if signals < options.kills and time.monotonic() < deadline:
+                print(f"{signals} signals, {state.failed} failures", flush=True)
+            if signals < options.kills and time.monotonic() < options.end:
                 pending |= submit(at_most=len(ready))
-    return done
-
-
-def stages_table(done: list[Case]) -> str:
-    """Return a Markdown table of the signals by target and stage, those without one as well."""
-    counts = Counter((stage, target) for case in done for _, target, stage in case.disturbed)
-    targets = sorted({target for _, target in counts})
-    stages = {stage for stage, _ in counts}.union(*(case.stages for case in done))
-    lines = [f"| signals in stage | {' | '.join(targets)} |", f"|---|{'---|' * len(targets)}"]
-    for stage in sorted(stages, key=lambda s: (-sum(counts[s, t] for t in targets), s)):
-        lines.append(f"| {stage} | {' | '.join(str(counts[stage, t]) for t in targets)} |")
-    return "\n".join(lines)
-
-
-def report(done: list[Case], options: argparse.Namespace, home: Path) -> str:
-    """Return the table of a campaign, and how to repeat what failed."""
-    events = [event for case in done for event in case.disturbed]
-    attempts = sum(case.attempts for case in done)
-    own = sum(case.attempts for case in done if case.way == OWN)
-    tried = {CODE: attempts, ORPHANS: attempts, LOCKS: attempts, TRACEBACK: own}
-    tried |= {TWICE_DONE: len(events)} | dict.fromkeys((PARTIAL, BYTES), len(done))
-    failed = Counter(name for case in done for name, _ in case.failures)
-    ways = tally.spread(f"{case.way} {case.scenario}" for case in done)
-    lines = [
-        f"seed {options.seed}, device {options.device}: {len(events)} signals in {len(done)} "
-        f"conversions ({ways}), started {attempts} times",
-        f"signals: {tally.spread(kind for kind, _, _ in events)}",
-        "",
-        stages_table(done),
-        "",
-        tally.table("check", tried, failed),
-    ]
-    for case in done:
-        for name, what in case.failures:
-            lines += [
-                "",
-                f"FAILED {name} in `{home}/case-{case.index}`, repeat with --seed "
-                f"{options.seed} --only {case.index}: {case.disturbed}\n{what}",
-            ]
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -315,20 +318,32 @@ def main() -> int:
         "--targets", nargs="+", choices=deployed.TARGETS, help="of conversions that Prefect runs"
     )
     parser.add_argument("--only", type=int, help="number of the one case to repeat")
+    parser.add_argument("--state", type=Path, help=HELP)
     options = parser.parse_args()
-    home = Path(tempfile.mkdtemp(prefix="kills-"))
+    if options.state and (options.jobs > 1 or options.only is not None):
+        parser.error("with --state: one job, and no --only")
+    options.end = time.monotonic() + options.seconds
     prefect = bool(options.targets)
     if prefect and (options.jobs > 1 or options.device != "cpu"):
         parser.error("with --targets: one job, on the CPU")
+    kinds = {"device": options.device, "scenario": options.scenario, "targets": options.targets}
+    given = {name: value for name, value in kinds.items() if value}
+    state = State.opened("kills", path=options.state, seed=options.seed, options=given)
+    home = Path(tempfile.mkdtemp(prefix="kills-"))
     material = Material(root=home / "material", device=options.device, with_prefect=prefect)
     material.write()
+    before = state.failed
     with hub_for(home / HUB, material.model), server_for(options, home) as server:
-        done = campaign(options, material, home, server)
-    print(report(done, options, home))
-    has_failed = any(case.failures for case in done)
-    if not has_failed:
+        campaign(options, material, home, server, state)
+    state.save(now=True)
+    for text in state.shown():
+        print(f"{text}repeat with --seed {options.seed} --only and the number before the point\n")
+    print(f"{state.report('check')}\n\n{state.second_table('signals in stage')}")
+    if state.failed > before:
+        print(f"\nfolders of the cases that failed: `{home}`")
+    else:
         shutil.rmtree(home)
-    return int(has_failed)
+    return int(state.failed > 0)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import base64
 import os
 import random
 import resource
+import shutil
 import signal
 import sqlite3
 import sys
@@ -21,17 +22,17 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 
-import tally
-from crash import Conditions, Program
+from crash import Conditions, Ended, Program, Run
 from hub_server import Hub, serving
 from scenarios import SOURCE, Material
+from state import HELP, State
 
 USER, BLOCK = "somebody", "hub-token"
 WHERE = {  # requests of a command that fail
@@ -49,9 +50,10 @@ WHERE = {  # requests of a command that fail
     "validate": ("GET /api/models/", "GET .*/resolve/", "GET /objects/"),
 }
 FAILURES = ("401", "403", "404", "429", "500", "reset", "cut", "echo")
-WHAT = (
-    "in anything left behind by a failure"  # in the table: one failure leaves many rows and files
-)
+VARIANTS = ("header", "address")  # how a secret reaches the Hub
+ABORTED, FLOW = "aborted command", "failed flow"
+COMMAND = {variant: f"failed command, secret in the {variant}" for variant in VARIANTS}
+LONGEST_SECONDS = 300.0  # of a command
 IMPATIENT = Conditions(hub_waits=(0.01, 0.02))
 
 
@@ -75,26 +77,44 @@ class Search:
     def __init__(self, secrets: dict[str, str]) -> None:
         self.secrets = {name: forms(text) for name, text in secrets.items()}
         self.searched: Counter[str] = Counter()
-        self.found: Counter[str] = Counter()
         self.places: list[str] = []
+        self.known: dict[Path, tuple[int, int, int]] = {}
+        self.rows: set[int] = set()
 
     def look(self, kind: str, data: bytes, place: str) -> None:
         """Search some bytes."""
         self.searched[kind] += 1
         for name, spelled in self.secrets.items():
             if any(form in data for form in spelled):
-                self.found[kind] += 1
                 self.places.append(f"{name} in {place}")
 
     def folder(self, folder: Path) -> None:
-        """Search all files below a folder, and all rows of databases."""
+        """Search all files below a folder and all rows of databases that are new or changed."""
         for path in folder.rglob("*"):
-            if path.is_file():
-                self.look("file", path.read_bytes(), str(path))
-            if path.name == "prefect.db":
-                with closing(sqlite3.connect(path)) as database:
-                    for line in database.iterdump():
+            if not path.is_file() or not (data := self._changed(path)):
+                continue
+            self.look("file", data, str(path))
+            if path.parent == folder and path.name.startswith("core"):
+                self.places.append(f"a core: {path}")
+        for path in folder.rglob("prefect.db"):
+            with closing(sqlite3.connect(path)) as database:
+                for line in database.iterdump():
+                    if (row := hash(line)) not in self.rows:
+                        self.rows.add(row)
                         self.look("database row", line.encode(errors="replace"), line[:200])
+
+    def _changed(self, path: Path) -> bytes:
+        """Return a file's content unless it was searched before; nothing if it is gone."""
+        try:
+            stat = path.stat()
+            stamp = stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if self.known.get(path) == stamp:
+                return b""
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        self.known[path] = stamp
+        return data
 
 
 def fail(hub: Hub, rng: random.Random, command: str, token: str) -> str:
@@ -126,44 +146,102 @@ def arguments(command: str, material: Material, folder: Path) -> list[str]:
     return ["validate", str(material.converted), *words, *rows]
 
 
-def commands(
-    hub: Hub,
-    material: Material,
-    search: Search,
-    folder: Path,
-    options: argparse.Namespace,
-    ends: Iterator[float],
-) -> list[str]:
-    """Run failing commands in the home `folder`; return what failed."""
-    token = os.environ["HF_TOKEN"]
-    ran: list[str] = []
-    for variant in ("header", "address"):
-        if variant == "address":  # a password in a URL, as for a mirror
-            host = hub.url.removeprefix("http://")
-            os.environ["HF_ENDPOINT"] = f"http://{USER}:{os.environ['URL_PASSWORD']}@{host}"
-        with closing(Program()) as program:
-            for index in tally.within(options.failures // 2, next(ends)):
-                rng = random.Random(f"{options.seed}/{variant}/{index}")
-                command = rng.choice(list(WHERE))
-                own = folder / f"{variant}-{index}"
-                hub.faults.clear()
-                hub.repos.pop("org/out", None)
-                ran.append(fail(hub, rng, command, token))
-                words = arguments(command, material, own)
-                if rng.random() < 0.5:
-                    words.insert(0, "--debug")
-                ended = program.start(words, IMPATIENT).wait()
-                search.look("output", (ended.out + ended.err).encode(), f"{ran[-1]}:\n{ended.err}")
-            hub.faults.clear()
-            core = program.start(
-                arguments("convert", material, folder / f"aborted-{variant}"), IMPATIENT
-            )
-            time.sleep(1.0)
-            core.send(signal.SIGABRT)  # a crash, as of a library
-            core.wait()
-            ran.append("convert: aborted")
-    os.environ["HF_ENDPOINT"] = hub.url
-    return ran
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What all cases share: the Hub, what they work on, their home, and what was found there."""
+
+    hub: Hub
+    material: Material
+    search: Search
+    home: Path
+    state: State
+
+    def draw(self, part: str, number: int) -> random.Random:
+        """Return the chance of a case, on a Hub without faults."""
+        self.hub.faults.clear()
+        self.hub.repos.pop("org/out", None)
+        return random.Random(f"{self.state.seed}/{part}/{number}")
+
+    def note(self, kind: str, number: int, what: str, problem: str = "") -> None:
+        """Search all that a case has left, and count it. problem: what else was wrong."""
+        self.search.folder(self.home)
+        found = "; ".join(filter(None, (problem, *self.search.places)))
+        self.search.places.clear()
+        failures = {number: f"{what}: {found}"} if found else {}
+        searched = {f"{name}s": count for name, count in self.search.searched.items()}
+        self.search.searched.clear()
+        self.state.add(kind, after=number + 1, failures=failures, counts=searched)
+        self.state.save()
+
+
+def ended(run: Run) -> Ended | None:
+    """Return how a process ended; None if it had to be killed because it did not."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    stat = Path(f"/proc/{run.pid}/stat")
+    while stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
+        if time.monotonic() > deadline:
+            run.send(signal.SIGKILL)
+            run.wait()
+            return None
+        time.sleep(0.01)
+    return run.wait()
+
+
+def failed_command(scene: Scene, program: Program, variant: str, number: int) -> None:
+    """Run a command whose Hub fails."""
+    rng = scene.draw(variant, number)
+    command = rng.choice(list(WHERE))
+    folder = scene.home / f"{variant}-{number}"
+    what = fail(scene.hub, rng, command, os.environ["HF_TOKEN"])
+    words = arguments(command, scene.material, folder)
+    if rng.random() < 0.5:
+        words.insert(0, "--debug")
+    end = ended(program.start(words, IMPATIENT))
+    problem = "" if end else f"not ended in {LONGEST_SECONDS:.0f} s"
+    if end:
+        scene.search.look("output", (end.out + end.err).encode(), f"{what}:\n{end.err}")
+    scene.note(COMMAND[variant], number, what, problem)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def aborted_command(scene: Scene, program: Program, number: int) -> None:
+    """Abort a command, as a library might."""
+    scene.draw(ABORTED, number)
+    folder = scene.home / f"aborted-{number}"
+    run = program.start(arguments("convert", scene.material, folder), IMPATIENT)
+    time.sleep(1.0)
+    run.send(signal.SIGABRT)
+    run.wait()
+    scene.note(ABORTED, number, "convert")
+
+
+def commands(scene: Scene, failures: int, end: float) -> None:
+    """Run commands that fail, and some that are aborted."""
+    goals = {COMMAND[variant]: failures // 2 for variant in VARIANTS}
+    goals[ABORTED] = max(2, failures // 25)
+    url = scene.hub.url
+    host = url.removeprefix("http://")
+    password = os.environ["URL_PASSWORD"]
+    ends = {"header": url, "address": f"http://{USER}:{password}@{host}"}  # as for a mirror
+    next_ = {kind: scene.state.begin(kind) for kind in goals}
+    with ExitStack() as stack:
+        programs = {}
+        for variant in VARIANTS:
+            os.environ["HF_ENDPOINT"] = ends[variant]
+            programs[variant] = stack.enter_context(closing(Program()))
+        os.environ["HF_ENDPOINT"] = url
+        while time.monotonic() < end:
+            left = [kind for kind, goal in goals.items() if next_[kind] < goal]
+            if not left:
+                break
+            kind = min(left, key=lambda kind: next_[kind] / goals[kind])
+            number = next_[kind]
+            if kind == ABORTED:
+                aborted_command(scene, programs[VARIANTS[number % 2]], number)
+            else:
+                [variant] = [name for name in VARIANTS if COMMAND[name] == kind]
+                failed_command(scene, programs[variant], variant, number)
+            next_[kind] = number + 1
 
 
 @contextmanager
@@ -182,20 +260,42 @@ def captured(file: Path) -> Iterator[None]:
                 os.close(before)
 
 
-def flows(
-    hub: Hub,
-    material: Material,
-    search: Search,
-    folder: Path,
-    options: argparse.Namespace,
-    ends: Iterator[float],
-) -> list[str]:
-    """Run failing flows whose token is in a Secret block only; return what failed."""
-    from prefect.blocks.system import Secret
-
+def failed_flow(scene: Scene, token: str, number: int) -> None:
+    """Run a flow whose Hub fails."""
     from exl2flow import flows as ours
     from exl2flow.core.options.config import ConversionConfig
     from exl2flow.core.options.publication import PublishConfig
+
+    rng = scene.draw("flows", number)
+    command = rng.choice(["convert", "publish"])
+    what = fail(scene.hub, rng, command, token)
+    folder = scene.home / f"flow-{number}"
+    flow: Callable[..., Any] = ours.convert
+    config: object = ConversionConfig.model_validate(
+        {"source": SOURCE, "out": folder, "device": "cpu", "token_block": BLOCK}
+    )
+    if command == "publish":
+        flow, target = ours.publish, {"models": (scene.material.converted,), "repo": "org/out"}
+        config = PublishConfig.model_validate(
+            {**target, "device": "cpu", "force": True, "token_block": BLOCK}
+        )
+    state = flow(config, return_state=True)
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, BaseException):
+        text = "".join(traceback.format_exception(error)) + repr(error.__dict__)
+        scene.search.look("traceback", text.encode(), text)
+    scene.note(FLOW, number, what)
+
+
+def flows(scene: Scene, count: int, end: float) -> None:
+    """Run failing flows whose token is in a Secret block only."""
+    from exl2flow.tasks import retries
+
+    # Before the tasks are imported: six minutes of pauses are of no use here
+    retries.RETRIED["retry_delay_seconds"] = [0.01] * len(retries.DELAYS_SECONDS)
+
+    from prefect.blocks.system import Secret
+
     from exl2flow.flows.server.temporary import api
     from exl2flow.tasks import hub as hub_tasks
 
@@ -204,36 +304,45 @@ def flows(
         lambda token=None: replace(opened(token), waits=IMPATIENT.hub_waits or ())
     )
     token = os.environ.pop("HF_TOKEN")
-    ran: list[str] = []
-    with captured(folder / "flows.log"), api() as server:
+    first = scene.state.begin(FLOW)
+    with captured(scene.home / "flows.log"), api() as server:
         server.wait()
         Secret(value=token).save(BLOCK, overwrite=True)  # type: ignore[unused-coroutine]
-        for index in tally.within(options.flows, next(ends)):
-            rng = random.Random(f"{options.seed}/flows/{index}")
-            command = rng.choice(["convert", "publish"])
-            hub.faults.clear()
-            hub.repos.pop("org/out", None)
-            ran.append(f"flow {fail(hub, rng, command, token)}")
-            flow: Callable[..., Any] = ours.convert
-            config: object = ConversionConfig.model_validate(
-                {
-                    "source": SOURCE,
-                    "out": folder / f"flow-{index}",
-                    "device": "cpu",
-                    "token_block": BLOCK,
-                }
-            )
-            if command == "publish":
-                flow, target = ours.publish, {"models": (material.converted,), "repo": "org/out"}
-                config = PublishConfig.model_validate(
-                    {**target, "device": "cpu", "force": True, "token_block": BLOCK}
-                )
-            state = flow(config, return_state=True)
-            error = state.result(raise_on_failure=False)
-            if isinstance(error, BaseException):
-                text = "".join(traceback.format_exception(error)) + repr(error.__dict__)
-                search.look("traceback", text.encode(), text)
-    return ran
+        for number in range(first, count):
+            if time.monotonic() > end:
+                break
+            failed_flow(scene, token, number)
+
+
+@contextmanager
+def scenery(root: Path, state: State) -> Iterator[Scene]:
+    """Run the Hub, put the secrets into the environment, and make a home and what is worked on."""
+    rng = random.Random(state.seed)
+    token, password, url_password = drawn(rng, "hf_"), drawn(rng), drawn(rng)
+    home = root / "home"
+    home.mkdir()
+    material = Material(root=root / "material", device="cpu")
+    material.write()
+    with serving(root / "hub") as hub:
+        hub.tokens = {token}
+        hub.add_folder(SOURCE, material.model, card={"license": "mit"})
+        os.environ.update(
+            HF_ENDPOINT=hub.url,
+            HF_TOKEN=token,
+            HF_HUB_DISABLE_XET="1",
+            HF_HOME=str(home / "huggingface"),
+            HOME=str(home),
+            TMPDIR=str(home),
+            URL_PASSWORD=url_password,
+            PREFECT_HOME=str(home / "prefect"),
+            PREFECT_API_AUTH_STRING=f"{USER}:{password}",
+            PREFECT_SERVER_API_AUTH_STRING=f"{USER}:{password}",
+        )
+        os.chdir(home)  # where a core would be
+        secrets = {"token": token, "password": password, "password in a URL": url_password}
+        material.convert()
+        search = Search(secrets)
+        yield Scene(hub=hub, material=material, search=search, home=home, state=state)
 
 
 def main() -> int:
@@ -243,49 +352,26 @@ def main() -> int:
     parser.add_argument("--flows", type=int, default=20, help="Prefect flows that fail")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=3600.0, help="of all failures, at most")
+    parser.add_argument("--state", type=Path, help=HELP)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
-    token, password, url_password = drawn(rng, "hf_"), drawn(rng), drawn(rng)
+    end = time.monotonic() + options.seconds
+    path = None if options.state is None else options.state.resolve()
+    state = State.opened("leaks", path=path, seed=options.seed)
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
-    with tempfile.TemporaryDirectory(prefix="leaks-") as name:
-        root = Path(name)
-        home = root / "home"
-        home.mkdir()
-        material = Material(root=root / "material", device="cpu")
-        material.write()
-        with serving(root / "hub") as hub:
-            hub.tokens = {token}
-            hub.add_folder(SOURCE, material.model, card={"license": "mit"})
-            os.environ.update(
-                HF_ENDPOINT=hub.url,
-                HF_TOKEN=token,
-                HF_HUB_DISABLE_XET="1",
-                HF_HOME=str(home / "huggingface"),
-                HOME=str(home),
-                TMPDIR=str(home),
-                URL_PASSWORD=url_password,
-                PREFECT_HOME=str(home / "prefect"),
-                PREFECT_API_AUTH_STRING=f"{USER}:{password}",
-                PREFECT_SERVER_API_AUTH_STRING=f"{USER}:{password}",
-            )
-            os.chdir(home)  # where a core would be
-            secrets = {"token": token, "password": password, "password in a URL": url_password}
-            search = Search(secrets)
-            material.convert()
-            ends = tally.ends(3 if options.flows else 2, options.seconds)
-            ran = commands(hub, material, search, home, options, ends)
-            if options.flows:
-                ran += flows(hub, material, search, home, options, ends)
-        search.folder(home)
-        cores = [path.name for path in home.iterdir() if path.name.startswith("core")]
-    print(f"seed {options.seed}: {len(ran)} failures ({tally.spread(ran)})\n")
-    found = sum(search.found.values())
-    print(tally.table("secrets", {WHAT: len(ran)}, {WHAT: found}))
-    print(f"\nsearched: {dict(search.searched)}, found: {dict(search.found)}, cores: {len(cores)}")
-    for place in search.places:
-        print(f"\nFOUND {place}\nrepeat with --seed {options.seed}")
-    return int(bool(search.places or cores))
+    with tempfile.TemporaryDirectory(prefix="leaks-") as name, scenery(Path(name), state) as scene:
+        now = time.monotonic()
+        has_flows = state.next.get(FLOW, 0) < options.flows
+        commands(scene, options.failures, now + (end - now) / 2 if has_flows else end)
+        if has_flows and time.monotonic() < end:
+            flows(scene, options.flows, end)
+        scene.search.folder(scene.home)
+        if places := "; ".join(scene.search.places):
+            state.add("after the last case", tried=1, failures={"all": places})
+    state.save(now=True)
+    print(*state.shown(), sep="\n")
+    print(state.report("secrets, in all that was left by a"))
+    return int(state.failed > 0)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Every mutant runs in a process forked from one that has loaded all libraries, so
 tools that start Python for each mutant load torch each time. A mutant is killed if a test of its
 file fails, or if the tests take far more processor time than without it. The tests of a file are
 the one of its name, those in `MORE`, then others in its mirrored folder that import it.
+Survivors are counted, but end the program with 0: many change nothing that matters.
 """
 
 import argparse
@@ -21,12 +22,15 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
+
+from state import HELP, State
 
 ROOT = Path(__file__).parents[1]
 MODULES = (
@@ -34,7 +38,10 @@ MODULES = (
     "model/files/exl2.py",
     "quant/quantize/stored_form.py",
     "inference/cache/page_pool.py",
+    "inference/filters/phases.py",
+    "inference/generate/scheduler.py",  # preemption
 )
+TURN = 4  # mutants of a file, then it is the turn of another
 DEFAULTS = "tests/unit/test_documented_defaults.py"
 MORE = {  # tests outside of the mirrored folder
     "core/options/base.py": ["tests/unit/core/options/test_config.py"],
@@ -62,6 +69,11 @@ MORE = {  # tests outside of the mirrored folder
         "tests/property/test_packing.py",
     ],
     "inference/cache/page_pool.py": ["tests/property/test_pages.py"],
+    "inference/generate/scheduler.py": [
+        "tests/unit/inference/generate/test_generator.py",
+        "tests/property/test_generator.py",
+    ],
+    "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],
 }
 MOST_TESTS = 4  # files of tests
 MARKERS = "not slow and not gpu and not multigpu and not network"
@@ -336,28 +348,67 @@ def load(names: tuple[str, ...]) -> None:
             importlib.import_module(name)
 
 
-def try_file(file: str, args: argparse.Namespace, end: float) -> tuple[str, list[Mutant]]:
-    """Try the mutants of one file; return a row of the table, and the survivors."""
-    path, tests = ROOT / file, tests_of(file)
-    every = mutants(file, path.read_text())
-    chosen = random.Random(f"{args.seed} {file}").sample(every, min(args.count, len(every)))
-    if not tests:
-        return f"{file:36} {len(every):6}      no unit test imports it", []
-    base = forked(path, None, tests, None)
-    if not base.passed:
-        return f"{file:36} {len(every):6}      its tests fail without a change", []
-    load(base.loaded)
-    survivors, tried = [], 0
-    for mutant in chosen:
-        if time.monotonic() > end:
-            break
-        tried += 1
-        if forked(path, mutant.source, tests, base).passed:
-            survivors.append(mutant)
-            print(f"  {file}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
-    killed = tried - len(survivors)
-    rate = f"{100 * killed / tried:6.1f} %" if tried else ""
-    return f"{file:36} {len(every):6} {tried:6} {killed:6} {len(survivors):6} {rate}", survivors
+@dataclass
+class File:
+    """A file of the package: its mutants in the order in which the seed draws them, its tests.
+
+    base: how the tests end without a change; None before they have run.
+    """
+
+    name: str
+    drawn: list[Mutant]
+    tests: list[str]
+    base: Outcome | None = None
+
+    @classmethod
+    def of(cls, name: str, seed: int, state: State) -> "File":
+        """Return a file; its mutants begin anew if it has changed."""
+        source = (ROOT / name).read_text()
+        every = mutants(name, source)
+        drawn = random.Random(f"{seed} {name}").sample(every, len(every))
+        state.begin(name, of=sha256(source.encode()).hexdigest()[:16], total=len(every))
+        return cls(name, drawn, tests_of(name))
+
+    def is_ready(self) -> bool:
+        """Return whether its tests pass without a change, after loading their libraries."""
+        if self.base is None and self.tests:
+            self.base = forked(ROOT / self.name, None, self.tests, None)
+            load(self.base.loaded)
+        if self.base is not None and self.base.passed:
+            return True
+        why = "its tests fail without a change" if self.tests else "no unit test imports it"
+        print(f"  {self.name}: {why}", flush=True)
+        return False
+
+    def attempt(self, number: int, state: State) -> None:
+        """Try a mutant and count it; a survivor is shown."""
+        mutant, begun = self.drawn[number], time.monotonic()
+        is_alive = forked(ROOT / self.name, mutant.source, self.tests, self.base).passed
+        what = f"{self.name}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
+        if is_alive:
+            print(f"  {what}", flush=True)
+        counts = {"seconds": time.monotonic() - begun}
+        survivors = {number: what} if is_alive else {}
+        state.add(self.name, after=number + 1, failures=survivors, counts=counts)
+        state.save()
+
+
+def try_files(names: Sequence[str], count: int, state: State, end: float) -> None:
+    """Try mutants, a few of each file in turn, those with the fewest so far first."""
+    left = [File.of(name, state.seed, state) for name in names]
+    while left and time.monotonic() < end:
+        left = [file for file in left if state.next[file.name] < min(count, len(file.drawn))]
+        for file in sorted(left, key=lambda file: state.next[file.name]):
+            if time.monotonic() > end:
+                return
+            if not file.is_ready():
+                left.remove(file)
+                continue
+            first = state.next[file.name]
+            for number in range(first, min(first + TURN, count, len(file.drawn))):
+                if time.monotonic() > end:
+                    return
+                file.attempt(number, state)
 
 
 def main() -> None:
@@ -369,14 +420,17 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="mutants per file")
     parser.add_argument("--seed", type=int, default=1, help="which mutants")
     parser.add_argument("--seconds", type=float, default=3600, help="longest time for all")
+    parser.add_argument("--state", type=Path, help=HELP)
     args = parser.parse_args()
     os.chdir(ROOT)
+    path = None if args.state is None else args.state.resolve()
     end = time.monotonic() + args.seconds
-    rows = [try_file(file, args, end)[0] for file in args.files]
-    print(
-        f"\nseed {args.seed}\n{'file':36} {'all':>6} {'tried':>6} {'killed':>6} {'alive':>6}   rate"
-    )
-    print("\n".join(rows))
+    state = State.opened("mutants", path=path, seed=args.seed)
+    try_files(args.files, args.count, state, end)
+    state.save(now=True)
+    total, tried = sum(state.total.values()), sum(map(state.tried, state.counts))
+    print(f"\n{state.report('file')}")
+    print(f"\nfailed: no test noticed. {tried:,} of {total:,} mutants, {state.failed} survivors")
 
 
 if __name__ == "__main__":

@@ -7,14 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from state import bound as bound
+from state import rate
+
 from exl2flow.core.store.files import replacing
-
-CONFIDENCE = 0.95
-
-
-def bound(count: int) -> float:
-    """Return the rate of failures that `count` trials without one exclude with 95 % confidence."""
-    return 1.0 if count == 0 else 1 - (1 - CONFIDENCE) ** (1 / count)
 
 
 def table(title: str, tried: Mapping[str, int], failed: Mapping[str, int]) -> str:
@@ -22,8 +18,7 @@ def table(title: str, tried: Mapping[str, int], failed: Mapping[str, int]) -> st
     lines = [f"| {title} | tried | failed | rate (95 %) |", "|---|---|---|---|"]
     for name, count in tried.items():
         failures = failed.get(name, 0)
-        rate = f"{failures / count:.2%} seen" if failures else f"< {bound(count):.2%}"
-        lines.append(f"| {name} | {count:,} | {failures} | {rate} |")
+        lines.append(f"| {name} | {count:,} | {failures} | {rate(count, failures)} |")
     return "\n".join(lines)
 
 

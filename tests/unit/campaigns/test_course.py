@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 from course import Course, drawn
-from kills import stages_table
+from kills import count
 from scenarios import BEFORE, BETWEEN, manifests, stamps, under_way
 from signals import Case
+from state import State
 
 STAGES = ("tokenize", "measure", "quantize", "compile")
 
@@ -91,7 +92,13 @@ def test_an_undisturbed_command_shows_its_stages_and_how_long_they_take(tmp_path
 
 
 def test_the_table_shows_stages_that_no_signal_has_hit() -> None:
+    state = State(program="kills", seed=0)
     case = Case(index=0, scenario="fast", stages=("tokenize", "compile"))
     case.disturbed = [("SIGKILL", "command", "tokenize")]
 
-    assert stages_table([case]).splitlines()[2:] == ["| tokenize | 1 |", "| compile | 0 |"]
+    count(case, state)
+
+    assert state.second_table("signals in stage").splitlines()[2:] == [
+        "| tokenize | 1 | 1 | 1 |",
+        "| compile | 0 | 0 | 0 |",
+    ]

@@ -1,14 +1,16 @@
 """What was committed survives every power cut, and the tests would notice if it did not."""
 
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import Command, Opened, quietly
-from crashes import Count, Trial, exhaust
+from crashes import EXHAUSTED, Count, Part, Trial
 from file_layer import SYNC
 from power_cuts import Cut, Recording, Tear, content_times, lay_out
+from state import State
 
 from exl2flow.core.store import files
 from exl2flow.core.store.files import digest, write_text
@@ -36,6 +38,13 @@ def stage(tmp_path: Path) -> Command:
         folder.complete()
 
     return Command(disk=disk, run=run)
+
+
+def exhaust(command: Command, count: Count, deadline: float) -> None:
+    """Try all states of a command."""
+    state, numbers = State(program="crashes", seed=0), range(sys.maxsize)
+    part = Part(name=EXHAUSTED, seed=0, numbers=numbers, deadline=deadline, state=state)
+    part.run(command, count)
 
 
 def failures(command: Command) -> list[str]:
