@@ -5,7 +5,6 @@ Each goes on with its state in `--states`, and one table shows what all of them 
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -27,16 +26,12 @@ GOALS = {  # program → how much of it in all
 GRACE_SECONDS = 600.0  # after its time, for a program that does not end
 
 
-def seed_of(path: Path, default: int) -> int:
-    """Return the seed of a state, the default if there is none yet."""
-    return int(json.loads(path.read_bytes())["seed"]) if path.exists() else default
-
-
 def run(program: str, path: Path, *, seconds: float, seed: int) -> bool:
     """Run a program for some time; return whether it ended with 0."""
     print(f"\n{program}: {seconds:.0f} s", flush=True)
     words = [*GOALS[program], "--seconds", f"{seconds:.0f}"]
-    words += ["--state", str(path), "--seed", str(seed_of(path, seed))]
+    seed = State.read(path).seed if path.exists() else seed
+    words += ["--state", str(path), "--seed", str(seed)]
     command = [sys.executable, str(HERE / f"{program}.py"), *words]
     try:
         done = subprocess.run(

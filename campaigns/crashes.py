@@ -231,7 +231,7 @@ class Part:
     state: State
 
     def run(self, command: Command, count: Count) -> None:
-        """Try them: all that the store can be in, of other commands those that the seed draws."""
+        """Try every state of the store; of other commands, the states that the seed draws."""
         trial = Trial(command)
         count.events = len(trial.recording.events)
         every = list(trial.recording.every()) if self.name == EXHAUSTED else None
@@ -330,13 +330,11 @@ def main() -> int:
             first=first,
             state=state,
         )
-    state.save(now=True)
-    print(*state.shown(), sep="\n")
-    print(state.report("command"))
+    code = state.finish("command")
     for name, count in counts.items():
         if count.is_cut:
             print(f"\n{name}: time was over after {state.tried(name):,} states")
-    return int(state.failed > 0)
+    return code
 
 
 if __name__ == "__main__":

@@ -420,10 +420,7 @@ def main() -> int:
     place = MEMORY if MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="faults-", dir=place) as folder:
         work.run(Path(folder), kinds)
-    state.save(now=True)
-    print(*state.shown(), sep="\n")
-    print(state.report("fault"))
-    return int(state.failed > 0)
+    return state.finish("fault")
 
 
 if __name__ == "__main__":

@@ -386,10 +386,7 @@ def main() -> int:
         made = Converted(args.model, Path(folder), row_tokens=128)
         left = end - time.monotonic()
         campaign(made, count=args.count, gate=args.gate, seed=args.seed, seconds=left, state=state)
-    state.save(now=True)
-    print(*state.shown(), sep="\n")
-    print(state.report("flipped bit of a"))
-    return int(state.failed > 0)
+    return state.finish("flipped bit of a")
 
 
 if __name__ == "__main__":

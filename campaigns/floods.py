@@ -386,10 +386,7 @@ def main() -> int:
                 campaign(receiver, log, goals, state, end)
         if state.failed:
             print(log.read_text(errors="replace")[-3000:])
-    state.save(now=True)
-    print(*state.shown(), sep="\n")
-    print(state.report("flood"))
-    return int(state.failed > 0)
+    return state.finish("flood")
 
 
 if __name__ == "__main__":

@@ -245,7 +245,7 @@ def _address_space() -> int:
 
 
 def begun(name: str, seed: int, scratch: Path) -> tuple[Run, dict[str, str]]:
-    """Return a reader that has read the files of its corpus, and those that failed."""
+    """Let a reader read its corpus; return it, and the files of the corpus that failed."""
     run = Run(name, seed, scratch)
     files = sorted((CORPUS / name).glob("*"))
     found = run.files(files).failures.items()

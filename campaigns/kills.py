@@ -264,7 +264,7 @@ def count(case: Case, state: State) -> None:
         failures = {f"{case.index}.{i}": text for i, text in enumerate(texts)}
         state.add(name, tried=number, failures=failures)
     for stage in case.stages:
-        state.note(stage, ALL, 0)  # those that are never hit are shown, too
+        state.note(stage, ALL, 0)  # so that the table shows stages without a signal
     for kind, target, stage in case.disturbed:
         for column in (ALL, target, kind):
             state.note(stage, column)

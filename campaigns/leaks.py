@@ -368,10 +368,7 @@ def main() -> int:
         scene.search.folder(scene.home)
         if places := "; ".join(scene.search.places):
             state.add("after the last case", tried=1, failures={"all": places})
-    state.save(now=True)
-    print(*state.shown(), sep="\n")
-    print(state.report("secrets, in all that was left by a"))
-    return int(state.failed > 0)
+    return state.finish("secrets, in all that was left by a")
 
 
 if __name__ == "__main__":

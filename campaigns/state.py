@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -58,7 +57,7 @@ def today() -> str:
 class State:
     """Counts and progress of one program; without a path it is not written.
 
-    options: those that define what the cases are. revisions: revision → cases tried with it.
+    options: those that decide which cases there are. revisions: revision → cases tried with it.
     next: part of the enumeration → number of its next case; of: part → what it enumerates; total:
     part → how many cases it has. counts: kind of subject → what became of its cases; most: kind →
     largest values seen. failures: kind, case, what; by these each can be repeated. spread:
@@ -75,7 +74,7 @@ class State:
     next: dict[str, int] = field(default_factory=dict)
     of: dict[str, str] = field(default_factory=dict)
     total: dict[str, int] = field(default_factory=dict)
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
+    counts: dict[str, dict[str, float]] = field(default_factory=dict)
     most: dict[str, dict[str, float]] = field(default_factory=dict)
     failures: list[dict[str, Any]] = field(default_factory=list)
     spread: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -105,7 +104,7 @@ class State:
             values = json.loads(path.read_bytes())
             found = {name: values[name] for name in wanted}
         except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"`{path}` is no state of a campaign ({error!r})") from error
+            raise SystemExit(f"`{path}` is not a campaign's state file ({error!r})") from error
         differing = [
             f"{name} {found[name]!r} there, {value!r} here"
             for name, value in json.loads(json.dumps(wanted)).items()
@@ -120,7 +119,6 @@ class State:
     def read(cls, path: Path) -> Self:
         """Return what a state file has, whatever campaign it is of."""
         values = json.loads(path.read_bytes())
-        values["counts"] = {kind: Counter(counts) for kind, counts in values["counts"].items()}
         return cls(**values, path=path)
 
     def begin(self, part: str, *, of: str = "", total: int | None = None) -> int:
@@ -155,10 +153,9 @@ class State:
         if after is not None:
             self.next[part or kind] = after
             self.revisions[self._revision] = self.revisions.get(self._revision, 0) + tried
-        own = self.counts.setdefault(kind, Counter())
-        own.update({TRIED: tried, FAILED: len(failures or {})})
-        for name, value in (counts or {}).items():
-            own[name] = round(own[name] + value, 3)  # type: ignore[assignment]  # seconds, too
+        own = self.counts.setdefault(kind, {})
+        for name, value in {TRIED: tried, FAILED: len(failures or {}), **(counts or {})}.items():
+            own[name] = round(own.get(name, 0) + value, 3)
         for name, value in (most or {}).items():
             largest = self.most.setdefault(kind, {})
             largest[name] = round(max(value, largest.get(name, value)), 3)
@@ -187,7 +184,7 @@ class State:
 
     def tried(self, kind: str) -> int:
         """Return the number of cases of a kind."""
-        return int(self.counts.get(kind, Counter())[TRIED])
+        return int(self.counts.get(kind, {}).get(TRIED, 0))
 
     @property
     def failed(self) -> int:
@@ -217,7 +214,7 @@ class State:
         return "\n".join(lines)
 
     def note(self, row: str, column: str, number: int = 1) -> None:
-        """Count what is no case, in the second table."""
+        """Count something other than a case, in the second table."""
         own = self.spread.setdefault(row, {})
         own[column] = own.get(column, 0) + number
 
@@ -239,6 +236,13 @@ class State:
     def report(self, title: str) -> str:
         """Return heading and table."""
         return f"{self.heading()}\n\n{self.table(title)}"
+
+    def finish(self, title: str) -> int:
+        """Write the file, print failures and table; return the exit code of the program."""
+        self.save(now=True)
+        print(*self.shown(), sep="\n")
+        print(self.report(title))
+        return int(self.failed > 0)
 
     def shown(self, most: int = 20) -> Iterator[str]:
         """Yield the first failures, with the numbers by which they are repeated."""

@@ -1,13 +1,10 @@
-"""How long a campaign may take, and its table: what failed how often, and what that shows."""
+"""The table of a campaign, and the state file of those that keep a dataclass of their own."""
 
 import json
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from state import bound as bound
 from state import rate
 
 from exl2flow.core.store.files import replacing
@@ -28,24 +25,3 @@ def save(found: Any, path: Path | None) -> None:
         values = {name: getattr(found, name) for name in found.__slots__}
         with replacing(path) as file:
             file.write(json.dumps(values, indent=1).encode())
-
-
-def spread(names: Iterable[str]) -> str:
-    """Return how often each name occurs, most frequent first."""
-    return ", ".join(f"{name} {count}" for name, count in Counter(names).most_common())
-
-
-def ends(parts: int, seconds: float) -> Iterator[float]:
-    """Yield when each part of a campaign ends: equal shares of the time that is left then."""
-    end = time.monotonic() + seconds
-    for left in range(parts, 0, -1):
-        now = time.monotonic()
-        yield now + (end - now) / left
-
-
-def within(count: int, end: float) -> Iterator[int]:
-    """Yield numbers up to `count`, until the time is over."""
-    for number in range(count):
-        if time.monotonic() > end:
-            return
-        yield number

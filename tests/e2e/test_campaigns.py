@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from leaks import Search
 from scenarios import repeated
-from tally import bound
+from state import bound
 
 CAMPAIGNS = Path(__file__).parents[2] / "campaigns"
 TOKEN = "hf_kept"
