@@ -11,59 +11,58 @@ import torch
 
 from exl2flow.inference.bench import milliseconds, seconds
 from exl2flow.kernels import DeltaArgs, DeltaSegment, DeltaSlots, get_ops
+from exl2flow.model.config.delta_spec import DeltaSpec
+from exl2flow.model.memory.footprint import delta_slots
 
-SHAPES = {"35b": (16, 32, 2048), "27b": (16, 48, 5120)}  # key heads, value heads, hidden
-DIM, LAYERS = 128, 8
+SHAPES = {  # layer, and the size of hidden states
+    "35b": (DeltaSpec(key_heads=16, value_heads=32), 2048),
+    "27b": (DeltaSpec(key_heads=16, value_heads=48), 5120),
+}
+LAYERS = 8
+DEVICE = torch.device("cuda")
 
 
-def layer_of(key_heads: int, value_heads: int, hidden: int) -> DeltaArgs:
+def layer_of(spec: DeltaSpec, hidden: int) -> DeltaArgs:
     """Return a layer of random weights."""
 
     def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda")
+        return torch.randn(shape, device=DEVICE)
 
     return DeltaArgs(
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=DIM,
-        value_dim=DIM,
-        conv=drawn((2 * key_heads + value_heads) * DIM, 4),
-        decay=-drawn(value_heads).exp(),
-        step=drawn(value_heads),
-        maps=drawn(2 * value_heads, hidden) * hidden**-0.5,
-        norm=drawn(DIM),
+        key_heads=spec.key_heads,
+        value_heads=spec.value_heads,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        conv=drawn(spec.channels, spec.conv),
+        decay=-drawn(spec.value_heads).exp(),
+        step=drawn(spec.value_heads),
+        maps=drawn(2 * spec.value_heads, hidden) * hidden**-0.5,
+        norm=drawn(spec.value_dim),
         eps=1e-6,
     )
 
 
-def states_of(args: DeltaArgs, slots: int) -> DeltaSlots:
-    """Return empty states."""
-    return DeltaSlots.empty(
-        slots,
-        value_heads=args.value_heads,
-        key_dim=DIM,
-        value_dim=DIM,
-        channels=len(args.conv),
-        taps=4,
-        element=torch.float16,
-        device="cuda",
-    )
+def states_of(spec: DeltaSpec, slots: int) -> list[DeltaSlots]:
+    """Return empty states of all layers."""
+    states = delta_slots(spec, LAYERS, slots, device=DEVICE)
+    return [states.layer(index) for index in range(LAYERS)]
 
 
-def inputs_of(args: DeltaArgs, *shape: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs_of(
+    spec: DeltaSpec, hidden: int, *shape: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return what layers read, (*shape, …) each."""
     x, qkv, z = (
-        torch.randn(*shape, width, device="cuda").half()
-        for width in (args.maps.shape[1], len(args.conv), args.value_heads * DIM)
+        torch.randn(*shape, width, device=DEVICE).half()
+        for width in (hidden, spec.channels, spec.width)
     )
     return x, qkv, z
 
 
-def step_of(layers: list[DeltaArgs], rows: int) -> Callable[[], None]:
+def step_of(layers: list[DeltaArgs], spec: DeltaSpec, hidden: int, rows: int) -> Callable[[], None]:
     """Return a step of all layers for texts that end at other places of a page."""
-    states = [states_of(args, rows) for args in layers]
-    given, ops = inputs_of(layers[0], rows, 1), get_ops("cuda")
-    lengths = torch.arange(rows, device="cuda").int() * 17
+    states, given, ops = states_of(spec, rows), inputs_of(spec, hidden, rows, 1), get_ops(DEVICE)
+    lengths = torch.arange(rows, device=DEVICE).int() * 17
     for of_layer in states:
         of_layer.behind.copy_(lengths[:, None])
 
@@ -75,10 +74,12 @@ def step_of(layers: list[DeltaArgs], rows: int) -> Callable[[], None]:
     return step
 
 
-def prompt_of(layers: list[DeltaArgs], tokens: int, texts: int) -> Callable[[], None]:
+def prompt_of(
+    layers: list[DeltaArgs], spec: DeltaSpec, hidden: int, tokens: int, texts: int
+) -> Callable[[], None]:
     """Return a pass of all layers over the beginnings of texts, `tokens` in all."""
-    states = [states_of(args, texts) for args in layers]
-    given, ops, each = inputs_of(layers[0], 1, tokens), get_ops("cuda"), tokens // texts
+    states, given, ops = states_of(spec, texts), inputs_of(spec, hidden, 1, tokens), get_ops(DEVICE)
+    each = tokens // texts
     segments = [DeltaSegment(slot=i, begin=0, start=i * each, count=each) for i in range(texts)]
 
     def read() -> None:
@@ -98,10 +99,10 @@ def main() -> None:
     print("| layer | work | microseconds |\n|---|---|---|")
     for name, sizes in SHAPES.items():
         layers = [layer_of(*sizes) for _ in range(LAYERS)]
-        works = {f"step, {rows} rows": step_of(layers, rows) for rows in arguments.rows}
+        works = {f"step, {rows} rows": step_of(layers, *sizes, rows) for rows in arguments.rows}
         works |= {
             f"prompt, {arguments.tokens} tokens of {texts}": prompt_of(
-                layers, arguments.tokens, texts
+                layers, *sizes, arguments.tokens, texts
             )
             for texts in arguments.texts
         }

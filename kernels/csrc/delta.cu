@@ -15,15 +15,16 @@ __device__ __forceinline__ void to_unit_length(float* x, float factor, int lane)
 }
 
 // A CTA has a value head, blockIdx.x, of a text, blockIdx.y. A thread has a column of the state, and
-// half of its rows. to: the place of each result in a token's row of y, or null. No CTA reads what another one of the launch writes: inputs of the convolution
-// that heads share are written elsewhere in their ring. count: tokens of each text.
+// half of its rows. No CTA reads what another one of the launch writes: inputs of the convolution
+// that heads share are written elsewhere in their ring. to: the place of each result in a token's row
+// of y, or null; count: tokens of each text.
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bits* y,
-           const int* to, const int* lengths, const float* conv, const float* decay, const float* step,
-           const float* maps, const float* norm, float* states,
-           int* behinds, float* keys, float* deltas, float* decays, half_bits* inputs,
-           float* asides, half_bits* aside_inputs, int* aside_at, integer count, integer hidden,
-           integer key_heads, float eps) {
+           const int* to, const int* lengths, const float* conv, const float* decay,
+           const float* step, const float* maps, const float* norm, float* states, int* behinds,
+           float* keys, float* deltas, float* decays, half_bits* inputs, float* asides,
+           half_bits* aside_inputs, int* aside_at, integer count, integer hidden, integer key_heads,
+           float eps) {
     __shared__ float q[STEP_TOKENS][DIM], k[STEP_TOKENS][DIM], v[STEP_TOKENS][DIM];
     __shared__ float pending_keys[STEP_TOKENS][DIM];
     __shared__ float by_key[PARTS][DIM], by_query[PARTS][DIM];

@@ -157,8 +157,8 @@ __device__ __forceinline__ void convolve(const Inputs& inputs, const Chunk& chun
     }
 }
 
-// Invert I + A in place of `inverse`, whose tiles of 16 x 16 on and below the diagonal are written;
-// A: strictly lower. By tiles: T_ij = -T_ii Σ_(j <= l < i) A_il T_lj.
+// Write (I + A)⁻¹ to `inverse`: its tiles of 16 x 16 on and below the diagonal. A is strictly lower
+// triangular. By tiles: T_ij = -T_ii Σ_(j <= l < i) A_il T_lj.
 __device__ __forceinline__ void invert(const float (*a)[SQUARE], float (*inverse)[SQUARE],
                                        int thread) {
     if (thread < CHUNK) {  // a column of a diagonal tile
@@ -204,9 +204,9 @@ __device__ __forceinline__ void invert(const float (*a)[SQUARE], float (*inverse
 // A CTA has chunk blockIdx.x of segment blockIdx.z, and the value heads of key head blockIdx.y.
 extern "C" __global__ void __launch_bounds__(THREADS)
 delta_chunks(const half_bits* qkv, const float* logits, const Segment* segments,
-             const float* conv, const float* decay, const float* step, const half_bits* rings, half_bits* aside_inputs, half_bits* keys, half_bits* queries,
-             half_bits* solved, half_bits* scores, float* logs, integer key_heads,
-             integer value_heads) {
+             const float* conv, const float* decay, const float* step, const half_bits* rings,
+             half_bits* aside_inputs, half_bits* keys, half_bits* queries, half_bits* solved,
+             half_bits* scores, float* logs, integer key_heads, integer value_heads) {
     __shared__ __align__(16) half_bits room[2 * CHUNK * WIDE];
     __shared__ float decays[CHUNK], betas[CHUNK];
     const Segment segment = segments[blockIdx.z];
@@ -242,7 +242,8 @@ delta_chunks(const half_bits* qkv, const float* logits, const Segment* segments,
         words_of<false>(a, tile_row(k_at, top, i, WIDE, false, lane));
         words_of<false>(c, tile_row(q_at, top, i, WIDE, false, lane));
 #pragma unroll
-        for (int n = 0; n < 2; ++n) words_of<false>(b[n], tile_row(k_at, left + 16 * n, i, WIDE, false, lane));
+        for (int n = 0; n < 2; ++n)
+            words_of<false>(b[n], tile_row(k_at, left + 16 * n, i, WIDE, false, lane));
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
             mma(of_key[n], a, b[n / 2][n % 2], b[n / 2][n % 2 + 2]);
@@ -320,8 +321,8 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
     const Segment segment = segments[blockIdx.y];
     const int head = blockIdx.x / SPLITS, first = blockIdx.x % SPLITS * COLUMNS;
     const int key_head = head / (int)(value_heads / key_heads), chunks = chunks_of(segment);
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, g = lane / 4, t = lane % 4;
-    const int tile = warp % 4;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int g = lane / 4, t = lane % 4, tile = warp % 4;
     const bool has_state = warp < 4;
     const Inputs inputs(qkv, rings, segment, (2 * key_heads + value_heads) * DIM);
     const integer channel = (2 * key_heads + head) * DIM + first + lane;
@@ -331,8 +332,8 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
         const integer number = segment.first_chunk + i;
         const half_bits* from = keys + (number * key_heads + key_head) * CHUNK * DIM;
         for (int n = thread; n < CHUNK * DIM / 8; n += THREADS)
-            begin_copy<16>(shared_address(room.keys[i % 2] + n / 16 * WIDE + n % 16 * 8), from + 8 * n,
-                           true);
+            begin_copy<16>(shared_address(room.keys[i % 2] + n / 16 * WIDE + n % 16 * 8),
+                           from + 8 * n, true);
         if (thread < CHUNK / 4)
             begin_copy<16>(shared_address(room.logs[i % 2] + 4 * thread),
                            logs + (number * value_heads + head) * CHUNK + 4 * thread, true);
@@ -344,7 +345,8 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
 #pragma unroll
         for (int n = 0; n < OWN_TOKENS + TAPS - 1; ++n) {
             const int at = warp * OWN_TOKENS + n - (TAPS - 1);
-            const half_bits* from = at < chunk.size ? inputs.at(chunk.begin + at, channel) : nullptr;
+            const half_bits* from =
+                at < chunk.size ? inputs.at(chunk.begin + at, channel) : nullptr;
             seen[n] = from ? *from : 0;
         }
     };
@@ -424,7 +426,8 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
             for (int n = 0; n < 4; ++n)
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    float* value = room.values + (8 * n + 2 * t + e % 2) * DELTA_ROW + 16 * tile + g + e / 2 * 8;
+                    float* value = room.values + (8 * n + 2 * t + e % 2) * DELTA_ROW +
+                                   16 * tile + g + e / 2 * 8;
                     *value = tf32(*value - early[e / 2] * sums[n][e]);
                 }
         } else {
@@ -460,7 +463,8 @@ delta_scan(const half_bits* qkv, const Segment* segments, const float* conv,
 #pragma unroll
                 for (int m = 0; m < 2; ++m) {
                     u32 a[4];
-                    words_of<true>(a, tile_row(shared_address(k), n, 32 * tile + 16 * m, WIDE, true, lane));
+                    words_of<true>(a, tile_row(shared_address(k), n, 32 * tile + 16 * m, WIDE,
+                                               true, lane));
                     const float* b = room.faded + g * FADED_ROW + n + 2 * t;
                     add_product<4>(s[m], a[0], a[1], b, FADED_ROW);
                     add_product<4>(s[m], a[2], a[3], b + 8, FADED_ROW);
