@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import near, terms_of
+from bounds import near, near_logits, terms_of
 from caches import Sequences
 from checkpoints import CHECKPOINTS, make_checkpoint, reference_model, rename
 from decoders import build_decoder
@@ -67,7 +67,7 @@ def test_logits_agree_at_every_length(both: tuple[Any, Decoder]) -> None:
 
         expected = reference(ids).logits
         assert expected.std() > 0.5
-        bound = near(expected, terms_of(ours.spec, length))
+        bound = near_logits(expected, ours.spec, length)
         torch.testing.assert_close(logits, expected, **bound)
 
 
@@ -81,7 +81,7 @@ def test_cached_steps_agree(both: tuple[Any, Decoder]) -> None:
         logits = cache.read(ours.forward, chunk)
 
         expected = reference(chunk, past_key_values=past, use_cache=True).logits
-        bound = near(expected, terms_of(ours.spec, ids.shape[1]))
+        bound = near_logits(expected, ours.spec, ids.shape[1])
         torch.testing.assert_close(logits, expected, **bound)
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from bounds import near, terms_of
+from bounds import near_logits
 from caches import Sequences
 from checkpoints import make_checkpoint, reference_model
 from decoders import build_decoder
@@ -40,7 +40,7 @@ def test_several_texts_agree_whole_and_step_by_step(both: tuple[Any, Decoder], l
     reference, ours = both
     ids = texts(2, length)
     expected = reference(ids).logits
-    bound = near(expected, terms_of(ours.spec, length))
+    bound = near_logits(expected, ours.spec, length)
 
     torch.testing.assert_close(ours.forward(ids), expected, **bound)
 
