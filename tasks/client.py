@@ -1,5 +1,6 @@
 """The client for the Hugging Face Hub: retry transient failures, explain the others."""
 
+import base64
 import logging
 import socket
 import threading
@@ -9,6 +10,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
+from urllib.parse import unquote, urlsplit
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import (
@@ -31,6 +33,7 @@ WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before further attempts
 LONGEST_WAIT = 600.0  # seconds; a longer Retry-After is an error
 SILENCE = 5.0  # seconds without an answer before a log line says so
 TIMEOUT = 30.0  # seconds that one attempt waits for an answer
+HIDDEN = "***"  # in place of a secret
 HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # versions of the client use different ones
 
 
@@ -54,6 +57,12 @@ class Hub:
         _check_token(token or get_token() or "")
         name = "exl2flow"
         return cls(api=HfApi(token=token, library_name=name, library_version=version(name)))
+
+    @property
+    def address(self) -> str:
+        """The Hub's address, without the name and password of a mirror."""
+        parts = urlsplit(self.api.endpoint)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
     def call(self, subject: str, function: Callable[[], T], *, transfers: bool = False) -> T:
         """Call a function that sends requests to the Hub, retrying transient failures.
@@ -107,7 +116,7 @@ class Hub:
 
         threading.Thread(target=attempt, name="hub", daemon=True).start()
         if wait([answer], self.silence).not_done:
-            log.warning("waiting for %s: no answer for `%s` yet", self.api.endpoint, subject)
+            log.warning("waiting for %s: no answer for `%s` yet", self.address, subject)
             if wait([answer], self.timeout - self.silence).not_done:
                 raise TimeoutError(f"no answer within {self.timeout:.0f} s")
         return answer.result()
@@ -117,15 +126,28 @@ class Hub:
         causes: list[BaseException] = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
+        text = f"{type(causes[-1]).__name__}: {causes[-1]}".strip().partition("\n")[0]
+        explained = HubError(f"the Hub's client failed on `{subject}`: {text}")
         for cause in causes:
-            explanation = self._explained(cause, subject)
-            if explanation is not None:
-                return explanation
-        text = f"{type(cause).__name__}: {cause}".strip().partition("\n")[0]
-        return HubError(f"the Hub's client failed on `{subject}`: {text}")
+            if found := self._explained(cause, subject):
+                explained = found
+                break
+        explained.args = (self._without_secrets(str(explained)),)
+        return explained
+
+    def _without_secrets(self, text: str) -> str:
+        """Return what the Hub or its client says, without a token or password that it repeats."""
+        parts = urlsplit(self.api.endpoint)
+        login = parts.netloc.rpartition("@")[0]
+        password = parts.password or ""
+        header = base64.b64encode(unquote(login).encode()).decode()
+        token = str(self.api.token or get_token() or "")
+        for secret in (token, login, header, password, unquote(password)):
+            text = text.replace(secret, HIDDEN) if secret else text
+        return text
 
     def _explained(self, error: BaseException, subject: str) -> HubError | None:
-        page = f"{self.api.endpoint}/{subject}"
+        page = f"{self.address}/{subject}"
         match error:
             case LocalEntryNotFoundError():
                 return None  # its cause explains more
@@ -155,7 +177,7 @@ class Hub:
             kind = f"{type(error).__name__}: {error}".partition("\n")[0]
             return HubUnavailable(
                 f"the Hub cannot be reached for `{subject}` ({kind}); check the connection to "
-                f"{self.api.endpoint}"
+                f"{self.address}"
             )
         if isinstance(error, OSError):
             if error.errno is None:  # the client found a file of the wrong size

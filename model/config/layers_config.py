@@ -52,6 +52,12 @@ def read_attentions(
     )
     if LINEAR not in types:
         return layers
+    if FULL not in types:
+        key = "layer_types" if config.has("layer_types") else "full_attention_interval"
+        raise SourceModelError(
+            f"`{config.prefix}{key}` in `{config.path}` gives none of {num_layers} layers "
+            f"`{FULL}`; models with a state that this reads have at least one"
+        )
     delta = read_delta(config, is_packed=family.packed_state)
     return tuple(delta if kind == LINEAR else one for one, kind in zip(layers, types, strict=True))
 

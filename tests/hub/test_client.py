@@ -5,11 +5,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from hub_server import serving
 from huggingface_hub import HfApi
 
-from exl2flow.core.errors import ConfigError, HubUnavailable
+from exl2flow.core.errors import ConfigError, HubError, HubUnavailable
 from exl2flow.tasks.client import Hub
 
 
@@ -71,3 +73,32 @@ def test_the_token_of_the_environment_is_looked_at_too(monkeypatch: pytest.Monke
 
     with pytest.raises(ConfigError, match="HF_TOKEN"):
         Hub.open()
+
+
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        "the token hf_abcdefghijkl may not do this",
+        "http://somebody:pass%2Fword@127.0.0.1 says no",
+        "no: Basic c29tZWJvZHk6cGFzcy93b3Jk",  # somebody:pass/word
+        "pass/word is wrong",
+    ],
+)
+def test_a_secret_that_the_hub_repeats_is_not_shown(repeated: str, tmp_path: Path) -> None:
+    with serving(tmp_path / "hub") as server:
+        server.fail(".*", "status", times=None, status=403, headers={"X-Error-Message": repeated})
+        endpoint = server.url.replace("//", "//somebody:pass%2Fword@")
+        hub = Hub(api=HfApi(endpoint=endpoint, token="hf_abcdefghijkl"), waits=())
+
+        with pytest.raises(HubError) as caught:
+            hub.call("org/tiny", lambda: hub.api.model_info("org/tiny"))
+
+    assert "***" in str(caught.value)
+    assert not any(secret in str(caught.value) for secret in ("hf_ab", "pass", "c29tZW"))
+
+
+def test_a_mirror_that_cannot_be_reached_is_named_without_its_password() -> None:
+    hub = Hub(api=HfApi(endpoint="http://somebody:password@127.0.0.1:1"), waits=())
+
+    with pytest.raises(HubUnavailable, match=r"connection to http://127.0.0.1:1$"):
+        hub.call("org/tiny", lambda: hub.api.model_info("org/tiny"))

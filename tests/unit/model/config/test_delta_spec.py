@@ -45,6 +45,8 @@ def test_each_fourth_layer_attends_unless_the_config_lists_them(folder: Path) ->
     [
         ({"layer_types": ["linear_attention", "mamba"]}, "`layer_types`.*`mamba`"),
         ({"layer_types": ["linear_attention"]}, "`layer_types`.*"),
+        ({"layer_types": ["linear_attention"] * 2}, "`layer_types`.* none of 2 layers"),
+        ({"layer_types": None}, "`full_attention_interval`.* none of 2 layers"),
         ({"linear_num_value_heads": 3, "linear_num_key_heads": 2}, "multiple of .*, 2"),
         ({"linear_key_head_dim": 64}, "`linear_key_head_dim`.* is 64; only 128"),
         ({"linear_value_head_dim": 256}, "`linear_value_head_dim`.* is 256; only 128"),
