@@ -52,9 +52,11 @@ CORRECTION_RANGE = (0.25, 8.0)  # of the ratio of a sublayer's measured to its e
 
 def allocate(run: StageRun[ConversionConfig]) -> None:
     """Write `allocation.json` for the target into the stage folder."""
-    config = run.config
+    config, folder = run.config, run.folder
+    if all(map(folder.valid, (*folder.manifest.files, ALLOCATION_FILE))):
+        return  # it ended behind its last commit
     spec = resolve(config.source)
-    rounds, folder = config.allocate.rounds, run.folder
+    rounds = config.allocate.rounds
     walks = rounds + 1 if rounds else 0  # at most, each over all sublayers
     total = folder.manifest.total = walks * len(spec.sublayers) + 1
     given = config.measurement

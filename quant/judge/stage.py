@@ -72,6 +72,8 @@ def _save(folder: StageFolder, states: Sequence[torch.Tensor], index: int) -> No
 @torch.inference_mode()
 def judge(run: StageRun[RefinementConfig]) -> None:
     """Write the divergences before and after refining, and which matrices to use."""
+    if run.folder.valid(JUDGEMENT_FILE):
+        return  # it ended behind its last commit
     config = run.config
     stored = StoredModel.open(config, run.device)
     total = run.folder.manifest.total = len(stored.spec.sublayers) + 1

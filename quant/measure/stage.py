@@ -22,6 +22,7 @@ from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import DenseLinear, ModelSpec, ProjectionSpec, Sublayer, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.model.files.measured import arrays_file
 from exl2flow.quant.measure.candidates import (
     PROJECTION_OPTIONS,
     candidates_for,
@@ -259,10 +260,14 @@ def merge(
     run: StageRun[RunOptions], spec: ModelSpec, files: Sequence[str], *, compact: bool
 ) -> None:
     """Write the measurement of a model from its sublayers' files, and commit it."""
+    path = run.folder.path / MEASUREMENT_FILE
+    written = (arrays_file(path), path) if compact else (path,)
+    if all(run.folder.valid(file.name) for file in written):
+        return  # it ended behind its last commit
     paths = [run.folder.path / file for file in files]
     entries: dict[str, object] = {}
-    for path in () if compact else paths:
-        entries |= read_entries(path)
+    for part in () if compact else paths:
+        entries |= read_entries(part)
     measurement = {
         "measurement": {"model.norm.norm": None, "lm_head.linear": None, **entries},
         "last_module_idx": len(spec.sublayers) + 2,  # embedding, sublayers, norm, head
@@ -273,13 +278,12 @@ def merge(
             "notes": run.folder.manifest.notes,
         },
     }
-    path = run.folder.path / MEASUREMENT_FILE
     if not compact:
         run.folder.commit(MEASUREMENT_FILE, write_json(path, measurement))
         return
     slots = read_results(paths, spec)
-    for written, sha256 in write_compact(path, slots, measurement).items():
-        run.folder.commit(written.name, sha256)
+    for file, sha256 in write_compact(path, slots, measurement).items():
+        run.folder.commit(file.name, sha256)
 
 
 def entry_bytes(spec: ModelSpec) -> int:

@@ -13,13 +13,14 @@ from conversions import small_config
 from refinements import refine_until, refinement, rough_model
 from stage_runs import run_until, text_parquet
 from tiny import make_tiny
-from traces import contents
+from traces import contents, identity
 
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime import interrupt
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.core.store.store import MANIFEST, StageFolder
 from exl2flow.kernels import get_ops
 from exl2flow.model import QuantizedMatrix, Tokenizer
 from exl2flow.model.layers.attention import AttentionSublayer
@@ -207,3 +208,30 @@ def test_refining_and_judging_are_given_up_inside_a_sublayer(
     pipeline.run(stage, progress=silent)
 
     assert results(pipeline, stage) == results(refined, stage)
+
+
+STORED = ("tokenize", "sensitivity", "measure", "allocate", "quantize", "tune")
+
+
+@pytest.mark.parametrize("stage", [*STORED, "refine", "judge"])
+def test_a_stage_that_ended_behind_its_last_commit_writes_nothing_again(
+    stage: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, stages = ("converted", STAGES) if stage in STORED else ("refined", REFINE_STAGES)
+    pipeline = before(request.getfixturevalue(whole), stage, stages, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(StageFolder, "complete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.run(stage, progress=silent)
+    files = [path for path in pipeline.path(stage).rglob("*") if path.is_file()]
+    written = {path: identity(path) for path in files if path.name != MANIFEST}
+
+    pipeline.run(stage, progress=silent)
+
+    assert written
+    left = [path for path in written if not path.name.startswith("states-")]
+    assert {path: identity(path) for path in left} == {path: written[path] for path in left}
+
+
+def killed(folder: StageFolder) -> None:
+    raise KeyboardInterrupt
