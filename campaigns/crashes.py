@@ -42,13 +42,13 @@ TWICE = 4  # every so many states the resumed command is cut, too
 EXHAUSTED = "toy"  # the store: all of its states are tried
 WEIGHTS = {
     EXHAUSTED: 0,
-    "best": 4,
-    "composed": 3,
-    "refine": 3,
-    "sweep": 3,
-    "publish": 7,
+    "best": 1,
+    "composed": 1,
+    "refine": 1,
+    "sweep": 1,
+    "publish": 1,
 }  # of states
-SHARES = {**WEIGHTS, EXHAUSTED: 4}  # of the time
+SHARES = {**WEIGHTS, EXHAUSTED: 1}  # of the time
 
 
 @dataclass(frozen=True, kw_only=True)

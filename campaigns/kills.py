@@ -46,7 +46,6 @@ from scenarios import (
     repeated,
     results,
     stamps,
-    under_way,
 )
 from servers import LastingServer, wait_for
 from signals import (
@@ -108,7 +107,7 @@ def attempt(
         if ends_within(run, seconds):
             return ""
         target = rng.choice(list(victims))
-        stage = under_way(work_root, known)
+        stage = course.now(work_root, known)
         pid = victims[target]()
         if not pid or not (kind := disturb(pid, rng)):
             continue

@@ -80,6 +80,34 @@ class Bodies(Reader):
             assert model.decoder.forward(torch.tensor([[1, 2]])).shape[-1] == 299
 
 
+class Experts(Reader):
+    """Weights of a source with experts, a shared one among them: read, and run."""
+
+    file = "model.safetensors"
+    changes = (changed_tensors, changed_tensors, changed_header, changed_body)
+    family = "qwen2-moe"
+
+    def prepare(self) -> list[bytes]:
+        make_tiny(self.family, self.folder, num_hidden_layers=2, vocab_size=299)
+        return [self.path.read_bytes()]
+
+    def use(self) -> None:
+        spec = resolve(self.folder)
+        has_all_layers(spec)
+        check_tensors(spec, lossy=False)
+        check_claimed(spec)
+        model = load_model(self.folder, device="cpu")
+        with torch.inference_mode():
+            logits = model.decoder.forward(torch.arange(20)[None])
+        assert logits.shape == (1, 20, 299)
+
+
+class States(Experts):
+    """Weights of a source with a layer that has a state."""
+
+    family = "qwen3.5"
+
+
 class Config(Reader):
     """`config.json` of several families, in both forms."""
 
@@ -131,12 +159,15 @@ class Index(Reader):
 
     def prepare(self) -> list[bytes]:
         make_tiny("llama", self.folder, shards=2, num_hidden_layers=1)
+        parts = map(load_file, self.folder.glob("*.safetensors"))
+        self.right = {name: tensor for part in parts for name, tensor in part.items()}
         return [self.path.read_bytes()]
 
     def use(self) -> None:
         spec = resolve(self.folder)
         tensors = CanonicalTensors(spec)
-        assert {*expected_tensors(spec)} <= {*tensors.names}
+        assert {*expected_tensors(spec)} <= {*tensors.names} == {*self.right}
+        assert all(torch.equal(tensors.read(name), self.right[name]) for name in self.right)
         assert all(path.parent == self.folder for path in carried_files(self.folder))
 
 

@@ -2,6 +2,7 @@
 
 import model_readers
 import own_readers
+import server_readers
 import text_readers
 from reader import Reader
 
@@ -33,4 +34,9 @@ READERS: dict[str, type[Reader]] = {
     "lora-pickle": model_readers.LoraPickle,
     "record": own_readers.Record,
     "score": own_readers.ScoreFile,
+    "experts": model_readers.Experts,
+    "states": model_readers.States,
+    "request": server_readers.RequestBody,
+    "keys": server_readers.KeyFile,
+    "page": server_readers.PageFile,
 }

@@ -22,7 +22,8 @@ RECORDS = ("exl2flow.json", "exl2flow-score.json")  # their fingerprint covers t
 SWEEP = "sweep.json"  # lists folders
 SOURCE, TARGET = "org/tiny", "org/tiny-exl2"  # repositories; the second is one per command
 BEFORE, BETWEEN = "before the first stage", "between stages"
-WEIGHTS = {"fast": 6, "shards": 1, "best": 2, "sweep": 2, "refine": 2, "hub": 3}
+AFTER = "behind the last stage"  # a publication, if it takes long
+WEIGHTS = {"fast": 1, "shards": 1, "best": 5, "sweep": 2, "refine": 5, "hub": 4}
 
 Stamps = Mapping[Path, tuple[int, int]]
 

@@ -46,7 +46,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 class FileRecord(BaseModel):
     """State of a file when it was committed; `sha256` is None if it is cheap to make again."""
 
-    model_config = ConfigDict(frozen=True)  # fields of newer versions are ignored
+    model_config = ConfigDict(frozen=True, strict=True)  # fields of newer versions are ignored
 
     sha256: str | None
     size: int

@@ -20,7 +20,7 @@ PATHS = {"source", "out", "work_root", "measurement", "model"}  # options of run
 class SavedStates(BaseModel):
     """Hidden states as they enter sublayer `index`, in one of the two files."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, strict=True)
 
     file: str = Field(pattern=r"^states-[ab]\.safetensors$")
     index: int
@@ -30,7 +30,7 @@ class SavedStates(BaseModel):
 class RunRecord(BaseModel):
     """The run that last worked on a stage: its stages, and its options with absolute paths."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, strict=True)
 
     stages: list[str]
     config: dict[str, Any]
@@ -57,6 +57,8 @@ class StageManifest(BaseModel):
 
     Fields that a newer version has added are ignored.
     """
+
+    model_config = ConfigDict(strict=True)
 
     stage: str
     schema_version: int

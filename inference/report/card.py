@@ -14,6 +14,7 @@ from exl2flow.inference.report.experts import (
     mean_changed_routes,
 )
 from exl2flow.inference.report.publication import Bitrate, Origin
+from exl2flow.inference.report.record import mapping, number
 from exl2flow.inference.report.tables import (
     Row,
     bitrate_row,
@@ -93,7 +94,7 @@ def _figures(bitrate: Bitrate) -> Compared:
         bpw=bitrate.bpw,
         bytes=bitrate.weight_bytes,
         kl=None if bitrate.score is None else bitrate.score.kl_divergence,
-        predicted_kl=bitrate.record.get("predicted_kl"),
+        predicted_kl=number(bitrate.record.get("predicted_kl")),
         score=bitrate.score,
     )
 
@@ -186,8 +187,9 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
 
 def _apart(record: Mapping[str, Any]) -> str:
     """Describe the tensors that are stored as in the source."""
-    apart = record.get("not_quantized")
-    return f"{apart['parts']} ({words.size(apart['bytes'])})" if apart else "none"
+    apart = mapping(record.get("not_quantized"))
+    size = number(apart.get("bytes"))
+    return "none" if size is None else f"{apart.get('parts')} ({words.size(size)})"
 
 
 def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:

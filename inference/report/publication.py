@@ -17,7 +17,7 @@ from exl2flow.core.store.model_files import check_links, is_of_model, public_con
 from exl2flow.core.store.stage import FILES, RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.comparison import Rise, compared, rises
 from exl2flow.inference.report.licences import licence_problem
-from exl2flow.inference.report.record import read_object, read_record
+from exl2flow.inference.report.record import mapping, number, read_object, read_record
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.model import ModelSpec, resolve
 
@@ -72,20 +72,21 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
     if not folder.is_dir():
         raise ConfigError(f"`{folder}` is not a folder; name folders that `exl2flow convert` wrote")
     record, known = read_object(folder / RECORD_FILE), read_record(folder)
-    if known is None or "bpw" not in record.get("allocation", {}):
+    bpw = number(mapping(record.get("allocation")).get("bpw"))
+    target = number(mapping(record.get("options")).get("bpw"))
+    if known is None or bpw is None or min(bpw, target or bpw) <= 0:
         raise ConfigError(
             f"`{folder}` has no {RECORD_FILE} that records how it was made; name folders that "
             "`exl2flow convert` wrote"
         )
     if weight_bytes is None:
         weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    bpw = float(record["allocation"]["bpw"])
     score = None
     if known.score is not None and known.score.get("kl_divergence") is not None:
         score = Score.of(str(folder), known.score)
     return Bitrate(
         folder=folder,
-        branch=bitrate_name(record.get("options", {}).get("bpw") or round(bpw, BRANCH_DIGITS)),
+        branch=bitrate_name(target or round(bpw, BRANCH_DIGITS)),
         bpw=bpw,
         weight_bytes=weight_bytes,
         record=record,
@@ -152,9 +153,16 @@ def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
 
 
 def origin_from(known: Mapping[str, Any]) -> Origin:
-    """Return the origin in a record of provenance."""
-    values: dict[str, Any] = {field.name: known.get(field.name) for field in fields(Origin)}
+    """Return the origin in a record of provenance; a card may list several licences."""
+    values: dict[str, Any] = {field.name: _text(known.get(field.name)) for field in fields(Origin)}
     return Origin(**{**values, "gated": bool(known.get("gated"))})
+
+
+def _text(value: object) -> str | None:
+    """Return a text, the texts of a list with commas between them, or None."""
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return ", ".join(value)
+    return value if isinstance(value, str) else None
 
 
 def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:

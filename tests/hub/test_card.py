@@ -1,5 +1,7 @@
 """The card: metadata that the Hub reads, figures from records, what people need to choose."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +9,9 @@ import pytest
 import yaml
 from expert_reports import group_report
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.naming import bitrate_name
+from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.inference.report.card import CONTEXTS, render_card
 from exl2flow.inference.report.licences import ALLOWED, FORBIDDEN, licence_problem
 from exl2flow.inference.report.publication import (
@@ -15,6 +19,8 @@ from exl2flow.inference.report.publication import (
     Origin,
     describe,
     is_branch,
+    origin_from,
+    origin_problems,
     without_paths,
 )
 from exl2flow.model.memory.footprint import cache_bytes
@@ -185,3 +191,39 @@ def test_a_source_that_was_quantized_already_is_named(bitrates: list[Bitrate]) -
     assert "KL divergence is that of the model from its source" in card
     made = dict((row[0], row[1]) for row in rows(parts(card)[1], "## How they were made"))
     assert made["form of the source"] == "gptq"
+
+
+def test_a_card_may_list_several_licences() -> None:
+    origin = origin_from({"repo": "org/tiny", "license": ["mit", "bsd"], "license_name": 3})
+
+    assert origin == Origin(repo="org/tiny", license="mit, bsd")
+    assert origin_problems(origin) == [licence_problem("mit, bsd", None)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"allocation": None},
+        {"allocation": {"bpw": "4"}},
+        {"allocation": {"bpw": 0}},
+        {"options": {"bpw": -1.0}},
+    ],
+)
+def test_a_record_without_its_bits_is_refused(
+    change: dict[str, object], converted: list[Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(converted[0], tmp_path / "out"))
+    record = json.loads((folder / RECORD_FILE).read_text())
+    (folder / RECORD_FILE).write_text(json.dumps(record | change))
+
+    with pytest.raises(ConfigError, match="records how it was made"):
+        describe(folder)
+
+
+def test_figures_that_are_no_numbers_are_left_out(bitrates: list[Bitrate]) -> None:
+    odd = {"predicted_kl": "0.1", "not_quantized": {"parts": "tower", "bytes": "many"}}
+
+    changed = [replace(each, record={**each.record, **odd}) for each in bitrates]
+    card = render_card("org/tiny-exl2", changed, ORIGIN)
+
+    assert "| not quantized | none |" in card

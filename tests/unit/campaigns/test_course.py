@@ -7,7 +7,7 @@ from pathlib import Path
 
 from course import Course, drawn
 from kills import count
-from scenarios import BEFORE, BETWEEN, manifests, stamps, under_way
+from scenarios import AFTER, BEFORE, BETWEEN, manifests, stamps, under_way
 from signals import Case
 from state import State
 
@@ -48,6 +48,16 @@ def test_a_stage_counts_as_left_until_it_is_finished_as_often_as_undisturbed(
 
     save(tmp_path, "quantize", "complete", 2)
     assert course.left(tmp_path) == []
+
+
+def test_a_publication_is_behind_the_last_stage(tmp_path: Path) -> None:
+    course = Course(seconds={"compile": 1.0, AFTER: 2.0}, finished=Counter(compile=1))
+    save(tmp_path, "compile", "partial")
+    assert course.now(tmp_path, {}) == "compile"
+
+    save(tmp_path, "compile", "complete")
+    assert course.now(tmp_path, {}) == AFTER
+    assert course.left(tmp_path) == [AFTER]
 
 
 def test_a_resumed_stage_begins_when_its_manifest_is_written_again(tmp_path: Path) -> None:

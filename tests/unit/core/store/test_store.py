@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from exl2flow.core.errors import WorkDirBusy
 from exl2flow.core.store import store
-from exl2flow.core.store.files import digest, write_text
+from exl2flow.core.store.files import digest, digest_of, write_text
+from exl2flow.core.store.manifest import CHECKSUM, StageManifest
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
 HOLD = """
@@ -132,6 +134,14 @@ def test_altered_manifest_is_not_believed(old: str, new: str, work: WorkDir, ref
 
     assert altered.count(new) == 1
     assert StageFolder.load(folder.path, ref.fingerprint) is None
+
+
+def test_a_text_is_not_taken_for_a_number(work: WorkDir, ref: StageRef) -> None:
+    content = opened(work, ref).manifest.model_dump(mode="json")
+    sealed = {**content, "cursor": "1"}
+
+    with pytest.raises(ValidationError, match="cursor"):
+        StageManifest.unsealed({**sealed, CHECKSUM: digest_of(sealed)})
 
 
 def test_folder_of_another_fingerprint_is_not_resumed(work: WorkDir, ref: StageRef) -> None:
