@@ -9,20 +9,16 @@ result's quality, which are slow and get `--gate` flips each.
 """
 
 import argparse
-import json
 import logging
 import math
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,25 +26,19 @@ import torch
 sys.path.insert(1, str(Path(__file__).parents[1] / "tests" / "support"))
 
 import checkout  # noqa: F401  # finds the package in a bare checkout
+from converted import Converted, Counts
 from flipped_bits import flip, flip_unseen, some_bit
 from state import HELP, State
 
-from exl2flow.core.errors import Exl2FlowError, Interrupted
-from exl2flow.core.options.config import ConversionConfig, ValidateOptions
-from exl2flow.core.options.publication import PublishConfig
-from exl2flow.core.runtime.progress import Tick, silent
-from exl2flow.core.store import damage, store
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store import damage
 from exl2flow.core.store.files import FileRecord, digest
-from exl2flow.core.store.stage import Pipeline
-from exl2flow.core.store.store import StageFolder
-from exl2flow.inference.scoring.evaluate import evaluate
-from exl2flow.inference.scoring.text import text_rows
-from exl2flow.inference.validate.stage import check_verdict, verdict
-from exl2flow.model import Tokenizer, resolve
-from exl2flow.quant.compile.stage import _compare, _Tensors
+from exl2flow.core.store.source import digests
+from exl2flow.core.store.store import MANIFEST, StageFolder
+from exl2flow.inference.cache.page_files import NAME_LENGTH, PageFiles
+from exl2flow.inference.cache.prefix_tree import FullPage
 from exl2flow.tasks.publish import _differences
 from exl2flow.tasks.repository import Repository
-from exl2flow.tasks.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
 TENSORS = {  # kind → endings of the names of its tensors
@@ -68,143 +58,8 @@ GATED = ("factor", "choice")
 STATES = "state"
 TURN = 5  # flips of a kind, then it is the turn of another
 SHARD, UPLOAD = "shard after compile", "shard during upload"
-KINDS = (*TENSORS, STATES, *FILES, SHARD, UPLOAD)
-MAX_KL = PublishConfig.model_fields["max_kl"].default
-
-
-@dataclass
-class Counts:
-    """What found the flips of one kind: check → how many of how many."""
-
-    tried: Counter[str] = field(default_factory=Counter)
-    found: Counter[str] = field(default_factory=Counter)
-    undetected: list[str] = field(default_factory=list)  # by all checks that were asked
-
-    def ask(self, check: str, found: bool) -> bool:
-        """Count an answer, and return it."""
-        self.tried[check] += 1
-        self.found[check] += found
-        return found
-
-    def merge(self, other: "Counts") -> None:
-        """Add the answers about another flip."""
-        self.tried += other.tried
-        self.found.update(other.found)
-        self.undetected += other.undetected
-
-    def share(self, check: str) -> str:
-        """Return `found/tried`, a dash for a check that does not apply."""
-        return f"{self.found[check]}/{self.tried[check]}" if self.tried[check] else "–"
-
-
-class Converted:
-    """A finished conversion, and another one that was interrupted with its states saved."""
-
-    def __init__(self, source: Path, folder: Path, *, row_tokens: int) -> None:
-        self.row_tokens = row_tokens
-        self.config = ConversionConfig.model_validate(
-            {
-                "source": source,
-                "out": folder / "out",
-                "device": "cpu",
-                "quality": "fast",
-                "bpw": 4.0,
-                "sensitivity": {"rows": 2},
-                "calibration": {
-                    "rows": 4,
-                    "row_tokens": row_tokens,
-                    "measure_rows": 2,
-                    "measure_row_tokens": row_tokens,
-                },
-                "validate_options": ValidateOptions(rows=4, row_tokens=row_tokens, sample_tokens=0),
-            }
-        )
-        self.pipeline = Pipeline(self.config, STAGES, device="cpu")
-        for name in self.pipeline.stages:
-            self.pipeline.run(name, progress=silent)
-        self.spec = resolve(source)
-        self.out = self.config.out.resolve()
-        self.shards = sorted(self.out.glob("*.safetensors"))
-        self.text = text_rows(None, Tokenizer.load(source), rows=4, row_tokens=row_tokens)
-        self.runs = 0
-        self._stopped: Path | None = None
-
-    def other(self) -> Pipeline:
-        """Return a conversion that shares tokens, factors and measurement with this one."""
-        self.runs += 1
-        out = self.out.with_name(f"other-{self.runs}")
-        config = self.config.model_copy(update={"out": out, "bpw": 4.0 - 1e-4 * self.runs})
-        return Pipeline(config, STAGES, device="cpu")
-
-    def interrupted(self) -> tuple[Pipeline, Path]:
-        """Return a conversion that stopped while quantizing, and the file of its states."""
-        pipeline, before = self.other(), store.STATES_INTERVAL_SECONDS
-
-        def stopping(tick: Tick) -> None:
-            if tick.done == 2:
-                raise Interrupted("stopped", signum=signal.SIGINT)
-
-        pipeline.run("allocate", progress=silent)
-        store.STATES_INTERVAL_SECONDS = 0.0
-        try:
-            pipeline.run("quantize", progress=stopping)
-        except Interrupted:
-            pass
-        finally:
-            store.STATES_INTERVAL_SECONDS = before
-        found = StageFolder.load(pipeline.path("quantize"))
-        assert found is not None
-        assert found.manifest.states is not None
-        return pipeline, found.path / found.manifest.states.file
-
-    def stopped(self) -> Path:
-        """Return the states of a conversion that was interrupted, the same each time."""
-        if self._stopped is None:
-            self._stopped = self.interrupted()[1]
-        return self._stopped
-
-    def bits_of(self, endings: tuple[str, ...]) -> list[range]:
-        """Return the bits of the first shard in which tensors of these names lie."""
-        with self.shards[0].open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
-        return [
-            range(8 * (8 + size + begin), 8 * (8 + size + end))
-            for name, entry in header.items()
-            if name.endswith(endings)
-            for begin, end in [entry["data_offsets"]]
-        ]
-
-    def compares(self) -> bool:
-        """Return whether the comparison after compiling accepts the output."""
-        quantized = self.pipeline.path("quantize")
-        try:
-            tensors = _Tensors(self.spec, quantized / "sublayers")
-            with torch.inference_mode():
-                _compare(self.out, quantized, self.spec, tensors, "cpu")
-        except Exl2FlowError:
-            return False
-        return True
-
-    def passes_gates(self) -> bool:
-        """Return whether validation and publishing accept the output's quality."""
-        try:
-            [score] = evaluate([self.out], self.text, reference=self.config.source)
-        except Exl2FlowError:
-            return False
-        failures = verdict(score, None, self.config.validate_options)[1]
-        return not failures and (score.kl_divergence or 0.0) <= MAX_KL
-
-    def finishes(self, pipeline: Pipeline) -> bool:
-        """Return whether all stages of another conversion accept what they read."""
-        try:
-            for name in pipeline.stages:
-                pipeline.run(name, progress=silent)
-            check_verdict(pipeline.path("validate"))
-        except (Exl2FlowError, KeyError):  # or a choice for a matrix that the model lacks
-            return False
-        score = json.loads((pipeline.path("validate") / "report.json").read_text())["score"]
-        return bool(score["kl_divergence"] <= MAX_KL)
+MANIFESTS, DIGESTS, PAGE = "manifest", "digests.json", "page of a prompt on a disk"
+KINDS = (*TENSORS, STATES, *FILES, SHARD, UPLOAD, MANIFESTS, DIGESTS, PAGE)
 
 
 @contextmanager
@@ -312,12 +167,63 @@ def try_upload(made: Converted, *, is_gated: bool, chance: random.Random) -> Cou
     return counts
 
 
+def try_manifest(made: Converted, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of a stage's manifest."""
+    name = chance.choice(list(made.pipeline.stages))
+    folder = made.pipeline.path(name)
+    before = StageFolder.load(folder)
+    assert before is not None
+    counts, path = Counts(), folder / MANIFEST
+    bit = some_bit(path, chance)
+    flip(path, bit)
+    after = StageFolder.load(folder)
+    if not counts.ask("digest", after is None or after.manifest == before.manifest):
+        counts.undetected.append(f"bit {bit} of the manifest of {name}")
+    flip(path, bit)
+    return counts
+
+
+def try_digests(made: Converted, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of the remembered digests of the source: the right ones must come of it."""
+    counts, memory = Counts(), made.out.with_name("remembered.json")
+    files = sorted(made.config.source.glob("*"))
+    memory.unlink(missing_ok=True)
+    right = digests(files, memory)
+    bit = some_bit(memory, chance)
+    flip(memory, bit)
+    if not counts.ask("digest", digests(files, memory) == right):
+        counts.undetected.append(f"bit {bit} of {memory.name}")
+    return counts
+
+
+def try_page(made: Converted, *, is_gated: bool, chance: random.Random) -> Counts:
+    """Flip a bit of a page that a server keeps on a disk."""
+    counts, root = Counts(), made.out.with_name("pages")
+    files = PageFiles(root, "n" * NAME_LENGTH, size=1 << 20)
+    page = FullPage(key=b"k" * 16, before=b"", content=bytes(1024))
+    data = bytes(range(256)) * 16
+    files.write(page, memoryview(data))
+    [path] = root.rglob("*.page")
+    bit = some_bit(path, chance)
+    flip(path, bit)
+    if not counts.ask("digest", not files.read(page, memoryview(bytearray(len(data))))):
+        counts.undetected.append(f"bit {bit} of {path.name}")
+    return counts
+
+
+OTHERS = {
+    STATES: try_states,
+    UPLOAD: try_upload,
+    MANIFESTS: try_manifest,
+    DIGESTS: try_digests,
+    PAGE: try_page,
+}
+
+
 def attempt(made: Converted, kind: str, *, is_gated: bool, chance: random.Random) -> Counts:
     """Flip a bit of a kind of data; return what found it."""
-    if kind == STATES:
-        return try_states(made, is_gated=is_gated, chance=chance)
-    if kind == UPLOAD:
-        return try_upload(made, is_gated=is_gated, chance=chance)
+    if kind in OTHERS:
+        return OTHERS[kind](made, is_gated=is_gated, chance=chance)
     if kind in FILES:
         return try_stage(made, kind, is_gated=is_gated, chance=chance)
     return try_shard(made, kind, is_gated=is_gated, chance=chance)

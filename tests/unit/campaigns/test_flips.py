@@ -4,7 +4,8 @@ from pathlib import Path
 
 import mutants
 import pytest
-from flips import KINDS, TENSORS, Converted, campaign
+from converted import Converted
+from flips import KINDS, TENSORS, campaign
 from tiny import make_tiny
 
 
