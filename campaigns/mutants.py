@@ -42,24 +42,30 @@ MODULES = (
     "inference/generate/scheduler.py",  # preemption
 )
 TURN = 4  # mutants of a file, then it is the turn of another
-DEFAULTS = "tests/unit/test_documented_defaults.py"
-MORE = {  # tests outside of the mirrored folder
-    "core/options/base.py": ["tests/unit/core/options/test_config.py"],
+TABLES = "tests/unit/test_documented_options.py"  # of every option: name, default, group, words
+OPTIONS = "core/options"
+BOUNDS, CONFIG = "tests/unit/core/options/test_bounds.py", "tests/unit/core/options/test_config.py"
+MORE = {  # tests outside of the mirrored folder, or of another name
+    f"{OPTIONS}/base.py": [CONFIG, BOUNDS, TABLES],
+    f"{OPTIONS}/chat.py": [BOUNDS, TABLES],
+    f"{OPTIONS}/comparison.py": [CONFIG, TABLES],
+    f"{OPTIONS}/config.py": [CONFIG, BOUNDS, "tests/unit/core/options/test_presets.py", TABLES],
+    f"{OPTIONS}/generation.py": [BOUNDS, TABLES],
+    f"{OPTIONS}/measure.py": [CONFIG, TABLES],
+    f"{OPTIONS}/publication.py": [BOUNDS, CONFIG, TABLES],
+    f"{OPTIONS}/refine.py": ["tests/unit/quant/forecast/test_plan.py", BOUNDS, TABLES],
+    f"{OPTIONS}/sampling.py": [
+        "tests/unit/inference/sampling/test_sampling.py",
+        "tests/unit/inference/sampling/test_sampling_steps.py",
+        TABLES,
+    ],
+    f"{OPTIONS}/serving.py": ["tests/unit/serve/test_configuration.py", TABLES],
+    f"{OPTIONS}/sweep.py": [CONFIG, TABLES],
     "core/requests/conversation.py": [
         "tests/unit/inference/chat/test_history.py",
         "tests/unit/inference/chat/test_files.py",
     ],
-    "core/options/chat.py": [DEFAULTS],
-    "core/options/config.py": [DEFAULTS, "tests/unit/core/options/test_bounds.py"],
-    "core/options/sampling.py": [
-        DEFAULTS,
-        "tests/unit/inference/sampling/test_sampling.py",
-        "tests/unit/inference/sampling/test_sampling_steps.py",
-    ],
     "core/requests/request.py": ["tests/unit/inference/generate/test_prompt.py"],
-    "core/options/generation.py": [DEFAULTS],
-    "core/options/refine.py": ["tests/unit/quant/forecast/test_plan.py"],
-    "core/options/measure.py": ["tests/unit/core/options/test_config.py"],
     "core/store/manifest.py": [
         "tests/unit/core/store/test_kept_stages.py",
         "tests/unit/core/store/test_store.py",
@@ -103,6 +109,8 @@ COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Pow: ast.Mult,
 }
 TESTED = (ast.Compare, ast.UnaryOp)  # conditions that are changed themselves
+# `zip` asserts lengths that callers have made equal; the other is for debuggers
+UNTESTED = ("strict", "thread_name_prefix")
 # Words for people, whose exact text is no fact that a test should hold
 SPOKEN_CALLS = ("Field", "info", "warning", "debug", "append_notes")
 
@@ -175,8 +183,8 @@ def sites(node: ast.AST, *, spoken: bool = False) -> Iterator[tuple[ast.AST, str
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list", "type_comment", "type_ignores"):
             continue
-        if isinstance(node, ast.keyword) and node.arg == "strict":
-            continue  # of `zip`: an assertion about lengths that callers have made equal
+        if isinstance(node, ast.keyword) and node.arg in UNTESTED:
+            continue
         children: list[Any] = value if isinstance(value, list) else [value]
         for index, child in enumerate(children):
             if not isinstance(child, ast.AST) or _is_docstring(child):

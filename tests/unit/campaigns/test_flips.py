@@ -58,7 +58,12 @@ def least(values: list[int], floor: int = 0) -> int:
 
 
 def test_tests_of_a_file_begin_with_its_own() -> None:
-    found = mutants.tests_of("core/store/store.py")
+    assert mutants.tests_of("core/store/store.py")[0] == "tests/unit/core/store/test_store.py"
 
-    assert found[0] == "tests/unit/core/store/test_store.py"
+
+@pytest.mark.parametrize("file", mutants.MODULES)
+def test_every_file_has_tests(file: str) -> None:
+    found = mutants.tests_of(file)
+
+    assert found
     assert all(Path(__file__).parents[3].joinpath(name).is_file() for name in found)
