@@ -324,7 +324,8 @@ def scenery(root: Path, state: State) -> Iterator[Scene]:
     material = Material(root=root / "material", device="cpu")
     material.write()
     with serving(root / "hub") as hub:
-        hub.tokens = {token}
+        login = base64.b64encode(f"{USER}:{url_password}".encode()).decode()
+        hub.tokens = {token, f"Basic {login}"}  # a password in an address replaces the token
         hub.add_folder(SOURCE, material.model, card={"license": "mit"})
         os.environ.update(
             HF_ENDPOINT=hub.url,

@@ -10,9 +10,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -39,9 +39,13 @@ HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # versions of the client use d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """A client, its timeout in seconds, and whether the Hub has answered it yet."""
+    """A client, its timeout in seconds, and whether the Hub has answered it yet.
+
+    login: name and password of a mirror, as `name:password`; empty without.
+    """
 
     api: HfApi
+    login: str = ""
     waits: tuple[float, ...] = WAITS
     silence: float = SILENCE
     timeout: float = TIMEOUT
@@ -55,14 +59,17 @@ class Hub:
             ConfigError: the token cannot be sent.
         """
         _check_token(token or get_token() or "")
-        name = "exl2flow"
-        return cls(api=HfApi(token=token, library_name=name, library_version=version(name)))
-
-    @property
-    def address(self) -> str:
-        """The Hub's address, without the name and password of a mirror."""
-        parts = urlsplit(self.api.endpoint)
-        return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+        parts = urlsplit(constants.ENDPOINT)
+        login, _, host = parts.netloc.rpartition("@")
+        login, name = unquote(login), "exl2flow"
+        api = HfApi(
+            endpoint=parts._replace(netloc=host).geturl(),  # which the client's logs show
+            token=token,
+            library_name=name,
+            library_version=version(name),
+            headers={"authorization": f"Basic {_base64(login)}"} if login else None,
+        )
+        return cls(api=api, login=login)
 
     def call(self, subject: str, function: Callable[[], T], *, transfers: bool = False) -> T:
         """Call a function that sends requests to the Hub, retrying transient failures.
@@ -116,7 +123,7 @@ class Hub:
 
         threading.Thread(target=attempt, name="hub", daemon=True).start()
         if wait([answer], self.silence).not_done:
-            log.warning("waiting for %s: no answer for `%s` yet", self.address, subject)
+            log.warning("waiting for %s: no answer for `%s` yet", self.api.endpoint, subject)
             if wait([answer], self.timeout - self.silence).not_done:
                 raise TimeoutError(f"no answer within {self.timeout:.0f} s")
         return answer.result()
@@ -137,17 +144,14 @@ class Hub:
 
     def _without_secrets(self, text: str) -> str:
         """Return what the Hub or its client says, without a token or password that it repeats."""
-        parts = urlsplit(self.api.endpoint)
-        login = parts.netloc.rpartition("@")[0]
-        password = parts.password or ""
-        header = base64.b64encode(unquote(login).encode()).decode()
         token = str(self.api.token or get_token() or "")
-        for secret in (token, login, header, password, unquote(password)):
+        password = self.login.partition(":")[2]
+        for secret in (token, self.login, _base64(self.login), password, quote(password, safe="")):
             text = text.replace(secret, HIDDEN) if secret else text
         return text
 
     def _explained(self, error: BaseException, subject: str) -> HubError | None:
-        page = f"{self.address}/{subject}"
+        page = f"{self.api.endpoint}/{subject}"
         match error:
             case LocalEntryNotFoundError():
                 return None  # its cause explains more
@@ -177,7 +181,7 @@ class Hub:
             kind = f"{type(error).__name__}: {error}".partition("\n")[0]
             return HubUnavailable(
                 f"the Hub cannot be reached for `{subject}` ({kind}); check the connection to "
-                f"{self.address}"
+                f"{self.api.endpoint}"
             )
         if isinstance(error, OSError):
             if error.errno is None:  # the client found a file of the wrong size
@@ -187,6 +191,10 @@ class Hub:
                 "the permissions, then repeat the command"
             )
         return None
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
 
 
 def _is_unresolved(error: BaseException | None) -> bool:

@@ -89,7 +89,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
     commits = prove(publication, progress=progress)
     publication.repository.set_private(config.private)
     return Published(
-        url=f"{hub.address}/{config.repo}",
+        url=f"{hub.api.endpoint}/{config.repo}",
         branches=commits,
         sent=tuple(sent),
         private=config.private,

@@ -1,15 +1,18 @@
 """The client gives up, says what it waits for, and never repeats a token."""
 
+import json
 import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hub_server import serving
-from huggingface_hub import HfApi
+from hub_server import FILES, serving, used_by_client
+from huggingface_hub import HfApi, constants
+from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, HubError, HubUnavailable
 from exl2flow.tasks.client import Hub
@@ -84,11 +87,14 @@ def test_the_token_of_the_environment_is_looked_at_too(monkeypatch: pytest.Monke
         "pass/word is wrong",
     ],
 )
-def test_a_secret_that_the_hub_repeats_is_not_shown(repeated: str, tmp_path: Path) -> None:
+def test_a_secret_that_the_hub_repeats_is_not_shown(
+    repeated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(tmp_path / "hub") as server:
         server.fail(".*", "status", times=None, status=403, headers={"X-Error-Message": repeated})
-        endpoint = server.url.replace("//", "//somebody:pass%2Fword@")
-        hub = Hub(api=HfApi(endpoint=endpoint, token="hf_abcdefghijkl"), waits=())
+        address = server.url.replace("//", "//somebody:pass%2Fword@")
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        hub = Hub.open("hf_abcdefghijkl")
 
         with pytest.raises(HubError) as caught:
             hub.call("org/tiny", lambda: hub.api.model_info("org/tiny"))
@@ -97,8 +103,36 @@ def test_a_secret_that_the_hub_repeats_is_not_shown(repeated: str, tmp_path: Pat
     assert not any(secret in str(caught.value) for secret in ("hf_ab", "pass", "c29tZW"))
 
 
-def test_a_mirror_that_cannot_be_reached_is_named_without_its_password() -> None:
-    hub = Hub(api=HfApi(endpoint="http://somebody:password@127.0.0.1:1"), waits=())
+def test_the_password_of_a_mirror_is_sent_and_not_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    with (
+        serving(tmp_path / "hub") as server,
+        used_by_client(server),
+        caplog.at_level(logging.WARNING),  # as in commands: libraries show no more
+    ):
+        server.tokens = {"Basic c29tZWJvZHk6cGFzcy93b3Jk"}
+        server.add_folder("org/tiny", make_tiny("llama", tmp_path / "model"))
+        address = server.url.replace("//", "//somebody:pass%2Fword@")
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + FILES)
+        hub = Hub.open()
+        server.fail(".*resolve.*", "status", times=1, status=503)
+
+        file = hub.api.hf_hub_download("org/tiny", "config.json", cache_dir=tmp_path / "cache")
+
+        assert json.loads(Path(file).read_text())["model_type"] == "llama"
+        assert hub.api.endpoint == server.url
+    assert "503" in caplog.text
+    assert "pass" not in caplog.text
+
+
+def test_a_mirror_that_cannot_be_reached_is_named_without_its_password(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://somebody:password@127.0.0.1:1")
+    hub = replace(Hub.open(), waits=())
 
     with pytest.raises(HubUnavailable, match=r"connection to http://127.0.0.1:1$"):
         hub.call("org/tiny", lambda: hub.api.model_info("org/tiny"))

@@ -24,7 +24,7 @@ def test_a_failure_ends_the_pause() -> None:
         with uncollected():
             raise ValueError
 
-    with pytest.raises(ValueError, match="^$"):
+    with pytest.raises(ValueError, match=r"^$"):
         fails()
 
     assert gc.isenabled()
