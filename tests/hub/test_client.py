@@ -118,13 +118,13 @@ def test_the_password_of_a_mirror_is_sent_and_not_shown(
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + FILES)
         hub = Hub.open()
-        server.fail(".*resolve.*", "status", times=1, status=503)
+        server.fail("GET .*resolve.*", "status", times=1, status=429)
 
         file = hub.api.hf_hub_download("org/tiny", "config.json", cache_dir=tmp_path / "cache")
 
         assert json.loads(Path(file).read_text())["model_type"] == "llama"
         assert hub.api.endpoint == server.url
-    assert "503" in caplog.text
+    assert "429" in caplog.text
     assert "pass" not in caplog.text
 
 
