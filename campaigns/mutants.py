@@ -59,7 +59,11 @@ MORE = {  # tests outside of the mirrored folder, or of another name
         "tests/unit/inference/sampling/test_sampling_steps.py",
         TABLES,
     ],
-    f"{OPTIONS}/serving.py": ["tests/unit/serve/test_configuration.py", TABLES],
+    f"{OPTIONS}/serving.py": [
+        "tests/unit/serve/test_configuration.py",
+        "tests/unit/test_documented_serving.py",
+        TABLES,
+    ],
     f"{OPTIONS}/sweep.py": [CONFIG, TABLES],
     "core/requests/conversation.py": [
         "tests/unit/inference/chat/test_history.py",

@@ -6,17 +6,21 @@ it does not have are tried again, and counted once. Nothing of the package is im
 `mutants.py` needs it unloaded.
 """
 
+import fcntl
 import json
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
+FORK_SECONDS = 2.0  # that a fork may outlive a killed program
 SAVE_SECONDS = 2.0  # at least, between two writes of the file
 MOST_FAILURES = 100  # that are kept of each kind; all are counted
 LONGEST_TEXT = 3000  # of a failure
@@ -51,6 +55,24 @@ def revision() -> str:
 def today() -> str:
     """Return the date."""
     return datetime.now(UTC).date().isoformat()
+
+
+def _take(path: Path) -> None:
+    """Keep other programs from a state file until this process and its forks have ended.
+
+    Raises:
+        SystemExit: another one has it.
+    """
+    name = sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    lock = os.open(Path(tempfile.gettempdir(), f"exl2flow-{name}.lock"), os.O_CREAT | os.O_RDWR)
+    end = time.monotonic() + FORK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the descriptor stays open
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise SystemExit(f"`{path}` is in use by another campaign") from None
+            time.sleep(0.1)
 
 
 @dataclass(kw_only=True)
@@ -95,9 +117,11 @@ class State:
         """Return what a state file has, or nothing yet.
 
         Raises:
-            SystemExit: the file is of another program, seed or other options.
+            SystemExit: the file is of another program, seed or other options, or in use.
         """
         wanted = {"program": program, "seed": seed, "options": dict(options or {})}
+        if path is not None:
+            _take(path)
         if path is None or not path.exists():
             return cls(program=program, seed=seed, options=dict(options or {}), path=path)
         try:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,22 @@ def test_a_short_campaign_finds_nothing(words: tuple[str, ...]) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| tried | failed |" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_campaigns_find_nothing_with_a_seed_of_today(tmp_path: Path) -> None:
+    """Each run of the slow tests tries other cases; the table names the seed."""
+    seed = str(time.time_ns() // 10**9 % 10**6)
+    words = ("--seconds", "600", "--seed", seed, "--states", str(tmp_path))
+
+    done = subprocess.run(
+        [sys.executable, str(CAMPAIGNS / "campaign.py"), *words], capture_output=True, text=True
+    )
+
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"seed {seed}" in done.stdout
 
 
 @pytest.mark.parametrize("spelled", [TOKEN, "c29tZTpoZl9rZXB0", "dG9rZW46aGZfa2VwdA=="])

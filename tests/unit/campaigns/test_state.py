@@ -52,6 +52,26 @@ def test_a_killed_campaign_goes_on_and_counts_no_case_twice(killed: Path, tmp_pa
     assert {own["tried"] for own in counts(killed).values()} == {inputs}
 
 
+def test_two_runs_do_not_share_a_state(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    words = "from state import State, Path; State.opened('x', path=Path(sys.argv[1]), seed=1)"
+    program = f"import sys; {words}; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", program, str(path)]
+    folder = ROOT / "campaigns"
+    with subprocess.Popen(
+        command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+
+        second = subprocess.run(command, cwd=folder, input="", capture_output=True, text=True)
+
+        first.kill()
+    assert second.returncode == 1
+    assert "in use by another campaign" in second.stderr
+    assert subprocess.run(command, cwd=folder, input="", text=True).returncode == 0
+
+
 def test_the_state_of_another_seed_is_refused(killed: Path) -> None:
     before = killed.read_bytes()
 

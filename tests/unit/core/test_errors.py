@@ -54,3 +54,11 @@ def test_interruption_knows_its_signal() -> None:
     error = Interrupted("stopped", signum=15)
 
     assert (str(error), error.signum) == ("stopped", 15)
+
+
+def test_a_hub_that_is_away_says_when_to_come_back() -> None:
+    error = errors.HubUnavailable("busy", wait=3.0)
+
+    assert (str(error), error.wait, error.retryable) == ("busy", 3.0, True)
+    assert errors.HubUnavailable("busy").wait is None
+    assert Exl2FlowError.retryable is False

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.config import (
     HEAD_BITS,
     TARGETS,
@@ -15,6 +16,7 @@ from exl2flow.core.options.config import (
     FitOptions,
     Options,
 )
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
@@ -345,3 +347,27 @@ def test_forms_ask_for_a_size_by_one_choice_with_names(
 
     assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", *others]
     assert "24GB" in asked["description"]
+
+
+def test_a_measurement_is_the_beginning_of_a_conversion(tmp_path: Path) -> None:
+    config = MeasureConfig(
+        source="model",
+        out=tmp_path / "found.json",
+        lossy_source=True,
+        calibration=CalibrationOptions(rows=7),
+    )
+
+    conversion = config.conversion()
+
+    assert MEASUREMENT_FILE == "measurement.json"  # exllamav2's name
+    assert conversion.out == tmp_path / ".found.unused"
+    assert (conversion.bpw, conversion.lossy_source, conversion.calibration.rows) == (8.0, True, 7)
+    assert conversion.work_dir_root == config.work_dir_root == tmp_path / ".exl2flow"
+
+
+def test_runs_have_names_for_people() -> None:
+    refinement = RefinementConfig(model="out/rough", source="org/model", out="better")
+    sweep = SweepConfig(source="org/model", out="out", bpw=[3, 4.25])
+
+    assert (refinement.run_name, refinement.target) == ("model@refined:rough", "refined:rough")
+    assert sweep.run_name == "model@3,4.25bpw"

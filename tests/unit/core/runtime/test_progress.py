@@ -5,7 +5,7 @@ from contextvars import copy_context
 
 import pytest
 
-from exl2flow.core.runtime.progress import Tick, report, reporting_to
+from exl2flow.core.runtime.progress import Tick, current, labelled, report, reporting_to, silent
 
 TICK = Tick(stage="measure", done=1, total=4)
 
@@ -54,3 +54,25 @@ def test_sink_follows_the_context_into_another_thread() -> None:
     thread.join()
 
     assert seen == [TICK]
+
+
+def test_a_thread_is_handed_the_current_sink() -> None:
+    seen: list[Tick] = []
+    assert current() is silent
+
+    with reporting_to(seen.append):
+        current()(TICK)
+
+    assert seen == [TICK]
+
+
+def test_a_label_stands_before_the_names_of_stages() -> None:
+    seen: list[Tick] = []
+
+    with reporting_to(seen.append):
+        with labelled("3.0bpw"):
+            report(TICK)
+        report(TICK)
+
+    assert [tick.stage for tick in seen] == ["3.0bpw measure", "measure"]
+    assert seen[0].done == 1

@@ -12,7 +12,14 @@ from safetensors.torch import save_file
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.store import source as source_module
 from exl2flow.core.store.files import digest
-from exl2flow.core.store.source import HubModel, SourceFingerprint, hub_model
+from exl2flow.core.store.source import (
+    PROVENANCE,
+    HubModel,
+    SourceFingerprint,
+    hub_model,
+    provenance,
+    provenance_file,
+)
 
 
 @pytest.fixture
@@ -226,3 +233,16 @@ def test_hub_is_meant_by_a_revision_or_where_no_such_folder_begins(
     source: str, expected: HubModel | None, here: Path
 ) -> None:
     assert hub_model(Path(source), here / "work") == expected
+
+
+def test_the_origin_of_a_fetched_folder_is_what_was_recorded(model: Path) -> None:
+    assert provenance(model) is None
+    record = dict.fromkeys(PROVENANCE, "x") | {"gated": False}
+
+    provenance_file(model).write_text(json.dumps({**record, "later": 1}))
+    assert provenance_file(model) == model.with_name("My Model (v1).source.json")
+    assert provenance(model) == record
+
+    for damaged in ("{", "[]", json.dumps({"repo": "x"})):
+        provenance_file(model).write_text(damaged)
+        assert provenance(model) is None
