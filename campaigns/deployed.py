@@ -11,11 +11,12 @@ from uuid import UUID, uuid4
 
 import httpx
 import psutil
+from course import Course
 from crash import Conversion
 from hub_server import TOKEN
 from prefect.events.schemas.automations import EventTrigger
 from prefect_runs import run_count, run_state
-from scenarios import SOURCE, committed, held_locks, redone, target_of, under_way
+from scenarios import SOURCE, committed, held_locks, redone, target_of
 from servers import PATIENCE_SECONDS, LastingServer
 from signals import (
     CODE,
@@ -36,14 +37,15 @@ from exl2flow.flows.server.services import Home, answers
 
 T = TypeVar("T")
 FLOW, WORKER, SERVER = TARGETS = ("flow", "worker", "server")
-SCENARIOS = {"fast": 3, "shards": 1, "best": 1, "hub": 2}  # of the deployment; how often
+SCENARIOS = {"fast": 2, "shards": 1, "best": 2, "hub": 2}  # of the deployment; how often
 WITHIN = {"without a heartbeat": 65, "back to the queue": 90}  # seconds, instead of 90 and 600
-RUNNING, CRASHED, CANCELLED = "Running", "Crashed", "Cancelled"
+CRASHED, CANCELLED = "Crashed", "Cancelled"
 COMPLETED, FAILED = "Completed", "Failed"
+ENDS = (COMPLETED, CANCELLED, FAILED)
 MOST_STARTS = 4  # of a run that crashes
 MOST_ATTEMPTS = 20
-FROM_BEGIN = 0.75  # share of signals that wait for the run to be at work
-BEGIN_SECONDS = 120.0  # but no longer
+IN_STAGE = 0.75  # share of signals whose stage is drawn; the others come at any time
+ASK_SECONDS = 1.0  # between two questions whether a run has ended
 NOBODY = "no process of a run"
 REST_SECONDS = 10.0  # between two signals to the server; then it is up again
 SOON_SECONDS, STAYS_SECONDS = 5.0, 120.0  # a crashed run goes on sooner
@@ -154,37 +156,46 @@ class Deployed:
             time.sleep(POLL_SECONDS)
         return True
 
-    def ends_within(self, run: UUID, seconds: float, *, from_begin: bool) -> str:
-        """Return the name of the final state, nothing if it does not end by then.
-
-        from_begin: the time does not pass before a process works at the run.
-        """
-        deadline = time.monotonic() + (BEGIN_SECONDS if from_begin else seconds)
+    def ends_within(self, run: UUID, seconds: float) -> str:
+        """Return the name of the final state, nothing if it does not end by then."""
+        deadline = time.monotonic() + seconds
         while True:
             state = self.state(run)
-            if from_begin and state == RUNNING and processes_of_runs(self.server):
-                deadline, from_begin = time.monotonic() + seconds, False
-            if state in (COMPLETED, CANCELLED, FAILED):
+            if state in ENDS or (state == CRASHED and self.stays_crashed(run)):
                 return state
-            if state == CRASHED and self.stays_crashed(run):
-                return state
-            if time.monotonic() > deadline:
+            if (left := deadline - time.monotonic()) <= 0:
                 return ""
-            time.sleep(POLL_SECONDS)
+            time.sleep(min(POLL_SECONDS, left))
+
+    def asked_now_and_then(self, run: UUID, last: float) -> Callable[[], bool]:
+        """Return what tells whether a run has ended, or its time is over."""
+        asked = time.monotonic()
+
+        def is_over() -> bool:
+            nonlocal asked
+            if (now := time.monotonic()) < asked + ASK_SECONDS:
+                return False
+            asked = now
+            return now > last or self.state(run) in ENDS
+
+        return is_over
 
     def until_it_ends(
-        self, run: UUID, victims: Victims, seconds: float, rng: random.Random
+        self, run: UUID, victims: Victims, course: Course, rng: random.Random
     ) -> tuple[str, set[tuple[str, str]]]:
         """Disturb a run until it ends; return its state, and the signals that its process got."""
         last = time.monotonic() + RUN_SECONDS
-        sent = set()
+        is_over, sent = self.asked_now_and_then(run, last), set()
         while time.monotonic() < last:
-            drawn, from_begin = moment(seconds, rng), rng.random() < FROM_BEGIN
-            if state := self.ends_within(run, drawn, from_begin=from_begin):
+            if rng.random() < IN_STAGE:
+                seconds = course.until_drawn(self.command.work_root, {}, rng, is_over) or 0.0
+            else:
+                seconds = moment(sum(course.seconds.values()), rng)
+            if state := self.ends_within(run, seconds):
                 return state, sent
             target = rng.choice(list(victims))
             is_at_work = bool(processes_of_runs(self.server))
-            stage = under_way(self.command.work_root) if is_at_work else NOBODY
+            stage = course.now(self.command.work_root, {}) if is_at_work else NOBODY
             if (pid := victims[target]()) and (kind := disturb(pid, rng)):
                 self.case.note(kind, target, stage)
                 sent |= {(target, kind)}
@@ -208,7 +219,7 @@ def run_deployment(
     server: LastingServer,
     command: Conversion,
     case: Case,
-    seconds: float,
+    course: Course,
     *,
     targets: Sequence[str],
     rng: random.Random,
@@ -224,7 +235,7 @@ def run_deployment(
     for case.attempts in range(1, MOST_ATTEMPTS + 1):
         key = str(uuid4())  # so that a repeated request submits nothing else
         run = patiently(lambda key=key: server.submit("convert/convert", config, key))
-        state, sent = deployed.until_it_ends(run, victims, seconds, rng)
+        state, sent = deployed.until_it_ends(run, victims, course, rng)
         starts = patiently(lambda run=run: run_count(run))
         case.check(CODE, not expected(state, starts, sent) and f"{state} after {starts} starts")
         case.check(ORPHANS, lasting_runs(server))

@@ -8,8 +8,7 @@ number only, but for the speed of the machine: `--only N` repeats one.
 
 With `--targets flow worker server`, Prefect runs the conversions, on a server of their own: every
 other one as a command, the rest as runs that its worker executes. The signals go to the process of
-the flow, to the worker and to the server, which the supervisor starts again. Runs of the worker get
-them at random parts of the time that they take.
+the flow, to the worker and to the server, which the supervisor starts again.
 """
 
 import argparse
@@ -119,10 +118,9 @@ def attempt(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What a command leaves behind undisturbed, the seconds that it takes, and its stages."""
+    """What a command leaves behind undisturbed, and its stages."""
 
     results: dict[str, str]
-    seconds: float
     course: Course
 
 
@@ -130,13 +128,11 @@ def finished(material: Material, folder: Path, scenario: str) -> Reference:
     """Run a command undisturbed."""
     home = folder.parent
     command = material.command(scenario, home / f"{folder.name}-{scenario}")
-    begun = time.monotonic()
     run = command.start()
     course = Course.watched(command.work_root, partial(has_ended, run))
     ended = run.wait()
     assert ended.code == 0, ended.err
-    seconds = time.monotonic() - begun
-    return Reference(results=results(command, home / HUB), seconds=seconds, course=course)
+    return Reference(results=results(command, home / HUB), course=course)
 
 
 def run_command(
@@ -216,7 +212,7 @@ def run_case(
     if case.way == DEPLOYED:
         assert server is not None
         log = deployed.run_deployment(
-            server, command, case, wanted.seconds, targets=targets, rng=rng
+            server, command, case, wanted.course, targets=targets, rng=rng
         )
     else:
         log = run_command(

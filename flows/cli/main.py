@@ -168,3 +168,5 @@ def main() -> None:
             sys.exit(KEYBOARD)
         explain_defect(error, sys.argv[1:])
         sys.exit(FAILURE)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late one has nothing left to stop

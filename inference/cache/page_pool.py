@@ -117,11 +117,11 @@ class PagePool:
 
         reusable: leading ids that `match` gets; None: all.
         """
-        index, matched = self._boundary(held) or 0, ids if reusable is None else reusable
-        if self._boundary(held) is not None:
-            shared = self._shareable(held, matched, index)
-            index += sum(self.pages[page].users > 0 for page in shared)  # the first ones
-        return max(0, -(-len(ids) // self.page_tokens) - max(index, len(held.pages)))
+        index, there = self._boundary(held), len(held.pages)
+        if index is not None:
+            shared = self._shareable(held, ids if reusable is None else reusable, index)
+            there += sum(self.pages[page].users > 0 for page in shared)
+        return max(0, -(-len(ids) // self.page_tokens) - there)
 
     def next_key(self, held: SequencePages, ids: Sequence[int]) -> tuple[bytes, bytes] | None:
         """Return a key of the tokens that prefill reads next, None if no others can use them.
@@ -169,9 +169,11 @@ class PagePool:
         """Rewind to the first `tokens`, and free the pages after them, including reserved ones.
 
         If others use the last page, its first rows move to another one. If none is free, `filled`
-        becomes the page's first position, and the tokens after it have to be computed again.
+        becomes the page's first position, and the tokens after it have to be computed again. So
+        has a single token: `release` finds copies of its values by two ids.
         """
         assert 0 <= tokens <= held.filled, f"cannot rewind from {held.filled} to {tokens} tokens"
+        tokens = 0 if tokens < LEAST_COPIED else tokens
         index, inside = divmod(tokens, self.page_tokens)
         self._give_back(held, index + (inside > 0))
         del held.keys[index:]

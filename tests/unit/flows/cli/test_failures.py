@@ -199,3 +199,20 @@ def test_a_signal_in_a_callback_of_pydantic_is_no_defect(signum: int, code: int)
 
     assert done.returncode == code, done.stderr
     assert "unexpected" not in done.stderr
+
+
+WHILE_LEAVING = """
+import atexit, os, signal, sys
+import exl2flow.flows.cli
+
+main = sys.modules["exl2flow.flows.cli.main"]
+main.app = lambda: sys.exit(130)
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+main.main()
+"""
+
+
+def test_a_second_ctrl_c_while_the_program_leaves_shows_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", WHILE_LEAVING], capture_output=True, text=True)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -213,3 +213,31 @@ def test_misuse_is_noticed() -> None:
     table.release(held)
     with pytest.raises(AssertionError, match="released"):
         table.release(held)
+
+
+def test_pages_that_were_reserved_and_others_that_are_shared_are_both_there() -> None:
+    table = PagePool(8, page_tokens=4)
+    reserved, reader = table.begin(), table.begin()
+    assert table.reserve(reserved, 1)
+    read(table, IDS[:8], reader)
+
+    needed, free = table.needs(reserved, IDS[:12]), table.free
+    table.match(reserved, IDS[:12])
+    assert table.reserve(reserved, 12)
+
+    assert reserved.pages[:2] == reader.pages
+    assert needed == free - table.free == 0
+
+
+def test_a_rewind_to_one_token_gives_it_up() -> None:
+    """Its page has too few ids to be found among the copies of a sequence that fails."""
+    table = PagePool(8, page_tokens=4)
+    first = read(table, IDS[:2])
+    copied = table.begin()
+    table.match(copied, IDS[:3])
+
+    assert table.cut(first, 1) is None
+
+    assert (first.filled, first.pages) == (0, [])
+    table.release(copied, keep=False)
+    assert not any(page.content for page in table.pages)
