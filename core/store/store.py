@@ -189,8 +189,11 @@ class StageFolder:
     def complete(self) -> None:
         """Mark the stage complete and delete what only a resume needs."""
         self.check()
-        for path in self.path.glob("states-?.safetensors"):
+        states = list(self.path.glob("states-?.safetensors"))
+        for path in states:
             _delete(path)
+        if states:
+            sync(self.path)  # else they could come back, and nobody would delete them
         self.manifest.status = "complete"
         self.manifest.states = None
         self.save()

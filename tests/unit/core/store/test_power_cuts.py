@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Command, Opened, quietly
 from crashes import EXHAUSTED, Count, Part, Trial
 from file_layer import SYNC
@@ -22,7 +23,7 @@ FINGERPRINT = "0123456789abcdef" * 4
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Command:
-    """A stage that makes a file in a folder, unless it is there, and is complete."""
+    """A stage that makes a file in a folder, unless it is there, saves states, and is complete."""
     disk = tmp_path / "disk"
     disk.mkdir()
     work = WorkDir(disk / "work")
@@ -35,6 +36,7 @@ def stage(tmp_path: Path) -> Command:
         if not folder.valid("results/a"):
             write_text(folder.path / "results" / "a", "x" * 1500)
             folder.commit("results/a", digest(folder.path / "results" / "a"), cursor=1)
+            folder.save_states(torch.zeros(2), 1)
         folder.complete()
 
     return Command(disk=disk, run=run)
