@@ -259,6 +259,18 @@ def replaced(file: Path, source: str) -> None:
     SourceFileLoader.get_code = other  # type: ignore[method-assign]
 
 
+def _replace_in_children(file: Path, source: str, folder: Path) -> None:
+    """Have Python programs that tests start load the other source, too."""
+    (folder / "source").write_text(source)
+    (folder / "sitecustomize.py").write_text(
+        f"import sys\nfrom pathlib import Path\nsys.path.append({str(ROOT / 'campaigns')!r})\n"
+        "from mutants import replaced\nsys.path.pop()\n"
+        f"replaced(Path({str(file)!r}), Path({str(folder / 'source')!r}).read_text())\n"
+    )
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), before)))
+
+
 def run_tests(tests: list[str], folder: Path) -> int:
     """Run tests in this process, and return pytest's exit code."""
     import pytest
@@ -321,6 +333,7 @@ def _child(
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         if source is not None:
             replaced(file, source)
+            _replace_in_children(file, source, folder)
         code = run_tests(tests, folder)
         if limit is None:
             (folder / "loaded").write_text("\n".join(_libraries()))

@@ -1,8 +1,12 @@
 """The exception tree is the one drawn at the top of its module."""
 
 import inspect
+import json
+import pickle
 import re
 from pathlib import Path
+
+import pytest
 
 from exl2flow.core import errors
 from exl2flow.core.errors import Exl2FlowError, Interrupted
@@ -62,3 +66,15 @@ def test_a_hub_that_is_away_says_when_to_come_back() -> None:
     assert (str(error), error.wait, error.retryable) == ("busy", 3.0, True)
     assert errors.HubUnavailable("busy").wait is None
     assert Exl2FlowError.retryable is False
+
+
+def test_an_interruption_goes_from_process_to_process() -> None:
+    error = pickle.loads(pickle.dumps(Interrupted("stopped", signum=15)))
+
+    assert (type(error), str(error), error.signum) == (Interrupted, "stopped", 15)
+
+
+@pytest.mark.parametrize("data", [b"{", b"\xff", b"[" * 100_000])
+def test_what_holds_no_json_raises_one_of_these(data: bytes) -> None:
+    with pytest.raises(errors.NO_JSON):
+        json.loads(data)

@@ -60,3 +60,21 @@ def test_names_lose_the_prefix_that_all_share() -> None:
 )
 def test_cause_is_what_an_error_says(error: Exception, said: str) -> None:
     assert words.cause(error) == said
+
+
+def test_a_spread_is_the_mean_and_how_far_values_lie_apart() -> None:
+    assert words.spread([3.0, 1.0, 2.0], words.bits) == "2.000 (1.000 to 3.000)"
+    assert words.spread([2.0], words.bits) == "2.000"
+    assert words.spread([], words.bits) == "–"
+    assert words.spread([2.0, None], words.bits) == "–"
+
+
+def test_an_interval_has_two_bounds() -> None:
+    assert words.interval((1.0, 2.5), words.bits) == "1.000 to 2.500"
+    assert words.interval(None, words.bits) == "–"
+
+
+def test_names_that_may_have_been_meant_are_listed_else_all() -> None:
+    assert words.nearest("tokn", ["token", "other"]) == "; near are `token`"
+    assert words.nearest("nonsense", ["token", "other"]) == "; there are `other`, `token`"
+    assert words.nearest("x", []) == ""

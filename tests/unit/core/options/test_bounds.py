@@ -1,5 +1,6 @@
 """The least and the largest value of every bounded option are accepted, those beyond refused."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from exl2flow.core.options.config import (
     ValidateOptions,
 )
 from exl2flow.core.options.generation import GenerationOptions
-from exl2flow.core.options.publication import PublishOptions
+from exl2flow.core.options.publication import PublishConfig, PublishOptions
 from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.options.serving import ServeOptions
 
 CONVERSION = {"source": "model", "out": "out"}
 REFINEMENT = {**CONVERSION, "model": "quantized"}
@@ -95,11 +97,22 @@ CASES: list[tuple[type[BaseModel], str, Any, Any]] = [
     (GenerationOptions, "rope_yarn", 1, 0.999),
     (GenerationOptions, "draft_tokens", 1, 0),
     (GenerationOptions, "draft_tokens", 7, 8),
+    (GenerationOptions, "state_memory", 0, -1),
+    (ServeOptions, "port", 0, -1),
+    (ServeOptions, "port", 65535, 65536),
+    (ServeOptions, "swap_wait", 0, -TINY),
+    (ServeOptions, "unload_after", TINY, 0),
+    (ServeOptions, "drain", 0, -TINY),
+    (ServeOptions, "waiting", 0, -1),
+    (ServeOptions, "wait_seconds", TINY, 0),
+    (ServeOptions, "max_answer", 1, 0),
+    (PublishConfig, "models", (Path("a"),), ()),
 ]
 NEEDED: dict[type[BaseModel], dict[str, Any]] = {
     ConversionConfig: CONVERSION,
     RefinementConfig: REFINEMENT,
     PublishOptions: {"repo": "org/name"},
+    PublishConfig: {"repo": "org/name"},
     FitOptions: {"memory": "24GB"},
 }
 

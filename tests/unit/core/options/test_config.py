@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from exl2flow.core.options.base import MEASUREMENT_FILE
+from exl2flow.core.options.base import MEASUREMENT_FILE, measurement_path
 from exl2flow.core.options.config import (
     HEAD_BITS,
     TARGETS,
@@ -363,11 +363,19 @@ def test_a_measurement_is_the_beginning_of_a_conversion(tmp_path: Path) -> None:
     assert conversion.out == tmp_path / ".found.unused"
     assert (conversion.bpw, conversion.lossy_source, conversion.calibration.rows) == (8.0, True, 7)
     assert conversion.work_dir_root == config.work_dir_root == tmp_path / ".exl2flow"
+    assert conversion.work_root == config.work_dir_root
+
+
+def test_a_measurement_may_be_given_as_its_folder(tmp_path: Path) -> None:
+    assert measurement_path(tmp_path) == tmp_path / "measurement.json"
+    assert measurement_path(tmp_path / "own.json") == tmp_path / "own.json"
 
 
 def test_runs_have_names_for_people() -> None:
     refinement = RefinementConfig(model="out/rough", source="org/model", out="better")
     sweep = SweepConfig(source="org/model", out="out", bpw=[3, 4.25])
+    fit = ConversionConfig(source="org/model", out="out", fit=FitOptions(memory="24GB"))
 
     assert (refinement.run_name, refinement.target) == ("model@refined:rough", "refined:rough")
     assert sweep.run_name == "model@3,4.25bpw"
+    assert "fit-24.0GB" in fit.run_name

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.environment import tuning_file, virtual_architecture
+from exl2flow.core.options.environment import notify_socket, tuning_file, virtual_architecture
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,11 @@ def test_an_architecture_of_no_kernel_is_refused(
 
     with pytest.raises(ConfigError, match=f"`{given}`; set an architecture from 80 on"):
         virtual_architecture()
+
+
+def test_without_a_service_manager_there_is_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert notify_socket() == ""
+
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/x")
+    assert notify_socket() == "/run/x"

@@ -19,6 +19,12 @@ def test_bitrates_are_distinct_and_rise() -> None:
     assert sweep_of(bpw=[4, 2.5, 4.0]).bpw == (2.5, 4.0)
 
 
+def test_bitrates_may_be_any_sequence() -> None:
+    assert sweep_of(bpw=(4, 3)).bpw == (3.0, 4.0)
+    with pytest.raises(ValidationError, match="bpw"):
+        sweep_of(bpw={4: 3})
+
+
 def test_bitrates_that_differ_have_folders_that_differ() -> None:
     bitrates = (3.12, 3.125, 4.0, 4.001, math.nextafter(4.001, 5))
 

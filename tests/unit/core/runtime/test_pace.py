@@ -36,6 +36,16 @@ def test_a_finished_stage_stands_still() -> None:
     assert pace.remaining(500.0) == 0.0
 
 
+def test_elapsed_time_is_counted_from_the_first_tick() -> None:
+    pace = Pace.start(tick(0), now=100.0)
+
+    pace.update(tick(5), now=110.0)
+    assert pace.elapsed(120.0) == 20.0
+
+    pace.update(tick(10), now=130.0)
+    assert pace.elapsed(500.0) == 30.0
+
+
 def test_times_are_told_once_something_was_done() -> None:
     pace = Pace.start(tick(6), now=0.0)
     assert pace.times(5.0) == {}

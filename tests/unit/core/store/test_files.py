@@ -394,3 +394,9 @@ def test_a_path_that_is_not_utf8_can_be_written_and_read_back(tmp_path: Path) ->
 
     assert read_json(tmp_path / "a.json") == value
     assert digest_of(value) != digest_of({"out": "out-"})
+
+
+def test_the_digest_of_a_json_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    sha256 = write_json(tmp_path / "a.json", {"a": ["ö"] * 5000})
+
+    assert sha256 == digest(tmp_path / "a.json")

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from exl2flow.core.errors import ReadFailed, StoreError, WriteFailed
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store import files
 from exl2flow.core.store.files import digest, digest_of, write_json, write_text
+from exl2flow.core.store.manifest import RunRecord
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
 
@@ -181,3 +183,24 @@ def test_stage_without_results_begins_on_any_device(work: WorkDir, ref: StageRef
     (folder.path / "a").unlink()
 
     assert opened(work, ref).manifest.files == {}
+
+
+def test_a_run_is_recorded_with_absolute_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    config = RefinementConfig.model_validate(
+        {"model": "m", "source": "s", "out": "o", "calibration": {"text": "text.txt"}}
+    )
+
+    record = RunRecord.of(["judge"], config)
+
+    assert record.stages == ["judge"]
+    options = record.config
+    assert [options[name] for name in ("model", "source", "out")] == [
+        str(tmp_path / name) for name in "mso"
+    ]
+    assert options["work_root"] is None
+    assert options["calibration"]["text"] == str(tmp_path / "text.txt")
+    assert options["validate_options"]["text"] is None
