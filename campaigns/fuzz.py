@@ -2,7 +2,8 @@
 
 An input must end in an error of ours or a right result, within 2 s of processor time and 1 GB, must
 run no code, and must touch no file outside its folder. Inputs are read in a process of their own,
-which a crash ends. Input number n of a seed is always the same: a failure prints how to repeat it.
+which a crash ends. Input number n of a seed is always the same, but for times, paths and secrets in
+the whole files of a few readers: a failure prints how to repeat it, and `--keep` keeps the bytes.
 """
 
 import argparse

@@ -371,7 +371,8 @@ class Chat(Reader):
                 for _ in session.reply(text):
                     pass
             session.save(self.path)
-            found.append(self.path.read_bytes())
+            content = json.loads(self.path.read_bytes()) | {"started": NOW}
+            found.append(json.dumps(content).encode())
         return found
 
     def use(self) -> None:

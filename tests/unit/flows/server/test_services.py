@@ -107,9 +107,9 @@ def test_processes_are_found_by_their_environment(
     assert Home(home.path / "other").processes() == {}
     older = sleeper("", f"{MODULES}worker")  # of a version that gave its services no name
     assert f"process {older.pid}" in home.processes()
-    older.kill()
-    run.kill()
-    os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
+    for process in (older, run):
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
     assert home.processes().keys() == {"worker"}
 
 
