@@ -156,12 +156,16 @@ class Deployed:
             time.sleep(POLL_SECONDS)
         return True
 
+    def end(self, run: UUID) -> str:
+        """Return the name of a run's final state, nothing if it goes on."""
+        state = self.state(run)
+        return state if state in ENDS or (state == CRASHED and self.stays_crashed(run)) else ""
+
     def ends_within(self, run: UUID, seconds: float) -> str:
         """Return the name of the final state, nothing if it does not end by then."""
         deadline = time.monotonic() + seconds
         while True:
-            state = self.state(run)
-            if state in ENDS or (state == CRASHED and self.stays_crashed(run)):
+            if state := self.end(run):
                 return state
             if (left := deadline - time.monotonic()) <= 0:
                 return ""
@@ -176,7 +180,7 @@ class Deployed:
             if (now := time.monotonic()) < asked + ASK_SECONDS:
                 return False
             asked = now
-            return now > last or self.state(run) in ENDS
+            return now > last or bool(self.end(run))
 
         return is_over
 
