@@ -55,7 +55,7 @@ def sealed(rng: random.Random, data: bytes) -> bytes:
 
 
 def parsed(data: bytes, *, errors: str = "surrogatepass") -> Any:
-    """Return a JSON value, None if the bytes hold none; errors: as of `str.encode`."""
+    """Parse JSON; return None if it is malformed. errors: passed to `str.encode`."""
     try:
         text = json.dumps(json.loads(data), ensure_ascii=False).encode(errors=errors)
     except (ValueError, RecursionError):

@@ -33,7 +33,7 @@ WAITS = (1.0, 5.0, 20.0, 60.0)  # seconds before further attempts
 LONGEST_WAIT = 600.0  # seconds; a longer Retry-After is an error
 SILENCE = 5.0  # seconds without an answer before a log line says so
 TIMEOUT = 30.0  # seconds that one attempt waits for an answer
-HIDDEN = "***"  # in place of a secret
+HIDDEN = "***"  # replaces secrets in messages
 HTTP_LIBRARIES = ("httpx", "httpx2", "requests")  # versions of the client use different ones
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
@@ -115,12 +115,9 @@ class StageFolder:
         """Delete those of the files that were committed."""
         with self._lock:
             gone = [name for name in names if name in self.manifest.files]
+            _delete_for_good([self.path / name for name in gone])
             for name in gone:
-                _delete(self.path / name)
                 del self.manifest.files[name]
-            for folder in {(self.path / name).parent for name in gone}:
-                if folder.is_dir():
-                    sync(folder)  # else they could come back, and nobody would delete them
             if gone:
                 self.save()
 
@@ -189,11 +186,7 @@ class StageFolder:
     def complete(self) -> None:
         """Mark the stage complete and delete what only a resume needs."""
         self.check()
-        states = list(self.path.glob("states-?.safetensors"))
-        for path in states:
-            _delete(path)
-        if states:
-            sync(self.path)  # else they could come back, and nobody would delete them
+        _delete_for_good(list(self.path.glob("states-?.safetensors")))
         self.manifest.status = "complete"
         self.manifest.states = None
         self.save()
@@ -256,6 +249,15 @@ def _delete(path: Path) -> None:
         raise WriteFailed(
             f"cannot delete `{path}`: {error.strerror}; move it away and repeat the command"
         ) from error
+
+
+def _delete_for_good(paths: Sequence[Path]) -> None:
+    """Delete files; a power cut does not bring them back, when nobody would delete them."""
+    for path in paths:
+        _delete(path)
+    for folder in {path.parent for path in paths}:
+        if folder.is_dir():
+            sync(folder)
 
 
 def with_inputs(fingerprints: Iterable[str], stages: Mapping[str, StageFolder]) -> set[str]:

@@ -69,7 +69,7 @@ def terms_of(spec: ModelSpec, positions: int) -> int:
 
 
 def near_logits(expected: torch.Tensor, spec: ModelSpec, positions: int) -> dict[str, Any]:
-    """Return the tolerances of `assert_close` for logits of a model that sees so many positions.
+    """Return tolerances for comparing logits at a context of `positions` tokens.
 
     Layers with a state subtract logarithms of decays, which reach 1,300 in a chunk of 64 tokens of
     the tests' models. Rounding those changes the factor of a token by up to 8e-5, however few
