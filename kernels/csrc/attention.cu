@@ -36,7 +36,6 @@ __global__ void __launch_bounds__(
     __shared__ __align__(16) u32 queries[COLUMNS][WIDTH / 2 + 4];  // pairs as a lane holds them
     __shared__ __align__(16) byte fresh[TOKENS * (Keys::ROW + Values::ROW)];  // new rows
     __shared__ float maxima[ATTENTION_WARPS][COLUMNS], totals[ATTENTION_WARPS][COLUMNS];
-    __shared__ float weights[COLUMNS][32];  // of the parts
     __shared__ int before;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int warps = blockDim.x / 32, dim = call.head_dim;
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(
     // Queries, then new keys and values in turn, are loaded together; of one token, before it is
     // known which CTA needs the new ones.
     constexpr int ROWS = COLUMNS + 2 * HEADS, THREADS = 32 * ATTENTION_WARPS;
-    constexpr int AHEAD = TOKENS == 1 ? (ROWS * WIDTH + THREADS - 1) / THREADS + 1 : 8;
+    constexpr int AHEAD = TOKENS == 1 ? (ROWS * WIDTH + THREADS - 1) / THREADS : 8;
     Source sources[AHEAD];
     Loaded loaded[AHEAD];
     auto begin_rows = [&](int i, int rows) {
@@ -182,26 +181,32 @@ __global__ void __launch_bounds__(
     __syncthreads();
     const integer place = (integer)row * gridDim.y + blockIdx.y;
     float* const parts = call.partial + place * call.splits * PART;
-    half_bits* const out = call.out + first_row * call.heads * dim;
-    const float* const sums = (const float*)ring;
-    const int of_warp = call.stages * STAGE / 4;
-    if (call.splits == 1) {
-        add_warps<COLUMNS, WIDTH>(sums, of_warp, columns.count, maxima, totals,
-                                  [&](int i, float x) { window[0][i] = x; });
-        __syncthreads();
-        add_parts<WIDTH, COLUMNS, is_rotated<VE>(), true>(call, window[0], columns, out, window,
-                                                          weights, offset);
-        return;
+    float* const of_split = parts + split * PART;
+    for (int i = threadIdx.x; i < columns.count * WIDTH; i += blockDim.x) {
+        float sum = 0.0f;
+        for (int w = 0; w < warps; ++w)
+            sum += ((const float*)(ring + w * call.stages * STAGE))[i];
+        __stcg(of_split + i, sum);
     }
-    add_warps<COLUMNS, WIDTH>(sums, of_warp, columns.count, maxima, totals,
-                              [&](int i, float x) { __stcg(parts + split * PART + i, x); });
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) before = atomicAdd(call.arrived + place, 1);
-    __syncthreads();
-    if (before < call.splits - 1) return;
-    __threadfence();
-    if (threadIdx.x == 0) call.arrived[place] = 0;
-    add_parts<WIDTH, COLUMNS, is_rotated<VE>(), false>(call, parts, columns, out, window, weights,
-                                                       offset);
+    if (threadIdx.x < columns.count) {
+        float m = NOTHING, l = 0.0f;
+        for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][threadIdx.x]);
+        for (int w = 0; w < warps; ++w)
+            l += totals[w][threadIdx.x] * power(maxima[w][threadIdx.x] - m);
+        __stcg(of_split + COLUMNS * WIDTH + threadIdx.x, m);
+        __stcg(of_split + COLUMNS * (WIDTH + 1) + threadIdx.x, l);
+    }
+    if (call.splits > 1) {
+        __threadfence();
+        __syncthreads();
+        if (threadIdx.x == 0) before = atomicAdd(call.arrived + place, 1);
+        __syncthreads();
+        if (before < call.splits - 1) return;
+        __threadfence();
+        if (threadIdx.x == 0) call.arrived[place] = 0;
+    } else {
+        __syncthreads();
+    }
+    half_bits* const out = call.out + first_row * call.heads * dim;
+    add_parts<WIDTH, COLUMNS, is_rotated<VE>()>(call, parts, columns, out, window, offset);
 }

@@ -88,43 +88,22 @@ __device__ __forceinline__ void prefetch_places(const Call& call, int first, int
         asm volatile("prefetch.global.L2 [%0];" ::"l"(call.to + first + i));
 }
 
-// Add up what the warps have of a part, and put each sum, maximum and total where it belongs.
-// sums: of the first warp; of_warp: from one to the next.
-template <int COLUMNS, int WIDTH, class Put>
-__device__ __forceinline__ void add_warps(const float* sums, int of_warp, int count,
-                                          const float (*maxima)[COLUMNS],
-                                          const float (*totals)[COLUMNS], Put put) {
-    const int warps = blockDim.x / 32, column = threadIdx.x;
-    for (int i = threadIdx.x; i < count * WIDTH; i += blockDim.x) {
-        float sum = 0.0f;
-        for (int w = 0; w < warps; ++w) sum += sums[w * of_warp + i];
-        put(i, sum);
-    }
-    if (column >= count) return;
-    float m = NOTHING, l = 0.0f;
-    for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][column]);
-    for (int w = 0; w < warps; ++w) l += totals[w][column] * power(maxima[w][column] - m);
-    put(COLUMNS * WIDTH + column, m), put(COLUMNS * (WIDTH + 1) + column, l);
-}
-
 // Add up the parts (splits, COLUMNS · WIDTH sums of values, COLUMNS maxima, COLUMNS totals) by one
-// CTA. out: of the sequence; window, weights: scratch. IS_ONE: a single part, in the window.
-template <int WIDTH, int COLUMNS, bool IS_ROTATED, bool IS_ONE, int TOKENS>
+// CTA. out: of the sequence; window: scratch.
+template <int WIDTH, int COLUMNS, bool IS_ROTATED, int TOKENS>
 __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
                                           const Columns<TOKENS>& columns, half_bits* out,
-                                          float (*window)[WIDTH], float (*weights)[32],
-                                          int offset) {
+                                          float (*window)[WIDTH], int offset) {
     constexpr int PART = COLUMNS * (WIDTH + 2);
+    __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int sums = columns.count * WIDTH;  // may be fewer than threads
     const int first_head = blockIdx.y / call.parts * columns.group;
-    const int splits = IS_ONE ? 1 : call.splits;
-    auto read = [&](const float* at) { return IS_ONE ? *at : __ldcg(at); };
     float early[4];  // of the first parts, which are all for short sequences
     auto begin_sum = [&](int i) {
 #pragma unroll
         for (int from = 0; from < 4; ++from)
-            early[from] = from < splits && i < sums ? read(parts + from * PART + i) : 0.0f;
+            early[from] = from < call.splits && i < sums ? __ldcg(parts + from * PART + i) : 0.0f;
     };
     begin_sum(threadIdx.x);
     auto element = [&](int i) { return i % (WIDTH / 64) * 64 + 2 * lane - offset; };
@@ -137,8 +116,8 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
     int2 next = places_of(warp);
     for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
         const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
-        const float part_most = lane < splits ? read(of_lane) : NOTHING;
-        const float part_total = lane < splits ? read(of_lane + COLUMNS) : 0.0f;
+        const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
+        const float part_total = lane < call.splits ? __ldcg(of_lane + COLUMNS) : 0.0f;
         float m = part_most;
         for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
         float sink = NOTHING;
@@ -159,8 +138,8 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
 #pragma unroll
         for (int from = 0; from < 4; ++from) sum += of_column[from] * early[from];
 #pragma unroll 4
-        for (int from = 4; from < splits; ++from)
-            sum += of_column[from] * read(parts + from * PART + i);
+        for (int from = 4; from < call.splits; ++from)
+            sum += of_column[from] * __ldcg(parts + from * PART + i);
         window[i / WIDTH][i % WIDTH] = sum;
         begin_sum(i + blockDim.x);
     }

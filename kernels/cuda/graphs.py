@@ -1,9 +1,8 @@
 """CUDA graphs: GPU work that is captured once and replayed, so the host launches nothing."""
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,21 +15,6 @@ ROWS = (1, 2, 4, 8, 16, 24, 32)  # of a recorded step; beyond them in multiples 
 WARM_UP = 2  # runs before a recording, to compile kernels and create plans and workspaces
 
 T = TypeVar("T")
-_HOME: ContextVar[int | None] = ContextVar("home", default=None)
-
-
-def replaying_stream() -> int | None:
-    """Return the handle of the stream that replays what is being captured; None: not known."""
-    return _HOME.get()
-
-
-@contextmanager
-def _captured_for(stream: int) -> Iterator[None]:
-    token = _HOME.set(stream)
-    try:
-        yield
-    finally:
-        _HOME.reset(token)
 
 
 class CudaGraph(Generic[T]):
@@ -52,12 +36,10 @@ class CudaGraph(Generic[T]):
             work()
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
-        home = torch.cuda.current_stream().cuda_stream
         here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
         with (
             uncollected(),  # else Python may free unreachable graphs, which ends a capture
             here,
-            _captured_for(home),
             torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self.result = work()
