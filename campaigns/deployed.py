@@ -148,7 +148,7 @@ class Deployed:
 
     def stays_crashed(self, run: UUID) -> bool:
         """Return whether a run remains crashed."""
-        is_over = patiently(lambda: run_count(run)) in (0, MOST_STARTS)
+        is_over = patiently(lambda: run_count(run)) == MOST_STARTS
         deadline = time.monotonic() + (SOON_SECONDS if is_over else STAYS_SECONDS)
         while time.monotonic() < deadline:
             if self.state(run) not in ("", CRASHED):
@@ -186,10 +186,10 @@ class Deployed:
 
     def until_it_ends(
         self, run: UUID, victims: Victims, course: Course, rng: random.Random
-    ) -> tuple[str, set[tuple[str, str]]]:
-        """Disturb a run until it ends; return its state, and the signals that its process got."""
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """Disturb a run until it ends; return its state, and the signals of each target."""
         last = time.monotonic() + RUN_SECONDS
-        is_over, sent = self.asked_now_and_then(run, last), set()
+        is_over, sent = self.asked_now_and_then(run, last), list[tuple[str, str]]()
         while time.monotonic() < last:
             if rng.random() < IN_STAGE:
                 seconds = course.until_drawn(self.command.work_root, {}, rng, is_over) or 0.0
@@ -202,20 +202,22 @@ class Deployed:
             stage = course.now(self.command.work_root, {}) if is_at_work else NOBODY
             if (pid := victims[target]()) and (kind := disturb(pid, rng)):
                 self.case.note(kind, target, stage)
-                sent |= {(target, kind)}
+                sent.append((target, kind))
                 self.note_committed()
         return f"not ended in {RUN_SECONDS:.0f} s: {self.state(run)}", sent
 
 
-def expected(state: str, starts: int, sent: set[tuple[str, str]]) -> bool:
+def expected(state: str, starts: int, sent: Sequence[tuple[str, str]]) -> bool:
     """Return whether a run may end like this."""
     match state:
         case "Completed":
             return True
         case "Cancelled":
-            return bool(sent & {(FLOW, TERMINATED), (FLOW, TWICE)})
-        case "Crashed":  # before it began, or too often
-            return starts in (0, MOST_STARTS) and FLOW in {target for target, _ in sent}
+            return bool({(FLOW, TERMINATED), (FLOW, TWICE)} & {*sent})
+        case "Crashed":
+            return starts == MOST_STARTS <= len(sent)
+        case "Failed":  # it did not begin
+            return starts == 0 and len(sent) >= MOST_STARTS
     return False
 
 

@@ -102,6 +102,20 @@ def test_run_whose_last_state_died_with_the_server_goes_on(
     assert heard <= set(names), names
 
 
+@pytest.mark.slow
+def test_run_that_crashed_before_it_began_is_queued_again(server: LastingServer) -> None:
+    pause_pool(server, paused=True)
+    run = submit(server, "tiny")
+    with server.client() as client:
+        for state in (Pending(), Crashed()):  # as a worker does whose run's process ended at once
+            client.set_flow_run_state(run, state)
+    wait_for(lambda: run_state(run) in (REQUEUED, "Late"))
+
+    pause_pool(server, paused=False)
+
+    check_completed(server, run)
+
+
 def check_completed(server: LastingServer, run: UUID) -> None:
     assert server.wait(run) == "Completed"
     with server.client() as client:

@@ -51,7 +51,8 @@ def test_rules_know_all_reminders() -> None:
 
 def test_states_that_rules_give_are_those_that_other_rules_wait_for() -> None:
     given = [a for rule in automations() for a in rule.actions if isinstance(a, ChangeFlowRunState)]
-    assert [action.name for action in given] == ["Crashed", "Requeued", "Failed", "AwaitingRetry"]
+    names = [action.name for action in given]
+    assert names == ["Crashed", "Requeued", "Failed", "AwaitingRetry", "Requeued"]
     for rule in automations():
         assert isinstance(rule.trigger, EventTrigger)
         assert rule.trigger.for_each == {"prefect.resource.id"}

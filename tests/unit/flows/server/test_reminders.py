@@ -171,15 +171,29 @@ def test_crashed_run_whose_event_was_lost_goes_on(given: Given) -> None:
     assert given(story) == ["AwaitingRetry"]
 
 
-@pytest.mark.parametrize("starts", [0, 4])
-def test_run_that_crashed_before_it_began_or_too_often_stays_crashed(
-    given: Given, starts: int
-) -> None:
+def test_run_that_crashed_too_often_stays_crashed(given: Given) -> None:
     async def story() -> None:
-        await add_run(CRASHED, starts=starts)
+        await add_run(CRASHED, starts=4)
         await remind()
 
     assert given(story) == []
+
+
+def test_run_that_crashed_before_it_began_is_queued_again(given: Given) -> None:
+    async def story() -> None:
+        await add_run(CRASHED, starts=0)
+        await remind()
+
+    assert given(story) == ["Requeued"]
+
+
+def test_run_that_was_queued_again_four_times_has_failed(given: Given) -> None:
+    async def story() -> None:
+        run = await add_run(PENDING, starts=0)
+        for _ in range(4):
+            await tell(run, "Requeued")
+
+    assert given(story) == ["Failed"]
 
 
 def test_run_that_was_taken_again_after_a_crash_goes_back_to_the_queue(given: Given) -> None:
