@@ -6,11 +6,14 @@ CuPy is imported only when a CUDA device is requested, so everything else runs w
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
 from exl2flow.kernels.reference.ops import TORCH_OPS, Ops
+
+LEAST_NVRTC = (12, 4)  # earlier ones refuse some sources, 12.0 ends the process
 
 
 def resolve_device(name: str) -> torch.device:
@@ -39,17 +42,28 @@ def get_ops(device: torch.device | str) -> Ops:
     """Return the implementation for a device.
 
     Raises:
-        BackendUnavailable: the device needs CuPy, which is not installed.
+        BackendUnavailable: the device needs CuPy, which is not installed, or finds a compiler that
+            is too old.
     """
-    if torch.device(device).type == "cpu":
-        return TORCH_OPS
+    return TORCH_OPS if torch.device(device).type == "cpu" else _cuda_ops()
+
+
+@cache
+def _cuda_ops() -> Ops:
     try:
         from exl2flow.kernels.cuda.ops import CUDA_OPS
+        from exl2flow.kernels.cuda.ptx import nvrtc_version
     except ImportError as error:
         raise BackendUnavailable(
-            f"the kernels for `{device}` need CuPy ({error}): install `exl2flow[cuda13]` or "
-            "`exl2flow[cuda12]`, whichever your driver supports, or use `--device cpu`"
+            f"the kernels need CuPy ({error}): install `exl2flow[cuda13]` or `exl2flow[cuda12]`, "
+            "whichever your driver supports, or use `--device cpu`"
         ) from error
+    if (found := nvrtc_version()) < LEAST_NVRTC:
+        least, names = ".".join(map(str, LEAST_NVRTC)), ".".join(map(str, found))
+        raise BackendUnavailable(
+            f"the kernels need NVRTC {least} or later, and CuPy finds {names}: install a newer "
+            f"CUDA toolkit or `pip install 'nvidia-cuda-nvrtc-cu12>={least}'`, or use `--device cpu`"
+        )
     return CUDA_OPS
 
 

@@ -17,6 +17,12 @@ from exl2flow.core.errors import KernelError
 CUPY_OPTIONS = ("-ftz=true", "--device-as-default-execution-space")  # CuPy adds them to ours
 
 
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of the compiler that CuPy uses, as of the CUDA toolkit."""
+    major, minor = nvrtc.getVersion()
+    return major, minor
+
+
 @cache
 def ptx_file(
     code: str, options: tuple[str, ...], architecture: int, instance: str | None

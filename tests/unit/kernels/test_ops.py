@@ -2,12 +2,14 @@
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from exl2flow.core.errors import BackendUnavailable
-from exl2flow.kernels import Ops, get_ops, resolve_device
+from exl2flow.kernels import Ops, backend, get_ops, resolve_device
 
 BEYOND_TORCH: dict[str, str] = {}  # public operations of `CudaOps` alone: name → reason
 
@@ -43,6 +45,27 @@ def test_kernels_are_those_of_every_operation() -> None:
     assert get_ops("cuda") is CUDA_OPS
 
 
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """Ask for the kernels of a GPU as in a new process, and let later tests do the same."""
+    backend._cuda_ops.cache_clear()
+    yield
+    backend._cuda_ops.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize(("found", "is_enough"), [((12, 3), False), ((12, 4), True)])
+def test_a_compiler_that_is_too_old_is_named(
+    found: tuple[int, int], is_enough: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exl2flow.kernels.cuda.ptx.nvrtc_version", lambda: found)
+    named = pytest.raises(BackendUnavailable, match=r"NVRTC 12\.4.*CuPy finds 12\.3.*pip install")
+
+    with nullcontext() if is_enough else named:
+        get_ops("cuda")
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_a_device_without_cupy_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.ops", raising=False)
     monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.compiler", raising=False)
