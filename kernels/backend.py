@@ -62,7 +62,8 @@ def _cuda_ops() -> Ops:
         least, names = ".".join(map(str, LEAST_NVRTC)), ".".join(map(str, found))
         raise BackendUnavailable(
             f"the kernels need NVRTC {least} or later, and CuPy finds {names}: install a newer "
-            f"CUDA toolkit or `pip install 'nvidia-cuda-nvrtc-cu12>={least}'`, or use `--device cpu`"
+            f"CUDA toolkit, or `pip install 'nvidia-cuda-nvrtc-cu12>={least}'`; or use "
+            "`--device cpu`"
         )
     return CUDA_OPS
 
