@@ -81,6 +81,7 @@ MORE = {  # tests outside of the mirrored folder, or of another name
     "inference/cache/page_pool.py": ["tests/property/test_pages.py"],
     "inference/generate/scheduler.py": [
         "tests/unit/inference/generate/test_generator.py",
+        "tests/unit/inference/generate/test_states.py",
         "tests/property/test_generator.py",
     ],
     "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],

@@ -1,0 +1,171 @@
+"""`Scheduler`: who gets slots and pages, and who gives them back."""
+
+import pytest
+
+from exl2flow.inference import Event, Generator, Job, LoadedModel, Request, SamplingSettings
+from exl2flow.inference.generate import scheduler as of_scheduler
+from exl2flow.kernels import PAGE_TOKENS
+
+GREEDY = SamplingSettings.greedy()
+TOO_LONG = 3 * PAGE_TOKENS  # for what a running text leaves of four pages
+
+
+def request(length: int, **more: object) -> Request:
+    given = {"max_new_tokens": 8, "settings": GREEDY, "stops": (), **more}
+    return Request(tuple(5 + i % 50 for i in range(length)), **given)
+
+
+def running(generator: Generator, *lengths: int, tokens: int = 300) -> list[Job]:
+    """Begin texts, one after the other, until all are decoded."""
+    jobs = [generator.submit(request(n, max_new_tokens=tokens, tag=n)) for n in lengths]
+    while not all(job.is_decoding for job in jobs):
+        generator.step()
+    return jobs
+
+
+def end(generator: Generator) -> None:
+    while not generator.is_idle:
+        generator.step()
+
+
+@pytest.fixture
+def four_pages(model: LoadedModel) -> Generator:
+    return Generator(model, tokens=4 * PAGE_TOKENS, slots=4)
+
+
+def test_only_slots_of_decoded_texts_take_part_in_a_step(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4096, slots=4)
+    first, second = running(generator, 5, 6)
+
+    assert generator._scheduler.top == 2
+    second.is_decoding = False  # as while its prompt is read once more
+    assert generator._scheduler.top == 1 + first.lead.slot
+
+
+@pytest.mark.parametrize(("too_long", "is_started"), [(1, True), (2, False)])
+def test_texts_that_do_not_fit_are_overtaken_as_far_as_the_scheduler_looks(
+    four_pages: Generator, too_long: int, is_started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_scheduler, "LOOK_AHEAD", 2)
+    running(four_pages, 300)
+
+    waiting = [four_pages.submit(request(TOO_LONG, tag=i)) for i in range(too_long)]
+    short = four_pages.submit(request(5))
+    four_pages.step()
+
+    assert (short in four_pages._scheduler.running) == is_started
+    assert not {*waiting} & {*four_pages._scheduler.running}
+    assert [job.skips for job in waiting] == [is_started] * too_long
+    end(four_pages)
+
+
+def test_a_text_is_overtaken_as_often_as_it_allows(four_pages: Generator) -> None:
+    running(four_pages, 300)
+    patient = four_pages.submit(request(TOO_LONG, max_skips=1))
+    first, second = (four_pages.submit(request(5, max_new_tokens=1, tag=i)) for i in range(2))
+    four_pages.step()
+
+    assert first.is_done or first in four_pages._scheduler.running
+    assert second not in four_pages._scheduler.running
+    assert not second.is_done
+    assert patient.skips == 1
+    end(four_pages)
+    assert patient.is_done
+
+
+def test_a_prompt_takes_the_pages_of_the_youngest(four_pages: Generator) -> None:
+    old, young = running(four_pages, 5, 6)
+    scheduler = four_pages._scheduler
+
+    assert scheduler.reserve(old, old.lead, 4 * PAGE_TOKENS)
+    assert scheduler.running == [old]
+    assert scheduler.preemptions == 1
+    assert not scheduler.reserve(old, old.lead, 5 * PAGE_TOKENS)  # than there are
+    assert scheduler.running == []
+    assert scheduler.all() == [old, young]  # the last one to leave is first
+    end(four_pages)
+
+
+def test_draft_tokens_take_what_pages_are_left(four_pages: Generator) -> None:
+    first, second = running(four_pages, PAGE_TOKENS - 6, 5)
+    scheduler, length = four_pages._scheduler, len(first.lead.ids)
+
+    assert scheduler.reserve_ahead(first, PAGE_TOKENS) == PAGE_TOKENS
+    assert len(first.lead.held.pages) * PAGE_TOKENS >= length + PAGE_TOKENS
+    assert scheduler.reserve(second, second.lead, PAGE_TOKENS)
+    taken = len(first.lead.held.pages)
+    free = scheduler.page_pool.free
+    assert scheduler.reserve_ahead(first, 4 * PAGE_TOKENS) < 4 * PAGE_TOKENS
+    assert len(first.lead.held.pages) - taken <= free
+    end(four_pages)
+
+
+def test_scores_come_with_the_tokens_read_and_the_tag(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=1024)
+
+    events = [*generator.stream(request(20, scores=1, max_new_tokens=0, tag="mine"))]
+
+    [scored] = [event for event in events if event.scores is not None]
+    assert (scored.read, scored.total, scored.tag) == (19, 19, "mine")
+
+
+def test_what_was_launched_is_read_before_a_text_goes_back(four_pages: Generator) -> None:
+    old, young = running(four_pages, 5, 6)
+    scheduler, caught_up = four_pages._scheduler, list[bool]()
+    young.launched = 1
+
+    def ends() -> None:
+        caught_up.append(True)
+        scheduler.end(young, young.output.finish("max_new_tokens"))
+
+    scheduler.catch_up = lambda: ends
+    scheduler.preempt(young)
+
+    assert caught_up == [True]
+    assert (young.is_done, scheduler.preemptions) == (True, 0)  # it has ended by itself
+    assert scheduler.all() == [old]
+
+
+def test_a_text_with_nothing_to_read_goes_back(four_pages: Generator) -> None:
+    old, young = running(four_pages, 5, 6)
+    scheduler = four_pages._scheduler
+    young.launched, scheduler.catch_up = 1, lambda: None
+
+    scheduler.preempt(young)
+
+    assert (young.lead.slot, scheduler.preemptions) == (-1, 1)
+    assert scheduler.all() == [old, young]
+
+
+def test_what_was_decoded_stays_cached(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4096, slots=2)
+    first = generator.submit(request(20, max_new_tokens=24))
+    end(generator)
+    ids = (*first.prompt.sequences[0], *first.output.ids)
+
+    [*_, last] = generator.stream(Request(ids, max_new_tokens=1, settings=GREEDY, stops=()))
+
+    # the last token ended the text, and the one before it counts as read with the next
+    assert last.statistics.cached_tokens == len(ids) - 2
+
+
+def test_abandoned_texts_leave_no_page_and_no_slot(four_pages: Generator) -> None:
+    free = four_pages.free_pages
+    jobs = running(four_pages, 5, 6)
+    waiting = four_pages.submit(request(7))
+    scheduler = four_pages._scheduler
+
+    assert scheduler.abandon() == [*jobs, waiting]
+    assert scheduler.running == []
+    assert four_pages.free_pages == free
+    assert sorted(scheduler._free) == [0, 1, 2, 3]
+    assert scheduler.is_idle
+
+
+def test_events_of_a_text_end_once(four_pages: Generator) -> None:
+    events = list[Event]()
+    job = four_pages.submit(request(5), deliver=events.append)
+    end(four_pages)
+
+    assert [e.reason for e in events if e.reason is not None] == ["max_new_tokens"]
+    assert job.is_done
