@@ -70,6 +70,16 @@ MORE = {  # tests outside of the mirrored folder, or of another name
         "tests/unit/inference/chat/test_files.py",
     ],
     "core/requests/request.py": ["tests/unit/inference/generate/test_prompt.py"],
+    "core/store/files.py": [
+        "tests/unit/core/store/test_model_files.py",
+        "tests/unit/core/store/test_power_cuts.py",
+    ],
+    "core/store/source.py": ["tests/hub/test_fetch.py", "tests/hub/test_card.py"],
+    "core/store/stage.py": [
+        "tests/unit/core/store/test_changed_sources.py",
+        "tests/unit/core/store/test_damage.py",
+        "tests/unit/quant/test_interrupts.py",
+    ],
     "core/store/manifest.py": [
         "tests/unit/core/store/test_kept_stages.py",
         "tests/unit/core/store/test_store.py",
@@ -78,7 +88,10 @@ MORE = {  # tests outside of the mirrored folder, or of another name
         "tests/property/test_quant_params.py",
         "tests/property/test_packing.py",
     ],
-    "inference/cache/page_pool.py": ["tests/property/test_pages.py"],
+    "inference/cache/page_pool.py": [
+        "tests/property/test_pages.py",
+        "tests/unit/inference/generate/test_prompt_cache.py",
+    ],
     "inference/generate/scheduler.py": [
         "tests/unit/inference/generate/test_generator.py",
         "tests/unit/inference/generate/test_states.py",
@@ -87,6 +100,7 @@ MORE = {  # tests outside of the mirrored folder, or of another name
     "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],
 }
 MOST_TESTS = 4  # files of tests
+SINCE = "killed since"  # survivors, by tests that were written then
 MARKERS = "not slow and not gpu and not multigpu and not network"
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -418,6 +432,17 @@ class File:
         state.add(self.name, after=number + 1, failures=survivors, counts=counts)
         state.save()
 
+    def again(self, failure: dict[str, Any], state: State) -> None:
+        """Try a survivor once more, with the tests of today; count it if these kill it."""
+        if forked(
+            ROOT / self.name, self.drawn[failure["case"]].source, self.tests, self.base
+        ).passed:
+            print(f"  {failure['what']}", flush=True)
+            return
+        state.failures.remove(failure)
+        state.add(self.name, tried=0, counts={SINCE: 1})
+        state.save()
+
 
 def try_files(names: Sequence[str], count: int, state: State, end: float) -> None:
     """Try mutants, a few of each file in turn, those with the fewest so far first."""
@@ -437,6 +462,17 @@ def try_files(names: Sequence[str], count: int, state: State, end: float) -> Non
                 file.attempt(number, state)
 
 
+def try_again(names: Sequence[str], state: State, end: float) -> None:
+    """Try the survivors of files that have not changed since."""
+    for file in [File.of(name, state.seed, state) for name in names]:
+        alive = [failure for failure in state.failures if failure["kind"] == file.name]
+        if alive and file.is_ready():
+            for failure in alive:
+                if time.monotonic() > end:
+                    return
+                file.again(failure, state)
+
+
 def main() -> None:
     """Print the survivors as they are found, then a table; stop when the time is over."""
     parser = argparse.ArgumentParser(
@@ -447,16 +483,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="which mutants")
     parser.add_argument("--seconds", type=float, default=3600, help="longest time for all")
     parser.add_argument("--state", type=Path, help=HELP)
+    parser.add_argument("--again", action="store_true", help="only the survivors in the state")
     args = parser.parse_args()
     os.chdir(ROOT)
     path = None if args.state is None else args.state.resolve()
     end = time.monotonic() + args.seconds
     state = State.opened("mutants", path=path, seed=args.seed)
-    try_files(args.files, args.count, state, end)
+    if args.again:
+        try_again(args.files, state, end)
+    else:
+        try_files(args.files, args.count, state, end)
     state.save(now=True)
     total, tried = sum(state.total.values()), sum(map(state.tried, state.counts))
     print(f"\n{state.report('file')}")
-    print(f"\nfailed: no test noticed. {tried:,} of {total:,} mutants, {state.failed} survivors")
+    print(
+        f"\nfailed: no test noticed at once. {tried:,} of {total:,} mutants, {state.failed} of them"
+    )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ from exl2flow.core import words
     ("count", "text"),
     [
         (12, "12 B"),
+        (999, "999 B"),
+        (1_000, "1.00 kB"),
         (1_500, "1.50 kB"),
         (2_340_000, "2.34 MB"),
         (3_701_000_000, "3.70 GB"),  # 3.45 GiB
@@ -78,3 +80,5 @@ def test_names_that_may_have_been_meant_are_listed_else_all() -> None:
     assert words.nearest("tokn", ["token", "other"]) == "; near are `token`"
     assert words.nearest("nonsense", ["token", "other"]) == "; there are `other`, `token`"
     assert words.nearest("x", []) == ""
+    many = words.nearest("token", ["tokena", "tokenb", "tokenc", "tokend"])
+    assert many == "; near are `tokend`, `tokenc`, `tokenb`"  # no more than three

@@ -1,13 +1,14 @@
 """Bitrates of a sweep, locks of stages that run side by side."""
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from exl2flow.core.errors import Interrupted, WorkDirBusy
-from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.core.store.store import WorkDir
 
 
@@ -23,6 +24,20 @@ def test_bitrates_may_be_any_sequence() -> None:
     assert sweep_of(bpw=(4, 3)).bpw == (3.0, 4.0)
     with pytest.raises(ValidationError, match="bpw"):
         sweep_of(bpw={4: 3})
+
+
+def test_a_sweep_is_named_by_its_model_and_bitrates() -> None:
+    assert sweep_of(bpw=(4, 2.5)).run_name == "model@2.5,4bpw"
+    assert (SWEEP_FILE, REPORT_PAGE) == ("sweep.json", "report.html")  # others read them
+
+
+@pytest.mark.parametrize(
+    ("runner", "is_allowed"),
+    [("dask", True), ("ray", True), ("threads", False), ("processes", False)],
+)
+def test_a_cluster_has_a_runner_that_knows_one(runner: str, is_allowed: bool) -> None:
+    with nullcontext() if is_allowed else pytest.raises(ValidationError, match="`dask` or `ray`"):
+        sweep_of(bpw=[4], runner=runner, cluster="there:8786")
 
 
 def test_bitrates_that_differ_have_folders_that_differ() -> None:
