@@ -112,14 +112,18 @@ class StageFolder:
             self.save()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete those of the files that were committed."""
+        """Delete files that no resume needs, whether they are recorded or not.
+
+        The manifest forgets them first, so that it names none that is gone; if that is all that
+        happens, the same call deletes them after a resume.
+        """
         with self._lock:
-            gone = [name for name in names if name in self.manifest.files]
-            _delete_for_good([self.path / name for name in gone])
-            for name in gone:
+            recorded = self.manifest.files.keys() & set(names := list(names))
+            for name in recorded:
                 del self.manifest.files[name]
-            if gone:
+            if recorded:
                 self.save()
+            _delete_for_good([path for name in names if (path := self.path / name).exists()])
 
     def note(self, text: str) -> None:
         """Add a sentence to the report; it is stored with the next commit."""

@@ -151,7 +151,20 @@ def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
 
 
 def validate(run: StageRun[ModelOptions]) -> None:
-    """Write the report in its three forms to the stage folder, and the score to the output."""
+    """Write the report in its three forms to the stage folder, and the score to the output.
+
+    If all of these are there and unchanged, only what a resume would need is deleted.
+    """
+    folder, out = run.folder, run.config.out.resolve()
+    if not all(map(folder.valid, (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE, str(out / SCORE_FILE)))):
+        _report(run)
+    folder.remove(path.name for path in folder.path.glob(f"{ROWS_PREFIX}*"))
+    total, score = folder.manifest.total, read_json(folder.path / REPORT_FILE)["score"]
+    run.tick(total, total, f"kl_divergence={score['kl_divergence']:.5f}")
+
+
+def _report(run: StageRun[ModelOptions]) -> None:
+    """Score the output, and write what was found."""
     config, options = run.config, run.config.validate_options
     out = config.out.resolve()
     held_out = held_out_rows([config.source], options)
@@ -189,9 +202,6 @@ def validate(run: StageRun[ModelOptions]) -> None:
     }
     _write(run, report)
     _write_scores(run, record["fingerprint"], {"score": score, "calibration": cross_check})
-    run.folder.remove(_row_files(run.folder))
-    total = run.folder.manifest.total
-    run.tick(total, total, f"kl_divergence={score.kl_divergence:.5f}")
 
 
 def _calibration_rows(folder: Path) -> torch.Tensor:

@@ -13,14 +13,16 @@ from conversions import small_config
 from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import TEXT, make_tiny
 
-from exl2flow.core.errors import Interrupted, ValidationFailed
+from exl2flow.core.errors import Interrupted, ValidationFailed, WriteFailed
 from exl2flow.core.options.config import ConversionConfig, ValidateOptions
-from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import SCORE_FILE
+from exl2flow.core.store.store import StageFolder
 from exl2flow.inference.report.record import read_record
 from exl2flow.inference.scoring import evaluate as evaluate_module
 from exl2flow.inference.scoring.evaluate import Score, evaluate
+from exl2flow.inference.validate import stage as stage_module
 from exl2flow.inference.validate.stage import (
     MARKDOWN_FILE,
     PLOT_FILE,
@@ -260,3 +262,29 @@ def test_stage_stops_between_sublayers_and_keeps_what_was_scored(
     assert {tick.total for tick in ticks} == {3 * PASSES + 1}  # three of four rows were left
     assert (pipeline.path("validate") / REPORT_FILE).read_bytes() == expected
     assert not list(pipeline.path("validate").glob(f"{ROWS_PREFIX}*"))
+
+
+def test_nothing_is_scored_again_once_the_report_is_written(
+    config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = run_until(config, "compile")
+    with monkeypatch.context() as broken:
+        broken.setattr(StageFolder, "remove", full)
+        with pytest.raises(WriteFailed):
+            pipeline.run("validate", progress=silent)
+    folder = pipeline.path("validate")
+    assert list(folder.glob(f"{ROWS_PREFIX}*"))
+    report = (folder / REPORT_FILE).stat()
+    monkeypatch.setattr(stage_module, "evaluate_texts", full)
+    ticks: list[Tick] = []
+
+    pipeline.run("validate", progress=ticks.append)
+
+    assert (folder / REPORT_FILE).stat() == report
+    assert not list(folder.glob(f"{ROWS_PREFIX}*"))
+    assert ticks[-1].done == ticks[-1].total
+    assert "kl_divergence=" in ticks[-1].detail
+
+
+def full(*given: object, **more: object) -> None:
+    raise WriteFailed("no space left")
