@@ -2,10 +2,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.core.requests.request import Request
+from exl2flow.core.requests.request import FIRST_EMBEDDING, Request
 
 GUIDED = SamplingSettings(cfg_scale=1.5)
 
@@ -144,3 +145,38 @@ def test_defaults_change_nothing() -> None:
     assert (request.max_new_tokens, request.stops, request.seed) == (None, None, None)
     assert request.settings == SamplingSettings()
     assert Request("a", stops=(), max_skips=None) == Request("a", stops=[], max_skips=None)
+
+
+def test_texts_go_on_in_loops_and_share_the_cache_unless_told_otherwise() -> None:
+    request = Request((1,))
+
+    assert (request.end_loops, request.salt, request.raw, request.prefer_end) == (
+        False,
+        b"",
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((4,), torch.float16),
+        ((0, 4), torch.float16),
+        ((2, 4), torch.int64),
+        ((1, 2, 4), torch.half),
+    ],
+)
+def test_embeddings_are_rows_of_floating_point_numbers(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    with pytest.raises(ConfigError, match="`embeddings` contains a tensor of shape"):
+        Request((FIRST_EMBEDDING,), embeddings=(torch.zeros(shape, dtype=dtype),))
+
+
+def test_requests_with_equal_prompts_are_equal_whatever_their_embeddings() -> None:
+    one, other = (
+        Request((FIRST_EMBEDDING,), embeddings=(torch.full((1, 4), x),)) for x in (0.0, 1.0)
+    )
+
+    assert one == other

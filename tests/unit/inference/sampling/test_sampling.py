@@ -384,6 +384,9 @@ def test_no_setting_takes_a_number_that_is_not_finite(value: float) -> None:
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="`dry_range` is 20; it must be above `dry_max_ngram`"):
         SamplingSettings(dry_multiplier=1.0, dry_range=20)
+    with pytest.raises(ConfigError, match="`dry_range` is 1; it must be above"):
+        SamplingSettings(dry_multiplier=1.0, dry_range=1)
+    assert SamplingSettings(dry_multiplier=1.0, dry_range=21).dry_range == 21
     for pair in ((-1, 0.0), (3, math.nan), (3, math.inf)):
         with pytest.raises(ConfigError, match="`token_bias`"):
             SamplingSettings(token_bias=(pair,))
