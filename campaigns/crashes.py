@@ -40,15 +40,6 @@ from exl2flow.core.store.store import MANIFEST, StageFolder
 MEMORY = Path("/dev/shm")  # thousands of folders are laid out: not on a disk
 TWICE = 4  # every so many states the resumed command is cut, too
 EXHAUSTED = "toy"  # the store: all of its states are tried
-WEIGHTS = {
-    EXHAUSTED: 0,
-    "best": 1,
-    "composed": 1,
-    "refine": 1,
-    "sweep": 1,
-    "publish": 1,
-}  # of states
-SHARES = {**WEIGHTS, EXHAUSTED: 1}  # of the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,14 +275,12 @@ def campaign(
     counts = {name: Count() for name in names}
     opened = Opened(folder)
     deadline = time.monotonic() + seconds
-    parts = max(1, sum(WEIGHTS[name] for name in names))
+    drawn = max(1, len(counts.keys() - {EXHAUSTED}))
     with quietly(), opened.stack:
-        left = sum(SHARES[name] for name in names)
-        for name, count in counts.items():
+        for left, (name, count) in zip(range(len(counts), 0, -1), counts.items(), strict=True):
             now = time.monotonic()
-            end = now + (deadline - now) * SHARES[name] / left
-            left -= SHARES[name]
-            last = first + -(-states * WEIGHTS[name] // parts)
+            end = now + (deadline - now) / left
+            last = first + -(-states // drawn)
             if name == EXHAUSTED:
                 last = state.total.get(name, sys.maxsize)
             if state.next.get(name, 0) >= last or now > deadline:
