@@ -95,6 +95,68 @@ def test_an_error_of_the_caller_waits_for_what_was_submitted() -> None:
     assert done == [1]
 
 
+def test_an_error_of_the_last_work_reaches_the_caller() -> None:
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    def alone() -> None:
+        with Background(GPU) as background:
+            background.submit(fail)
+
+    with pytest.raises(OSError, match="the disk is full"):
+        alone()
+
+
+def test_work_begins_when_that_before_it_has_ended() -> None:
+    running = threading.Lock()
+    alone: list[bool] = []
+
+    def work() -> None:
+        alone.append(running.acquire(blocking=False))
+        time.sleep(0.05)
+        running.release()
+
+    with Background(GPU) as background:
+        for _ in range(3):
+            background.submit(work)
+
+    assert alone == [True] * 3
+
+
+def test_few_results_wait_to_be_written() -> None:
+    gate, written = threading.Event(), list[int]()
+
+    def write(number: int) -> int:
+        gate.wait(5)
+        return number
+
+    with Background(GPU) as background:
+        for number in range(MOST_WAITING):
+            background.store(partial(write, number), written.append)
+        late = threading.Thread(
+            target=lambda: background.store(lambda: written.append(-1) or 9, written.append)
+        )
+        late.start()
+        late.join(0.1)
+        assert written == []  # not even begun
+        gate.set()
+        late.join(5)
+
+    assert [number for number in written if number >= 0] == [*range(MOST_WAITING), 9]
+
+
+def test_no_thread_stays_behind() -> None:
+    def threads() -> set[threading.Thread]:
+        return {t for t in threading.enumerate() if t.name.startswith("exl2flow-store")}
+
+    before = threads()
+    with Background(GPU) as background:
+        background.submit(lambda: None)
+        assert threads() > before
+
+    assert threads() <= before
+
+
 def test_work_sees_the_context_of_the_caller() -> None:
     seen: list[str] = []
     where.set("here")
@@ -120,7 +182,7 @@ def test_where_the_cpu_computes_no_thread_is_used() -> None:
         background.submit(lambda: threads.append(threading.current_thread().name))
         background.store(lambda: threading.current_thread().name, threads.append)
 
-    assert set(threads) == {threading.current_thread().name}
+    assert threads == [threading.current_thread().name] * 2
     assert background.is_idle()
 
 
