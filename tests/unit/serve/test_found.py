@@ -39,6 +39,18 @@ def test_values_out_of_range_are_refused(served: Served, more: Any) -> None:
     assert post(served, COMPLETIONS, {"prompt": "a", **more}).status_code == 400
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/v1/responses"])
+def test_a_body_of_very_many_levels_is_refused(served: Served, path: str) -> None:
+    with served.http() as client:
+        answer = client.post(
+            path,
+            content=b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+            headers={"content-type": "application/json"},
+        )
+
+    assert answer.status_code == 400, answer.text
+
+
 def test_a_field_whose_name_fits_in_no_header_is_ignored(served: Served) -> None:
     assert post(served, COMPLETIONS, {"prompt": "a", " ": 1}).status_code == 200
 

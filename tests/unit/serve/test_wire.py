@@ -317,18 +317,6 @@ def test_bad_requests_are_refused_by_name(
     assert words in refused(answer, status)["message"]
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions", "messages", "responses"])
-def test_a_body_of_very_many_levels_is_refused(served: Served, path: str) -> None:
-    with served.http() as client:
-        answer = client.post(
-            f"/v1/{path}",
-            content=b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
-            headers={"content-type": "application/json"},
-        )
-
-    assert answer.status_code == 400, answer.text
-
-
 def test_too_long_a_prompt_has_its_code(served: Served) -> None:
     error = refused(post(served, "/v1/completions", {"prompt": [5] * 3000, "stream": True}), 400)
 

@@ -1,0 +1,59 @@
+"""Which tests `mutants.py` runs for a file, beside those of its name and its folder."""
+
+TABLES = "tests/unit/test_documented_options.py"  # of every option: name, default, group, words
+OPTIONS = "core/options"
+BOUNDS, CONFIG = "tests/unit/core/options/test_bounds.py", "tests/unit/core/options/test_config.py"
+MORE = {
+    f"{OPTIONS}/base.py": [CONFIG, BOUNDS, TABLES],
+    f"{OPTIONS}/chat.py": [BOUNDS, TABLES],
+    f"{OPTIONS}/comparison.py": [CONFIG, TABLES],
+    f"{OPTIONS}/config.py": [CONFIG, BOUNDS, "tests/unit/core/options/test_presets.py", TABLES],
+    f"{OPTIONS}/generation.py": [BOUNDS, TABLES],
+    f"{OPTIONS}/measure.py": [CONFIG, TABLES],
+    f"{OPTIONS}/publication.py": [BOUNDS, CONFIG, TABLES],
+    f"{OPTIONS}/refine.py": ["tests/unit/quant/forecast/test_plan.py", BOUNDS, TABLES],
+    f"{OPTIONS}/sampling.py": [
+        "tests/unit/inference/sampling/test_sampling.py",
+        "tests/unit/inference/sampling/test_sampling_steps.py",
+        TABLES,
+    ],
+    f"{OPTIONS}/serving.py": [
+        "tests/unit/serve/test_configuration.py",
+        "tests/unit/test_documented_serving.py",
+        TABLES,
+    ],
+    f"{OPTIONS}/sweep.py": [CONFIG, TABLES],
+    "core/requests/conversation.py": [
+        "tests/unit/inference/chat/test_history.py",
+        "tests/unit/inference/chat/test_files.py",
+    ],
+    "core/requests/request.py": ["tests/unit/inference/generate/test_prompt.py"],
+    "core/store/files.py": [
+        "tests/unit/core/store/test_model_files.py",
+        "tests/unit/core/store/test_power_cuts.py",
+    ],
+    "core/store/source.py": ["tests/hub/test_fetch.py", "tests/hub/test_card.py"],
+    "core/store/stage.py": [
+        "tests/unit/core/store/test_changed_sources.py",
+        "tests/unit/core/store/test_damage.py",
+        "tests/unit/quant/test_interrupts.py",
+    ],
+    "core/store/manifest.py": [
+        "tests/unit/core/store/test_kept_stages.py",
+        "tests/unit/core/store/test_store.py",
+    ],
+    "model/files/exl2.py": [
+        "tests/property/test_quant_params.py",
+        "tests/property/test_packing.py",
+    ],
+    "inference/cache/page_pool.py": [
+        "tests/property/test_pages.py",
+        "tests/unit/inference/generate/test_prompt_cache.py",
+    ],
+    "inference/generate/scheduler.py": [
+        "tests/unit/inference/generate/test_generator.py",
+        "tests/unit/inference/generate/test_states.py",
+        "tests/property/test_generator.py",
+    ],
+    "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],
+}
