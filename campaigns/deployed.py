@@ -159,6 +159,9 @@ class Deployed:
     def end(self, run: UUID) -> str:
         """Return the name of a run's final state, nothing if it goes on."""
         state = self.state(run)
+        if state == FAILED:
+            time.sleep(SOON_SECONDS)  # a run that was interrupted is cancelled by its hook
+            state = self.state(run)
         return state if state in ENDS or (state == CRASHED and self.stays_crashed(run)) else ""
 
     def ends_within(self, run: UUID, seconds: float) -> str:
