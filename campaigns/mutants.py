@@ -364,10 +364,14 @@ class File:
         print(f"  {self.name}: {why}", flush=True)
         return False
 
+    def survives(self, mutant: Mutant) -> bool:
+        """Return whether the tests pass with a mutant."""
+        return forked(ROOT / self.name, mutant.source, self.tests, self.base).passed
+
     def attempt(self, number: int, state: State) -> None:
         """Try a mutant and count it; a survivor is shown."""
         mutant, begun = self.drawn[number], time.monotonic()
-        is_alive = forked(ROOT / self.name, mutant.source, self.tests, self.base).passed
+        is_alive = self.survives(mutant)
         what = f"{self.name}:{mutant.line}: {mutant.before}  ->  {mutant.after}"
         if is_alive:
             print(f"  {what}", flush=True)
@@ -378,9 +382,7 @@ class File:
 
     def again(self, failure: dict[str, Any], state: State) -> None:
         """Try a survivor once more, with the tests of today; count it if these kill it."""
-        if forked(
-            ROOT / self.name, self.drawn[failure["case"]].source, self.tests, self.base
-        ).passed:
+        if self.survives(self.drawn[failure["case"]]):
             print(f"  {failure['what']}", flush=True)
             return
         state.failures.remove(failure)

@@ -277,12 +277,13 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
     commits = {branch: newest[branch] for branch in branches}
     total = len(commits)
     with exclusive(file):
-        shutil.rmtree(file.with_suffix(""), ignore_errors=True)  # a run was killed, or failed to
         proved = read_object(file)
         for done, (branch, commit) in enumerate(commits.items()):
             progress(Tick(stage="verify", done=done, total=total, detail=branch))
+            place = file.with_suffix("")
+            shutil.rmtree(place, ignore_errors=True)  # of a run that was killed or failed to
             if proved.get(branch) != commit:
-                _prove_branch(publication, branch, commit, file.with_suffix(""))
+                _prove_branch(publication, branch, commit, place)
                 proved[branch] = commit
                 write_json(file, proved)
     progress(Tick(stage="verify", done=total, total=total, detail="all branches"))
@@ -292,7 +293,6 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
 def _prove_branch(publication: Publication, branch: str, commit: str, place: Path) -> None:
     """Download a branch to a place and compare it; a bitrate must also load and generate."""
     repository, contents = publication.repository, publication.branches[branch]
-    shutil.rmtree(place, ignore_errors=True)  # of the branch before
     place.mkdir(parents=True, exist_ok=True)
     try:
         repository.download(commit, place, list(contents) if branch == MAIN else None)
