@@ -16,7 +16,7 @@ from decode import add_model, model_of
 
 from exl2flow.inference import load_model
 from exl2flow.inference.bench import seconds
-from exl2flow.kernels import FEW_ROWS, ExpertBank, get_ops
+from exl2flow.kernels import FEW_EXPERT_ROWS, ExpertBank, get_ops
 from exl2flow.model.layers.experts import ExpertsSublayer
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         for rows in arguments.rows:
             hidden = torch.randn(rows, len(first.up.order), device="cuda").half()
             work: Callable[[], object] = partial(through, banks, hidden)
-            taken = seconds(recorded(work) if rows <= FEW_ROWS else work) / len(banks)
+            taken = seconds(recorded(work) if rows <= FEW_EXPERT_ROWS else work) / len(banks)
             speed = 2 * rows * rule.top * weights / taken / 1e12
             print(f"| {rows} | {1e6 * taken:.1f} | {speed:.1f} |", flush=True)
 

@@ -28,7 +28,7 @@ from exl2flow.kernels.interface.delta import (
     DeltaSlots,
     DeltaState,
 )
-from exl2flow.kernels.interface.experts import ExpertBank, ExpertMatrices
+from exl2flow.kernels.interface.experts import FEW_EXPERT_ROWS, ExpertBank, ExpertMatrices
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
     CHUNK_ELEMENTS,
@@ -78,6 +78,7 @@ __all__ = [
     "CACHE_FORMATS",
     "CHUNK_ELEMENTS",
     "CHUNK_TOKENS",
+    "FEW_EXPERT_ROWS",
     "FEW_ROWS",
     "GATED_ACTIVATIONS",
     "LARGEST_HALF",

@@ -32,10 +32,11 @@ from exl2flow.inference.sampling import (
     own_probabilities,
     sample,
 )
-from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
+from exl2flow.kernels import STEP_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
+DRAFTED_ROWS = 32  # most rows of a step with drafts: more cost more than they save
 COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
 _STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
@@ -273,8 +274,8 @@ class DeviceSlots:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
     def max_drafts(self, slots: int) -> int:
-        """Return the most draft tokens per slot that keep a step within the small-batch kernels."""
-        counts = [count for count in COUNTS if count * self._batch_size(slots) <= FEW_ROWS]
+        """Return the most draft tokens per slot that a step has rows for."""
+        counts = [count for count in COUNTS if count * self._batch_size(slots) <= DRAFTED_ROWS]
         return min(self.drafts, max(counts, default=1) - 1)
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:

@@ -8,11 +8,11 @@ import torch
 
 from exl2flow.inference.cache.paged import PagedCache, pages_of
 from exl2flow.inference.cache.views import MOST_STEPS, Segment, StepView
-from exl2flow.kernels import FEW_ROWS, STEP_TOKENS, on_device
+from exl2flow.kernels import STEP_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, RopeTables
 
-MAX_TAILS = FEW_ROWS // STEP_TOKENS  # sequences of a pass
+MAX_TAILS = 4  # sequences of a pass
 
 
 class TailPrefill:

@@ -84,13 +84,17 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
         read_words<B>(codes, lane, w);
         const byte* at = scales + (kind >> (8 + 2 * p) & 3) * SCALE_BYTES;
         values<B, GPTQ>(w, half_scales_of<GPTQ>(at, lane / 4), a);
-        uint4 b[ROWS / 8];
+        constexpr int HELD = ROWS > 32 ? 2 : ROWS / 8;  // eights of rows in registers at a time
 #pragma unroll
-        for (int n = 0; n < ROWS / 8; ++n) b[n] = *(const uint4*)(x + n * 512);
+        for (int first = 0; first < ROWS / 8; first += HELD) {
+            uint4 b[HELD];
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; ++i) {  // sums that follow each other are others
-            const int h = i / (ROWS / 4), m = i / (ROWS / 8) % 2, n = i % (ROWS / 8);
-            mma(total[n][m], a[m][h], h ? b[n].z : b[n].x, h ? b[n].w : b[n].y);
+            for (int n = 0; n < HELD; ++n) b[n] = *(const uint4*)(x + (first + n) * 512);
+#pragma unroll
+            for (int i = 0; i < 4 * HELD; ++i) {  // sums that follow each other are others
+                const int h = i / (2 * HELD), m = i / HELD % 2, n = i % HELD;
+                mma(total[first + n][m], a[m][h], h ? b[n].z : b[n].x, h ? b[n].w : b[n].y);
+            }
         }
     }
 }

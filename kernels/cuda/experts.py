@@ -11,8 +11,8 @@ import torch
 
 from exl2flow.kernels.cuda.compiler import LaunchRefused, launch, limits, tell_refusal
 from exl2flow.kernels.cuda.steps import norm
-from exl2flow.kernels.interface.experts import ExpertBank
-from exl2flow.kernels.interface.packed import FEW_ROWS, TILE
+from exl2flow.kernels.interface.experts import FEW_EXPERT_ROWS, ExpertBank
+from exl2flow.kernels.interface.packed import TILE
 from exl2flow.kernels.plans.experts import (
     EXPERT_WARPS,
     GATHER_THREADS,
@@ -35,7 +35,7 @@ def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
     plan = _plan(bank)
     if plan is None:
         return torch_experts.experts(hidden, bank)
-    if len(hidden) > FEW_ROWS:
+    if len(hidden) > FEW_EXPERT_ROWS:
         return _many(hidden, bank, plan)
     while True:
         try:
@@ -61,7 +61,7 @@ def _plan(bank: ExpertBank) -> ExpertsPlan | None:
 
 
 def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Tensor:
-    """Run the launch of at most `FEW_ROWS` rows."""
+    """Run the launch of at most `FEW_EXPERT_ROWS` rows."""
     hidden = hidden.contiguous()
     entering = hidden
     if bank.norm is not None and not bank.norm.is_plain:

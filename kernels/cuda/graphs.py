@@ -11,7 +11,8 @@ from exl2flow.core.runtime.collection import uncollected
 
 log = logging.getLogger(__name__)
 
-ROWS = (1, 2, 4, 8, 16, 24, 32)  # of a recorded step; beyond them in multiples of the last
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)  # of a recorded step
+BEYOND = 32  # in multiples of which there are more
 WARM_UP = 2  # runs before a recording, to compile kernels and create plans and workspaces
 
 T = TypeVar("T")
@@ -92,5 +93,5 @@ class GraphPool:
 def bucket(slots: int) -> int:
     """Return the rows of the smallest recording for this many slots."""
     if slots > ROWS[-1]:
-        return -(-slots // ROWS[-1]) * ROWS[-1]
+        return -(-slots // BEYOND) * BEYOND
     return next(rows for rows in ROWS if rows >= slots)

@@ -38,6 +38,7 @@ from exl2flow.kernels.plans.tuning import (
     APART,
     BATCHED,
     DECODED,
+    HALVED,
     Choice,
     Tuning,
     candidates,
@@ -48,6 +49,7 @@ from exl2flow.kernels.plans.tuning import (
 PASSES = 16  # reads of other memory before measured work: the host has launched it by their end
 OF_CACHE = 2  # a pass reads this many times the cache size
 MANY_ROWS = 17  # from here on, decoded matrices may be faster
+WHOLE_ROWS = 32  # more rows of a chain without a launch are halved, not multiplied one by one
 
 
 def multiply(
@@ -55,8 +57,9 @@ def multiply(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """See `Ops.multiply`.
 
-    If a launch is impossible or refused, the products of a chain run one by one, more than
-    `MOST_ROWS` rows half of them at a time, and fewer rows with decoded matrices.
+    If a launch is impossible or refused, more than `WHOLE_ROWS` rows run half of them at a time.
+    Otherwise the products of a chain run one by one, more than `MOST_ROWS` rows half of them at a
+    time, and fewer rows with decoded matrices.
     """
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     if len(x) > FEW_ROWS or not is_one_form:
@@ -71,10 +74,10 @@ def multiply(
                 return _launched(plan, x, products, hidden)
             except LaunchRefused as refusal:
                 _forget(plan, tuple(products), bucket(len(x)), refusal.reason)
-        if len(products) == 1:
-            if len(x) <= MOST_ROWS:
-                return cuda_prompts.multiply(x, products, hidden)
+        if _halves(products, len(x)):
             return _halved(x, products, hidden)
+        if len(products) == 1:
+            return cuda_prompts.multiply(x, products, hidden)
         runs = [[product] for product in products]
     return _by_turns(runs, x, hidden)
 
@@ -87,6 +90,11 @@ def _by_turns(
     for run in runs:
         results, hidden = _run(results[0], run, hidden)
     return results, results[0] if hidden is None else hidden
+
+
+def _halves(products: Sequence[FusedLinear], rows: int) -> bool:
+    """Return whether rows for which no launch is possible run half of them at a time."""
+    return rows > (MOST_ROWS if len(products) == 1 else WHOLE_ROWS)
 
 
 def _halved(
@@ -139,19 +147,21 @@ def _run(
 
 def launches(products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
     """See `Ops.launches`: those of `multiply`, whose plans they are."""
-    rows = bucket(rows)
     if rows > FEW_ROWS or len({matrix.has_zeros for p in products for matrix in p.matrices}) > 1:
         return []
     runs = [*_runs(products, rows)]
     if len(runs) == 1 and fuses_all(products, rows):
-        plan = _plan(tuple(products), rows)
+        plan = _plan(tuple(products), bucket(rows))
         if plan == DECODED:
             return []
         if isinstance(plan, LaunchPlan):
             processors, _ = limits(_device(products).index)
             return [facts_of(plan, products=len(products), processors=processors)]
+        if _halves(products, rows):
+            half = bucket(rows) // 2
+            return launches(products, half) + launches(products, rows - half)
         if len(products) == 1:
-            return [] if rows <= MOST_ROWS else 2 * launches(products, rows // 2)
+            return []
         runs = [[product] for product in products]
     cores = ([_core(one, is_last=one is run[-1]) for one in run] for run in runs)
     return [facts for core in cores for facts in launches(core, rows)]
@@ -231,7 +241,7 @@ def _launched(
     return results, results[0] if hidden is None else hidden
 
 
-# None: no launch runs all of them; or `DECODED`
+# None: no launch runs all of them or it shall not; or `DECODED`
 _PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | str | None]] = WeakKeyDictionary()
 
 
@@ -251,7 +261,7 @@ def _planned(
     of_device = limits(_device(products).index)
     if choice == DECODED:
         return DECODED
-    if choice == APART:
+    if choice in {APART, HALVED}:
         return None
     if rows <= MOST_ROWS and not isinstance(choice, str):
         plan = plan_of(products, rows, of_device, choice)
@@ -263,8 +273,8 @@ def _planned(
 def _forget(plan: LaunchPlan, products: tuple[FusedLinear, ...], rows: int, reason: str) -> None:
     """Drop a plan whose launch was refused, for good: launches by turns would change last bits."""
     _PLANS[products[0]][rows, *products[1:]] = None
-    few = "decoded matrices" if rows <= MOST_ROWS else "half the rows at a time"
-    tell_refusal(plan.file, reason, few if len(products) == 1 else "its products one by one")
+    whole = "decoded matrices" if len(products) == 1 else "its products one by one"
+    tell_refusal(plan.file, reason, "half the rows at a time" if _halves(products, rows) else whole)
 
 
 def _choice(products: Sequence[FusedLinear], rows: int) -> Choice | None:
@@ -325,6 +335,8 @@ def _ways(
             works[BATCHED] = partial(_launched, wide, x, products, hidden)
     if few and several:
         works[APART] = partial(_by_turns, [[one] for one in products], x, hidden)
+    if rows > WHOLE_ROWS:
+        works[HALVED] = partial(_halved, x, products, hidden)
     if not few and works:
         works[DECODED] = partial(cuda_prompts.multiply, x, products, hidden)
     return works

@@ -10,6 +10,7 @@ from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.interface.packed import PackedMatrix
 from exl2flow.kernels.interface.router import RouterArgs
 
+FEW_EXPERT_ROWS = 32  # most rows for which a layer of experts is one launch
 MOST_EXPERTS, MOST_CHOSEN, MOST_GROUPS = 1024, 31, 32  # that a warp chooses among, and of these
 
 

@@ -24,7 +24,7 @@ LANES = 32
 BLOCK_PANELS, BLOCK_WORDS = 4, 512  # most panels of a block, and most words of their codes
 SCALE_WORDS, ZERO_WORDS = 8, 32  # of a tile's scales in a group; of its scales and zeros in GPTQ
 MOST_BESIDE = 192 << 20  # bytes of matrices that are decoded and multiplied together
-FEW_ROWS = 32  # most rows for which a product reads the codes of a packed matrix directly
+FEW_ROWS = 64  # most rows for which a product reads the codes of a packed matrix directly
 # registers whose codes lie below those of others, by bits and register: words, place in the byte
 # and bits of each piece, the lowest first
 SPREAD = {

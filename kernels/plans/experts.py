@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS
-from exl2flow.kernels.interface.experts import ExpertBank, ExpertMatrices
+from exl2flow.kernels.interface.experts import FEW_EXPERT_ROWS, ExpertBank, ExpertMatrices
 from exl2flow.kernels.interface.groups import PANEL_ROWS, Group
-from exl2flow.kernels.interface.packed import BLOCK_PANELS, FEW_ROWS, SCALE_WORDS, TILE, laid_panels
+from exl2flow.kernels.interface.packed import BLOCK_PANELS, SCALE_WORDS, TILE, laid_panels
 from exl2flow.kernels.interface.router import Scores
 from exl2flow.kernels.plans.shares import STEP, kinds_of, slot_bytes
 from exl2flow.kernels.plans.sources import fill, filled, struct
@@ -72,7 +72,7 @@ def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
     shared_parts = 0 if bank.shared is None else -(-len(bank.shared.down.order) // part_rows)
     slot = slot_bytes(first.up) + 8
     # ids of all rows, with scores and ranks by warp, then counts of experts
-    routed = FEW_ROWS * (rule.top + 1) + max(2 * EXPERT_WARPS * rule.experts, rule.experts + 1)
+    routed = FEW_EXPERT_ROWS * (rule.top + 1) + max(2 * EXPERT_WARPS * rule.experts, rule.experts + 1)
     x_bytes = max(
         2 * ITEM_ROWS * max(size, part_rows), 2 * ROUTE_ROWS * size, -(-routed // 32) * 128
     )

@@ -24,8 +24,9 @@ T = TypeVar("T")
 
 APART = "apart"  # each product of a chain is a launch
 BATCHED = "batched"  # a launch of `batched`
+HALVED = "halved"  # half of the rows at a time
 DECODED = "decoded"  # matrices are decoded, cuBLAS multiplies
-WAYS = (APART, BATCHED, DECODED)
+WAYS = (APART, BATCHED, HALVED, DECODED)
 MOST_CANDIDATES = 6
 STEPS = (1, -1, 2, 3)  # added to the default number of parts
 ROUNDS = 5  # the median of which counts

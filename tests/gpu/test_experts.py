@@ -9,7 +9,7 @@ from expert_banks import bank
 from expert_layers import LAYERS, SMALL
 
 from exl2flow.kernels import RouterRule, get_ops
-from exl2flow.kernels.interface.packed import FEW_ROWS
+from exl2flow.kernels.interface.experts import FEW_EXPERT_ROWS
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def states(rows: int, size: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("rows", [1, 3, 8, 17, FEW_ROWS, FEW_ROWS + 1, 300])
+@pytest.mark.parametrize("rows", [1, 3, 8, 17, FEW_EXPERT_ROWS, FEW_EXPERT_ROWS + 1, 300])
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_are_what_the_twin_computes(name: str, rows: int) -> None:
     rule, options = LAYERS[name]
@@ -67,7 +67,7 @@ def test_the_host_waits_for_no_route(
 def test_all_rows_may_choose_the_same_experts() -> None:
     torch.manual_seed(0)
     layer = bank(RouterRule(experts=8, top=2), **SMALL, device="cuda")
-    hidden = states(1, SMALL["size"]).expand(FEW_ROWS, -1)
+    hidden = states(1, SMALL["size"]).expand(FEW_EXPERT_ROWS, -1)
 
     found = OPS.experts(hidden, layer)
 

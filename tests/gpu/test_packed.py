@@ -80,7 +80,7 @@ def check(matrix: PackedMatrix, rows: int) -> None:
     assert torch.equal(ops.multiply(x, [product])[0][0], y)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 70])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 16, 17, 40, 64, 70])
 @pytest.mark.parametrize("bits", BITS)
 def test_every_width_is_multiplied(bits: int, rows: int) -> None:
     check(packed(512, 160, (bits, 32)), rows)
@@ -94,13 +94,13 @@ def test_every_shape_is_multiplied(shape: tuple[int, int], rows: int) -> None:
     check(packed(k, n, (6, 32), (6, 128), (5, 64), (4, 32), (4, 96), (4, 256), (3, 64)), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 11, 33])
+@pytest.mark.parametrize("rows", [1, 4, 11, 33, 64, 65])
 def test_gptq_matrices_are_multiplied(rows: int) -> None:
     check(packed(512, 136, (4, 128), zeros=True), rows)
     check(packed(4096, 4096, (4, 32), zeros=True), rows)
 
 
-@pytest.mark.parametrize("rows", [1, 8, 12, 40])
+@pytest.mark.parametrize("rows", [1, 8, 12, 40, 64, 65])
 def test_matrices_that_share_an_order_are_multiplied_together(rows: int) -> None:
     kinds = [(4096, (4, 128)), (1024, (6, 32)), (100, (3, 64)), (64, (8, 128)), (352, (5, 32))]
     matrices = [packed(4096, n, kind) for n, kind in kinds]
@@ -146,7 +146,7 @@ def test_a_product_gates_another_and_is_added(
     assert torch.equal(ops.multiply(x, [product])[0][0], gated)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 40])
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 16, 40, 64, 70])
 @pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
 def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> None:
     def norm(eps: float) -> NormArgs:
@@ -177,7 +177,7 @@ def test_a_chain_is_what_its_products_are(hidden: int, mlp: int, rows: int) -> N
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 40])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 32, 40, 64, 70])
 @pytest.mark.parametrize(("hidden", "mlp"), [(512, 1376), (96, 160)])
 def test_a_chain_may_be_given_rows_in_the_order_of_its_first_matrix(
     hidden: int, mlp: int, rows: int, zeros: bool
@@ -273,7 +273,7 @@ def test_chains_of_every_kind_are_what_their_products_are(
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("rows", [1, 8, 20, 40])
+@pytest.mark.parametrize("rows", [1, 8, 20, 40, 70])
 def test_products_without_a_gate_are_activated(activation: str, rows: int) -> None:
     up, down = packed(512, 1376, (4, 128)), packed(1376, 512, (4, 128))
     up = up.cut(1376, torch.randn(1376, device=DEVICE).half())

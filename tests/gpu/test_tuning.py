@@ -14,7 +14,7 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.compiler import limits
 from exl2flow.kernels.plans import tuning
 from exl2flow.kernels.plans.product import LaunchPlan
-from exl2flow.kernels.plans.tuning import APART, BATCHED, DECODED, Choice
+from exl2flow.kernels.plans.tuning import APART, BATCHED, DECODED, HALVED, Choice
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu
@@ -164,7 +164,7 @@ def test_nothing_is_measured_if_tuning_is_off(
 
 
 @pytest.mark.parametrize(
-    ("rows", "way"), [(1, APART), (3, APART), (4, BATCHED), (20, BATCHED), (20, DECODED)]
+    ("rows", "way"), [(1, APART), (3, APART), (4, BATCHED), (20, BATCHED), (20, DECODED), (50, BATCHED), (50, HALVED)]
 )
 def test_every_way_computes_the_same(file: Path, rows: int, way: str) -> None:
     products, (x, hidden) = chain(), inputs(rows)

@@ -182,5 +182,5 @@ def test_steps_that_cannot_be_recorded_are_tried_once_and_launched(
 
 def test_rows_of_a_recording_are_those_needed_or_a_few_more() -> None:
     assert [bucket(count) for count in (1, 2, 3, 5, 9, 17, 25, 32)] == [1, 2, 4, 8, 16, 24, 32, 32]
-    assert [bucket(count) for count in (33, 64, 65)] == [64, 64, 96]
+    assert [bucket(count) for count in (33, 48, 49, 64, 65, 97)] == [48, 48, 64, 64, 96, 128]
     assert all(bucket(rows) == rows for rows in ROWS)

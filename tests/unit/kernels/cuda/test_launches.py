@@ -49,7 +49,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Made:
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 32])
+@pytest.mark.parametrize("rows", [1, 3, 7, 20, 32, 33, 64])
 @pytest.mark.parametrize("name", CALLS)
 def test_launches_that_are_told_are_those_made(made: Made, name: str, rows: int) -> None:
     products = CALLS[name]()

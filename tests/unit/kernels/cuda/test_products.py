@@ -16,7 +16,7 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.compiler import LaunchRefused
 from exl2flow.kernels.cuda.products import multiply
 from exl2flow.kernels.plans.product import MOST_ROWS
-from exl2flow.kernels.plans.tuning import APART, BATCHED, DECODED
+from exl2flow.kernels.plans.tuning import APART, BATCHED, DECODED, HALVED
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_a_plan_is_made_once_for_so_many_rows(
     assert len(launches) == 4
 
 
-@pytest.mark.parametrize(("limits", "most"), [(H200, 32), ((28, 99 << 10), 16)])
+@pytest.mark.parametrize(("limits", "most"), [(H200, 64), ((28, 99 << 10), 16)])
 def test_a_launch_has_as_many_rows_as_there_is_memory_for(
     launches: list, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], most: int
 ) -> None:
@@ -196,7 +196,7 @@ def test_halves_of_the_rows_are_both_in_order(
     monkeypatch.setattr(cuda_products, "limits", lambda device: (28, 99 << 10))
     one = replace(product(matrix(14336, 32, (4, 32))), is_ordered=True)
 
-    multiply(inputs(FEW_ROWS, 14336), [one])
+    multiply(inputs(32, 14336), [one])
 
     assert [bool(argument["stages"][0]["gathers"]) for argument, _ in launches] == [False, False]
 
@@ -538,3 +538,31 @@ def test_ways_that_are_measured_begin_with_the_default(launches: list) -> None:
     assert ways(4)[-2:] == [BATCHED, APART]
     assert ways(1, 1) == ways(4, 1) == [(1,), (2,)]
     assert ways(32) == [BATCHED, DECODED]
+    assert ways(33) == ways(33, 1) == [BATCHED, HALVED, DECODED]
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_more_rows_of_a_chain_without_a_launch_are_halved(
+    launches: list, monkeypatch: pytest.MonkeyPatch, is_chosen: bool
+) -> None:
+    plan_of = cuda_products.batched.plan_of
+
+    def few(products: list[FusedLinear], rows: int, *given: Any) -> object:
+        return plan_of(products, rows, *given) if rows <= 32 else None
+
+    def choice(products: list[FusedLinear], rows: int) -> str | None:
+        return HALVED if rows > 32 else None
+
+    if is_chosen:
+        monkeypatch.setattr(cuda_products, "_choice", choice)
+    else:
+        monkeypatch.setattr(cuda_products.batched, "plan_of", few)
+    products, x, hidden = chain(64, 96, 32), inputs(41, 64), inputs(41, 64)
+
+    found, last = multiply(x, products, hidden)
+
+    assert [(int(a["count"]), int(a["rows"])) for a, _ in launches] == [(4, 24), (4, 17)]
+    first, second = (argument["stages"][0] for argument, _ in launches)
+    assert [first["x"], second["x"]] == where(x, x[24:])
+    assert [first["of"][0]["residual"], second["of"][0]["residual"]] == where(hidden, hidden[24:])
+    assert len(last) == len(found[0]) == 41

@@ -1,4 +1,4 @@
-"""The division of products of 5 to 32 rows among CTAs and warps, walked like a GPU."""
+"""The division of products of 5 to 64 rows among CTAs and warps, walked like a GPU."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -50,6 +50,10 @@ MADE = {
     "long chain": (chain(4096, 14336, 1024), 32, H200),
     "few processors": (chain(4096, 14336, 1024), 16, RTX_3060),
     "gptq chain": (chain(1024, 2816, 256, zeros=True), 24, RTX_4090),
+    "48 rows": (chain(4096, 14336, 1024), 37, A100),
+    "64 rows": (chain(4096, 11008, 4096), 64, H200),
+    "64 rows, little memory": (chain(4096, 11008, 4096), 49, RTX_4090),
+    "gptq chain of 64 rows": (chain(4096, 14336, 1024, zeros=True), 64, H200),
 }
 every_case = pytest.mark.parametrize("name", MADE)
 
