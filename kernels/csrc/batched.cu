@@ -1,7 +1,8 @@
-// y = x Q for 5 to 32 rows, one product or several in sequence, with codes as fp16: a warp multiplies
+// y = x Q for 5 to 64 rows, one product or several in sequence, with codes as fp16: a warp multiplies
 // a part of the rows of whole tiles, CTAs meet, and all of them add up the parts.
 // docs/concepts/decoding.md describes who computes what; batched.py makes it.
 #include "halves.cuh"
+#include "grouped.cuh"
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
@@ -65,6 +66,12 @@ struct Work {
             tile = (cta / m.parts * CTA_WARPS + (int)threadIdx.x / 32) * m.each;
             tiles = max(0, min(m.each, m.tiles - tile));
         }
+    }
+    // The most tiles that a warp has of those that multiply together: the first one has.
+    __device__ __forceinline__ int turns() const {
+        if (!of) return 0;
+        const int first = tile - (int)threadIdx.x / 32 % GROUP * of->each;
+        return max(0, min(of->each, of->tiles - first));
     }
 };
 __device__ __forceinline__ const int* steps_of(const Stage& stage, const int* list) {
@@ -145,7 +152,8 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
             if (stage.norm && row_of(at) < rows)
                 v[i] = normed(v[i], sizes[row_of(at)],
                               __ldg((const uint4*)(stage.norm + place(at))));
-            ((uint4*)xs)[at] = paired(v[i]);
+            if constexpr (ROWS == GROUPED_ROWS) put_grouped<ROWS>(xs, at, paired(v[i]));
+            else ((uint4*)xs)[at] = paired(v[i]);
         }
     }
 }
@@ -186,6 +194,33 @@ __device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, floa
     else if (left > 0) add_some<ROWS, 4>(from, left, sums);
 }
 
+// The same of two matrices at once.
+template <int ROWS>
+__device__ __forceinline__ void add_both(const Matrix& a, const Matrix& b, int tile, int u, float* x,
+                                         float* y) {
+    constexpr int COUNT = 8;
+    if (a.parts > COUNT || b.parts > COUNT) {
+        add_parts<ROWS>(a, tile, u, x), add_parts<ROWS>(b, tile, u, y);
+        return;
+    }
+    float4 v[2][COUNT];
+#pragma unroll
+    for (int which = 0; which < 2; ++which) {
+        const Matrix& m = which ? b : a;
+        const float4* from =
+            (const float4*)m.partial + (integer)tile * m.parts * (ROWS * 8) + u * 32 + threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i)
+            v[which][i] =
+                i < m.parts ? __ldcg(from + i * (ROWS * 8)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        x[0] += v[0][i].x, x[1] += v[0][i].y, x[2] += v[0][i].z, x[3] += v[0][i].w;
+        y[0] += v[1][i].x, y[1] += v[1][i].y, y[2] += v[1][i].z, y[3] += v[1][i].w;
+    }
+}
+
 // Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
 template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, int rows) {
     constexpr int UNITS = ROWS / 4;
@@ -212,8 +247,8 @@ template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, i
             if (m.copy) to[c] = is_there[c] ? __ldg(stage.to + column) : 0;
         }
         float sums[4] = {}, gates[4] = {}, square = 0.0f;
-        if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
-        add_parts<ROWS>(m, tile, u, sums);
+        if (is_gated) add_both<ROWS>(gating, m, tile, u, gates, sums);
+        else add_parts<ROWS>(m, tile, u, sums);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             if (!is_there[c]) continue;
@@ -275,9 +310,10 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
     }
 }
 
-// ROWS: 8, 16 or 32, for at most so many rows of x.
+// ROWS: 8, 16, 32 or 64, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
+    constexpr bool IS_GROUPED = ROWS == GROUPED_ROWS;
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + BLOCK_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -314,9 +350,12 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         const int* list = lists + stage.list_at;
         if (s) await(c.meetings, met);
         if (work.of) stage_x<ROWS>(stage, list, c.rows, xs);
+        if constexpr (IS_GROUPED) end_grouped();
         __syncthreads();
+        const int turns = IS_GROUPED ? work.turns() : work.tiles;
 #pragma unroll 1
-        for (int tile = 0; tile < work.tiles; ++tile) {
+        for (int tile = 0; tile < turns; ++tile) {
+            const bool is_there = !IS_GROUPED || tile < work.tiles;
             const int* step = steps_of(stage, list);
             const byte* x = xs;
             float total[ROWS / 8][2][4] = {};
@@ -325,19 +364,24 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
                 kind = *step++;
                 const byte* codes = ring + slot * SLOT;
                 const byte* scales = codes + (kind & 15) * (kind >> 4 & 7) * 128;
-                wait_for_bytes(barrier + 8 * slot, parity);
+                if (is_there) wait_for_bytes(barrier + 8 * slot, parity);
+#define CASE(B)                                                                                     \
+    if constexpr (IS_GROUPED)                                                                       \
+        multiply_grouped<B, ROWS, GPTQ>(codes, scales, shared_address(x), kind, lane, is_there,     \
+                                        total);                                                     \
+    else multiply<B, ROWS, GPTQ>(codes, scales, x, kind, lane, total)
                 if constexpr (GPTQ) {
-                    multiply<4, ROWS, true>(codes, scales, x, kind, lane, total);
+                    CASE(4);
                 } else {
-#define CASE(B) multiply<B, ROWS, false>(codes, scales, x, kind, lane, total)
                     FOR_BITS(kind & 15, CASE)
                 }
                 x += (kind >> 4 & 7) * ROWS * 64;
+                if (!is_there) continue;
                 __syncwarp();
                 fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
                 if (++slot == c.slots) slot = 0, parity ^= 1;
             } while (!(kind >> 7 & 1));
-            keep<ROWS>(work, work.tile + tile, c.rows, total);
+            if (is_there) keep<ROWS>(work, work.tile + tile, c.rows, total);
         }
         meet(c.meetings, blockIdx.x, gridDim.x);
         finish<ROWS>(stage, c.rows);

@@ -16,7 +16,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.environment import virtual_architecture
-from exl2flow.kernels.cuda.ptx import ptx_file
+from exl2flow.kernels.cuda.ptx import cubin_file, ptx_file
 from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SWIGLU_SLOPE
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS, Element
@@ -126,6 +126,7 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
+GROUPED, GROUPED_CAPABILITY = "batched<64", 90  # what uses `grouped.cuh`, and where it can
 log = logging.getLogger(__name__)
 
 
@@ -154,8 +155,11 @@ def module(file: str, instance: str | None = None) -> cupy.RawModule:
 
 
 @cache
-def function(file: str, name: str) -> cupy.RawKernel:
-    """Return a function of a source, or an instance of a template."""
+def function(file: str, name: str, architecture: str | None = None) -> cupy.RawKernel:
+    """Return a function of a source, or an instance of a template, which may be of `GROUPED`."""
+    if architecture is not None:
+        path, name = cubin_file(source(file), OPTIONS, architecture, name)
+        return cupy.RawModule(path=path).get_function(name)
     instance, architecture = name if "<" in name else None, virtual_architecture()
     if instance is not None and architecture is not None:
         name = ptx_file(source(file), OPTIONS, architecture, instance)[1]
@@ -166,7 +170,7 @@ def build(file: str, name: str, device: int) -> None:
     """Build a function for a device unless that is done; launches then find it."""
     capability(device)
     with cupy.cuda.Device(device):
-        _ = function(file, name).kernel
+        _ = function(file, name, _grouped(name, device)).kernel
 
 
 def launch(
@@ -241,10 +245,16 @@ def whole_warps(threads: int) -> int:
 @cache
 def _kernel(file: str, name: str, device: int, shared: int) -> ctypes.c_void_p:
     """Return the handle of a function on the current device, which may use so much memory."""
-    kernel = function(file, name)
+    kernel = function(file, name, _grouped(name, device))
     if shared and shared > kernel.max_dynamic_shared_size_bytes:
         kernel.max_dynamic_shared_size_bytes = shared
     return ctypes.c_void_p(kernel.kernel.ptr)
+
+
+def _grouped(name: str, device: int) -> str | None:
+    """Return the architecture to compile a function for, if it has instructions of its own."""
+    is_plain = capability(device) != GROUPED_CAPABILITY or virtual_architecture() is not None
+    return None if is_plain or not name.startswith(GROUPED) else f"{GROUPED_CAPABILITY}a"
 
 
 def raw_stream(device: int) -> int:

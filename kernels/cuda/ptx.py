@@ -1,7 +1,9 @@
-"""Kernels of an older architecture than the GPU's: PTX, which the driver compiles for the GPU.
+"""Kernels of another architecture than the GPU's plain one, as files: CuPy makes only that one's.
 
-With `EXL2FLOW_VIRTUAL_ARCH=80` any GPU runs what an A100 or a 3090 runs: `__CUDA_ARCH__` is 800, so
-there are no bulk copies, no overlapping launches and no `stmatrix`. CuPy makes machine code only.
+PTX of an older one, which the driver compiles for the GPU. With `EXL2FLOW_VIRTUAL_ARCH=80` any GPU runs what an A100 or a 3090 runs: `__CUDA_ARCH__` is 800, so
+there are no bulk copies, no overlapping launches and no `stmatrix`.
+
+Machine code of one with instructions of its own, such as sm_90a.
 """
 
 import atexit
@@ -33,10 +35,27 @@ def ptx_file(
         The file, and the name in it of the instance; empty if none is asked for.
     """
     ptx, name = ptx_of(code, options, architecture, instance)
-    descriptor, path = tempfile.mkstemp(".ptx", dir=_folder())
+    return _written(ptx, ".ptx"), name
+
+
+@cache
+def cubin_file(
+    code: str, options: tuple[str, ...], architecture: str, instance: str
+) -> tuple[str, str]:
+    """Compile an instance to machine code; return a file with it, and the name in it.
+
+    Raises:
+        KernelError: it does not compile, or NVRTC does not know the architecture.
+    """
+    cubin, name = _compiled(code, options, f"sm_{architecture}", instance)
+    return _written(cubin, ".cubin"), name
+
+
+def _written(content: bytes, suffix: str) -> str:
+    descriptor, path = tempfile.mkstemp(suffix, dir=_folder())
     with os.fdopen(descriptor, "wb") as file:
-        file.write(ptx)
-    return path, name
+        file.write(content)
+    return path
 
 
 def ptx_of(
@@ -47,16 +66,23 @@ def ptx_of(
     Raises:
         KernelError: it does not compile, or NVRTC does not know the architecture.
     """
+    return _compiled(code, options, f"compute_{architecture}", instance)
+
+
+def _compiled(
+    code: str, options: tuple[str, ...], target: str, instance: str | None
+) -> tuple[bytes, str]:
     program = nvrtc.createProgram(code, "kernels.cu", (), ())
     try:
         if instance is not None:
             nvrtc.addNameExpression(program, instance)
-        nvrtc.compileProgram(program, (*options, *CUPY_OPTIONS, f"-arch=compute_{architecture}"))
+        nvrtc.compileProgram(program, (*options, *CUPY_OPTIONS, f"-arch={target}"))
         name = "" if instance is None else nvrtc.getLoweredName(program, instance)
-        return nvrtc.getPTX(program), name
+        is_virtual = target.startswith("compute")
+        return (nvrtc.getPTX if is_virtual else nvrtc.getCUBIN)(program), name
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program).strip("\0\n") or error
-        raise KernelError(f"no PTX of compute_{architecture}: {log}") from error
+        raise KernelError(f"no code of {target}: {log}") from error
     finally:
         nvrtc.destroyProgram(program)
 

@@ -1,4 +1,4 @@
-"""Launch plans of fused linears for batch size 5 to 32, which `csrc/batched.cu` follows.
+"""Launch plans of fused linears for batch size 5 to 64, which `csrc/batched.cu` follows.
 
 A warp has a part of the rows of some tiles of 32 columns, a CTA of 16 warps one part of a matrix.
 CTAs meet after each product and add up its parts together.
@@ -61,7 +61,7 @@ def plan_of(
     Args:
         products: up to `MOST_CHAINED` that the kernel knows, matrices on the device, all EXL2 or
             all GPTQ. The first one's norm is not its work.
-        rows: rows of x, 5 to 32.
+        rows: rows of x, 5 to 64.
         limits: multiprocessors of the device, all of which get a CTA, and bytes of shared memory
             that a CTA can have.
 

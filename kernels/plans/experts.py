@@ -72,7 +72,9 @@ def plan_of(bank: ExpertBank, limits: tuple[int, int]) -> ExpertsPlan | None:
     shared_parts = 0 if bank.shared is None else -(-len(bank.shared.down.order) // part_rows)
     slot = slot_bytes(first.up) + 8
     # ids of all rows, with scores and ranks by warp, then counts of experts
-    routed = FEW_EXPERT_ROWS * (rule.top + 1) + max(2 * EXPERT_WARPS * rule.experts, rule.experts + 1)
+    routed = FEW_EXPERT_ROWS * (rule.top + 1) + max(
+        2 * EXPERT_WARPS * rule.experts, rule.experts + 1
+    )
     x_bytes = max(
         2 * ITEM_ROWS * max(size, part_rows), 2 * ROUTE_ROWS * size, -(-routed // 32) * 128
     )

@@ -19,7 +19,7 @@ from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROWS = (1, 4)  # kernels, by the most rows of x
 MOST_ROWS = ROWS[-1]
-BATCHED_ROWS = (8, 16, 32, 48, 64)  # the same of `batched.cu`
+BATCHED_ROWS = (8, 16, 32, 64)  # the same of `batched.cu`
 X_PIECES = 2  # of a row that a thread holds, if its norm is added to hidden states
 UNIT = 8  # bytes that belong to a panel of a row of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight

@@ -164,7 +164,16 @@ def test_nothing_is_measured_if_tuning_is_off(
 
 
 @pytest.mark.parametrize(
-    ("rows", "way"), [(1, APART), (3, APART), (4, BATCHED), (20, BATCHED), (20, DECODED), (50, BATCHED), (50, HALVED)]
+    ("rows", "way"),
+    [
+        (1, APART),
+        (3, APART),
+        (4, BATCHED),
+        (20, BATCHED),
+        (20, DECODED),
+        (50, BATCHED),
+        (50, HALVED),
+    ],
 )
 def test_every_way_computes_the_same(file: Path, rows: int, way: str) -> None:
     products, (x, hidden) = chain(), inputs(rows)
