@@ -194,33 +194,6 @@ __device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, floa
     else if (left > 0) add_some<ROWS, 4>(from, left, sums);
 }
 
-// The same of two matrices at once.
-template <int ROWS>
-__device__ __forceinline__ void add_both(const Matrix& a, const Matrix& b, int tile, int u, float* x,
-                                         float* y) {
-    constexpr int COUNT = 8;
-    if (a.parts > COUNT || b.parts > COUNT) {
-        add_parts<ROWS>(a, tile, u, x), add_parts<ROWS>(b, tile, u, y);
-        return;
-    }
-    float4 v[2][COUNT];
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-        const Matrix& m = which ? b : a;
-        const float4* from =
-            (const float4*)m.partial + (integer)tile * m.parts * (ROWS * 8) + u * 32 + threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i)
-            v[which][i] =
-                i < m.parts ? __ldcg(from + i * (ROWS * 8)) : float4{0.0f, 0.0f, 0.0f, 0.0f};
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        x[0] += v[0][i].x, x[1] += v[0][i].y, x[2] += v[0][i].z, x[3] += v[0][i].w;
-        y[0] += v[1][i].x, y[1] += v[1][i].y, y[2] += v[1][i].z, y[3] += v[1][i].w;
-    }
-}
-
 // Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
 template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, int rows) {
     constexpr int UNITS = ROWS / 4;
@@ -247,8 +220,8 @@ template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, i
             if (m.copy) to[c] = is_there[c] ? __ldg(stage.to + column) : 0;
         }
         float sums[4] = {}, gates[4] = {}, square = 0.0f;
-        if (is_gated) add_both<ROWS>(gating, m, tile, u, gates, sums);
-        else add_parts<ROWS>(m, tile, u, sums);
+        if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
+        add_parts<ROWS>(m, tile, u, sums);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             if (!is_there[c]) continue;

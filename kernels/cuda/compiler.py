@@ -253,8 +253,9 @@ def _kernel(file: str, name: str, device: int, shared: int) -> ctypes.c_void_p:
 
 def _grouped(name: str, device: int) -> str | None:
     """Return the architecture to compile a function for, if it has instructions of its own."""
-    is_plain = capability(device) != GROUPED_CAPABILITY or virtual_architecture() is not None
-    return None if is_plain or not name.startswith(GROUPED) else f"{GROUPED_CAPABILITY}a"
+    if not name.startswith(GROUPED) or virtual_architecture() is not None:
+        return None
+    return f"{GROUPED_CAPABILITY}a" if capability(device) == GROUPED_CAPABILITY else None
 
 
 def raw_stream(device: int) -> int:

@@ -1,9 +1,8 @@
 """Kernels of another architecture than the GPU's plain one, as files: CuPy makes only that one's.
 
-PTX of an older one, which the driver compiles for the GPU. With `EXL2FLOW_VIRTUAL_ARCH=80` any GPU runs what an A100 or a 3090 runs: `__CUDA_ARCH__` is 800, so
-there are no bulk copies, no overlapping launches and no `stmatrix`.
-
-Machine code of one with instructions of its own, such as sm_90a.
+PTX of an older one, which the driver compiles for the GPU: with `EXL2FLOW_VIRTUAL_ARCH=80` any GPU
+runs what an A100 or a 3090 runs. `__CUDA_ARCH__` is 800, so there are no bulk copies, no launches
+that overlap and no `stmatrix`. Or machine code of one with more instructions, such as sm_90a.
 """
 
 import atexit

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kernel_resources import resources
 
 from exl2flow.core.errors import ConfigError, KernelError
 from exl2flow.kernels.cuda import compiler
-from exl2flow.kernels.cuda.ptx import ptx_file, ptx_of
+from exl2flow.kernels.cuda.ptx import cubin_file, ptx_file, ptx_of
 from exl2flow.kernels.plans.sources import source
 
 
@@ -33,7 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
         return 0
 
     kernel = SimpleNamespace(kernel=SimpleNamespace(ptr=1), max_dynamic_shared_size_bytes=0)
-    monkeypatch.setattr(compiler, "function", lambda file, name: kernel)
+    monkeypatch.setattr(compiler, "function", lambda file, name, architecture: kernel)
     monkeypatch.setattr(compiler, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=kept))
     monkeypatch.setattr(compiler, "_is_early", lambda file, device: file == "early.cu")
     monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: nullcontext())
@@ -157,6 +158,33 @@ def test_a_source_becomes_ptx_of_a_virtual_architecture() -> None:
     assert "cp.async.cg" in ptx
     assert "cp.async.bulk" not in ptx
     assert "griddepcontrol" not in ptx
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "found"),
+    [
+        ("batched<64, true>", None, "90a"),
+        ("batched<64, true>", "80", None),
+        ("batched<32, true>", None, None),
+    ],
+)
+def test_64_rows_are_multiplied_with_instructions_of_the_gpu_s_own(
+    sm_90: None, name: str, virtual: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if virtual is not None:
+        monkeypatch.setenv("EXL2FLOW_VIRTUAL_ARCH", virtual)
+
+    assert compiler._grouped(name, 0) == found
+
+
+def test_an_instance_becomes_machine_code_of_its_own_architecture() -> None:
+    path, name = cubin_file(source("batched.cu"), compiler.OPTIONS, "90a", "batched<64, true>")
+
+    code = Path(path).read_bytes()
+    taken = resources(code)[name]
+    assert taken.registers <= 128
+    assert taken.stack <= 64  # spilled
+    assert b"sm_90a" in code
 
 
 def test_an_architecture_that_nobody_knows_is_an_error_that_names_it() -> None:
