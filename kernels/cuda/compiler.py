@@ -160,9 +160,9 @@ def function(file: str, name: str, architecture: str | None = None) -> cupy.RawK
     if architecture is not None:
         path, name = cubin_file(source(file), OPTIONS, architecture, name)
         return cupy.RawModule(path=path).get_function(name)
-    instance, architecture = name if "<" in name else None, virtual_architecture()
-    if instance is not None and architecture is not None:
-        name = ptx_file(source(file), OPTIONS, architecture, instance)[1]
+    instance, virtual = name if "<" in name else None, virtual_architecture()
+    if instance is not None and virtual is not None:
+        name = ptx_file(source(file), OPTIONS, virtual, instance)[1]
     return module(file, instance).get_function(name)
 
 
