@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(
     using Values = Tiles<HEADS * WIDTH, VE, (HEADS > 1)>;
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
-    constexpr int UNITS = WIDTH / 64, PART = COLUMNS * (WIDTH + 2);
+    constexpr int UNITS = WIDTH / 64, PART = part_floats<WIDTH, COLUMNS>();
     using Work = typename Choice<(COLUMNS < 8 * HEADS),
                                  Narrow<WIDTH, KE, VE, POSITIONS, COLUMNS, HEADS>,
                                  Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>>::Type;

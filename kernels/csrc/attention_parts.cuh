@@ -28,7 +28,7 @@ struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv
     const half_bits *q, *k, *v;  // before rotation
     Rows keys, values;
     const int *tables, *lengths;  // (b, pages); (b,), positions before the new ones
-    float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 2)
+    float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 4)
     int* arrived;                 // (b, kv_heads, parts), zero before and after
     half_bits* out;
     const int* to;  // (heads · head_dim), place of each element in a token's row of out; or null
@@ -88,24 +88,47 @@ __device__ __forceinline__ void prefetch_places(const Call& call, int first, int
         asm volatile("prefetch.global.L2 [%0];" ::"l"(call.to + first + i));
 }
 
-// Add up the parts (splits, COLUMNS · WIDTH sums of values, COLUMNS maxima, COLUMNS totals) by one
-// CTA. out: of the sequence; window: scratch.
+// Of a part: sums of values (COLUMNS, WIDTH), maxima, totals; whole pieces of 16 bytes.
+template <int WIDTH, int COLUMNS> __host__ __device__ constexpr int part_floats() {
+    return COLUMNS * (WIDTH + 4);
+}
+
+// Adjacent floats that a thread loads at once.
+template <int COUNT> struct __align__(4 * COUNT) Floats { float x[COUNT]; };
+template <int COUNT> __device__ __forceinline__ Floats<COUNT> load_floats(const float* at) {
+    Floats<COUNT> f;
+    if constexpr (COUNT == 4) {
+        const float4 v = __ldcg((const float4*)at);
+        f.x[0] = v.x, f.x[1] = v.y, f.x[2] = v.z, f.x[3] = v.w;
+    } else if constexpr (COUNT == 2) {
+        const float2 v = __ldcg((const float2*)at);
+        f.x[0] = v.x, f.x[1] = v.y;
+    } else {
+        f.x[0] = __ldcg(at);
+    }
+    return f;
+}
+
+// Add up the parts by one CTA. out: of the sequence; window: scratch.
 template <int WIDTH, int COLUMNS, bool IS_ROTATED, int TOKENS>
 __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
                                           const Columns<TOKENS>& columns, half_bits* out,
                                           float (*window)[WIDTH], int offset) {
-    constexpr int PART = COLUMNS * (WIDTH + 2);
+    constexpr int PART = part_floats<WIDTH, COLUMNS>();
+    constexpr int EACH = COLUMNS * WIDTH / (32 * ATTENTION_WARPS);  // sums of a thread
+    constexpr int ADJACENT = EACH >= 4 ? 4 : EACH >= 2 ? 2 : 1, AHEAD = 16;  // parts loaded together
     __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int sums = columns.count * WIDTH;  // may be fewer than threads
     const int first_head = blockIdx.y / call.parts * columns.group;
-    float early[4];  // of the first parts, which are all for short sequences
-    auto begin_sum = [&](int i) {
+    Floats<ADJACENT> ahead[AHEAD];
+    auto begin_sums = [&](int i, int from) {
 #pragma unroll
-        for (int from = 0; from < 4; ++from)
-            early[from] = from < call.splits && i < sums ? __ldcg(parts + from * PART + i) : 0.0f;
+        for (int j = 0; j < AHEAD; ++j)
+            if (from + j < call.splits && i < sums)
+                ahead[j] = load_floats<ADJACENT>(parts + (from + j) * PART + i);
     };
-    begin_sum(threadIdx.x);
+    begin_sums(threadIdx.x * ADJACENT, 0);
     auto element = [&](int i) { return i % (WIDTH / 64) * 64 + 2 * lane - offset; };
     auto places_of = [&](int i) {  // of two elements
         const int column = i / (WIDTH / 64), e = element(i);
@@ -132,16 +155,19 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
         weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < sums; i += blockDim.x) {
+    for (int i = threadIdx.x * ADJACENT; i < sums; i += blockDim.x * ADJACENT) {
         const float* of_column = weights[i / WIDTH];
-        float sum = 0.0f;
+        float sum[ADJACENT] = {};
+        for (int from = 0; from < call.splits; from += AHEAD) {
+            if (from || i >= blockDim.x * ADJACENT) begin_sums(i, from);
 #pragma unroll
-        for (int from = 0; from < 4; ++from) sum += of_column[from] * early[from];
-#pragma unroll 4
-        for (int from = 4; from < call.splits; ++from)
-            sum += of_column[from] * __ldcg(parts + from * PART + i);
-        window[i / WIDTH][i % WIDTH] = sum;
-        begin_sum(i + blockDim.x);
+            for (int j = 0; j < AHEAD; ++j)
+                if (from + j < call.splits)
+#pragma unroll
+                    for (int k = 0; k < ADJACENT; ++k) sum[k] += of_column[from + j] * ahead[j].x[k];
+        }
+#pragma unroll
+        for (int k = 0; k < ADJACENT; ++k) window[0][i + k] = sum[k];
     }
     __syncthreads();
     for (int i = warp; i < columns.count * (WIDTH / 64); i += warps) {

@@ -293,7 +293,7 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch
         grid=(splits, teams * parts, b),
         threads=32 * warps,
         shared=shared,
-        sums=(b, teams, parts, splits, columns, width + 2),
+        sums=(b, teams, parts, splits, columns, width + 4),
         argument=filled(
             np.zeros(1, CALL)[0],
             tokens=t,
