@@ -16,19 +16,30 @@
 template <bool IS_FIRST, class First, class Second> struct Choice { using Type = First; };
 template <class First, class Second> struct Choice<false, First, Second> { using Type = Second; };
 
+// Warps that take the same positions, each for a key head of its own.
+template <int COLUMNS, int HEADS> __host__ __device__ constexpr int members() {
+    return HEADS == 2 && COLUMNS > HEADS ? 2 : 1;
+}
+// A barrier of two warps.
+__device__ __forceinline__ void meet_pair(int pair) {
+    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+}
+
 // Reads WIDTH elements of a slot per key head; the head's own begin at `offset`. TOKENS: most new
 // ones; HEADS: key heads of a CTA, if more than one then of WIDTH elements each.
 template <int WIDTH, int KE, int VE, int TOKENS, int COLUMNS, int HEADS>
 __global__ void __launch_bounds__(
-    32 * ATTENTION_WARPS, TOKENS == 1 && WIDTH < 256 && (HEADS == 1 || COLUMNS == 2) ? 2 : 1)
+    32 * ATTENTION_WARPS * members<COLUMNS, HEADS>(),
+    TOKENS == 1 && WIDTH < 256 && (HEADS == 1 || COLUMNS == 2) ? 2 : 1)
     attend(const __grid_constant__ Call call) {
     using Keys = Tiles<HEADS * WIDTH, KE, (HEADS > 1)>;
     using Values = Tiles<HEADS * WIDTH, VE, (HEADS > 1)>;
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
     constexpr int UNITS = WIDTH / 64, PART = part_floats<WIDTH, COLUMNS>();
+    constexpr int MEMBERS = members<COLUMNS, HEADS>(), OWN = COLUMNS / MEMBERS;
     using Work = typename Choice<(COLUMNS < 8 * HEADS),
-                                 Narrow<WIDTH, KE, VE, POSITIONS, COLUMNS, HEADS>,
+                                 Narrow<WIDTH, KE, VE, POSITIONS, OWN, HEADS / MEMBERS, HEADS>,
                                  Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>>::Type;
     extern __shared__ __align__(16) byte ring[];  // at the end, each warp's sums
     // queries, then each token's new key and value; at the end, sums
@@ -38,6 +49,7 @@ __global__ void __launch_bounds__(
     __shared__ float maxima[ATTENTION_WARPS][COLUMNS], totals[ATTENTION_WARPS][COLUMNS];
     __shared__ int before;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int teams = blockDim.x / 32 / MEMBERS, member = warp % MEMBERS, own_team = warp / MEMBERS;
     const int warps = blockDim.x / 32, dim = call.head_dim;
     const int split = blockIdx.x, team = blockIdx.y / call.parts, part = blockIdx.y % call.parts;
     const int row = blockIdx.z, group = call.heads / call.kv_heads * HEADS, kv = team * HEADS;
@@ -57,7 +69,7 @@ __global__ void __launch_bounds__(
     const integer own_q = (first_row * call.heads + team * group) * dim;
     // Queries, then new keys and values in turn, are loaded together; of one token, before it is
     // known which CTA needs the new ones.
-    constexpr int ROWS = COLUMNS + 2 * HEADS, THREADS = 32 * ATTENTION_WARPS;
+    constexpr int ROWS = COLUMNS + 2 * HEADS, THREADS = 32 * ATTENTION_WARPS * MEMBERS;
     constexpr int AHEAD = TOKENS == 1 ? (ROWS * WIDTH + THREADS - 1) / THREADS : 8;
     Source sources[AHEAD];
     Loaded loaded[AHEAD];
@@ -89,20 +101,22 @@ __global__ void __launch_bounds__(
     const int each = (steps - first + call.splits - 1) / call.splits;
     const int begin = first + split * each, end = min(steps, begin + each);
     const int* table = call.tables + (integer)row * call.pages;
-    byte* const own = ring + warp * call.stages * STAGE;
+    byte* const own = ring + own_team * call.stages * STAGE;
     int pages = 0;  // for step `lane` of 32
     auto fetch = [&](u32 i, const byte* to) {
-        const int step = begin + warp + i * warps;
+        const int step = begin + own_team + i * teams;
         if (step < end) {
             if (i % 32 == 0) {
-                const u32 of_lane = step + lane * warps;
+                const u32 of_lane = step + lane * teams;
                 pages = of_lane < end ? table[of_lane / (PAGE_TOKENS / POSITIONS)] : 0;
             }
             const u32 page = __shfl_sync(~0u, pages, i % 32);
             const u32 slot = page * PAGE_TOKENS + (u32)step * POSITIONS % PAGE_TOKENS;
             const int left = length - step * POSITIONS;
-            keys.template begin<POSITIONS>(shared_address(to), slot, left, lane);
-            values.template begin<POSITIONS>(shared_address(to) + VALUES_AT, slot, left, lane);
+            if (member == 0)
+                keys.template begin<POSITIONS>(shared_address(to), slot, left, lane);
+            if (member == MEMBERS - 1)
+                values.template begin<POSITIONS>(shared_address(to) + VALUES_AT, slot, left, lane);
         }
         end_step();
     };
@@ -156,42 +170,49 @@ __global__ void __launch_bounds__(
                 of_token * padded + first_element + at, code);
     }
     __syncthreads();
-    Work work(queries, columns, length, lane);
+    Columns<TOKENS> of_warp = columns;
+    if (MEMBERS > 1) of_warp.count = OWN;
+    Work work(queries + member * OWN, of_warp, length, lane, member);
     const Cap cap(call.softcap);
     const byte* stage = own;
     int ahead = call.stages;
-    for (int step = begin + warp; step < end; step += warps) {
+    for (int step = begin + own_team; step < end; step += teams) {
         wait_for_step(call.stages - 1);
         if ((step + 1) * POSITIONS > length) {
             const int place = length - step * POSITIONS;
+            if (member == 0)
             keys.template insert<POSITIONS>((byte*)stage, fresh, place, tokens, lane);
+            if (member == MEMBERS - 1)
             values.template insert<POSITIONS>((byte*)stage + VALUES_AT, fresh + TOKENS * Keys::ROW,
                                            place, tokens, lane);
             __syncwarp();
         }
+        if (MEMBERS > 1) meet_pair(own_team);
         work.add(stage, step * POSITIONS, call, cap);
-        __syncwarp();
+        if (MEMBERS > 1) meet_pair(own_team);
+        else __syncwarp();
         fetch(ahead++, stage);
         stage = stage + STAGE == own + call.stages * STAGE ? own : stage + STAGE;
     }
 
-    work.leave(maxima[warp], totals[warp]);
+    work.leave(maxima[own_team] + member * OWN, totals[own_team] + member * OWN);
     __syncthreads();
-    work.store((float*)own, maxima, warps, columns.count);
+    work.store((float*)own + member * OWN * WIDTH, maxima[0] + member * OWN, COLUMNS, teams,
+               of_warp.count);
     __syncthreads();
     const integer place = (integer)row * gridDim.y + blockIdx.y;
     float* const parts = call.partial + place * call.splits * PART;
     float* const of_split = parts + split * PART;
     for (int i = threadIdx.x; i < columns.count * WIDTH; i += blockDim.x) {
         float sum = 0.0f;
-        for (int w = 0; w < warps; ++w)
+        for (int w = 0; w < teams; ++w)
             sum += ((const float*)(ring + w * call.stages * STAGE))[i];
         __stcg(of_split + i, sum);
     }
     if (threadIdx.x < columns.count) {
         float m = NOTHING, l = 0.0f;
-        for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][threadIdx.x]);
-        for (int w = 0; w < warps; ++w)
+        for (int w = 0; w < teams; ++w) m = fmaxf(m, maxima[w][threadIdx.x]);
+        for (int w = 0; w < teams; ++w)
             l += totals[w][threadIdx.x] * power(maxima[w][threadIdx.x] - m);
         __stcg(of_split + COLUMNS * WIDTH + threadIdx.x, m);
         __stcg(of_split + COLUMNS * (WIDTH + 1) + threadIdx.x, l);
@@ -208,5 +229,5 @@ __global__ void __launch_bounds__(
         __syncthreads();
     }
     half_bits* const out = call.out + first_row * call.heads * dim;
-    add_parts<WIDTH, COLUMNS, is_rotated<VE>()>(call, parts, columns, out, window, offset);
+    add_parts<WIDTH, COLUMNS, THREADS, is_rotated<VE>()>(call, parts, columns, out, window, offset);
 }

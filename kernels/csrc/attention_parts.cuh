@@ -110,12 +110,12 @@ template <int COUNT> __device__ __forceinline__ Floats<COUNT> load_floats(const 
 }
 
 // Add up the parts by one CTA. out: of the sequence; window: scratch.
-template <int WIDTH, int COLUMNS, bool IS_ROTATED, int TOKENS>
+template <int WIDTH, int COLUMNS, int MOST_THREADS, bool IS_ROTATED, int TOKENS>
 __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
                                           const Columns<TOKENS>& columns, half_bits* out,
                                           float (*window)[WIDTH], int offset) {
     constexpr int PART = part_floats<WIDTH, COLUMNS>();
-    constexpr int EACH = COLUMNS * WIDTH / (32 * ATTENTION_WARPS);  // sums of a thread
+    constexpr int EACH = COLUMNS * WIDTH / MOST_THREADS;  // sums of a thread
     constexpr int ADJACENT = EACH >= 4 ? 4 : EACH >= 2 ? 2 : 1, AHEAD = 16;  // parts loaded together
     __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
