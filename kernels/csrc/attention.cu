@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(
     constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
     constexpr int UNITS = WIDTH / 64, PART = part_floats<WIDTH, COLUMNS>();
+    constexpr int PREFETCHED = 2;  // steps of a warp, behind its ring
     constexpr int MEMBERS = members<COLUMNS, HEADS>(), OWN = COLUMNS / MEMBERS;
     using Work = typename Choice<(COLUMNS < 8 * HEADS),
                                  Narrow<WIDTH, KE, VE, POSITIONS, OWN, HEADS / MEMBERS, HEADS>,
@@ -67,16 +68,18 @@ __global__ void __launch_bounds__(
     const int length = call.lengths[row];
     const integer first_row = (integer)row * tokens;
     const integer own_q = (first_row * call.heads + team * group) * dim;
-    // Queries, then new keys and values in turn, are loaded together; of one token, before it is
-    // known which CTA needs the new ones.
+    // Queries, then new keys and values in turn: every row by one warp. Those of one token are loaded
+    // before it is known which CTA needs the new ones.
     constexpr int ROWS = COLUMNS + 2 * HEADS, THREADS = 32 * ATTENTION_WARPS * MEMBERS;
-    constexpr int AHEAD = TOKENS == 1 ? (ROWS * WIDTH + THREADS - 1) / THREADS : 8;
+    constexpr int LOADS = WIDTH / 32, TAKEN = TOKENS > 1 ? 8 / LOADS : (32 * ROWS + THREADS - 1) / THREADS;
+    constexpr int AHEAD = TAKEN * LOADS;  // loads of a lane, of TAKEN rows
+    const int rank = member * teams + own_team;
     Source sources[AHEAD];
     Loaded loaded[AHEAD];
-    auto begin_rows = [&](int i, int rows) {
+    auto begin_rows = [&](int first, int rows) {
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j) {
-            const int at = (i + j * blockDim.x) % WIDTH, column = (i + j * blockDim.x) / WIDTH;
+            const int at = j % LOADS * 32 + lane, column = first + j / LOADS * warps;
             const int in_new = column - columns.count, token = in_new / (2 * HEADS);
             int e = at - offset;
             sources[j] = {call.q, 0, 0, NO_ELEMENT};
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(
         for (int j = 0; j < AHEAD; ++j) loaded[j] = call.loaded(sources[j]);
     };
     const int all_rows = columns.count + 2 * tokens * HEADS;
-    if constexpr (TOKENS == 1) begin_rows(threadIdx.x, all_rows);
+    if constexpr (TOKENS == 1) begin_rows(rank, all_rows);
     const int steps = (length + tokens + POSITIONS - 1) / POSITIONS;
     const int first = max(0, length + columns.token(0) + 1 - call.window) / POSITIONS;
     const int each = (steps - first + call.splits - 1) / call.splits;
@@ -103,40 +106,41 @@ __global__ void __launch_bounds__(
     const int* table = call.tables + (integer)row * call.pages;
     byte* const own = ring + own_team * call.stages * STAGE;
     int pages = 0;  // for step `lane` of 32
-    auto fetch = [&](u32 i, const byte* to) {
+    auto fetch = [&](u32 i, const byte* to, bool is_first) {
         const int step = begin + own_team + i * teams;
-        if (step < end) {
-            if (i % 32 == 0) {
-                const u32 of_lane = step + lane * teams;
-                pages = of_lane < end ? table[of_lane / (PAGE_TOKENS / POSITIONS)] : 0;
-            }
+        if (step < end && i % 32 == 0) {
+            const u32 of_lane = step + lane * teams;
+            pages = of_lane < end ? table[of_lane / (PAGE_TOKENS / POSITIONS)] : 0;
+        }
+        if (step < end && (!is_first || member == MEMBERS - 1)) {
             const u32 page = __shfl_sync(~0u, pages, i % 32);
             const u32 slot = page * PAGE_TOKENS + (u32)step * POSITIONS % PAGE_TOKENS;
             const int left = length - step * POSITIONS;
-            if (member == 0)
+            if (is_first || member == 0)
                 keys.template begin<POSITIONS>(shared_address(to), slot, left, lane);
-            if (member == MEMBERS - 1)
+            if (is_first || member == MEMBERS - 1)
                 values.template begin<POSITIONS>(shared_address(to) + VALUES_AT, slot, left, lane);
         }
         end_step();
     };
-    for (int i = 0; i < call.stages; ++i) fetch(i, own + i * STAGE);
+    for (int i = 0; i < call.stages; ++i) fetch(i, own + i * STAGE, true);
 
     const bool is_last = begin < end && end == steps;  // stores the new keys and values
     const bool has_new = begin < end && end * POSITIONS > length;
     const integer slot = call.slots[first_row + (TOKENS == 1 ? 0 : min(lane, tokens - 1))];
     const int rows = TOKENS == 1 || has_new ? all_rows : columns.count;
-    for (int i = threadIdx.x; i < rows * WIDTH; i += AHEAD * blockDim.x) {
-        if (TOKENS > 1 || i >= blockDim.x) begin_rows(i, rows);
+    for (int i = rank; i < rows; i += TAKEN * warps) {
+        if (TOKENS > 1 || i != rank) begin_rows(i, rows);
 #pragma unroll
         for (int j = 0; j < AHEAD; ++j)
-            if (i + j * blockDim.x < rows * WIDTH)
-                window[0][i + j * blockDim.x] = loaded[j].rotated(sources[j].kind);
+            if (i + j / LOADS * warps < rows)
+                window[i + j / LOADS * warps][j % LOADS * 32 + lane] =
+                    loaded[j].rotated(sources[j].kind);
     }
-    __syncthreads();
+    __syncwarp();
 
     const float scale = call.scale * LOG2_E;
-    for (int column = warp; column < columns.count; column += warps) {
+    for (int column = rank; column < columns.count; column += warps) {
         float* const turned = window[column];
         if constexpr (is_rotated<KE>())
 #pragma unroll
@@ -150,17 +154,29 @@ __global__ void __launch_bounds__(
         const float factor = scale / (is_rotated<KE>() ? 32.0f : 1.0f);  // H₃₂ twice is 32
         Work::prepare(queries[column], turned, factor, lane);
     }
-    // Encode the new rows, a unit at a time; the last warps begin, the first ones have the queries.
-    const int units = has_new ? 2 * UNITS * tokens * HEADS : 0;
-    for (int i = warps - 1 - warp; i < units; i += warps) {
-        const int token = i / (2 * UNITS * HEADS), unit = i % UNITS * 64, in_head = unit + 2 * lane;
-        const int at = i / (2 * UNITS) % HEADS * WIDTH + in_head;
-        const bool is_value = i / UNITS % 2;
+    // Memory reads on while the first steps wait for all queries.
+    if (TOKENS == 1 && member == 0)
+        for (int i = call.stages; i < call.stages + PREFETCHED; ++i) {
+            const int step = begin + own_team + i * teams;
+            if (step >= end) break;
+            const u32 place = __shfl_sync(~0u, pages, i) * PAGE_TOKENS +
+                              (u32)step * POSITIONS % PAGE_TOKENS;
+            keys.template prefetch<POSITIONS>(place, lane);
+            values.template prefetch<POSITIONS>(place, lane);
+        }
+    // Encode the new rows, a unit at a time.
+    const int from_row = has_new ? (columns.count - rank + warps - 1) / warps * warps + rank : rows;
+    for (int own_row = from_row; own_row < rows; own_row += warps)
+    for (int own_unit = 0; own_unit < UNITS; ++own_unit) {
+        const int in_new = own_row - columns.count, token = in_new / (2 * HEADS);
+        const int unit = own_unit * 64, in_head = unit + 2 * lane;
+        const int at = in_new / 2 % HEADS * WIDTH + in_head;
+        const bool is_value = in_new % 2;
         const int element = is_value ? VE : KE;
         byte* const to =
             fresh + (is_value ? TOKENS * Keys::ROW + token * Values::ROW : token * Keys::ROW);
         const Rows fresh_row = {to, (half_bits*)(to + (is_value ? Values::BYTES : Keys::BYTES))};
-        const float* from = window[columns.count + i / UNITS] + in_head;
+        const float* from = window[own_row] + in_head;
         const half_bits two[2] = {to_half(from[0]), to_half(from[1])};
         const Code code = encode(element, two, lane);
         put(fresh_row, element, at, code);
@@ -178,26 +194,27 @@ __global__ void __launch_bounds__(
     int ahead = call.stages;
     for (int step = begin + own_team; step < end; step += teams) {
         wait_for_step(call.stages - 1);
+        if (MEMBERS > 1) meet_pair(own_team);
         if ((step + 1) * POSITIONS > length) {
             const int place = length - step * POSITIONS;
             if (member == 0)
-            keys.template insert<POSITIONS>((byte*)stage, fresh, place, tokens, lane);
+                keys.template insert<POSITIONS>((byte*)stage, fresh, place, tokens, lane);
             if (member == MEMBERS - 1)
-            values.template insert<POSITIONS>((byte*)stage + VALUES_AT, fresh + TOKENS * Keys::ROW,
-                                           place, tokens, lane);
-            __syncwarp();
+                values.template insert<POSITIONS>((byte*)stage + VALUES_AT,
+                                               fresh + TOKENS * Keys::ROW, place, tokens, lane);
+            if (MEMBERS > 1) meet_pair(own_team);
+            else __syncwarp();
         }
-        if (MEMBERS > 1) meet_pair(own_team);
         work.add(stage, step * POSITIONS, call, cap);
         if (MEMBERS > 1) meet_pair(own_team);
         else __syncwarp();
-        fetch(ahead++, stage);
+        fetch(ahead++, stage, false);
         stage = stage + STAGE == own + call.stages * STAGE ? own : stage + STAGE;
     }
 
     work.leave(maxima[own_team] + member * OWN, totals[own_team] + member * OWN);
     __syncthreads();
-    work.store((float*)own + member * OWN * WIDTH, maxima[0] + member * OWN, COLUMNS, teams,
+    work.store((float*)own + member * OWN * (WIDTH + 1), maxima[0] + member * OWN, COLUMNS, teams,
                of_warp.count);
     __syncthreads();
     const integer place = (integer)row * gridDim.y + blockIdx.y;
@@ -206,7 +223,7 @@ __global__ void __launch_bounds__(
     for (int i = threadIdx.x; i < columns.count * WIDTH; i += blockDim.x) {
         float sum = 0.0f;
         for (int w = 0; w < teams; ++w)
-            sum += ((const float*)(ring + w * call.stages * STAGE))[i];
+            sum += ((const float*)(ring + w * call.stages * STAGE))[i + i / WIDTH];
         __stcg(of_split + i, sum);
     }
     if (threadIdx.x < columns.count) {

@@ -253,7 +253,7 @@ struct Narrow {
         }
     }
 
-    // Store the sums (COLUMNS, WIDTH) relative to the maxima of all warps.
+    // Store the sums (COLUMNS, WIDTH + 1) relative to the maxima of all warps.
     // maxima: of each warp, `apart` from the next one's
     __device__ __forceinline__ void store(float* to, const float* maxima, int apart, int warps,
                                           int count) const {
@@ -271,7 +271,7 @@ struct Narrow {
                 const float sum = o[set][i / 2][i % 2 * 2 + part % 2];
                 const float minus = excess[set][run / SCALED * 2 + part % 2];
                 if (t % LANES == part / 2)
-                    to[column * WIDTH + Values::summed(i, g)] = (sum / times + minus) * shrink;
+                    to[column * (WIDTH + 1) + Values::summed(i, g)] = (sum / times + minus) * shrink;
             }
         }
     }

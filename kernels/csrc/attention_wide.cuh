@@ -204,7 +204,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS> str
         }
     }
 
-    // Store the sums of values (COLUMNS, WIDTH), relative to the maxima of all warps.
+    // Store the sums of values (COLUMNS, WIDTH + 1), relative to the maxima of all warps.
     __device__ __forceinline__ void store(float* to, const float* maxima, int apart, int warps,
                                           int count) const {
 #pragma unroll
@@ -216,7 +216,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS> str
             if (column >= count) continue;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i)
-                to[column * WIDTH + Values::summed(i, g)] =
+                to[column * (WIDTH + 1) + Values::summed(i, g)] =
                     o[h / 2][i / 2][i % 2 * 2 + h % 2] * shrink;
         }
     }

@@ -291,7 +291,7 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch
     return _AttentionLaunch(
         name=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
         grid=(splits, teams * parts, b),
-        threads=32 * warps,
+        threads=32 * warps * _members(columns, together),
         shared=shared,
         sums=(b, teams, parts, splits, columns, width + 4),
         argument=filled(
@@ -356,6 +356,11 @@ def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, process
     return together
 
 
+def _members(columns: int, together: int) -> int:
+    """Return how many warps take the same positions, each for its own key heads."""
+    return 2 if together == 2 and columns > together else 1
+
+
 def _pad(width: int) -> int:
     """Return the bytes after each key or value of this many elements, in shared memory."""
     return LONG_ROW_PAD if width > WIDTHS[-1] else ROW_PAD
@@ -392,7 +397,7 @@ def _stages(
     row = width * bits // 8
     step = 32 if 32 * row <= ATTENTION_STEP else 16
     stage, warps = step * (row + 2 * _pad(width)), ATTENTION_WARPS
-    least = -(-4 * columns * width // stage)
+    least = -(-4 * columns * (width + 1) // stage)
     while warps > 1 and max(2, least) * warps * stage > room:
         warps //= 2
     stages = min(MOST_STAGES, room // (warps * stage), -(-positions // (warps * step)))
