@@ -34,11 +34,11 @@ __global__ void __launch_bounds__(
     attend(const __grid_constant__ Call call) {
     using Keys = Tiles<HEADS * WIDTH, KE, (HEADS > 1)>;
     using Values = Tiles<HEADS * WIDTH, VE, (HEADS > 1)>;
-    constexpr int POSITIONS = 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
+    constexpr int MEMBERS = members<COLUMNS, HEADS>(), OWN = COLUMNS / MEMBERS;
+    constexpr int POSITIONS =
+        MEMBERS == 1 && 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
     constexpr int UNITS = WIDTH / 64, PART = part_floats<WIDTH, COLUMNS>();
-    constexpr int PREFETCHED = 2;  // steps of a warp, behind its ring
-    constexpr int MEMBERS = members<COLUMNS, HEADS>(), OWN = COLUMNS / MEMBERS;
     using Work = typename Choice<(COLUMNS < 8 * HEADS),
                                  Narrow<WIDTH, KE, VE, POSITIONS, OWN, HEADS / MEMBERS, HEADS>,
                                  Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>>::Type;
@@ -66,6 +66,8 @@ __global__ void __launch_bounds__(
     if (split == 0) prefetch_places(call, team * group * dim, group * dim);
     overlap_launches();
     const int length = call.lengths[row];
+    const int* table = call.tables + (integer)row * call.pages;
+    if (TOKENS == 1 && lane * 32 < call.pages) touch(table + lane * 32);
     const integer first_row = (integer)row * tokens;
     const integer own_q = (first_row * call.heads + team * group) * dim;
     // Queries, then new keys and values in turn: every row by one warp. Those of one token are loaded
@@ -78,20 +80,23 @@ __global__ void __launch_bounds__(
     Loaded loaded[AHEAD];
     auto begin_rows = [&](int first, int rows) {
 #pragma unroll
-        for (int j = 0; j < AHEAD; ++j) {
-            const int at = j % LOADS * 32 + lane, column = first + j / LOADS * warps;
-            const int in_new = column - columns.count, token = in_new / (2 * HEADS);
-            int e = at - offset;
-            sources[j] = {call.q, 0, 0, NO_ELEMENT};
-            if (column < columns.count) {
-                const half_bits* x = call.q + own_q + columns.head(column) * dim;
-                if (e >= 0 && e < dim) sources[j] = call.source(x, e, row, columns.token(column));
-            } else if (column < rows && first_element + at < width) {
-                const integer own = (first_row + token) * width + first_element + at +
-                                    in_new / 2 % HEADS * WIDTH;
-                if (e < 0 || e >= dim) e = (first_element + at) % dim;  // of another head
-                if (in_new % 2) sources[j] = {call.v + own, 0, 0, NOT_ROTATED};
-                else sources[j] = call.source(call.k + own - e, e, row, token);
+        for (int i = 0; i < TAKEN; ++i) {
+            const int column = first + i * warps, in_new = max(0, column - columns.count);
+            const bool is_query = column < columns.count, is_rotated = is_query || in_new % 2 == 0;
+            const int token = is_query ? columns.token(column) : in_new / (2 * HEADS);
+            const integer at_new = (first_row + token) * width + first_element;
+            const half_bits* const x =
+                is_query ? call.q + own_q + columns.head(column) * dim - offset
+                         : (is_rotated ? call.k : call.v) + at_new + in_new / 2 % HEADS * WIDTH;
+            const int there = is_query ? offset + dim : column < rows ? width - first_element : 0;
+#pragma unroll
+            for (int j = i * LOADS; j < (i + 1) * LOADS; ++j) {
+                const int at = j % LOADS * 32 + lane;
+                int e = at - offset;
+                if (!is_query && (e < 0 || e >= dim)) e = (first_element + at) % dim;  // of another
+                if (at >= there || e < 0) sources[j] = {call.q, 0, 0, NO_ELEMENT};
+                else if (is_rotated) sources[j] = call.source(x + at - e, e, row, token);
+                else sources[j] = {x + at, 0, 0, NOT_ROTATED};
             }
         }
 #pragma unroll
@@ -103,7 +108,6 @@ __global__ void __launch_bounds__(
     const int first = max(0, length + columns.token(0) + 1 - call.window) / POSITIONS;
     const int each = (steps - first + call.splits - 1) / call.splits;
     const int begin = first + split * each, end = min(steps, begin + each);
-    const int* table = call.tables + (integer)row * call.pages;
     byte* const own = ring + own_team * call.stages * STAGE;
     int pages = 0;  // for step `lane` of 32
     auto fetch = [&](u32 i, const byte* to, bool is_first) {
@@ -123,12 +127,17 @@ __global__ void __launch_bounds__(
         }
         end_step();
     };
-    for (int i = 0; i < call.stages; ++i) fetch(i, own + i * STAGE, true);
+    // Two warps that share steps: the second one asks for the first half of the ring, while the
+    // first one prepares queries.
+    const int asked = MEMBERS > 1 ? (call.stages + 1) / 2 : call.stages;
+#pragma unroll 1
+    for (int i = 0; i < asked; ++i) fetch(i, own + i * STAGE, true);
 
     const bool is_last = begin < end && end == steps;  // stores the new keys and values
     const bool has_new = begin < end && end * POSITIONS > length;
     const integer slot = call.slots[first_row + (TOKENS == 1 ? 0 : min(lane, tokens - 1))];
     const int rows = TOKENS == 1 || has_new ? all_rows : columns.count;
+#pragma unroll 1
     for (int i = rank; i < rows; i += TAKEN * warps) {
         if (TOKENS > 1 || i != rank) begin_rows(i, rows);
 #pragma unroll
@@ -140,6 +149,7 @@ __global__ void __launch_bounds__(
     __syncwarp();
 
     const float scale = call.scale * LOG2_E;
+#pragma unroll 1
     for (int column = rank; column < columns.count; column += warps) {
         float* const turned = window[column];
         if constexpr (is_rotated<KE>())
@@ -154,19 +164,11 @@ __global__ void __launch_bounds__(
         const float factor = scale / (is_rotated<KE>() ? 32.0f : 1.0f);  // H₃₂ twice is 32
         Work::prepare(queries[column], turned, factor, lane);
     }
-    // Memory reads on while the first steps wait for all queries.
-    if (TOKENS == 1 && member == 0)
-        for (int i = call.stages; i < call.stages + PREFETCHED; ++i) {
-            const int step = begin + own_team + i * teams;
-            if (step >= end) break;
-            const u32 place = __shfl_sync(~0u, pages, i) * PAGE_TOKENS +
-                              (u32)step * POSITIONS % PAGE_TOKENS;
-            keys.template prefetch<POSITIONS>(place, lane);
-            values.template prefetch<POSITIONS>(place, lane);
-        }
     // Encode the new rows, a unit at a time.
     const int from_row = has_new ? (columns.count - rank + warps - 1) / warps * warps + rank : rows;
+#pragma unroll 1
     for (int own_row = from_row; own_row < rows; own_row += warps)
+#pragma unroll 1
     for (int own_unit = 0; own_unit < UNITS; ++own_unit) {
         const int in_new = own_row - columns.count, token = in_new / (2 * HEADS);
         const int unit = own_unit * 64, in_head = unit + 2 * lane;
@@ -186,12 +188,15 @@ __global__ void __launch_bounds__(
                 of_token * padded + first_element + at, code);
     }
     __syncthreads();
+#pragma unroll 1
+    for (int i = asked; i < call.stages; ++i) fetch(i, own + i * STAGE, false);
     Columns<TOKENS> of_warp = columns;
     if (MEMBERS > 1) of_warp.count = OWN;
     Work work(queries + member * OWN, of_warp, length, lane, member);
     const Cap cap(call.softcap);
     const byte* stage = own;
     int ahead = call.stages;
+#pragma unroll 1
     for (int step = begin + own_team; step < end; step += teams) {
         wait_for_step(call.stages - 1);
         if (MEMBERS > 1) meet_pair(own_team);
@@ -220,6 +225,7 @@ __global__ void __launch_bounds__(
     const integer place = (integer)row * gridDim.y + blockIdx.y;
     float* const parts = call.partial + place * call.splits * PART;
     float* const of_split = parts + split * PART;
+#pragma unroll 1
     for (int i = threadIdx.x; i < columns.count * WIDTH; i += blockDim.x) {
         float sum = 0.0f;
         for (int w = 0; w < teams; ++w)
@@ -235,12 +241,14 @@ __global__ void __launch_bounds__(
         __stcg(of_split + COLUMNS * (WIDTH + 1) + threadIdx.x, l);
     }
     if (call.splits > 1) {
-        __threadfence();
         __syncthreads();
-        if (threadIdx.x == 0) before = atomicAdd(call.arrived + place, 1);
+        if (threadIdx.x == 0) {
+            __threadfence();
+            before = atomicAdd(call.arrived + place, 1);
+            __threadfence();
+        }
         __syncthreads();
         if (before < call.splits - 1) return;
-        __threadfence();
         if (threadIdx.x == 0) call.arrived[place] = 0;
     } else {
         __syncthreads();

@@ -116,7 +116,8 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
                                           float (*window)[WIDTH], int offset) {
     constexpr int PART = part_floats<WIDTH, COLUMNS>();
     constexpr int EACH = COLUMNS * WIDTH / MOST_THREADS;  // sums of a thread
-    constexpr int ADJACENT = EACH >= 4 ? 4 : EACH >= 2 ? 2 : 1, AHEAD = 16;  // parts loaded together
+    constexpr int ADJACENT = EACH >= 4 ? 4 : EACH >= 2 ? 2 : 1;
+    constexpr int AHEAD = ADJACENT == 4 ? 16 : 32;  // parts loaded together
     __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int sums = columns.count * WIDTH;  // may be fewer than threads

@@ -19,8 +19,9 @@ __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_the
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
 }
-__device__ __forceinline__ void prefetch_line(const void* at) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+// Bring a line into the L1 cache, for a load that needs more to know its address.
+__device__ __forceinline__ void touch(const int* at) {
+    asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(at));
 }
 __device__ __forceinline__ void end_step() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until all but the last (up to 3) steps have arrived.
@@ -130,18 +131,6 @@ template <int WIDTH, int E, bool OF_WHOLE = false> struct Tiles {
                 if (32 / COPIERS <= POSITIONS || lane / COPIERS < POSITIONS)
                     begin_copy<4 * COPIED>(to + behind + i * ROW, scale + i * scale_row,
                                            scale_place < left - i);
-        }
-    }
-    // Ask for POSITIONS positions from a slot on, into L2, a position per lane.
-    template <int POSITIONS> __device__ __forceinline__ void prefetch(u32 slot, int lane) const {
-        if (lane >= POSITIONS) return;
-        const byte* from = data - lane / CHUNKS * row - lane % CHUNKS * 16;
-        from += (unsigned long long)(slot + lane) * row;
-#pragma unroll
-        for (int i = 0; i < BYTES; i += 128) prefetch_line(from + i);
-        if constexpr (is_rotated<E>()) {
-            const byte* scale = scales - lane / COPIERS * scale_row - lane % COPIERS * COPIED * 4;
-            prefetch_line(scale + (unsigned long long)(slot + lane) * scale_row);
         }
     }
     // Put `count` rows of shared memory, from position `place` on, among those of a step.
