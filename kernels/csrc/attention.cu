@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(
     constexpr int POSITIONS =
         MEMBERS == 1 && 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
-    constexpr int UNITS = WIDTH / 64, PART = part_floats<WIDTH, COLUMNS>();
+    constexpr int PART = part_floats<WIDTH, COLUMNS>();
     using Work = typename Choice<(COLUMNS < 8 * HEADS),
                                  Narrow<WIDTH, KE, VE, POSITIONS, OWN, HEADS / MEMBERS, HEADS>,
                                  Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>>::Type;
@@ -70,10 +70,11 @@ __global__ void __launch_bounds__(
     if (TOKENS == 1 && lane * 32 < call.pages) touch(table + lane * 32);
     const integer first_row = (integer)row * tokens;
     const integer own_q = (first_row * call.heads + team * group) * dim;
-    // Queries, then new keys and values in turn: every row by one warp. Those of one token are loaded
-    // before it is known which CTA needs the new ones.
+    // Queries, then new keys and values in turn: every row by one warp. Those of one token are
+    // loaded before it is known which CTA needs the new ones.
     constexpr int ROWS = COLUMNS + 2 * HEADS, THREADS = 32 * ATTENTION_WARPS * MEMBERS;
-    constexpr int LOADS = WIDTH / 32, TAKEN = TOKENS > 1 ? 8 / LOADS : (32 * ROWS + THREADS - 1) / THREADS;
+    constexpr int LOADS = WIDTH / 32, MOST_WARPS = THREADS / 32;
+    constexpr int TAKEN = TOKENS > 1 ? 8 / LOADS : (ROWS + MOST_WARPS - 1) / MOST_WARPS;
     constexpr int AHEAD = TAKEN * LOADS;  // loads of a lane, of TAKEN rows
     const int rank = member * teams + own_team;
     Source sources[AHEAD];
@@ -82,12 +83,12 @@ __global__ void __launch_bounds__(
 #pragma unroll
         for (int i = 0; i < TAKEN; ++i) {
             const int column = first + i * warps, in_new = max(0, column - columns.count);
-            const bool is_query = column < columns.count, is_rotated = is_query || in_new % 2 == 0;
+            const bool is_query = column < columns.count, turns = is_query || in_new % 2 == 0;
             const int token = is_query ? columns.token(column) : in_new / (2 * HEADS);
             const integer at_new = (first_row + token) * width + first_element;
             const half_bits* const x =
                 is_query ? call.q + own_q + columns.head(column) * dim - offset
-                         : (is_rotated ? call.k : call.v) + at_new + in_new / 2 % HEADS * WIDTH;
+                         : (turns ? call.k : call.v) + at_new + in_new / 2 % HEADS * WIDTH;
             const int there = is_query ? offset + dim : column < rows ? width - first_element : 0;
 #pragma unroll
             for (int j = i * LOADS; j < (i + 1) * LOADS; ++j) {
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(
                 int e = at - offset;
                 if (!is_query && (e < 0 || e >= dim)) e = (first_element + at) % dim;  // of another
                 if (at >= there || e < 0) sources[j] = {call.q, 0, 0, NO_ELEMENT};
-                else if (is_rotated) sources[j] = call.source(x + at - e, e, row, token);
+                else if (turns) sources[j] = call.source(x + at - e, e, row, token);
                 else sources[j] = {x + at, 0, 0, NOT_ROTATED};
             }
         }
@@ -167,25 +168,27 @@ __global__ void __launch_bounds__(
     // Encode the new rows, a unit at a time.
     const int from_row = has_new ? (columns.count - rank + warps - 1) / warps * warps + rank : rows;
 #pragma unroll 1
-    for (int own_row = from_row; own_row < rows; own_row += warps)
+    for (int own_row = from_row; own_row < rows; own_row += warps) {
 #pragma unroll 1
-    for (int own_unit = 0; own_unit < UNITS; ++own_unit) {
-        const int in_new = own_row - columns.count, token = in_new / (2 * HEADS);
-        const int unit = own_unit * 64, in_head = unit + 2 * lane;
-        const int at = in_new / 2 % HEADS * WIDTH + in_head;
-        const bool is_value = in_new % 2;
-        const int element = is_value ? VE : KE;
-        byte* const to =
-            fresh + (is_value ? TOKENS * Keys::ROW + token * Values::ROW : token * Keys::ROW);
-        const Rows fresh_row = {to, (half_bits*)(to + (is_value ? Values::BYTES : Keys::BYTES))};
-        const float* from = window[own_row] + in_head;
-        const half_bits two[2] = {to_half(from[0]), to_half(from[1])};
-        const Code code = encode(element, two, lane);
-        put(fresh_row, element, at, code);
-        const integer of_token = TOKENS == 1 ? slot : __shfl_sync(~0u, slot, token);
-        if (part == 0 && is_last && unit >= offset && unit < offset + dim)  // begins in this head
-            put(is_value ? call.values : call.keys, element,
-                of_token * padded + first_element + at, code);
+        for (int unit = 0; unit < WIDTH; unit += 64) {
+            const int in_new = own_row - columns.count, token = in_new / (2 * HEADS);
+            const int in_head = unit + 2 * lane;
+            const int at = in_new / 2 % HEADS * WIDTH + in_head;
+            const bool is_value = in_new % 2;
+            const int element = is_value ? VE : KE;
+            byte* const to =
+                fresh + (is_value ? TOKENS * Keys::ROW + token * Values::ROW : token * Keys::ROW);
+            half_bits* const scales = (half_bits*)(to + (is_value ? Values::BYTES : Keys::BYTES));
+            const float* from = window[own_row] + in_head;
+            const half_bits two[2] = {to_half(from[0]), to_half(from[1])};
+            const Code code = encode(element, two, lane);
+            put(Rows{to, scales}, element, at, code);
+            const integer of_token = TOKENS == 1 ? slot : __shfl_sync(~0u, slot, token);
+            // A unit is stored by the head in which it begins.
+            if (part == 0 && is_last && unit >= offset && unit < offset + dim)
+                put(is_value ? call.values : call.keys, element,
+                    of_token * padded + first_element + at, code);
+        }
     }
     __syncthreads();
 #pragma unroll 1

@@ -198,7 +198,8 @@ struct Narrow {
                     for (int operand = 0; operand < OPERANDS; ++operand) {
                         u32 scale = scales[set * EIGHTS / SETS][2 * tile + i];
                         if constexpr (COLUMNS > HEADS) {
-                            const int run = (first_head + set) * RUNS + SCALED * operand + g % SCALED;
+                            const int run =
+                                (first_head + set) * RUNS + SCALED * operand + g % SCALED;
                             scale = __shfl_sync(~0u, scale, 4 * run + t);
                         }
                         scaled[operand][i] = times(b, scale);
@@ -271,7 +272,8 @@ struct Narrow {
                 const float sum = o[set][i / 2][i % 2 * 2 + part % 2];
                 const float minus = excess[set][run / SCALED * 2 + part % 2];
                 if (t % LANES == part / 2)
-                    to[column * (WIDTH + 1) + Values::summed(i, g)] = (sum / times + minus) * shrink;
+                    to[column * (WIDTH + 1) + Values::summed(i, g)] =
+                        (sum / times + minus) * shrink;
             }
         }
     }
