@@ -12,9 +12,11 @@ __device__ __forceinline__ float larger(float a, float b) {  // NaN if either is
 
 #define CODE_UNIT 5.9604644775390625e-8f  // 2^-24, fp16's least number: a code as its bits
 
-template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> struct Narrow {
-    using Keys = Tiles<HEADS * WIDTH, KE, (HEADS > 1)>;
-    using Values = Tiles<HEADS * WIDTH, VE, (HEADS > 1)>;
+// HEADS: key heads of a warp, of COPIED that are in shared memory.
+template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS, int COPIED>
+struct Narrow {
+    using Keys = Tiles<COPIED * WIDTH, KE, (COPIED > 1)>;
+    using Values = Tiles<COPIED * WIDTH, VE, (COPIED > 1)>;
     static constexpr int VALUES_AT = POSITIONS * Keys::ROW;
     static constexpr int BLOCKS = WIDTH / 16, RUNS = WIDTH / 32, TILES = POSITIONS / 16;
     // A set of key heads shares an mma's columns when values are added: two of one column each.
@@ -28,7 +30,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
     static constexpr int KEY_CENTER = KE == ROTATED_4 ? 8 : 128;
     static constexpr int VALUE_CENTER = VE == ROTATED_4 ? 8 : 128;
     static constexpr int MOST = 32512;  // of a query's integers: 127 · 256
-    int length, lane, g, t;
+    int length, lane, g, t, first_head;
     u32 q[HEADS][RUNS][2];     // of the runs of column g; otherwise zero
     int centers[HEADS][SUMS];  // the sum of the queries, times the codes' center
     float unit[HEADS][SUMS];   // of the queries' integers
@@ -54,8 +56,9 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
 
     // queries: rows of (WIDTH / 2 + 4) words; length: of the sequence before the new token.
     __device__ __forceinline__ Narrow(const u32 (*queries)[WIDTH / 2 + 4],
-                                      const Columns<1>& columns, int length, int lane)
-        : length(length), lane(lane), g(lane / 4), t(lane % 4) {
+                                      const Columns<1>& columns, int length, int lane,
+                                      int first_head)
+        : length(length), lane(lane), g(lane / 4), t(lane % 4), first_head(first_head) {
 #pragma unroll
         for (int set = 0; set < SETS; ++set) most[set] = NOTHING;
 #pragma unroll
@@ -95,7 +98,8 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
             float scores[HEADS][2] = {};
 #pragma unroll
             for (int head = 0; head < HEADS; ++head) {
-                const u32 head_at = key_at + 16 * tile * Keys::ROW + head * (Keys::BYTES / HEADS);
+                const u32 head_at = key_at + 16 * tile * Keys::ROW +
+                                    (first_head + head) * (Keys::BYTES / COPIED);
                 int sums[SUMS][4] = {};
                 u32 words[4];
 #pragma unroll
@@ -117,7 +121,8 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
 #pragma unroll
                     for (int sum = 0; sum < SUMS; ++sum) {
                         const int run = SUMMED * sum + t % SUMMED;
-                        const half_bits scale = ((const half_bits*)of_row)[head * RUNS + run];
+                        const half_bits scale =
+                            ((const half_bits*)of_row)[(first_head + head) * RUNS + run];
                         const int* const two = sums[sum] + 2 * i;
                         scores[head][i] += (float)(256 * two[0] + two[1] - centers[head][sum]) *
                                            (from_half(scale) * unit[head][sum]);
@@ -175,7 +180,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
         const u32 value_at = shared_address(stage) + Values::place(lane);
         const u32 scales_at =
             shared_address(stage) + lane % POSITIONS * Values::ROW + Values::BYTES;
-        constexpr int EIGHTS = HEADS * RUNS > 8 ? 2 : 1;
+        constexpr int EIGHTS = COPIED * RUNS > 8 ? 2 : 1;
         u32 scales[EIGHTS][4];  // of 2 t and 2 t + 1 of eight positions, run g; others are unused
 #pragma unroll
         for (int i = 0; i < EIGHTS; ++i) words_of<true>(scales[i], scales_at + 16 * i);
@@ -193,7 +198,8 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
                     for (int operand = 0; operand < OPERANDS; ++operand) {
                         u32 scale = scales[set * EIGHTS / SETS][2 * tile + i];
                         if constexpr (COLUMNS > HEADS) {
-                            const int run = set * RUNS + SCALED * operand + g % SCALED;
+                            const int run =
+                                (first_head + set) * RUNS + SCALED * operand + g % SCALED;
                             scale = __shfl_sync(~0u, scale, 4 * run + t);
                         }
                         scaled[operand][i] = times(b, scale);
@@ -209,7 +215,8 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
 #pragma unroll
                 for (int head = 0; head < SHARED; ++head) {
                     const u32 head_at = value_at + 16 * tile * Values::ROW +
-                                        (SHARED * set + head) * (Values::BYTES / HEADS);
+                                        (first_head + SHARED * set + head) *
+                                            (Values::BYTES / COPIED);
                     const bool is_own = SHARED == 1 || g / 4 == head;  // other columns add zeros
                     u32 words[4];
 #pragma unroll
@@ -247,14 +254,15 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
         }
     }
 
-    // Store the sums (COLUMNS, WIDTH) relative to the maxima of all warps.
-    __device__ __forceinline__ void store(float* to, const float (*maxima)[COLUMNS], int warps,
+    // Store the sums (COLUMNS, WIDTH + 1) relative to the maxima of all warps.
+    // maxima: of each warp, `apart` from the next one's
+    __device__ __forceinline__ void store(float* to, const float* maxima, int apart, int warps,
                                           int count) const {
 #pragma unroll
         for (int set = 0; set < SETS; ++set) {
             const int column = set * (COLUMNS / SETS) + t / LANES;
             float m = NOTHING;
-            for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][column]);
+            for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w * apart + column]);
             if (column >= count) continue;
             const float shrink = power(most[set] - m) / CODE_UNIT;
 #pragma unroll
@@ -264,7 +272,8 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int COLUMNS, int HEADS> stru
                 const float sum = o[set][i / 2][i % 2 * 2 + part % 2];
                 const float minus = excess[set][run / SCALED * 2 + part % 2];
                 if (t % LANES == part / 2)
-                    to[column * WIDTH + Values::summed(i, g)] = (sum / times + minus) * shrink;
+                    to[column * (WIDTH + 1) + Values::summed(i, g)] =
+                        (sum / times + minus) * shrink;
             }
         }
     }

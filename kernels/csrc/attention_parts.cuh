@@ -28,7 +28,7 @@ struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv
     const half_bits *q, *k, *v;  // before rotation
     Rows keys, values;
     const int *tables, *lengths;  // (b, pages); (b,), positions before the new ones
-    float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 2)
+    float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 4)
     int* arrived;                 // (b, kv_heads, parts), zero before and after
     half_bits* out;
     const int* to;  // (heads · head_dim), place of each element in a token's row of out; or null
@@ -88,24 +88,40 @@ __device__ __forceinline__ void prefetch_places(const Call& call, int first, int
         asm volatile("prefetch.global.L2 [%0];" ::"l"(call.to + first + i));
 }
 
-// Add up the parts (splits, COLUMNS · WIDTH sums of values, COLUMNS maxima, COLUMNS totals) by one
-// CTA. out: of the sequence; window: scratch.
-template <int WIDTH, int COLUMNS, bool IS_ROTATED, int TOKENS>
+// Of a part: sums of values (COLUMNS, WIDTH), maxima, totals; whole pieces of 16 bytes.
+template <int WIDTH, int COLUMNS> __host__ __device__ constexpr int part_floats() {
+    return COLUMNS * (WIDTH + 4);
+}
+
+// Adjacent floats that a thread loads at once.
+template <int COUNT> struct __align__(4 * COUNT) Floats { float x[COUNT]; };
+template <int COUNT> __device__ __forceinline__ Floats<COUNT> load_floats(const float* at) {
+    Floats<COUNT> f;
+    if constexpr (COUNT == 4) {
+        const float4 v = __ldcg((const float4*)at);
+        f.x[0] = v.x, f.x[1] = v.y, f.x[2] = v.z, f.x[3] = v.w;
+    } else if constexpr (COUNT == 2) {
+        const float2 v = __ldcg((const float2*)at);
+        f.x[0] = v.x, f.x[1] = v.y;
+    } else {
+        f.x[0] = __ldcg(at);
+    }
+    return f;
+}
+
+// Add up the parts by one CTA. out: of the sequence; window: scratch.
+template <int WIDTH, int COLUMNS, int MOST_THREADS, bool IS_ROTATED, int TOKENS>
 __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
                                           const Columns<TOKENS>& columns, half_bits* out,
                                           float (*window)[WIDTH], int offset) {
-    constexpr int PART = COLUMNS * (WIDTH + 2);
+    constexpr int PART = part_floats<WIDTH, COLUMNS>();
+    constexpr int EACH = COLUMNS * WIDTH / MOST_THREADS;  // sums of a thread
+    constexpr int ADJACENT = EACH >= 4 ? 4 : EACH >= 2 ? 2 : 1;
+    constexpr int AHEAD = ADJACENT == 4 ? 16 : 32;  // parts loaded together
     __shared__ float weights[COLUMNS][32];  // of the parts
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int sums = columns.count * WIDTH;  // may be fewer than threads
     const int first_head = blockIdx.y / call.parts * columns.group;
-    float early[4];  // of the first parts, which are all for short sequences
-    auto begin_sum = [&](int i) {
-#pragma unroll
-        for (int from = 0; from < 4; ++from)
-            early[from] = from < call.splits && i < sums ? __ldcg(parts + from * PART + i) : 0.0f;
-    };
-    begin_sum(threadIdx.x);
     auto element = [&](int i) { return i % (WIDTH / 64) * 64 + 2 * lane - offset; };
     auto places_of = [&](int i) {  // of two elements
         const int column = i / (WIDTH / 64), e = element(i);
@@ -114,36 +130,55 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
         return __ldg((const int2*)(call.to + head * call.head_dim + e));
     };
     int2 next = places_of(warp);
-    for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
-        const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
-        const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
-        const float part_total = lane < call.splits ? __ldcg(of_lane + COLUMNS) : 0.0f;
-        float m = part_most;
-        for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
-        float sink = NOTHING;
-        if (call.sinks) {
-            sink = call.sinks[first_head + columns.in_group(column)] * LOG2_E;
-            m = fmaxf(m, sink);
+    auto weigh = [&] {
+#pragma unroll 1
+        for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
+            const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
+            const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
+            const float part_total = lane < call.splits ? __ldcg(of_lane + COLUMNS) : 0.0f;
+            float m = part_most;
+            for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
+            float sink = NOTHING;
+            if (call.sinks) {
+                sink = call.sinks[first_head + columns.in_group(column)] * LOG2_E;
+                m = fmaxf(m, sink);
+            }
+            const float weight = power(part_most - m);
+            float l = weight * part_total;
+            for (int other = 16; other; other >>= 1) l += __shfl_xor_sync(~0u, l, other);
+            if (call.sinks) l += power(sink - m);
+            weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
         }
-        const float weight = power(part_most - m);
-        float l = weight * part_total;
-        for (int other = 16; other; other >>= 1) l += __shfl_xor_sync(~0u, l, other);
-        if (call.sinks) l += power(sink - m);
-        weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < sums; i += blockDim.x) {
-        const float* of_column = weights[i / WIDTH];
-        float sum = 0.0f;
+    };
+#pragma unroll 1
+    for (int base = 0; base < sums; base += blockDim.x * ADJACENT) {
+        const int i = base + threadIdx.x * ADJACENT;
+        float sum[ADJACENT] = {};
+#pragma unroll 1
+        for (int from = 0; from < call.splits; from += AHEAD) {
+            const int count = i < sums ? call.splits - from : 0;
+            const float* at = parts + from * PART + i;
+            Floats<ADJACENT> ahead[AHEAD];
 #pragma unroll
-        for (int from = 0; from < 4; ++from) sum += of_column[from] * early[from];
-#pragma unroll 4
-        for (int from = 4; from < call.splits; ++from)
-            sum += of_column[from] * __ldcg(parts + from * PART + i);
-        window[i / WIDTH][i % WIDTH] = sum;
-        begin_sum(i + blockDim.x);
+            for (int j = 0; j < AHEAD; ++j)
+                if (j < count) ahead[j] = load_floats<ADJACENT>(at + j * PART);
+            if (base + from == 0) {
+                weigh();
+                __syncthreads();
+            }
+            const float* of_parts = weights[i / WIDTH] + from;
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j)
+                if (j < count)
+#pragma unroll
+                    for (int k = 0; k < ADJACENT; ++k) sum[k] += of_parts[j] * ahead[j].x[k];
+        }
+        if (i < sums)
+#pragma unroll
+            for (int k = 0; k < ADJACENT; ++k) window[0][i + k] = sum[k];
     }
     __syncthreads();
+#pragma unroll 1
     for (int i = warp; i < columns.count * (WIDTH / 64); i += warps) {
         const int column = i / (WIDTH / 64), e = element(i);
         const int2 places = next;

@@ -25,7 +25,7 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS> str
 
     // queries: rows of (WIDTH / 2 + 4) words; length: of the sequence before the new tokens.
     __device__ __forceinline__ Wide(const u32 (*queries)[WIDTH / 2 + 4],
-                                    const Columns<TOKENS>& columns, int length, int lane)
+                                    const Columns<TOKENS>& columns, int length, int lane, int)
         : lane(lane), g(lane / 4), t(lane % 4), earliest(length + columns.token(0)),
           latest(length + columns.token(columns.count - 1)) {
 #pragma unroll
@@ -204,19 +204,19 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS> str
         }
     }
 
-    // Store the sums of values (COLUMNS, WIDTH), relative to the maxima of all warps.
-    __device__ __forceinline__ void store(float* to, const float (*maxima)[COLUMNS], int warps,
+    // Store the sums of values (COLUMNS, WIDTH + 1), relative to the maxima of all warps.
+    __device__ __forceinline__ void store(float* to, const float* maxima, int apart, int warps,
                                           int count) const {
 #pragma unroll
         for (int h = 0; h < 2 * SETS; ++h) {
             const int column = h / 2 * 8 + 2 * t + h % 2;
             float m = NOTHING;
-            for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w][column]);
+            for (int w = 0; w < warps; ++w) m = fmaxf(m, maxima[w * apart + column]);
             const float shrink = power(most[h] - m);
             if (column >= count) continue;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i)
-                to[column * WIDTH + Values::summed(i, g)] =
+                to[column * (WIDTH + 1) + Values::summed(i, g)] =
                     o[h / 2][i / 2][i % 2 * 2 + h % 2] * shrink;
         }
     }

@@ -19,6 +19,10 @@ __device__ __forceinline__ void begin_copy(u32 to, const void* from, bool is_the
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
                      ::"r"(to), "l"(from), "r"(is_there ? 4 : 0) : "memory");
 }
+// Bring a line into the L1 cache, for a load that needs more to know its address.
+__device__ __forceinline__ void touch(const int* at) {
+    asm volatile("{ .reg .b32 unused; ld.global.ca.b32 unused, [%0]; }" ::"l"(at));
+}
 __device__ __forceinline__ void end_step() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Wait until all but the last (up to 3) steps have arrived.
 __device__ __forceinline__ void wait_for_step(int others) {

@@ -280,10 +280,12 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch
     splits = min(MOST_SPLITS, max(1, ctas * processors // of_split), max(1, length // APART))
     if length <= SHORT:
         ctas = max(ctas, min(MOST_CTAS, -(-of_split // processors)))
-    warps, stages, shared = _stages(
+    members = _members(columns, together)
+    teams_of_cta, stages, shared = _stages(
         bits,
         together * width,
         columns,
+        members=members,
         positions=-(-length // splits),
         room=most_shared // ctas - max(LEAST_BESIDE, _beside(bits, width, most, columns, together)),
     )
@@ -291,9 +293,9 @@ def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch
     return _AttentionLaunch(
         name=f"attend<{width}, {formats}, {most}, {columns}, {together}>",
         grid=(splits, teams * parts, b),
-        threads=32 * warps,
+        threads=32 * teams_of_cta * members,
         shared=shared,
-        sums=(b, teams, parts, splits, columns, width + 2),
+        sums=(b, teams, parts, splits, columns, width + 4),
         argument=filled(
             np.zeros(1, CALL)[0],
             tokens=t,
@@ -356,6 +358,11 @@ def _heads_together(pairs: int, bits: int, kv_heads: int, *, batch: int, process
     return together
 
 
+def _members(columns: int, together: int) -> int:
+    """Return how many warps take the same positions, each for its own key heads."""
+    return 2 if together == 2 and columns > together else 1
+
+
 def _pad(width: int) -> int:
     """Return the bytes after each key or value of this many elements, in shared memory."""
     return LONG_ROW_PAD if width > WIDTHS[-1] else ROW_PAD
@@ -378,21 +385,22 @@ def _beside(bits: int, width: int, tokens: int, columns: int, together: int = 1)
 
 
 def _stages(
-    bits: int, width: int, columns: int, *, positions: int, room: int
+    bits: int, width: int, columns: int, *, members: int, positions: int, room: int
 ) -> tuple[int, int, int]:
-    """Return warps per CTA, steps in flight per warp, and bytes for all of them.
+    """Return teams of warps per CTA, steps in flight per team, and bytes for all of them.
 
     Args:
         bits: of an element of a key and one of a value.
         width: elements read per position.
+        members: warps that take the same positions.
         columns: of a CTA; their sums of values, fp32, are at last where a warp's stages were.
         positions: most positions of a CTA.
         room: available bytes of shared memory.
     """
     row = width * bits // 8
-    step = 32 if 32 * row <= ATTENTION_STEP else 16
+    step = 32 if members == 1 and 32 * row <= ATTENTION_STEP else 16
     stage, warps = step * (row + 2 * _pad(width)), ATTENTION_WARPS
-    least = -(-4 * columns * width // stage)
+    least = -(-4 * columns * (width + 1) // stage)
     while warps > 1 and max(2, least) * warps * stage > room:
         warps //= 2
     stages = min(MOST_STAGES, room // (warps * stage), -(-positions // (warps * step)))
