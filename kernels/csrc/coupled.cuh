@@ -3,11 +3,16 @@
 // by O.
 
 #define WARPS (MOST_COLUMNS / 32)
+#define TOGETHER 16  // rows of O whose entries are read before the first is used: L2 is far away
+
+struct Moved {
+    float change;
+    int column;
+};
 
 // Shared by a CTA. Two of each, used in turn: one is written while stragglers read the other.
 struct Room {
-    float change[2][MOST_COLUMNS];
-    int moved[2][MOST_COLUMNS];
+    Moved moved[2][MOST_COLUMNS];
     int counts[2][WARPS];
     float partial[2][WARPS];
 };
@@ -63,31 +68,35 @@ __device__ int list_moved(float change, Room& room, int turn) {
     const unsigned lanes = __ballot_sync(~0u, change != 0.0f);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) room.counts[turn][warp] = __popc(lanes);
-    room.change[turn][threadIdx.x] = change;
     __syncthreads();
     const int own = lane < (int)blockDim.x / 32 ? room.counts[turn][lane] : 0;
-    int before = lane < warp ? own : 0, total = own;
-    for (int offset = 16; offset; offset >>= 1) {
-        before += __shfl_xor_sync(~0u, before, offset);
-        total += __shfl_xor_sync(~0u, total, offset);
-    }
+    const int total = __reduce_add_sync(~0u, own);
     if (total == 0) return 0;
+    const int before = __reduce_add_sync(~0u, lane < warp ? own : 0);
     const int place = before + __popc(lanes & ((1u << lane) - 1));
-    if (change != 0.0f) room.moved[turn][place] = threadIdx.x;
+    if (change != 0.0f) room.moved[turn][place] = {change, (int)threadIdx.x};
     __syncthreads();
     return total;
 }
 
-// The thread's entry of the listed changes times O.
+// The thread's entry of the listed changes times O, summed in their order.
 __device__ float push(int total, const Block& own, const Room& room, int turn) {
     float pushed = 0.0f;
-    if ((int)threadIdx.x < own.b) {
-        const float* entry = own.O + threadIdx.x;
-#pragma unroll 8
-        for (int i = 0; i < total; ++i) {
-            const int from = room.moved[turn][i];
-            pushed += room.change[turn][from] * entry[(integer)from * own.b];
+    if ((int)threadIdx.x >= own.b) return pushed;
+    const float* entry = own.O + threadIdx.x;
+    for (int first = 0; first < total; first += TOGETHER) {
+        float change[TOGETHER], o[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            change[i] = o[i] = 0.0f;
+            if (first + i < total) {
+                const Moved moved = room.moved[turn][first + i];
+                change[i] = moved.change;
+                o[i] = entry[moved.column * own.b];
+            }
         }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) pushed += change[i] * o[i];
     }
     return pushed;
 }
