@@ -126,6 +126,7 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
+_BUILDING: dict[tuple[str, str | None], threading.Lock] = {}  # by source and instance
 log = logging.getLogger(__name__)
 
 
@@ -159,7 +160,8 @@ def function(file: str, name: str) -> cupy.RawKernel:
     instance, architecture = name if "<" in name else None, virtual_architecture()
     if instance is not None and architecture is not None:
         name = ptx_file(source(file), OPTIONS, architecture, instance)[1]
-    return module(file, instance).get_function(name)
+    with _BUILDING.setdefault((file, instance), threading.Lock()):  # `ahead` may be building it
+        return module(file, instance).get_function(name)
 
 
 def build(file: str, name: str, device: int) -> None:

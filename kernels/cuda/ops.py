@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.runtime.background import helpers, own_stream
+from exl2flow.core.runtime.background import own_stream
 from exl2flow.kernels.cuda import cache as cuda_cache
 from exl2flow.kernels.cuda import delta as cuda_delta
 from exl2flow.kernels.cuda import experts as cuda_experts
@@ -22,10 +22,10 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda import steps as cuda_steps
+from exl2flow.kernels.cuda.ahead import GENERATION, ROUNDING, build_ahead
 from exl2flow.kernels.cuda.compiler import (
     GRID_TOGETHER,
     THREADS,
-    build,
     capability,
     launch,
     limits,
@@ -59,6 +59,7 @@ from exl2flow.kernels.reference.refit import (
 )
 from exl2flow.kernels.streams import device_table
 
+KEY_BYTES = 8  # of a column that is sorted in shared memory
 _CAPTURING = threading.Lock()  # captures register with the random number generator
 
 
@@ -286,25 +287,25 @@ class CudaOps(Ops):
 
     def prepare(self) -> None:
         """See `Ops.prepare`."""
-        helpers().submit(build, "product.cu", "product<1, false>", torch.cuda.current_device())
+        build_ahead(GENERATION)
 
-    def repeat(self, work: Callable[[], None], times: int) -> None:
+    def prepare_rounding(self) -> None:
+        """See `Ops.prepare_rounding`."""
+        build_ahead(ROUNDING)
+
+    def repeat(self, works: Sequence[tuple[Callable[[], None], int]], times: int) -> None:
         """See `Ops.repeat`: launches are recorded, because Python is slower than the device.
 
-        A capture has its own memory; without enough of it, nothing is captured.
+        Each work is recorded while the device runs the one before. A capture has its own memory;
+        without enough of it, nothing is captured.
         """
-        if times == 0:
-            return
-        current = torch.cuda.current_stream()
-        with _CAPTURING, suppress(torch.OutOfMemoryError):
-            stream, first = _recorder(current)
-            stream.wait_stream(current)
-            graph = _recorded(work, stream, first.pool())
-            for _ in range(times):
-                graph.replay()
-            del graph  # launches in flight continue
-            return
-        super().repeat(work, times)
+        runs = dict[int, Callable[[], None]]()
+        for _ in range(times):
+            for place, (work, count) in enumerate(works):
+                if place not in runs:
+                    runs[place] = _recording(work)
+                for _ in range(count):
+                    runs[place]()
 
 
 def _best_maxima(
@@ -319,7 +320,7 @@ def _best_maxima(
     base: fp32 (j, n), ranges of their columns.
     """
     (_, places, *_), (j, n), m = searched, base.shape, searched[0].shape[1]
-    order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
+    order, step = _ordered(base), sample_step(n)
     sampled = min(n, WIDEST_COLUMNS) - (min(0, WIDEST_COLUMNS - n) // step)
     cost, multiples = base.new_empty(j, MAXIMA, sampled), search_multiples(base.device)
     chosen, grid = base.new_empty(j, dtype=torch.float16), (_tiles(sampled), MAXIMA, j)
@@ -330,6 +331,18 @@ def _best_maxima(
         "search.cu", "best_maximum", (j,), places, *tried, chosen, maxima, *columns, threads=threads
     )
     return chosen
+
+
+def _ordered(base: torch.Tensor) -> torch.Tensor:
+    """Return the columns of ranges fp32 (j, n) by falling range, equal ones in order, int64."""
+    (j, n), (_, most_shared) = base.shape, limits(base.device.index)
+    size = 1 << (n - 1).bit_length()
+    if KEY_BYTES * size > most_shared:
+        return base.argsort(dim=1, descending=True, stable=True)
+    order = base.new_empty(j, n, dtype=torch.int64)
+    how = {"threads": min(1024, max(32, size // 2)), "shared": KEY_BYTES * size}
+    launch("search.cu", "order_columns", (j,), base, order, n, size, **how)
+    return order
 
 
 def _wanted_scales(
@@ -375,6 +388,16 @@ def _nearest_scales(
     nearest = (codes, maxima, decoded, change)
     launch("refit.cu", "nearest_scales", grid, wanted, *tried, steps, *nearest, r, n, j)
     return nearest
+
+
+def _recording(work: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that replays work, or the work itself if memory is short."""
+    current = torch.cuda.current_stream()
+    with _CAPTURING, suppress(torch.OutOfMemoryError):
+        stream, first = _recorder(current)
+        stream.wait_stream(current)
+        return _recorded(work, stream, first.pool()).replay  # launches in flight outlive it
+    return work
 
 
 @lru_cache(maxsize=16)
