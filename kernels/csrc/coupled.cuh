@@ -3,8 +3,6 @@
 // by O.
 
 #define WARPS (MOST_COLUMNS / 32)
-#define TOGETHER 16  // rows of O whose entries are read before the first is used: L2 is far away
-
 struct Moved {
     float change;
     int column;
@@ -79,25 +77,37 @@ __device__ int list_moved(float change, Room& room, int turn) {
     return total;
 }
 
-// The thread's entry of the listed changes times O, summed in their order.
+// Add changes, at most COUNT, times the thread's entries of O in a fixed order. All entries are read
+// before the first is used, because L2 is far away.
+template <int COUNT>
+__device__ __forceinline__ float push_few(float pushed, const Moved* moved, int total,
+                                          const float* entry, int b) {
+    float change[COUNT], o[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        change[i] = o[i] = 0.0f;
+        if (i < total) {
+            change[i] = moved[i].change;
+            o[i] = entry[moved[i].column * b];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) pushed += change[i] * o[i];
+    return pushed;
+}
+
+// The thread's entry of the listed changes times O.
 __device__ float push(int total, const Block& own, const Room& room, int turn) {
     float pushed = 0.0f;
     if ((int)threadIdx.x >= own.b) return pushed;
     const float* entry = own.O + threadIdx.x;
-    for (int first = 0; first < total; first += TOGETHER) {
-        float change[TOGETHER], o[TOGETHER];
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) {
-            change[i] = o[i] = 0.0f;
-            if (first + i < total) {
-                const Moved moved = room.moved[turn][first + i];
-                change[i] = moved.change;
-                o[i] = entry[moved.column * own.b];
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < TOGETHER; ++i) pushed += change[i] * o[i];
-    }
+    const Moved* moved = room.moved[turn];
+    for (; total > 8; total -= 16, moved += 16)
+        pushed = push_few<16>(pushed, moved, total, entry, own.b);
+    if (total > 4)
+        pushed = push_few<8>(pushed, moved, total, entry, own.b);
+    else if (total > 0)
+        pushed = push_few<4>(pushed, moved, total, entry, own.b);
     return pushed;
 }
 

@@ -19,31 +19,6 @@ extern "C" __global__ void column_ranges(const float* x, const integer* places, 
     base[j * n + column] = (largest + EPSILON) / (half_range[j] - 0.5f);
 }
 
-// Columns by falling range, equal ones as they are -> order (searched, n). One CTA per searched
-// matrix sorts `size` keys in shared memory, a power of two; ranges are positive.
-extern "C" __global__ void __launch_bounds__(1024)
-order_columns(const float* base, integer* order, integer n, integer size) {
-    extern __shared__ unsigned long long keys[];
-    const int count = (int)size, half = count / 2;
-    base += blockIdx.x * n;
-    order += blockIdx.x * n;
-    for (int i = threadIdx.x; i < count; i += blockDim.x) {
-        const unsigned long long range = i < n ? ~__float_as_uint(base[i]) : ~0u;
-        keys[i] = range << 32 | i;
-    }
-    for (int run = 2; run <= count; run *= 2)
-        for (int step = run / 2; step; step /= 2) {
-            __syncthreads();
-            for (int i = threadIdx.x; i < half; i += blockDim.x) {
-                const int low = 2 * i - (i & (step - 1)), high = low + step;
-                const unsigned long long a = keys[low], b = keys[high];
-                if ((a > b) == ((low & run) == 0)) keys[low] = b, keys[high] = a;
-            }
-        }
-    __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) order[i] = keys[i] & ~0u;
-}
-
 // The level, 1 to SCALE_LEVELS, of a column's best scale under a maximum, and its weighted squared
 // error; levels around the expected one are tried.
 __device__ float best_level(const float* column, const float* row_weights, integer rows, integer m,

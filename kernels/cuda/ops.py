@@ -59,7 +59,6 @@ from exl2flow.kernels.reference.refit import (
 )
 from exl2flow.kernels.streams import device_table
 
-KEY_BYTES = 8  # of a column that is sorted in shared memory
 _CAPTURING = threading.Lock()  # captures register with the random number generator
 
 
@@ -320,7 +319,7 @@ def _best_maxima(
     base: fp32 (j, n), ranges of their columns.
     """
     (_, places, *_), (j, n), m = searched, base.shape, searched[0].shape[1]
-    order, step = _ordered(base), sample_step(n)
+    order, step = base.argsort(dim=1, descending=True, stable=True), sample_step(n)
     sampled = min(n, WIDEST_COLUMNS) - (min(0, WIDEST_COLUMNS - n) // step)
     cost, multiples = base.new_empty(j, MAXIMA, sampled), search_multiples(base.device)
     chosen, grid = base.new_empty(j, dtype=torch.float16), (_tiles(sampled), MAXIMA, j)
@@ -331,18 +330,6 @@ def _best_maxima(
         "search.cu", "best_maximum", (j,), places, *tried, chosen, maxima, *columns, threads=threads
     )
     return chosen
-
-
-def _ordered(base: torch.Tensor) -> torch.Tensor:
-    """Return the columns of ranges fp32 (j, n) by falling range, equal ones in order, int64."""
-    (j, n), (_, most_shared) = base.shape, limits(base.device.index)
-    size = 1 << (n - 1).bit_length()
-    if KEY_BYTES * size > most_shared:
-        return base.argsort(dim=1, descending=True, stable=True)
-    order = base.new_empty(j, n, dtype=torch.int64)
-    how = {"threads": min(1024, max(32, size // 2)), "shared": KEY_BYTES * size}
-    launch("search.cu", "order_columns", (j,), base, order, n, size, **how)
-    return order
 
 
 def _wanted_scales(
