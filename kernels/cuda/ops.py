@@ -292,19 +292,23 @@ class CudaOps(Ops):
         """See `Ops.prepare_rounding`."""
         build_ahead(ROUNDING)
 
-    def repeat(self, works: Sequence[tuple[Callable[[], None], int]], times: int) -> None:
+    def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: launches are recorded, because Python is slower than the device.
 
-        Each work is recorded while the device runs the one before. A capture has its own memory;
-        without enough of it, nothing is captured.
+        A capture has its own memory; without enough of it, nothing is captured.
         """
-        runs = dict[int, Callable[[], None]]()
-        for _ in range(times):
-            for place, (work, count) in enumerate(works):
-                if place not in runs:
-                    runs[place] = _recording(work)
-                for _ in range(count):
-                    runs[place]()
+        if times == 0:
+            return
+        current = torch.cuda.current_stream()
+        with _CAPTURING, suppress(torch.OutOfMemoryError):
+            stream, first = _recorder(current)
+            stream.wait_stream(current)
+            graph = _recorded(work, stream, first.pool())
+            for _ in range(times):
+                graph.replay()
+            del graph  # launches in flight continue
+            return
+        super().repeat(work, times)
 
 
 def _best_maxima(
@@ -375,16 +379,6 @@ def _nearest_scales(
     nearest = (codes, maxima, decoded, change)
     launch("refit.cu", "nearest_scales", grid, wanted, *tried, steps, *nearest, r, n, j)
     return nearest
-
-
-def _recording(work: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that replays work, or the work itself if memory is short."""
-    current = torch.cuda.current_stream()
-    with _CAPTURING, suppress(torch.OutOfMemoryError):
-        stream, first = _recorder(current)
-        stream.wait_stream(current)
-        return _recorded(work, stream, first.pool()).replay  # launches in flight outlive it
-    return work
 
 
 @lru_cache(maxsize=16)

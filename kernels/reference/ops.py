@@ -416,18 +416,15 @@ class Ops:
         """Convert codes int32 (g, n / 8) and maxima fp16 (g,): see `packed.pack_scales`."""
         return packed.pack_scales(packed.whole_tiles(self.unpack_scales(words)), max_scales)
 
-    def repeat(self, works: Sequence[tuple[Callable[[], None], int]], times: int) -> None:
+    def repeat(self, work: Callable[[], None], times: int) -> None:
         """Run the same work several times.
 
         Args:
-            works: done one after the other, each as often as given with it; they change tensors in
-                place, and must not wait for the device or copy to it.
-            times: how often all of them.
+            work: changes tensors in place; must not wait for the device or copy to it.
+            times: how often.
         """
         for _ in range(times):
-            for work, count in works:
-                for _ in range(count):
-                    work()
+            work()
 
     def prepare(self) -> None:
         """Start to build the kernels for generation, which takes seconds, in a thread."""

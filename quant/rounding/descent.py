@@ -78,10 +78,17 @@ def refine_together(
     weights.clear()
     rounded.clear()
 
+    def once() -> None:
+        state.refit()
+        for _ in range(sweeps):
+            state.descend()
+
     waits = metric.output is not None and metric.output.shape[1] > MOST_COLUMNS
-    records = state.gradient.is_resident and not waits
-    repeat = state.ops.repeat if records else get_ops("cpu").repeat
-    repeat([(state.refit, 1), (state.descend, sweeps)], rounds)
+    if waits or not state.gradient.is_resident:
+        for _ in range(rounds):
+            once()
+    else:
+        state.ops.repeat(once, rounds)
     return state.results()
 
 

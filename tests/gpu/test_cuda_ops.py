@@ -258,7 +258,7 @@ def test_repeated_work_is_that_of_a_loop(ops: Ops) -> None:
 
     expected = torch.matrix_power(h + torch.eye(256, device=DEVICE), 5) @ x
     work()
-    ops.repeat([(work, 1)], 4)
+    ops.repeat(work, 4)
 
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-4)
 
@@ -268,7 +268,7 @@ def test_many_recordings_beside_each_other(ops: Ops) -> None:
     starts = [torch.randn(256, 4096, device=DEVICE) for _ in range(2)]
 
     def work(x: torch.Tensor) -> torch.Tensor:
-        ops.repeat([(lambda: x.addmm_(h, x.clone()), 1)], 3)
+        ops.repeat(lambda: x.addmm_(h, x.clone()), 3)
         return x * 2  # not recorded
 
     expected = [work(x.clone()) for x in starts]

@@ -11,13 +11,13 @@ from exl2flow.kernels.cuda import ahead, compiler
 from exl2flow.kernels.plans.sources import source
 
 
-@pytest.mark.parametrize(("file", "name"), (*ahead.ROUNDING, *ahead.GENERATION))
+@pytest.mark.parametrize(("file", "name"), [*ahead.ROUNDING, *ahead.GENERATION])
 def test_what_is_built_ahead_exists(file: str, name: str) -> None:
     assert file in SOURCES
     if "<" in name:
         assert name in INSTANCES[file]
     else:
-        assert f"{name}(" in source(file)
+        assert name in source(file)
 
 
 def test_a_launch_waits_for_what_is_being_built(monkeypatch: pytest.MonkeyPatch) -> None:
