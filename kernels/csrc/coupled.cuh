@@ -3,11 +3,14 @@
 // by O.
 
 #define WARPS (MOST_COLUMNS / 32)
+struct Moved {
+    float change;
+    int column;
+};
 
 // Shared by a CTA. Two of each, used in turn: one is written while stragglers read the other.
 struct Room {
-    float change[2][MOST_COLUMNS];
-    int moved[2][MOST_COLUMNS];
+    Moved moved[2][MOST_COLUMNS];
     int counts[2][WARPS];
     float partial[2][WARPS];
 };
@@ -63,32 +66,48 @@ __device__ int list_moved(float change, Room& room, int turn) {
     const unsigned lanes = __ballot_sync(~0u, change != 0.0f);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane == 0) room.counts[turn][warp] = __popc(lanes);
-    room.change[turn][threadIdx.x] = change;
     __syncthreads();
     const int own = lane < (int)blockDim.x / 32 ? room.counts[turn][lane] : 0;
-    int before = lane < warp ? own : 0, total = own;
-    for (int offset = 16; offset; offset >>= 1) {
-        before += __shfl_xor_sync(~0u, before, offset);
-        total += __shfl_xor_sync(~0u, total, offset);
-    }
+    const int total = __reduce_add_sync(~0u, own);
     if (total == 0) return 0;
+    const int before = __reduce_add_sync(~0u, lane < warp ? own : 0);
     const int place = before + __popc(lanes & ((1u << lane) - 1));
-    if (change != 0.0f) room.moved[turn][place] = threadIdx.x;
+    if (change != 0.0f) room.moved[turn][place] = {change, (int)threadIdx.x};
     __syncthreads();
     return total;
+}
+
+// Add changes, at most COUNT, times the thread's entries of O in a fixed order. All entries are read
+// before the first is used, because L2 is far away.
+template <int COUNT>
+__device__ __forceinline__ float push_few(float pushed, const Moved* moved, int total,
+                                          const float* entry, int b) {
+    float change[COUNT], o[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        change[i] = o[i] = 0.0f;
+        if (i < total) {
+            change[i] = moved[i].change;
+            o[i] = entry[moved[i].column * b];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) pushed += change[i] * o[i];
+    return pushed;
 }
 
 // The thread's entry of the listed changes times O.
 __device__ float push(int total, const Block& own, const Room& room, int turn) {
     float pushed = 0.0f;
-    if ((int)threadIdx.x < own.b) {
-        const float* entry = own.O + threadIdx.x;
-#pragma unroll 8
-        for (int i = 0; i < total; ++i) {
-            const int from = room.moved[turn][i];
-            pushed += room.change[turn][from] * entry[(integer)from * own.b];
-        }
-    }
+    if ((int)threadIdx.x >= own.b) return pushed;
+    const float* entry = own.O + threadIdx.x;
+    const Moved* moved = room.moved[turn];
+    for (; total > 8; total -= 16, moved += 16)
+        pushed = push_few<16>(pushed, moved, total, entry, own.b);
+    if (total > 4)
+        pushed = push_few<8>(pushed, moved, total, entry, own.b);
+    else if (total > 0)
+        pushed = push_few<4>(pushed, moved, total, entry, own.b);
     return pushed;
 }
 

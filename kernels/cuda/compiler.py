@@ -127,6 +127,7 @@ OPTIONS = (
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
 GROUPED, GROUPED_CAPABILITY = "batched<64", 90  # what uses `grouped.cuh`, and where it can
+_BUILDING: dict[tuple[str, str | None], threading.Lock] = {}  # by source and instance
 log = logging.getLogger(__name__)
 
 
@@ -163,7 +164,8 @@ def function(file: str, name: str, architecture: str | None = None) -> cupy.RawK
     instance, virtual = name if "<" in name else None, virtual_architecture()
     if instance is not None and virtual is not None:
         name = ptx_file(source(file), OPTIONS, virtual, instance)[1]
-    return module(file, instance).get_function(name)
+    with _BUILDING.setdefault((file, instance), threading.Lock()):  # `ahead` may be building it
+        return module(file, instance).get_function(name)
 
 
 def build(file: str, name: str, device: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exl2flow.core.runtime.background import helpers, own_stream
+from exl2flow.core.runtime.background import own_stream
 from exl2flow.kernels.cuda import cache as cuda_cache
 from exl2flow.kernels.cuda import delta as cuda_delta
 from exl2flow.kernels.cuda import experts as cuda_experts
@@ -22,10 +22,10 @@ from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda import steps as cuda_steps
+from exl2flow.kernels.cuda.ahead import GENERATION, ROUNDING, build_ahead
 from exl2flow.kernels.cuda.compiler import (
     GRID_TOGETHER,
     THREADS,
-    build,
     capability,
     launch,
     limits,
@@ -286,7 +286,11 @@ class CudaOps(Ops):
 
     def prepare(self) -> None:
         """See `Ops.prepare`."""
-        helpers().submit(build, "product.cu", "product<1, false>", torch.cuda.current_device())
+        build_ahead(GENERATION)
+
+    def prepare_rounding(self) -> None:
+        """See `Ops.prepare_rounding`."""
+        build_ahead(ROUNDING)
 
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: launches are recorded, because Python is slower than the device.

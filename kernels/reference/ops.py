@@ -427,7 +427,10 @@ class Ops:
             work()
 
     def prepare(self) -> None:
-        """Start to build the largest kernel for generation, which takes seconds, in a thread."""
+        """Start to build the kernels for generation, which takes seconds, in a thread."""
+
+    def prepare_rounding(self) -> None:
+        """Start to build the kernels that round, likewise."""
 
 
 TORCH_OPS = Ops()

@@ -15,7 +15,7 @@ from exl2flow.core.options.config import RoundingOptions, RunOptions
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import run_concurrently
-from exl2flow.model import DenseLinear, Sublayer
+from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.measure.compact import is_compact, read_numbers, write_results
@@ -93,9 +93,11 @@ class Estimating(SublayerWork):
             ]
             if len(experts) > 1:
                 return estimated_together(experts, PROJECTION_OPTIONS, self.options)
-            return estimated(experts[0], PROJECTION_OPTIONS, self.options)
+            gain_first = len(runs) > 1 and run is largest
+            return estimated(experts[0], PROJECTION_OPTIONS, self.options, gain_first=gain_first)
 
         works = [partial(work, run) for run in runs]
+        largest = max(runs, key=lambda run: _weights(spec, run))
         results: dict[str, list[CandidateResult]] = {}
         for by_key in run_concurrently(works, device_of(sublayer)):
             results |= by_key
@@ -103,11 +105,17 @@ class Estimating(SublayerWork):
         return partial(write_results, path, in_order, compact=self.compact)
 
 
+def _weights(spec: SublayerSpec, captures: Sequence[str]) -> int:
+    return sum(p.numel for capture in captures for p in spec.reading(capture))
+
+
 def estimated(
     projections: Sequence[Projection],
     options: Sequence[QuantParams],
     rounding: RoundingOptions,
     nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    *,
+    gain_first: bool = False,
 ) -> dict[str, list[CandidateResult]]:
     """Price all candidates of the projections that read one activation, by projection key.
 
@@ -117,14 +125,19 @@ def estimated(
         rounding: options of rounding.
         nats: cost of a matrix fp16 (k, n). None: the estimate from the factors, reduced by the gain
             of the output metric.
+        gain_first: whether to round in the output metric before all else. That leaves a GPU almost
+            empty, so of what runs concurrently only one should be there at a time.
     """
+    has_gain = nats is None and rounding.rounds > 0
+    reduced = _with_metric(projections, rounding) if has_gain and gain_first else None
     bands = single_widths(options)
     params = [QuantParams.uniform(*band) for band in bands]
     costs = [p.row_costs(params, rounding.scale_search, nats) for p in projections]
     gains = torch.ones(len(projections))
-    if nats is None and rounding.rounds:
+    if has_gain:
+        reduced = _with_metric(projections, rounding) if reduced is None else reduced
         without = torch.stack([cost[bands.index(REFERENCE), 0].sum() for cost in costs])
-        gains = (_with_metric(projections, rounding) / without).clamp(max=1).nan_to_num(nan=1)
+        gains = (reduced / without).clamp(max=1).nan_to_num(nan=1)
     return {
         projection.spec.key: projection.results(
             options, dict(zip(bands, cost.cpu(), strict=True)), gain

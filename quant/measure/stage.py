@@ -19,7 +19,7 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder, versions
-from exl2flow.kernels import tensor_cores
+from exl2flow.kernels import get_ops, tensor_cores
 from exl2flow.model import DenseLinear, ModelSpec, ProjectionSpec, Sublayer, SublayerPart
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.model.files.measured import arrays_file
@@ -243,6 +243,7 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
 def measure(run: StageRun[RunOptions]) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
     model = SourceModel.open(run.config, run.device)
+    get_ops(run.device).prepare_rounding()
     rows = load_rows(run.inputs["tokenize"], "measure")
     if "sensitivity" in run.inputs:
         compact = is_compact(len(model.spec.projections) + 1)

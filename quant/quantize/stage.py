@@ -13,10 +13,10 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core.options.config import RunOptions
+from exl2flow.core.options.config import RunOptions, SharedOptions
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.stage import Stage, StageRun
-from exl2flow.kernels import record_stream, run_concurrently, tensor_cores
+from exl2flow.kernels import get_ops, record_stream, run_concurrently, tensor_cores
 from exl2flow.model import (
     Linear,
     ModelSpec,
@@ -369,11 +369,20 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
     )
 
 
+def _prepare(run: StageRun[RunOptions]) -> None:
+    """Start to build kernels: those of this stage, then those of a sample when validating."""
+    ops, config = get_ops(run.device), run.config
+    ops.prepare_rounding()
+    if isinstance(config, SharedOptions) and config.validate_options.sample_tokens:
+        ops.prepare()
+
+
 @tensor_cores()
 @torch.inference_mode()
 def quantize(run: StageRun[RunOptions]) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
+    _prepare(run)
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     ids = load_rows(run.inputs["tokenize"], "quantize")
     head_is_open = not run.folder.valid(HEAD_FILE)

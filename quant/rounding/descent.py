@@ -197,6 +197,11 @@ class _Refinement:
             for rows, part in self.gradient.parts(begin, end):
                 add_product(part, self.metric.hessian[..., rows, top:bottom], change)
 
+    def _pushed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient times O, fp32 (r, m), which may be overwritten."""
+        output = self.metric.output
+        return gradient.clone() if output is None else times_output(gradient, output)
+
     def descend(self) -> None:
         """Visit every code once, one panel after another."""
         for top, bottom in self.gradient.windows():
@@ -208,7 +213,7 @@ class _Refinement:
                 panel, index = slice(begin, begin + PANEL_ROWS), (top + begin) // PANEL_ROWS
                 change = self.ops.descend_panel(
                     steps[panel],
-                    times_output(gradient[panel].clone(), self.metric.output),
+                    self._pushed(gradient[panel]),
                     hessian[..., panel, panel],
                     self.scales.decoded[index].view(-1),
                     self.half_range[index].view(-1),

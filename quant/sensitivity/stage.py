@@ -21,7 +21,7 @@ from exl2flow.core.runtime.background import Background, HostTensors, helpers, t
 from exl2flow.core.runtime.memory import available_memory
 from exl2flow.core.store.files import read_tensors, write_tensors
 from exl2flow.core.store.stage import Stage, StageRun
-from exl2flow.kernels import tensor_cores
+from exl2flow.kernels import get_ops, tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.quant.sensitivity.backward import (
     LOGIT_ELEMENTS,
@@ -397,6 +397,7 @@ class _WayBack:
 def sensitivity(run: StageRun[RunOptions]) -> None:
     """Write the factors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device, gradients=True)
+    get_ops(run.device).prepare_rounding()
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     ids = spread_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
     remedied(model, lambda model: _WayBack(run, model, ids).walk())
