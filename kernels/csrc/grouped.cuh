@@ -7,8 +7,8 @@ constexpr int GROUPED_ROWS = 0;
 #endif
 constexpr int GROUP = 4;  // warps
 
-// Put 8 numbers of x, `paired`, where `multiply_grouped` reads them: in each panel four operands of 8
-// numbers of each row, first those of rows 8 t of the panel, then of 8 t + 1, 8 t + 4, 8 t + 5.
+// Put 8 numbers of x, `paired`, where `multiply_grouped` reads them: a panel has four operands of 8
+// numbers of each row of x. The first one has numbers 8 t and 8 t + 2, the next 8 t + 1 and 8 t + 3.
 template <int ROWS> __device__ __forceinline__ void put_grouped(byte* xs, int at, const uint4& v) {
     u32* to = (u32*)xs + at / (4 * ROWS) * (16 * ROWS) + at % (4 * ROWS);
     to[0] = v.x, to[4 * ROWS] = v.y, to[8 * ROWS] = v.z, to[12 * ROWS] = v.w;

@@ -8,8 +8,10 @@ import pytest
 import torch
 from product_walks import RTX_4090, chain, matrix, product
 
-from exl2flow.kernels import FEW_ROWS, NormArgs
+from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs
 from exl2flow.kernels.cuda import products as cuda_products
+from exl2flow.kernels.plans.product import LaunchPlan
+from exl2flow.kernels.plans.tuning import HALVED
 
 LAYERNORM = NormArgs(weight=torch.rand(64).half(), eps=1e-5, bias=torch.zeros(64).half())
 CALLS = {
@@ -71,3 +73,28 @@ def test_a_chain_is_one_launch_of_all_its_products(made: Made) -> None:
 
 def test_more_rows_than_kernels_have_are_no_launches() -> None:
     assert cuda_products.launches(chain(64, 96, 32), FEW_ROWS + 1) == []
+
+
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_more_rows_of_a_chain_without_a_launch_are_halved(
+    made: Made, monkeypatch: pytest.MonkeyPatch, is_chosen: bool
+) -> None:
+    plan_of = cuda_products.batched.plan_of
+
+    def few(products: list[FusedLinear], rows: int, limits: tuple[int, int]) -> LaunchPlan | None:
+        return plan_of(products, rows, limits) if rows <= 32 else None
+
+    def choice(products: list[FusedLinear], rows: int) -> str | None:
+        return HALVED if rows > 32 else None
+
+    if is_chosen:
+        monkeypatch.setattr(cuda_products, "_choice", choice)
+    else:
+        monkeypatch.setattr(cuda_products.batched, "plan_of", few)
+    products, x = chain(64, 96, 32), torch.randn(41, 64).half()
+
+    found, last = cuda_products.multiply(x, products, x)
+
+    assert [name for name, *_ in made] == 2 * ["batched<32, false>"]
+    assert [facts.products for facts in cuda_products.launches(products, 41)] == [4, 4]
+    assert len(last) == len(found[0]) == 41

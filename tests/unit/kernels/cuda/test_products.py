@@ -539,30 +539,3 @@ def test_ways_that_are_measured_begin_with_the_default(launches: list) -> None:
     assert ways(1, 1) == ways(4, 1) == [(1,), (2,)]
     assert ways(32) == [BATCHED, DECODED]
     assert ways(33) == ways(33, 1) == [BATCHED, HALVED, DECODED]
-
-
-@pytest.mark.parametrize("is_chosen", [False, True])
-def test_more_rows_of_a_chain_without_a_launch_are_halved(
-    launches: list, monkeypatch: pytest.MonkeyPatch, is_chosen: bool
-) -> None:
-    plan_of = cuda_products.batched.plan_of
-
-    def few(products: list[FusedLinear], rows: int, *given: Any) -> object:
-        return plan_of(products, rows, *given) if rows <= 32 else None
-
-    def choice(products: list[FusedLinear], rows: int) -> str | None:
-        return HALVED if rows > 32 else None
-
-    if is_chosen:
-        monkeypatch.setattr(cuda_products, "_choice", choice)
-    else:
-        monkeypatch.setattr(cuda_products.batched, "plan_of", few)
-    products, x, hidden = chain(64, 96, 32), inputs(41, 64), inputs(41, 64)
-
-    found, last = multiply(x, products, hidden)
-
-    assert [(int(a["count"]), int(a["rows"])) for a, _ in launches] == [(4, 24), (4, 17)]
-    first, second = (argument["stages"][0] for argument, _ in launches)
-    assert [first["x"], second["x"]] == where(x, x[24:])
-    assert [first["of"][0]["residual"], second["of"][0]["residual"]] == where(hidden, hidden[24:])
-    assert len(last) == len(found[0]) == 41
