@@ -21,12 +21,12 @@ def test_the_card_and_a_plan_for_each_number_of_rows_are_told(llama: ConversionC
     index = torch.cuda.current_device()
     processors, shared = limits(index)
 
-    found = bench(llama.out, device="cuda", context=40, rows=(1, 3, 16, 64))
+    found = bench(llama.out, device="cuda", context=40, rows=(1, 3, 64, 96))
 
     assert found.cards == (
         CardFacts(capability=capability(index), processors=processors, shared=shared),
     )
-    assert [plan.rows for plan in found.plans] == [1, 3, 16, 64]
+    assert [plan.rows for plan in found.plans] == [1, 3, 64, 96]
     *few, many = found.plans
     assert many.launches == 0
     for plan in few:
