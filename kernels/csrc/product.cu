@@ -7,20 +7,6 @@
 #include "early.cuh"
 #include "work.cuh"
 
-// Return whether this CTA is the last of `parts` to store its sums.
-__device__ __forceinline__ bool is_last(int* arrived, int parts) {
-    __shared__ int before;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        before = atomicAdd(arrived, 1);
-        __threadfence();
-        if (before == parts - 1) *arrived = 0;
-    }
-    __syncthreads();
-    return before == parts - 1;
-}
-
 // Store a segment's sums as (rows, 32 columns). One row: a lane has those of every fourth panel.
 template <int ROWS>
 __device__ __forceinline__ void put(const float* total, int rows, float* to) {
@@ -42,6 +28,63 @@ __device__ __forceinline__ void put(const float* total, int rows, float* to) {
     }
 }
 
+// Where a CTA keeps the sums of a stage's tiles. last: per warp those of its last tile; ended: per tile
+// those of a warp that goes on with another; warps: per tile the warps whose last it is, bit 31: whether
+// one goes on.
+struct Sums {
+    const float *last, *ended;
+    const u32* warps;
+    int step;  // numbers of a tile
+
+    __device__ __forceinline__ float of(int i, int row) const {
+        const int place = row * TILE_COLUMNS + threadIdx.x % 32;
+        float value = 0.0f;
+#pragma unroll
+        for (int w = 0; w < CTA_WARPS; ++w)
+            if (warps[i] >> w & 1) value += last[w * step + place];
+        return warps[i] >> 31 ? value + ended[i * step + place] : value;
+    }
+};
+
+// Hand the sums of a row of a tile over to the CTA that ends it; i: the tile among the CTA's.
+__device__ __forceinline__ void hand_over(const Stage& stage, const Work& work, const Sums& sums,
+                                          int tile, int i, int row, int rows) {
+    const integer piece =
+        work.piece(stage, tile, work.part, work.cta - work.first_cta_of(tile));
+    for (int j = 0; j < work.together; ++j)
+        __stcg(work.of[j].partial + (piece * rows + row) * TILE_COLUMNS + threadIdx.x % 32,
+               sums.of(i + j, row));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        __threadfence();
+        atomicAdd(work.of->arrived + tile * rows + row, 1);
+    }
+}
+
+// Add what other CTAs have of a row of a tile that this one ends.
+__device__ __forceinline__ void add_others(const Stage& stage, const Work& work, int tile, int row,
+                                           int rows, float* sums) {
+    const int ctas = work.cta - work.first_cta_of(tile) + 1, others = stage.parts * ctas - 1;
+    if (!others) return;
+    if (threadIdx.x % 32 == 0) {
+        int* arrived = work.of->arrived + tile * rows + row;
+        int there;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(arrived) : "memory");
+        } while (there != others);
+        *arrived = 0;
+    }
+    __syncwarp();
+    for (int part = 0, turn = 0, q = 0; q < others; ++q) {
+        const integer at =
+            (work.piece(stage, tile, part, turn) * rows + row) * TILE_COLUMNS + threadIdx.x % 32;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (j < work.together) sums[j] += __ldcg(work.of[j].partial + at);
+        if (++turn == ctas) turn = 0, ++part;
+    }
+}
+
 // Inputs of the epilogue of a column of a row, read before its sums are complete.
 struct Ending {
     int column, to;
@@ -52,70 +95,32 @@ struct Ending {
         : to(0), added(0) {
         const Matrix& m = work.of[work.together - 1];
         column = (work.first + unit / rows) * TILE_COLUMNS + threadIdx.x % 32;
-        is_there = unit < work.tiles / work.together * rows && column < m.columns;
+        is_there = unit < work.tiles * rows && column < m.columns;
         if (!is_there) return;
         if (m.copy) to = __ldg(stage.to + column);
         if (m.residual) added = __ldcg(m.residual + (integer)(unit % rows) * m.columns + column);
     }
 };
 
-// Add up the warps' sums of each tile, and write it: a warp has 32 columns of a row.
-// last: per warp the sums of its last segment; ended: per tile those of a warp that continues;
+// Add up the sums of each tile that the CTA ends, and write it: a warp has 32 columns of a row.
 // first: the first ending of this warp; squares: see stage_x.
 __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
-                                       const float* last, const float* ended, const u32* warps,
-                                       const Ending& first,
+                                       const Sums& own, const Ending& first,
                                        const float (*squares)[CTA_WARPS]) {
-    const int lane = threadIdx.x % 32, together = work.together, step = rows * TILE_COLUMNS;
+    const int together = work.together;
     const Matrix &gating = work.of[0], &m = work.of[together - 1];
-    auto summed = [&](int i, int row) {
-        const int place = row * TILE_COLUMNS + lane;
-        float value = 0.0f;
-#pragma unroll
-        for (int w = 0; w < CTA_WARPS; ++w)
-            if (warps[i] >> w & 1) value += last[w * step + place];
-        return warps[i] >> 31 ? value + ended[i * step + place] : value;
-    };
-    const int units = work.tiles / together * rows;
-    auto place_of = [&](int unit, int part) {
-        const integer tile = work.first + unit / rows;
-        return ((tile * stage.parts + part) * rows + unit % rows) * TILE_COLUMNS + lane;
-    };
-    if (stage.parts > 1 && units) {
-        for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
-            const int row = unit % rows, i = unit / rows * together;
-            __stcg(m.partial + place_of(unit, work.part), summed(i + together - 1, row));
-            if (together == 2) __stcg(gating.partial + place_of(unit, work.part), summed(i, row));
+    for (int unit = threadIdx.x / 32; unit < work.tiles * rows; unit += CTA_WARPS) {
+        const int row = unit % rows, tile = work.first + unit / rows, i = unit / rows * together;
+        if (work.part + 1 < stage.parts) {
+            hand_over(stage, work, own, tile, i, row, rows);
+            continue;
         }
-        if (!is_last(m.arrived + blockIdx.x % stage.ctas, stage.parts)) return;
-    }
-    constexpr int BATCH = 4;  // units whose sums a warp reads at a time
-    float values[BATCH], gates[BATCH];
-    for (int turn = 0; turn * CTA_WARPS < units; ++turn) {
-        const int unit = turn * CTA_WARPS + threadIdx.x / 32;
-        if (stage.parts > 1 && turn % BATCH == 0) {
-#pragma unroll
-            for (int i = 0; i < BATCH; ++i) values[i] = gates[i] = 0.0f;
-            for (int q = 0; q < stage.parts; ++q)
-#pragma unroll
-                for (int i = 0; i < BATCH; ++i) {
-                    if (unit + i * CTA_WARPS >= units) break;
-                    const integer at = place_of(unit + i * CTA_WARPS, q);
-                    values[i] += __ldcg(m.partial + at);
-                    if (together == 2) gates[i] += __ldcg(gating.partial + at);
-                }
-        }
-        if (unit >= units) break;
-        const int row = unit % rows, i = unit / rows * together;
-        const Ending end = turn ? Ending(stage, work, unit, rows) : first;
+        const Ending end = unit >= CTA_WARPS ? Ending(stage, work, unit, rows) : first;
+        float sums[2] = {own.of(i, row)};
+        if (together == 2) sums[1] = own.of(i + 1, row);
+        add_others(stage, work, tile, row, rows, sums);
         const integer at = (integer)row * m.columns;
-        float value = values[0], gate = gates[0];
-        if (stage.parts == 1) {
-            value = summed(i + together - 1, row);
-            if (together == 2) gate = summed(i, row);
-        }
-#pragma unroll
-        for (int j = 1; j < BATCH; ++j) values[j - 1] = values[j], gates[j - 1] = gates[j];
+        float value = together == 2 ? sums[1] : sums[0], gate = sums[0];
         if (stage.norm) {
             const float size = size_of(squares[row], stage.k, stage.eps);
             value *= size, gate *= size;
@@ -135,13 +140,27 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
+// Return whether this is the last of the CTA's warps to call; all have written before what it reads.
+__device__ __forceinline__ bool is_last_warp(int* called) {
+    int before = 0;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        __threadfence_block();
+        before = atomicAdd(called, 1);
+        __threadfence_block();
+        if (before == CTA_WARPS - 1) *called = 0;
+    }
+    return __shfl_sync(~0u, before, 0) == CTA_WARPS - 1;
+}
+
 // ROWS: 1 or 4, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     extern __shared__ __align__(128) byte shared[];
     __shared__ float squares[ROWS][CTA_WARPS];
-    __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one continues
+    __shared__ u32 warps[MOST_TILES];  // see Sums
+    __shared__ int called;             // see is_last_warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_the_next_begin();
 
@@ -149,52 +168,51 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     if (c.stages[0].place && (int)threadIdx.x < c.stages[0].k / 8)
         places_of(c.stages[0], threadIdx.x, places);
     byte* ring = shared + warp * c.slots * c.slot_bytes;
-    int* all_shares = (int*)(shared + CTA_WARPS * c.slots * c.slot_bytes);
-    float* ended = (float*)(all_shares + CTA_WARPS * c.words);
-    Barrier* barriers = (Barrier*)(ended + c.tiles * c.rows * TILE_COLUMNS);
-    byte* xs = (byte*)(barriers + CTA_WARPS * c.slots);
+    int2* lists = (int2*)(shared + CTA_WARPS * c.slots * c.slot_bytes);
+    Barrier* barriers = (Barrier*)(lists + c.words);
+    float* ended = (float*)(barriers + CTA_WARPS * c.slots);
+    byte* xs = (byte*)(ended + c.tiles * c.rows * TILE_COLUMNS);
     float* last = (float*)xs;  // after x has been read
-    int* own = all_shares + warp * c.words;
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
         const int part = min(blockIdx.x / stage.ctas, stage.parts - 1);
-        const int* from = matrices_of(stage)->shares + (part * CTA_WARPS + warp) * stage.words;
-        for (int i = lane; i < stage.words; i += 32)
-            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                             shared_address(own + stage.share_at + i)), "l"(from + i));
+        const int2* from = matrices_of(stage)->lists + part * stage.words;
+        for (int i = threadIdx.x; i < stage.words; i += 32 * CTA_WARPS)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
+                             shared_address(lists + stage.list_at + i)), "l"(from + i));
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     const u32 ring_at = shared_address(ring), barrier = shared_address(barriers + warp * c.slots);
     if (lane < c.slots) begin_barrier(barrier + 8 * lane);
     end_barriers();
+    if (threadIdx.x == 0) called = 0;
+    __syncthreads();
 
-    Work ahead(c.stages[0], own);  // the work to fetch, in all stages
-    const int* next_kind = ahead.share->kinds;
-    const byte* next = 0;
-    int next_stage = 0, next_segment = 0;
-    auto open = [&]() {  // the first segment of a stage that has one
-        while (ahead.segments <= 0 && ++next_stage < c.count)
-            ahead = Work(c.stages[next_stage], own);
-        if (next_stage == c.count) return;
-        next_segment = 0, next_kind = ahead.share->kinds, next = ahead.words(0);
+    Work ahead(c.stages[0], lists);  // the work to fetch, in all stages
+    Walk next(ahead, true);
+    const byte* next_words = 0;
+    int next_run = 0;  // two of each stage
+    auto open = [&]() {  // the first run that has steps
+        while (next.left <= 0 && ++next_run < 2 * c.count) {
+            if (next_run % 2 == 0) ahead = Work(c.stages[next_run / 2], lists);
+            next = Walk(ahead, next_run % 2 == 0);
+        }
+        next_words = next.words(ahead);
     };
     open();
     auto fetch_next = [&](int slot) {
-        if (next_stage == c.count) return;
-        const int kind = *next_kind++;
-        next = fetch(Step(kind, SCALE_BYTES), barrier + 8 * slot, ring_at + slot * c.slot_bytes, next);
-        if (!(kind >> 7 & 1)) return;
-        if (++next_segment < ahead.segments) {
-            next = ahead.words(next_segment);
-        } else {
-            ahead.segments = 0;
-            open();
-        }
+        if (next.left <= 0) return;
+        const int2 step = *next.step;
+        fetch(Step(step.x, SCALE_BYTES), barrier + 8 * slot, ring_at + slot * c.slot_bytes,
+              next_words + (step.y & 0xfffff) * 16);
+        const bool is_other = next.next(ahead, step.x);
+        if (next.left <= 0) open();
+        else if (is_other) next_words = next.words(ahead);
     };
     for (int s = 0; s < c.slots; ++s) fetch_next(s);
     auto prefetch_shared = [&](int s) {  // to L2, what the CTAs of a stage share
         const Stage& stage = c.stages[s];
-        const Work work(stage, own);
+        const Work work(stage, lists);
         const int line = threadIdx.x * 32;  // one line of 128 bytes per thread
         if (stage.norm && 2 * line < stage.k)
             prefetch(stage.norm + 2 * line);
@@ -214,58 +232,69 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
 #pragma unroll 1
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
-        const Work work(stage, own);
+        const Work work(stage, lists);
         unsigned met = 0;
         if (s) met = arrive(c.meetings, blockIdx.x, gridDim.x);
         if (s && s + 1 < c.count) prefetch_shared(s + 1);
         if (s && stage.place && !stage.after && (int)threadIdx.x < stage.k / 8)
             places_of(stage, threadIdx.x, places);
-        if ((int)threadIdx.x < work.tiles) {
-            const Parts parts(work, threadIdx.x);
-            warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
-        }
+        if ((int)threadIdx.x < work.held * work.together) warps[threadIdx.x] = 0;
         if (ADDS<ROWS> && stage.after) load_hidden(stage, xs);
         if (s) await(c.meetings, met);
         // with hidden states all of x is there, else a part
-        const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
-        Unit* units = (Unit*)(xs + held);
+        const int x_bytes = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
+        Unit* units = (Unit*)(xs + x_bytes);
         byte* x_at = xs + (stage.after ? work.part * stage.length * ROWS * 64 : 0);
-        if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
-        const int* kinds = work.share->kinds;
+        if (work.held)
+            stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
         float total[4];
-        for (int segment = 0; segment < work.segments; ++segment) {
-            const int panel = segment ? 0 : work.share->row / PANEL_ROWS;
-            const byte* from = x_at + panel * ROWS * 64;
-            const Unit* own_units = units + panel * ROWS;
+        int i = 0;
+        bool has_last = false;
+        const int step_sums = c.rows * TILE_COLUMNS;
+        float* begun = ended + c.tiles * step_sums - CTA_WARPS * step_sums;
+#pragma unroll 1
+        for (int run = !work.hands_over(); run < 2; ++run) {
+            Walk walk(work, run == 0);
+            has_last = walk.left > 0;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) total[i] = 0.0f;
-            int kind;
-            do {
-                kind = *kinds++;
-                const int panels = kind >> 4 & 7;
-                const byte *codes = ring + slot * c.slot_bytes;
-                const byte *scales = codes + (kind & 15) * panels * 128;
+            for (int j = 0; j < 4; ++j) total[j] = 0.0f;
+            while (walk.left > 0) {
+                const int2 step = *walk.step;
+                const int panels = step.x >> 4 & 7, panel = (unsigned)step.y >> 20;
+                const byte* codes = ring + slot * c.slot_bytes;
+                const byte* scales = codes + (step.x & 15) * panels * 128;
+                const byte* from = x_at + panel * ROWS * 64;
+                const Unit* own_units = units + panel * ROWS;
                 wait_for_bytes(barrier + 8 * slot, parity);
                 if constexpr (GPTQ) {
-                    multiply<4, ROWS, true>(codes, scales, from, own_units, kind, lane, total);
+                    multiply<4, ROWS, true>(codes, scales, from, own_units, step.x, lane, total);
                 } else {
-#define CASE(B) multiply<B, ROWS, false>(codes, scales, from, own_units, kind, lane, total)
-                    FOR_BITS(kind & 15, CASE)
+#define CASE(B) multiply<B, ROWS, false>(codes, scales, from, own_units, step.x, lane, total)
+                    FOR_BITS(step.x & 15, CASE)
                 }
-                from += panels * ROWS * 64, own_units += panels * ROWS;
                 __syncwarp();
                 fetch_next(slot);
                 if (++slot == c.slots) slot = 0, parity ^= 1;
-            } while (!(kind >> 7 & 1));
-            if (segment + 1 < work.share->segments)
-                put<ROWS>(total, c.rows,
-                        ended + (work.share->tile + segment) * c.rows * TILE_COLUMNS);
+                i = (walk.tile - work.first) * work.together + walk.is_second;
+                if (!walk.next(work, step.x) || walk.left <= 0) continue;
+                put<ROWS>(total, c.rows, ended + i * step_sums);
+                if (lane == 0) atomicOr(warps + i, 1u << 31);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) total[j] = 0.0f;
+            }
+            if (has_last && lane == 0) atomicOr(warps + i, 1u << warp);
+            if (run) break;
+            if (has_last) put<ROWS>(total, c.rows, begun + warp * step_sums);
+            if (!is_last_warp(&called)) continue;
+            const Sums sums = {begun, ended, warps, step_sums};
+            for (int row = 0; row < c.rows; ++row)
+                hand_over(stage, work, sums, work.first + work.tiles, work.tiles * work.together,
+                          row, c.rows);
         }
         const Ending ending(stage, work, warp, c.rows);
         __syncthreads();
-        if (work.segments == work.share->segments && work.segments > 0)
-            put<ROWS>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
+        if (has_last) put<ROWS>(total, c.rows, last + warp * step_sums);
         __syncthreads();
-        finish(stage, work, c.rows, last, ended, warps, ending, squares);
+        finish(stage, work, c.rows, {last, ended, warps, step_sums}, ending, squares);
     }
 }

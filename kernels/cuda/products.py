@@ -185,24 +185,23 @@ def _launched(
     results: list[torch.Tensor] = []
     used = [x]  # kept until the launch: stages must not share memory
     before: FusedLinear | None = None
-    for of_product, product in zip(plan.stages, products, strict=True):
-        stages = argument["stages"][of_product]  # all rounds of the product
-        filled(stages, x=x)
+    for stage, product in zip(argument["stages"], products, strict=False):
+        filled(stage, x=x)
         if plan.adds_normed and product.after is not None:
             y, total, x = (x.new_empty(len(x), product.matrices[0].columns) for _ in range(3))
-            filled(stages["of"][:, 0], y=y)
-            filled(stages, hidden=0 if hidden is None else hidden, sum=total, next=x)
+            filled(stage["of"][0], y=y)
+            filled(stage, hidden=0 if hidden is None else hidden, sum=total, next=x)
             hidden = total
             used += [y, total, x]
             continue
         if before is not None and before.after is not None and not plan.adds_normed:
             total = torch.empty_like(x)
-            filled(stages, sum=total, hidden=0 if hidden is None else hidden)
+            filled(stage, sum=total, hidden=0 if hidden is None else hidden)
             hidden = total
             used.append(total)
         before = product
         first = 1 if product.activation else 0  # a gate has no result of its own
-        matrices, entries = product.matrices[first:], stages["of"][:, first:].T
+        matrices, entries = product.matrices[first:], stage["of"][first:]
         adds = product.adds and product.after is None
         if adds and hidden is not None:
             filled(entries[0], residual=hidden)

@@ -97,7 +97,6 @@ def plan_of(
     filled(argument, slots=slots, x_bytes=x_bytes)
     return LaunchPlan(
         parts=tuple(division.parts for of in divided for division in of),
-        stages=tuple(slice(index, index + 1) for index in range(len(products))),
         file="batched.cu",
         name=instance_of("batched", products, rows),
         ctas=processors,

@@ -45,13 +45,13 @@ def _product_bytes(stage: np.void, block: np.ndarray) -> np.ndarray:
     """Return the bytes that CTAs read in a stage of `product.cu`: see `Work` in work.cuh."""
     part, cta = np.divmod(block, stage["ctas"])
     panels = int(stage["k"]) // PANEL_ROWS
-    share = np.clip(panels - part * stage["length"], 0, stage["length"]) / panels
+    of_part = np.clip(panels - part * stage["length"], 0, stage["length"]) / panels
     found = np.zeros(len(block))
     for of in stage["of"]:
         first = stage["of"][0]["first_cta"] if stage["activation"] else of["first_cta"]
-        begin = of["first_tile"] + (cta - first) * of["each"]
-        tiles = np.clip(of["tiles"] - begin, 0, of["each"]) * (cta >= first)
-        found += share * tiles * of["tile_bytes"]
+        begin = (cta - first) * int(of["each"])
+        units = np.clip(int(of["tiles"]) * int(of["units"]) - begin, 0, of["each"]) * (cta >= first)
+        found += of_part * units * of["tile_bytes"] / max(int(of["units"]), 1)
     return found
 
 

@@ -1,20 +1,30 @@
 """Launch plans of fused linears for batch size 1 to 4, which `csrc/product.cu` follows.
 
-A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of the rows; its warps
-share its panels equally. Products that each read the previous result are one launch.
+A CTA of 16 warps has adjacent tiles of 32 columns with all their rows, or a part of the rows; it
+may begin in one tile and end in another, and its warps share its steps equally. Products that each
+read the previous result are one launch.
 """
 
-from collections.abc import Sequence
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS
 from exl2flow.kernels.interface.groups import PANEL_ROWS
-from exl2flow.kernels.interface.packed import LANES, TILE, FusedLinear, PackedMatrix
-from exl2flow.kernels.plans.shares import STEP, WARPS, shares_of, slot_bytes
+from exl2flow.kernels.interface.packed import (
+    BLOCK_PANELS,
+    LANES,
+    TILE,
+    FusedLinear,
+    PackedMatrix,
+    Panel,
+)
+from exl2flow.kernels.plans.shares import STEP, WARPS, kinds_of, slot_bytes
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROWS = (1, 4)  # kernels, by the most rows of x
@@ -26,26 +36,27 @@ LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
 STEPS = {1: (STEP,), 4: (STEP, STEP // 2)}  # bytes of codes of a step, the first that fits
 FIXED_SHARED = 2 << 10  # bytes of a CTA's shared memory that the kernel keeps for itself
 MOST_MATRICES = 3  # per product
-MOST_TILES = 14  # per CTA, because it holds their sums
+MOST_TILES = 64  # per CTA, because it holds their sums
+TURN_TILES = 32  # about so many, if CTAs take turns
 MOST_CHAINED = 4  # products per launch
-MOST_STAGES = 8  # per launch; a product with more tiles than its CTAs hold has several
+SHARED_BYTES = 8 << 10  # of codes, in whose time CTAs that share tiles exchange sums
+OFFSET_UNIT = 16  # bytes
+PANEL_SHIFT = 20  # of a step's panel above its place
 NO_CTA = 1 << 30
-CHAIN = struct("work.cuh", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_STAGES=MOST_STAGES)
+CHAIN = struct("work.cuh", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=MOST_CHAINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
     """The launch of some products for a number of rows, without inputs and outputs.
 
-    parts: into how many the rows of each product's matrices are divided; stages: of each product:
-    slices of those in `argument`; file, name: of the kernel;
+    parts: into how many the rows of each product's matrices are divided; file, name: of the kernel;
     ctas, shared: the number of CTAs, and bytes of each; meets: whether CTAs wait for each other;
     adds_normed: whether a product whose result is normalized adds it to hidden states, and not the
     product behind it; argument: `CHAIN`; tensors: what it points to.
     """
 
     parts: tuple[int, ...]
-    stages: tuple[slice, ...]
     file: str
     name: str
     ctas: int
@@ -118,10 +129,8 @@ def plan_of(
     if fitting is None:
         return None
     divisions, argument, tensors = fitting.divisions, *_chain(products, rows, fitting)
-    lasts = [*accumulate((division.rounds for division in divisions), initial=0)]
     return LaunchPlan(
         parts=tuple(division.parts for division in divisions),
-        stages=tuple(slice(begin, end) for begin, end in pairwise(lasts)),
         file="product.cu",
         name=instance_of("product", products, rows),
         ctas=max(division.ctas * division.parts for division in divisions),
@@ -174,53 +183,107 @@ def padded_table(lists: Sequence[Sequence[int]], words: int, device: torch.devic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """Division of matrices whose tiles alternate among CTAs.
+
+    tiles: their number; units: of work in a tile, in all parts; each: units of a CTA; lists: of
+    each part, as work.cuh says.
+    """
+
+    tiles: int
+    units: int
+    each: int
+    lists: Sequence[Sequence[int]]
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a part."""
+        return -(-self.tiles * self.units // self.each)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether CTAs share tiles."""
+        return self.each % self.units != 0 and self.ctas > 1
+
+    @property
+    def held(self) -> int:
+        """Most tiles of a CTA."""
+        begins = np.arange(self.ctas) * self.each
+        ends = np.minimum(begins + self.each, self.tiles * self.units)
+        return int(((ends - 1) // self.units - begins // self.units).max()) + 1
+
+    @property
+    def pieces(self) -> int:
+        """Most CTAs of a part that share a tile."""
+        begins = np.arange(self.tiles) * self.units
+        return int(((begins + self.units - 1) // self.each - begins // self.each).max()) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Division:
     """Division of a product among CTAs.
 
-    each: tiles of a CTA in a round, for each set of matrices whose tiles alternate; shares: for
-    each set, part and warp; length: panels of a part; ctas: of a part; tiles: most of a CTA.
+    shares: of each set of matrices whose tiles alternate; together: their number in a set;
+    length: panels of a part.
     """
 
-    each: Sequence[int]
-    rounds: int
-    shares: Sequence[Sequence[Sequence[Sequence[int]]]]
+    shares: Sequence[_Share]
+    together: int
     length: int
     parts: int
-    ctas: int
-    tiles: int
-    words: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a part."""
+        return sum(share.ctas for share in self.shares)
+
+    @property
+    def tiles(self) -> int:
+        """Most tiles whose sums a CTA holds."""
+        return self.together * max(share.held for share in self.shares)
+
+    @property
+    def sums(self) -> int:
+        """Most sums of tiles that a CTA holds, with one of each warp for a tile to hand over."""
+        return self.tiles + WARPS * any(share.is_cut for share in self.shares)
+
+    @property
+    def words(self) -> int:
+        """Entries of the longest list."""
+        entries = max(len(of_part) for share in self.shares for of_part in share.lists) // 2
+        return entries + entries % 2  # what follows begins at a multiple of 16 bytes
 
     @classmethod
     def of(
-        cls, product: FusedLinear, parts: int | None, processors: int, *, step: int, in_rounds: bool
+        cls, product: FusedLinear, parts: int | None, processors: int, *, step: int, meets: bool
     ) -> "_Division":
         """Divide rows into parts; if `parts` is None, into several when tiles are few.
 
-        in_rounds: no more CTAs than processors; else as many as its tiles need.
+        meets: no more CTAs than processors; else as many as its tiles need.
         """
-        matrices = product.matrices
-        sets = _sets(product)
+        matrices, sets = product.matrices, _sets(product)
         panels, tiles = len(matrices[0].panels()), [len(together[0].words) for together in sets]
         if parts is None:
             parts = min(processors // sum(tiles), panels // (2 * WARPS))
         length = -(-panels // max(parts, 1))
         parts = -(-panels // length)
-        each, rounds = _tiles_each(sets, tiles, processors / parts)
-        shares = [
-            [shares_of(together, e, part, length, step) for part in range(parts)]
-            for together, e in zip(sets, each, strict=True)
-        ]
-        rounds = rounds if in_rounds else 1
-        return cls(
-            each=each,
-            rounds=rounds,
-            shares=shares,
-            length=length,
-            parts=parts,
-            ctas=sum(-(-count // (rounds * e)) for count, e in zip(tiles, each, strict=True)),
-            tiles=max(each) * len(sets[0]),
-            words=max(len(share) for of_set in shares for part in of_set for share in part),
-        )
+        held = sum(tiles) * len(sets[0]) * parts
+        turns = 1 if meets else -(-held // (processors * TURN_TILES))
+        ctas = max(processors * turns // parts, len(sets))
+        sizes = [sum(matrix.words.shape[1] for matrix in together) * 4 / parts for together in sets]
+        shares = []
+        for together, count, each in zip(sets, tiles, _each(tiles, sizes, ctas), strict=True):
+            of_parts = [
+                tuple(m.panels()[part * length : (part + 1) * length] for m in together)
+                for part in range(parts)
+            ]
+            lists = [_list(own, step, BLOCK_PANELS) for own in of_parts]
+            if each * sum(of_part[0] for of_part in lists) < WARPS * parts:
+                lists = [_list(own, step, 1) for own in of_parts]
+            units = sum(of_part[0] for of_part in lists)
+            of_cta = max(1, _ceil(each * units))
+            shares.append(_Share(tiles=count, units=units, each=of_cta, lists=lists))
+        return cls(shares=shares, together=len(sets[0]), length=length, parts=parts)
 
     def input_bytes(self, rows: int, panels: int) -> int:
         """Return the bytes of this many rows of x, later reused for a sum of each warp.
@@ -229,6 +292,59 @@ class _Division:
         """
         of_x = kernel_rows(rows) * (2 * PANEL_ROWS * max(panels, self.length) + UNIT * self.length)
         return max(of_x, 4 * WARPS * rows * TILE)
+
+
+def _each(tiles: Sequence[int], sizes: Sequence[float], ctas: int) -> list[float]:
+    """Return the tiles of a CTA in each set: whole ones, unless sharing saves more than it costs.
+
+    sizes: bytes of a tile of each set.
+    """
+    sets = [*zip(tiles, sizes, strict=True)]
+    whole = sorted({size * each for count, size in sets for each in range(1, count + 1)})
+    shared = sorted(
+        {max(count * size / n, WARPS * STEP) for count, size in sets for n in range(1, ctas + 1)}
+    )
+
+    def least(bounds: Sequence[float], each: Callable[[float, float], float]) -> list[float]:
+        """Return the tiles of CTAs whose busiest has the fewest bytes."""
+
+        def fits(bound: float) -> bool:
+            held = [each(bound, size) for _, size in sets]
+            return min(held) > 0 and ctas >= sum(
+                _ceil(count / own) for count, own in zip(tiles, held, strict=True)
+            )
+
+        bound = bounds[min(bisect_left(bounds, True, key=fits), len(bounds) - 1)]
+        return [each(bound, size) for size in sizes]
+
+    def busiest(held: Sequence[float]) -> float:
+        return max(size * min(own, count) for own, (count, size) in zip(held, sets, strict=True))
+
+    of_whole = least(whole, lambda bound, size: float(bound // size))
+    of_shared = least(shared, lambda bound, size: bound / size)
+    saved = busiest(of_whole) - busiest(of_shared)
+    return of_shared if saved > SHARED_BYTES else of_whole
+
+
+def _ceil(x: float) -> int:
+    """Return the next integer, where x may be a rounding error above one."""
+    return math.ceil(x - 1e-6)
+
+
+@lru_cache(maxsize=256)
+def _list(panels: tuple[tuple[Panel, ...], ...], step: int, most: int) -> tuple[int, ...]:
+    """Return the list of a tile of each matrix of a set: as work.cuh says.
+
+    panels: of a part, for each; step, most: bytes of codes and panels of a step.
+    """
+    entries, counts = list[int](), list[int]()
+    for own in panels:
+        kinds, index = kinds_of(own, step, most), 0
+        for kind in kinds:
+            entries += [kind, 4 * own[index].word // OFFSET_UNIT | index << PANEL_SHIFT]
+            index += kind >> 4 & 7
+        counts.append(len(kinds))
+    return (sum(counts), counts[0], *entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,21 +380,20 @@ def _fit(
     while True:
         for step in STEPS[kernel_rows(rows)]:
             divisions = [
-                _Division.of(product, count, processors, step=step, in_rounds=meets)
+                _Division.of(product, count, processors, step=step, meets=meets)
                 for product, count in zip(products, parts, strict=True)
             ]
             ctas = max(division.ctas * division.parts for division in divisions)
-            is_resident = ctas <= processors and sum(d.rounds for d in divisions) <= MOST_STAGES
-            if meets and not is_resident:
+            if (meets and ctas > processors) or max(d.tiles for d in divisions) > MOST_TILES:
                 return None
             inputs = [
                 division.input_bytes(rows, count * adds)
                 for division, count, adds in zip(divisions, panels, adding, strict=True)
             ]
-            sums = 4 * rows * TILE * max(division.tiles for division in divisions)
+            sums = 4 * rows * TILE * max(division.sums for division in divisions)
             words = sum(division.words for division in divisions)
             slot = WARPS * (slot_bytes(products[0].matrices[0], step) + 8)
-            fixed = WARPS * 4 * words + sums + max(inputs)
+            fixed = 8 * words + sums + max(inputs)
             slots = min(MOST_SLOTS * STEP // step, (room - fixed) // slot)
             if slots * step >= LEAST_SLOTS * STEP or (step < STEP and slots >= LEAST_SLOTS):
                 shared = fixed + slots * slot
@@ -301,27 +416,25 @@ def _chain(
     tensors = fill(
         argument,
         meetings=torch.zeros(1, dtype=torch.int32, device=device),
-        count=sum(division.rounds for division in divisions),
+        count=len(divisions),
         rows=rows,
         slots=fitting.slots,
         slot_bytes=slot_bytes(products[0].matrices[0], fitting.step),
         words=sum(division.words for division in divisions),
-        tiles=max(division.tiles for division in divisions),
+        tiles=max(division.sums for division in divisions),
     )
-    index = share_at = 0
+    list_at = 0
     for number, (product, division) in enumerate(zip(products, divisions, strict=True)):
-        entry = stages[index]
+        entry = stages[number]
         tensors += _fill(entry, product, division, rows)
-        filled(entry, share_at=share_at)
+        filled(entry, list_at=list_at)
+        list_at += division.words
         if number:
             tensors += _fill_after(entry, products[number - 1], product)
         elif not product.is_ordered:
             tensors += fill(entry, place=torch.argsort(product.order).int())
         if number + 1 < len(products):
             tensors += fill(entry, to=torch.argsort(products[number + 1].order).int())
-        past = index + division.rounds
-        _cover(stages[index:past], product, division)
-        index, share_at = past, share_at + division.words
     return argument, tensors
 
 
@@ -339,41 +452,30 @@ def _fill(
     )
     device = product.matrices[0].words.device
     entry["of"]["first_cta"] = NO_CTA
-    entries, ctas = iter(entry["of"]), 0
-    for together, each, of_set in zip(_sets(product), division.each, division.shares, strict=True):
-        tiles = len(together[0].words)
-        flat = [share for part in of_set for share in part]
-        shares = padded_table(flat, division.words, device)
-        sums = tiles * division.parts * rows * TILE if division.parts > 1 else 0
+    entries, first_cta = iter(entry["of"]), 0
+    for together, share in zip(_sets(product), division.shares, strict=True):
+        is_shared = share.is_cut or division.parts > 1
+        sums = share.tiles * division.parts * share.pieces * rows * TILE * is_shared
+        lists = padded_table(share.lists, 2 * division.words, device)
+        arrived = torch.zeros(share.tiles * rows, dtype=torch.int32, device=device)
         for index, matrix in enumerate(together):
             tensors += fill_matrix(
                 next(entries),
                 matrix,
-                shares=shares,
+                lists=lists,
                 partial=torch.empty(sums, device=device),
-                arrived=torch.zeros(division.ctas, dtype=torch.int32, device=device),
-                each=each,
-                first_cta=NO_CTA if index else ctas,
+                arrived=arrived,
+                tiles=share.tiles,
+                units=share.units,
+                each=share.each,
+                pieces=share.pieces,
+                first_cta=NO_CTA if index else first_cta,
             )
-        ctas += -(-tiles // (division.rounds * each))
+        first_cta += share.ctas
     if product.norm is not None:
         weight = product.norm.weight[product.order].contiguous()
         tensors += fill(entry, norm=weight, eps=product.norm.eps)
     return tensors
-
-
-def _cover(stages: np.ndarray, product: FusedLinear, division: _Division) -> None:
-    """Make the rounds of a product of its first `Stage`, each with its tiles of all matrices."""
-    stages[1:] = stages[0]
-    index = 0
-    for together, each in zip(_sets(product), division.each, strict=True):
-        tiles = len(together[0].words)
-        of_round = -(-tiles // (division.rounds * each)) * each
-        for _ in together:
-            of = stages["of"][:, index]
-            of["first_tile"] = [min(tiles, turn * of_round) for turn in range(len(stages))]
-            of["tiles"] = [min(tiles, (turn + 1) * of_round) for turn in range(len(stages))]
-            index += 1
 
 
 def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> list[torch.Tensor]:
@@ -389,17 +491,3 @@ def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> li
         after_eps=before.after.eps,
         after_multiplier=before.multiplier,
     )
-
-
-def _tiles_each(
-    sets: Sequence[Sequence[PackedMatrix]], tiles: Sequence[int], ctas: float
-) -> tuple[list[int], int]:
-    """Return the tiles per CTA and round of each set, and the number of rounds.
-
-    Sets have CTAs in proportion to their bytes.
-    """
-    sizes = [sum(matrix.words.numel() for matrix in together) for together in sets]
-    most = MOST_TILES // len(sets[0])
-    shares = [max(1, int(ctas * size / sum(sizes) + 0.01)) for size in sizes]
-    rounds = max(-(-count // (share * most)) for count, share in zip(tiles, shares, strict=True))
-    return [-(-c // (share * rounds)) for c, share in zip(tiles, shares, strict=True)], rounds

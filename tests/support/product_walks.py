@@ -9,7 +9,7 @@ import torch
 from exl2flow.kernels import FusedLinear, Group, PackedMatrix
 from exl2flow.kernels.interface.packed import SCALE_WORDS, ZERO_WORDS, laid_panels
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
-from exl2flow.kernels.plans.shares import HEADER, WARPS
+from exl2flow.kernels.plans.shares import WARPS
 
 H200, A100, RTX_4090 = (132, 227 << 10), (108, 163 << 10), (128, 99 << 10)
 DEVICES = (H200, A100, RTX_4090)  # multiprocessors, bytes of shared memory
@@ -63,10 +63,6 @@ class Case:
     most_shared: int
     plan: LaunchPlan
 
-    def product_of(self, index: int) -> int:
-        """Return the product of a stage."""
-        return next(i for i, own in enumerate(self.plan.stages) if index < own.stop)
-
 
 def case_of(products: Sequence[FusedLinear], rows: int, device: tuple[int, int]) -> Case:
     plan = plan_of(products, rows, device)
@@ -77,36 +73,44 @@ def case_of(products: Sequence[FusedLinear], rows: int, device: tuple[int, int])
 class Work:
     """What a CTA has of a stage: see `Work` in work.cuh."""
 
-    def __init__(self, stage: np.void, block: int) -> None:
-        cta = block % stage["ctas"]
-        self.part = block // stage["ctas"]
+    def __init__(self, stage: np.void, block: int, tables: dict[int, torch.Tensor]) -> None:
+        self.part, cta = divmod(block, int(stage["ctas"]))
         self.together = 2 if stage["activation"] else 1
         self.which = max(i for i, of in enumerate(stage["of"]) if i == 0 or cta >= of["first_cta"])
         of = stage["of"][self.which]
-        self.first = int(of["first_tile"] + (cta - of["first_cta"]) * of["each"])
-        is_there = self.part < stage["parts"]
-        held = max(0, min(int(of["each"]), int(of["tiles"]) - self.first))
-        self.tiles = held * self.together * is_there
-        self.each = int(of["each"])
-        self.begin = self.part * int(stage["length"])  # panel
+        self.cta = cta - int(of["first_cta"])
+        self.parts, self.pieces = int(stage["parts"]), int(of["pieces"])
+        self.units, self.each = int(of["units"]), int(of["each"])
+        every = int(of["tiles"]) * self.units if self.part < self.parts else 0
+        begin = min(self.cta * self.each, every)
+        end = min(begin + self.each, every)
+        self.first, last = begin // self.units, end // self.units
+        self.tiles = last - self.first
+        self.held = self.tiles + (begin < end and end % self.units > 0)
+        self.panel = self.part * int(stage["length"])
+        self.list = tables[of["lists"]][min(self.part, self.parts - 1)].tolist()
+        self.begin, self.end = (
+            bound // self.units * self.list[0] + bound % self.units * self.list[0] // self.units
+            for bound in (begin, end)
+        )
+        self.begun = max(self.begin, last * self.list[0])
 
-    def matrix_of(self, index: int) -> int:
-        return self.which + (index % 2 if self.together == 2 else 0)
+    def others(self, tile: int) -> list[int]:
+        """Return where the other CTAs' sums of a tile that it ends lie."""
+        ctas = self.cta - tile * self.units // self.each + 1
+        every = [(part, turn) for part in range(self.parts) for turn in range(ctas)]
+        return [self.piece(tile, *place) for place in every[:-1]]
 
-    def tile_of(self, index: int) -> int:
-        return self.first + index // self.together
+    def own_piece(self, tile: int) -> int:
+        """Return where its sums of a tile lie that another CTA ends."""
+        return self.piece(tile, self.part, self.cta - tile * self.units // self.each)
 
-    def summed(self, index: int, share: list[int]) -> set[tuple[str, int]]:
-        """Return which sums are those of a tile: see `Parts` and `finish`."""
-        found = set()
-        units = share[6 : 6 + self.together]
-        begin = index // self.together * sum(units) + sum(units[: index % self.together])
-        end, of_all = begin + units[index % self.together], self.each * sum(units)
-        for warp in range(WARPS):
-            own, stop = (of_all * w // WARPS for w in (warp, warp + 1))
-            if max(own, begin) < min(stop, end):
-                found.add(("ended", index) if stop > end else ("last", warp))
-        return found
+    def piece(self, tile: int, part: int, turn: int) -> int:
+        return (tile * self.parts + part) * self.pieces + turn
+
+    def ends(self, tile: int) -> bool:
+        """Whether it adds up a tile."""
+        return self.part + 1 == self.parts and tile < self.first + self.tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +118,7 @@ class Step:
     """Panels that a warp multiplies together; bytes are those within a matrix's tile.
 
     index: the tile among those of the CTA; scales: bytes of each panel's group; sums: where those
-    of the tile go.
+    of the tile go; is_begun: whether another CTA ends the tile.
     """
 
     block: int
@@ -128,58 +132,73 @@ class Step:
     codes: int
     scales: list[int]
     sums: tuple[str, int]
+    is_begun: bool
 
 
-def shares_of(case: Case, index: int) -> Iterator[tuple[int, Work, int, list[int]]]:
-    """Yield CTA, its work, warp and share of all that have tiles of a stage."""
+def works_of(case: Case, index: int) -> Iterator[tuple[int, Work]]:
+    """Yield CTA and its work of all that have any of a stage."""
     stage = case.plan.argument["stages"][index]
     tables = {tensor.data_ptr(): tensor for tensor in case.plan.tensors}
-    shares = [tables[of["shares"]].tolist() if of["shares"] else [] for of in stage["of"]]
     for block in range(case.plan.ctas):
-        work = Work(stage, block)
-        for warp in range(WARPS if work.tiles else 0):
-            yield block, work, warp, shares[work.which][work.part * WARPS + warp]
+        work = Work(stage, block, tables)
+        if work.held:
+            yield block, work
 
 
 def steps_of(case: Case, index: int) -> Iterator[Step]:
     """Yield what all warps do of a stage, in the order of CTAs, warps and time."""
-    size = 4 * case.products[case.product_of(index)].matrices[0].scale_words
-    for block, work, warp, share in shares_of(case, index):
-        yield from warp_steps(work, share, size, block, warp)
+    size = 4 * case.products[index].matrices[0].scale_words
+    for block, work in works_of(case, index):
+        for warp in range(WARPS):
+            yield from warp_steps(work, size, block, warp)
 
 
-def warp_steps(work: Work, share: list[int], size: int, block: int, warp: int) -> Iterator[Step]:
-    first, segments, word, row, *begins = share[:6]
-    kinds = iter(share[HEADER:])
-    for index in range(first, first + min(segments, work.tiles - first)):
-        of = work.matrix_of(index)
-        at, panel = begins[of if work.together == 2 else 0], work.begin
-        if index == first:
-            at, panel = word, work.begin + row // 32
-        for kind in kinds:
+def bounds(work: Work, warp: int, *, is_begun: bool) -> tuple[int, int]:
+    """Return a warp's steps of a run: see `Walk` in work.cuh."""
+    every, rest = work.end - work.begin, work.end - work.begun
+    before = [(warp + i) * every // WARPS for i in (0, 1)]
+    of_rest = [own * rest // every if rest else 0 for own in before]
+    if is_begun:
+        return work.begun + of_rest[0], work.begun + of_rest[1]
+    return work.begin + before[0] - of_rest[0], work.begin + before[1] - of_rest[1]
+
+
+def warp_steps(work: Work, size: int, block: int, warp: int) -> Iterator[Step]:
+    steps, of_first = work.list[:2]
+    for is_begun in (True, False):
+        places = bounds(work, warp, is_begun=is_begun)
+        for place in range(*places):
+            tile, at = divmod(place, steps)
+            kind, where = work.list[2 + 2 * at : 4 + 2 * at]
             bits, panels, rest = kind & 15, kind >> 4 & 7, kind >> 16 & 3
-            scales = at + (panels + rest) * bits * 128
+            is_second, codes = at >= of_first, (where & 0xFFFFF) * 16
+            assert (kind >> 7 & 1) == (at + 1 in (of_first, steps))
+            scales = codes + (panels + rest) * bits * 128
+            index = (tile - work.first) * work.together + is_second
+            goes_on = kind >> 7 & 1 and place + 1 < places[1]
+            last = index == (
+                ((places[1] - 1) // steps - work.first) * work.together
+                + ((places[1] - 1) % steps >= of_first)
+            )
+            assert not (last and goes_on)
+            own = "begun" if is_begun else "last"
             yield Step(
                 block=block,
                 warp=warp,
                 index=index,
-                matrix=of,
-                tile=work.tile_of(index),
-                panel=panel,
+                matrix=work.which + is_second,
+                tile=tile,
+                panel=work.panel + (where >> 20),
                 bits=bits,
                 count=panels,
-                codes=at,
+                codes=codes,
                 scales=[scales + size * (kind >> 8 + 2 * i & 3) for i in range(panels)],
-                sums=("ended", index) if index + 1 < first + segments else ("last", warp),
+                sums=(own, warp) if last else ("ended", index),
+                is_begun=is_begun,
             )
-            at, panel = at + bits * panels * 128, panel + panels
-            at += 0 if rest else size * ((kind >> 18 & 3) + 1)
-            if kind >> 7 & 1:
-                break
 
 
 def stages(case: Case) -> Iterator[tuple[int, FusedLinear, np.void]]:
     entries = case.plan.argument["stages"]
-    for product, of_product in zip(case.products, case.plan.stages, strict=True):
-        for index in range(of_product.start, of_product.stop):
-            yield index, product, entries[index]
+    for index, product in enumerate(case.products):
+        yield index, product, entries[index]
