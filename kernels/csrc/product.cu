@@ -49,8 +49,7 @@ struct Sums {
 // Hand the sums of a row of a tile over to the CTA that ends it; i: the tile among the CTA's.
 __device__ __forceinline__ void hand_over(const Stage& stage, const Work& work, const Sums& sums,
                                           int tile, int i, int row, int rows) {
-    const integer piece =
-        work.piece(stage, tile, work.part, work.cta - work.first_cta_of(tile));
+    const integer piece = work.piece(stage, tile, work.part, work.before_of(tile));
     for (int j = 0; j < work.together; ++j)
         __stcg(work.of[j].partial + (piece * rows + row) * TILE_COLUMNS + threadIdx.x % 32,
                sums.of(i + j, row));
@@ -64,7 +63,7 @@ __device__ __forceinline__ void hand_over(const Stage& stage, const Work& work, 
 // Add what other CTAs have of a row of a tile that this one ends.
 __device__ __forceinline__ void add_others(const Stage& stage, const Work& work, int tile, int row,
                                            int rows, float* sums) {
-    const int ctas = work.cta - work.first_cta_of(tile) + 1, others = stage.parts * ctas - 1;
+    const int ctas = work.before_of(tile) + 1, others = stage.parts * ctas - 1;
     if (!others) return;
     if (threadIdx.x % 32 == 0) {
         int* arrived = work.of->arrived + tile * rows + row;
@@ -168,18 +167,25 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     if (c.stages[0].place && (int)threadIdx.x < c.stages[0].k / 8)
         places_of(c.stages[0], threadIdx.x, places);
     byte* ring = shared + warp * c.slots * c.slot_bytes;
-    int2* lists = (int2*)(shared + CTA_WARPS * c.slots * c.slot_bytes);
+    int4* shares = (int4*)(shared + CTA_WARPS * c.slots * c.slot_bytes);
+    int2* lists = (int2*)(shares + c.count * (1 + CTA_WARPS));
     Barrier* barriers = (Barrier*)(lists + c.words);
     float* ended = (float*)(barriers + CTA_WARPS * c.slots);
     byte* xs = (byte*)(ended + c.tiles * c.rows * TILE_COLUMNS);
     float* last = (float*)xs;  // after x has been read
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
-        const int part = min(blockIdx.x / stage.ctas, stage.parts - 1);
-        const int2* from = matrices_of(stage)->lists + part * stage.words;
+        const Place own(stage);
+        if (!own.has_work(stage)) continue;
+        const int2* list = own.of->lists + own.part * stage.words;
         for (int i = threadIdx.x; i < stage.words; i += 32 * CTA_WARPS)
             asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(
-                             shared_address(lists + stage.list_at + i)), "l"(from + i));
+                             shared_address(lists + stage.list_at + i)), "l"(list + i));
+        const int i = threadIdx.x, row = own.part * own.of->ctas + own.cta;
+        if (i <= CTA_WARPS)
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(
+                             shared_address(shares + s * (1 + CTA_WARPS) + i)),
+                         "l"(own.of->shares + row * (1 + CTA_WARPS) + i));
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
     const u32 ring_at = shared_address(ring), barrier = shared_address(barriers + warp * c.slots);
@@ -188,16 +194,17 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     if (threadIdx.x == 0) called = 0;
     __syncthreads();
 
-    Work ahead(c.stages[0], lists);  // the work to fetch, in all stages
+    auto work_of = [&](int s) { return Work(c.stages[s], lists, shares + s * (1 + CTA_WARPS)); };
+    Work ahead = work_of(0);  // the work to fetch, in all stages
     Walk next(ahead, true);
     const byte* next_words = 0;
     int next_run = 0;  // two of each stage
     auto open = [&]() {  // the first run that has steps
         while (next.left <= 0 && ++next_run < 2 * c.count) {
-            if (next_run % 2 == 0) ahead = Work(c.stages[next_run / 2], lists);
+            if (next_run % 2 == 0) ahead = work_of(next_run / 2);
             next = Walk(ahead, next_run % 2 == 0);
         }
-        next_words = next.words(ahead);
+        if (next.left > 0) next_words = next.words(ahead);
     };
     open();
     auto fetch_next = [&](int slot) {
@@ -212,7 +219,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     for (int s = 0; s < c.slots; ++s) fetch_next(s);
     auto prefetch_shared = [&](int s) {  // to L2, what the CTAs of a stage share
         const Stage& stage = c.stages[s];
-        const Work work(stage, lists);
+        const Work work = work_of(s);
         const int line = threadIdx.x * 32;  // one line of 128 bytes per thread
         if (stage.norm && 2 * line < stage.k)
             prefetch(stage.norm + 2 * line);
@@ -232,7 +239,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
 #pragma unroll 1
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
-        const Work work(stage, lists);
+        const Work work = work_of(s);
         unsigned met = 0;
         if (s) met = arrive(c.meetings, blockIdx.x, gridDim.x);
         if (s && s + 1 < c.count) prefetch_shared(s + 1);

@@ -12,9 +12,10 @@ struct Matrix {
     int columns, tile_bytes;
     // Of a matrix, or of two whose tiles alternate, in the first:
     const int2* lists;          // [part] of the stage's `words`: see below
+    const int4* shares;         // [part][CTA][1 + CTA_WARPS], see Work and Walk
     int* arrived;               // [tile][row] of pieces, zero before and after
-    int tiles, units, each;     // units: of work in a tile; each: units of a CTA
-    int first_cta, pieces;      // pieces: most CTAs of a part that share a tile
+    int tiles, ctas, first_cta; // ctas: of a part
+    int pieces;                 // most CTAs of a part that share a tile
 };
 
 struct Stage {  // a product with matrices that share x
@@ -43,71 +44,67 @@ struct Chain {
     int words, tiles;              // words: of all lists of a CTA; tiles: most per CTA
 };
 
-// A list has the steps of a tile in a part, of two tiles if these alternate: the number of all, that
-// of the first; then for each step what Step says, and: place of its codes in a tile, in units of 16
-// bytes | panel of the part << 20.
+// A list has the steps of a tile in a part, of two tiles if these alternate: for each what Step says,
+// and: place of its codes in a tile, in units of 16 bytes | panel of the part << 20.
 
-// The matrix whose tiles a CTA has: the first of two that alternate, or one of several.
-__device__ __forceinline__ const Matrix* matrices_of(const Stage& stage) {
-    const int cta = blockIdx.x % stage.ctas;
-    int which = 0;
-    while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
-    return stage.of + which;
-}
+// Whose tiles a CTA has of a stage: of a matrix, or of two that alternate.
+struct Place {
+    const Matrix* of;
+    int part, cta;
 
-// A CTA's work in a stage: adjacent units of tiles, which are numbered in order. A later CTA ends the
-// tile that this one begins; that is done first. Of each part the same CTAs share a tile.
-struct Work {
-    const Matrix* of;  // tiles of one matrix, or of two that alternate
-    const int2* list;
-    int together, part, cta;
-    int first, tiles, held;  // first: tile; tiles: that it ends; held: and begins
-    int begin, begun, end;   // steps of the part; begun: of the tile that another CTA ends
-
-    __device__ __forceinline__ Work(const Stage& stage, const int2* lists)
-        : of(matrices_of(stage)), list(lists + stage.list_at) {
-        together = stage.activation ? 2 : 1, part = blockIdx.x / stage.ctas;
-        cta = blockIdx.x % stage.ctas - of->first_cta;
-        const unsigned units = of->units, all = part < stage.parts ? of->tiles * units : 0;
-        const unsigned from = min(cta * of->each, all), to = min(from + of->each, all);
-        const int last = to / units, steps = list->x;
-        first = from / units, tiles = last - first, held = tiles + (from < to && to % units);
-        auto step = [&](int tile, unsigned unit) {
-            return tile * steps + (int)(unit == 0 || units == steps ? unit : unit * steps / units);
-        };
-        begin = step(first, from % units), end = step(last, to % units);
-        begun = max(begin, last * steps);
+    __device__ __forceinline__ explicit Place(const Stage& stage) {
+        part = stage.parts == 1 ? 0 : blockIdx.x / stage.ctas;
+        cta = blockIdx.x - part * stage.ctas;
+        int which = 0;
+        while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
+        of = stage.of + which, cta -= of->first_cta;
     }
-    __device__ __forceinline__ bool hands_over() const { return held > tiles; }
-    __device__ __forceinline__ const Matrix& matrix(bool is_second) const { return of[is_second]; }
-    // The sums of a tile that this CTA or another one has: those that have the tile, in order of parts.
-    __device__ __forceinline__ int first_cta_of(int tile) const {
-        return (unsigned)(tile * of->units) / of->each;
-    }
-    __device__ __forceinline__ integer piece(const Stage& stage, int tile, int part, int turn) const {
-        return (integer)tile * stage.parts * of->pieces + part * of->pieces + turn;
+    __device__ __forceinline__ bool has_work(const Stage& stage) const {
+        return part < stage.parts && cta < of->ctas;
     }
 };
 
-// A warp's steps of a CTA's work, one after the other: of the tile that it does not end, or of the others.
+// A CTA's work in a stage: adjacent steps of tiles, which are numbered in order. A later CTA ends the
+// tile that this one begins; that is done first. Of each part the same CTAs share a tile.
+struct Work {
+    const Matrix* of;
+    const int2* list;
+    const int4* shares;  // of its warps
+    int together, part;
+    int first, tiles, held;  // first: tile; tiles: that it ends; held: and begins
+    int before;              // CTAs of the part that have the first tile before this one
+
+    __device__ __forceinline__ Work(const Stage& stage, const int2* lists, const int4* all) {
+        const Place place(stage);
+        of = place.of, part = place.part, together = stage.activation ? 2 : 1;
+        list = lists + stage.list_at, shares = all + 1;
+        first = tiles = held = before = 0;
+        if (!place.has_work(stage)) return;
+        const int4 own = *all;
+        first = own.x, tiles = own.y, held = tiles + own.z, before = own.w;
+    }
+    __device__ __forceinline__ bool hands_over() const { return held > tiles; }
+    __device__ __forceinline__ const Matrix& matrix(bool is_second) const { return of[is_second]; }
+    __device__ __forceinline__ int before_of(int tile) const { return tile == first ? before : 0; }
+    // Where the sums of a tile are that another CTA ends: those of parts, in each of CTAs in order.
+    __device__ __forceinline__ integer piece(const Stage& stage, int tile, int part, int turn) const {
+        return ((integer)tile * stage.parts + part) * of->pieces + turn;
+    }
+};
+
+// A warp's steps of a CTA's work, one after the other: of the tile that it does not end, or of the
+// others. Its share has for both: the first step's place in the list | whether it is of the second
+// matrix << 15 | tile << 16; and the number of steps.
 struct Walk {
     const int2* step;
     int tile, left;
     bool is_second;  // of two matrices that alternate
 
-    __device__ __forceinline__ Walk(const Work& work, bool is_begun) {
-        const unsigned warp = threadIdx.x / 32, all = work.end - work.begin;
-        const unsigned rest = work.end - work.begun, steps = work.list->x;
-        unsigned bounds[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const unsigned before = (warp + i) * all / CTA_WARPS;
-            const unsigned of_rest = rest ? before * rest / all : 0;
-            bounds[i] = is_begun ? work.begun + of_rest : work.begin + before - of_rest;
-        }
-        const unsigned at = bounds[0] % steps;
-        tile = bounds[0] / steps, left = bounds[1] - bounds[0];
-        step = work.list + 1 + at, is_second = at >= work.list->y;
+    __device__ __forceinline__ Walk(const Work& work, bool is_begun) : left(0) {
+        if (!work.held) return;
+        const int2 own = ((const int2*)(work.shares + threadIdx.x / 32))[!is_begun];
+        step = work.list + (own.x & 0x7fff), is_second = own.x >> 15 & 1;
+        tile = (unsigned)own.x >> 16, left = own.y;
     }
     __device__ __forceinline__ const byte* words(const Work& work) const {
         const Matrix& m = work.matrix(is_second);
@@ -118,7 +115,7 @@ struct Walk {
         ++step, --left;
         if (!(kind >> 7 & 1)) return false;
         is_second = work.together == 2 && !is_second;
-        if (!is_second) ++tile, step = work.list + 1;
+        if (!is_second) ++tile, step = work.list;
         return true;
     }
 };

@@ -1,6 +1,9 @@
 """How full a launch plan makes a GPU: figures that say why a model is slow on a card."""
 
+from collections.abc import Mapping
+
 import numpy as np
+import torch
 
 from exl2flow.kernels.interface.facts import PlanFacts
 from exl2flow.kernels.interface.groups import PANEL_ROWS
@@ -36,22 +39,32 @@ def work_of(plan: LaunchPlan) -> np.ndarray:
 
     Parts of rows count as equal where they have equally many rows, as if all had equal bits.
     """
-    count = _batched_bytes if plan.file == "batched.cu" else _product_bytes
     stages, block = plan.argument["stages"][: plan.argument["count"]], np.arange(plan.ctas)
-    return sum((count(stage, block) for stage in stages), start=np.zeros(plan.ctas))
+    if plan.file == "batched.cu":
+        return sum((_batched_bytes(stage, block) for stage in stages), start=np.zeros(plan.ctas))
+    tables = {tensor.data_ptr(): tensor for tensor in plan.tensors}
+    return sum(
+        (_product_bytes(stage, block, tables) for stage in stages), start=np.zeros(plan.ctas)
+    )
 
 
-def _product_bytes(stage: np.void, block: np.ndarray) -> np.ndarray:
+def _product_bytes(
+    stage: np.void, block: np.ndarray, tables: Mapping[int, torch.Tensor]
+) -> np.ndarray:
     """Return the bytes that CTAs read in a stage of `product.cu`: see `Work` in work.cuh."""
-    part, cta = np.divmod(block, stage["ctas"])
     panels = int(stage["k"]) // PANEL_ROWS
-    of_part = np.clip(panels - part * stage["length"], 0, stage["length"]) / panels
     found = np.zeros(len(block))
     for of in stage["of"]:
+        if not of["words"]:
+            continue
         first = stage["of"][0]["first_cta"] if stage["activation"] else of["first_cta"]
-        begin = (cta - first) * int(of["each"])
-        units = np.clip(int(of["tiles"]) * int(of["units"]) - begin, 0, of["each"]) * (cta >= first)
-        found += of_part * units * of["tile_bytes"] / max(int(of["units"]), 1)
+        shares = tables[of["shares"]].cpu().numpy()
+        steps = shares[:, 1:, 1::2].sum((1, 2)).reshape(stage["parts"], of["ctas"])
+        for part, own in enumerate(steps):
+            begin = part * int(stage["ctas"]) + int(first)
+            rows = min(int(stage["length"]), panels - part * int(stage["length"])) / panels
+            size = int(of["tiles"]) * int(of["tile_bytes"]) * rows
+            found[begin : begin + len(own)] += size * own / own.sum()
     return found
 
 

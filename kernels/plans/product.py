@@ -208,15 +208,47 @@ class _Share:
     @property
     def held(self) -> int:
         """Most tiles of a CTA."""
-        begins = np.arange(self.ctas) * self.each
-        ends = np.minimum(begins + self.each, self.tiles * self.units)
-        return int(((ends - 1) // self.units - begins // self.units).max()) + 1
+        first, last, _ = self._bounds()
+        return int((last - first).max()) + 1
 
     @property
     def pieces(self) -> int:
         """Most CTAs of a part that share a tile."""
         begins = np.arange(self.tiles) * self.units
         return int(((begins + self.units - 1) // self.each - begins // self.each).max()) + 1
+
+    def _bounds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the first tile, the last one, and the first unit of each CTA, int64."""
+        begins = np.arange(self.ctas) * self.each
+        ends = np.minimum(begins + self.each, self.tiles * self.units)
+        return begins // self.units, (ends - 1) // self.units, begins
+
+    def table(self) -> np.ndarray:
+        """Return the shares of CTAs and their warps, int32 (parts · CTAs, 1 + warps, 4)."""
+        return np.concatenate([self._of_part(len(own) // 2, own) for own in self.lists])
+
+    def _of_part(self, steps: int, entries: Sequence[int]) -> np.ndarray:
+        of_first = next(i + 1 for i, kind in enumerate(entries[::2]) if kind >> 7 & 1)
+        first, _, begins = self._bounds()
+        ends = np.minimum(begins + self.each, self.tiles * self.units)
+        tiles = ends // self.units - first  # that a CTA ends
+        begin, end = (
+            at // self.units * steps + at % self.units * steps // self.units
+            for at in (begins, ends)
+        )
+        begun = np.maximum(begin, ends // self.units * steps)
+        before = np.arange(WARPS + 1) * (end - begin)[:, None] // WARPS
+        of_begun = before * (end - begun)[:, None] // np.maximum(end - begin, 1)[:, None]
+        table = np.zeros((self.ctas, 1 + WARPS, 4), dtype=np.int64)
+        earlier = np.arange(self.ctas) - first * self.units // self.each
+        table[:, 0] = np.stack([first, tiles, ends % self.units > 0, earlier], axis=1)
+        for run, bounds in enumerate(
+            (begun[:, None] + of_begun, begin[:, None] + before - of_begun)
+        ):
+            at = bounds[:, :-1] % steps
+            table[:, 1:, 2 * run] = at | (at >= of_first) << 15 | bounds[:, :-1] // steps << 16
+            table[:, 1:, 2 * run + 1] = np.diff(bounds)
+        return table.astype(np.uint32).view(np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +310,9 @@ class _Division:
                 for part in range(parts)
             ]
             lists = [_list(own, step, BLOCK_PANELS) for own in of_parts]
-            if each * sum(of_part[0] for of_part in lists) < WARPS * parts:
+            if each * sum(map(len, lists)) < 2 * WARPS * parts:
                 lists = [_list(own, step, 1) for own in of_parts]
-            units = sum(of_part[0] for of_part in lists)
+            units = sum(map(len, lists)) // 2
             of_cta = max(1, _ceil(each * units))
             shares.append(_Share(tiles=count, units=units, each=of_cta, lists=lists))
         return cls(shares=shares, together=len(sets[0]), length=length, parts=parts)
@@ -337,14 +369,13 @@ def _list(panels: tuple[tuple[Panel, ...], ...], step: int, most: int) -> tuple[
 
     panels: of a part, for each; step, most: bytes of codes and panels of a step.
     """
-    entries, counts = list[int](), list[int]()
+    entries = list[int]()
     for own in panels:
-        kinds, index = kinds_of(own, step, most), 0
-        for kind in kinds:
+        index = 0
+        for kind in kinds_of(own, step, most):
             entries += [kind, 4 * own[index].word // OFFSET_UNIT | index << PANEL_SHIFT]
             index += kind >> 4 & 7
-        counts.append(len(kinds))
-    return (sum(counts), counts[0], *entries)
+    return tuple(entries)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,7 +424,8 @@ def _fit(
             sums = 4 * rows * TILE * max(division.sums for division in divisions)
             words = sum(division.words for division in divisions)
             slot = WARPS * (slot_bytes(products[0].matrices[0], step) + 8)
-            fixed = 8 * words + sums + max(inputs)
+            shares = 16 * (1 + WARPS) * len(products)
+            fixed = shares + 8 * words + sums + max(inputs)
             slots = min(MOST_SLOTS * STEP // step, (room - fixed) // slot)
             if slots * step >= LEAST_SLOTS * STEP or (step < STEP and slots >= LEAST_SLOTS):
                 shared = fixed + slots * slot
@@ -458,16 +490,17 @@ def _fill(
         sums = share.tiles * division.parts * share.pieces * rows * TILE * is_shared
         lists = padded_table(share.lists, 2 * division.words, device)
         arrived = torch.zeros(share.tiles * rows, dtype=torch.int32, device=device)
+        shares = torch.from_numpy(share.table()).to(device)
         for index, matrix in enumerate(together):
             tensors += fill_matrix(
                 next(entries),
                 matrix,
                 lists=lists,
                 partial=torch.empty(sums, device=device),
+                shares=shares,
                 arrived=arrived,
                 tiles=share.tiles,
-                units=share.units,
-                each=share.each,
+                ctas=share.ctas,
                 pieces=share.pieces,
                 first_cta=NO_CTA if index else first_cta,
             )

@@ -78,32 +78,33 @@ class Work:
         self.together = 2 if stage["activation"] else 1
         self.which = max(i for i, of in enumerate(stage["of"]) if i == 0 or cta >= of["first_cta"])
         of = stage["of"][self.which]
-        self.cta = cta - int(of["first_cta"])
-        self.parts, self.pieces = int(stage["parts"]), int(of["pieces"])
-        self.units, self.each = int(of["units"]), int(of["each"])
-        every = int(of["tiles"]) * self.units if self.part < self.parts else 0
-        begin = min(self.cta * self.each, every)
-        end = min(begin + self.each, every)
-        self.first, last = begin // self.units, end // self.units
-        self.tiles = last - self.first
-        self.held = self.tiles + (begin < end and end % self.units > 0)
+        cta -= int(of["first_cta"])
+        self.parts, self.pieces, ctas = int(stage["parts"]), int(of["pieces"]), int(of["ctas"])
+        self.first = self.tiles = self.held = self.before = 0
         self.panel = self.part * int(stage["length"])
-        self.list = tables[of["lists"]][min(self.part, self.parts - 1)].tolist()
-        self.begin, self.end = (
-            bound // self.units * self.list[0] + bound % self.units * self.list[0] // self.units
-            for bound in (begin, end)
-        )
-        self.begun = max(self.begin, last * self.list[0])
+        self.shares: list[list[int]] = []
+        self.list: list[tuple[int, int]] = []
+        if self.part >= self.parts or cta >= ctas:
+            return
+        self.shares = tables[of["shares"]][self.part * ctas + cta].tolist()
+        self.first, self.tiles, hands_over, self.before = self.shares.pop(0)
+        self.held = self.tiles + hands_over
+        entries = tables[of["lists"]][self.part].tolist()
+        while entries and entries[0]:
+            self.list.append((entries.pop(0), entries.pop(0)))
+        self.of_first = next(i + 1 for i, (kind, _) in enumerate(self.list) if kind >> 7 & 1)
+
+    def before_of(self, tile: int) -> int:
+        return self.before if tile == self.first else 0
 
     def others(self, tile: int) -> list[int]:
         """Return where the other CTAs' sums of a tile that it ends lie."""
-        ctas = self.cta - tile * self.units // self.each + 1
-        every = [(part, turn) for part in range(self.parts) for turn in range(ctas)]
-        return [self.piece(tile, *place) for place in every[:-1]]
+        turns = range(self.before_of(tile) + 1)
+        return [self.piece(tile, part, turn) for part in range(self.parts) for turn in turns][:-1]
 
     def own_piece(self, tile: int) -> int:
         """Return where its sums of a tile lie that another CTA ends."""
-        return self.piece(tile, self.part, self.cta - tile * self.units // self.each)
+        return self.piece(tile, self.part, self.before_of(tile))
 
     def piece(self, tile: int, part: int, turn: int) -> int:
         return (tile * self.parts + part) * self.pieces + turn
@@ -153,34 +154,21 @@ def steps_of(case: Case, index: int) -> Iterator[Step]:
             yield from warp_steps(work, size, block, warp)
 
 
-def bounds(work: Work, warp: int, *, is_begun: bool) -> tuple[int, int]:
-    """Return a warp's steps of a run: see `Walk` in work.cuh."""
-    every, rest = work.end - work.begin, work.end - work.begun
-    before = [(warp + i) * every // WARPS for i in (0, 1)]
-    of_rest = [own * rest // every if rest else 0 for own in before]
-    if is_begun:
-        return work.begun + of_rest[0], work.begun + of_rest[1]
-    return work.begin + before[0] - of_rest[0], work.begin + before[1] - of_rest[1]
-
-
 def warp_steps(work: Work, size: int, block: int, warp: int) -> Iterator[Step]:
-    steps, of_first = work.list[:2]
-    for is_begun in (True, False):
-        places = bounds(work, warp, is_begun=is_begun)
-        for place in range(*places):
+    share, steps = work.shares[warp], len(work.list)
+    for is_begun, (where, left) in ((True, share[:2]), (False, share[2:])):
+        first = (where >> 16) * steps + (where & 0x7FFF)
+        assert not left or (where >> 15 & 1) == (first % steps >= work.of_first)
+        for place in range(first, first + left):
             tile, at = divmod(place, steps)
-            kind, where = work.list[2 + 2 * at : 4 + 2 * at]
+            kind, where = work.list[at]
             bits, panels, rest = kind & 15, kind >> 4 & 7, kind >> 16 & 3
-            is_second, codes = at >= of_first, (where & 0xFFFFF) * 16
-            assert (kind >> 7 & 1) == (at + 1 in (of_first, steps))
+            is_second, codes = at >= work.of_first, (where & 0xFFFFF) * 16
+            assert (kind >> 7 & 1) == (at + 1 in (work.of_first, steps))
             scales = codes + (panels + rest) * bits * 128
             index = (tile - work.first) * work.together + is_second
-            goes_on = kind >> 7 & 1 and place + 1 < places[1]
-            last = index == (
-                ((places[1] - 1) // steps - work.first) * work.together
-                + ((places[1] - 1) % steps >= of_first)
-            )
-            assert not (last and goes_on)
+            end_tile, end_at = divmod(first + left - 1, steps)
+            last = index == (end_tile - work.first) * work.together + (end_at >= work.of_first)
             own = "begun" if is_begun else "last"
             yield Step(
                 block=block,

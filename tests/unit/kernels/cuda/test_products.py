@@ -242,7 +242,7 @@ def test_norms_of_results_are_added_by_what_reads_them(launches: list) -> None:
     assert of_gated["hidden"] == hidden.data_ptr()
     assert of_last["hidden"] == of_gated["sum"]
     assert of_last["sum"] == states.data_ptr()
-    assert [stage["multiplier"] for stage in argument["stages"]] == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert [stage["multiplier"] for stage in argument["stages"]] == [1, 1, 1, 1]
     assert (of_gated["after_multiplier"], of_last["after_multiplier"]) == (0.5, 1)
     assert of_gated["after_eps"] == np.float32(RMS.eps)
     assert not argument["stages"]["of"]["residual"].any()

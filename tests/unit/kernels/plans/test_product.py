@@ -197,7 +197,7 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
     x_bytes, places = [], dict[int, int]()
     for index, _, stage in stages(case):
         places[int(stage["list_at"])] = int(stage["words"])
-        longest = max(work.list[0] + 1 for _, work in works_of(case, index))
+        longest = max(len(work.list) for _, work in works_of(case, index))
         assert longest <= stage["words"] <= longest + 1
         room = next(rows for rows in (1, 4) if rows >= case.rows)
         x_bytes.append(stage["length"] * (2 * 32 + 8) * room)
@@ -210,6 +210,7 @@ def test_what_a_cta_holds_fits_the_shared_memory(name: str) -> None:
     assert LEAST_SLOTS <= slots <= MOST_SLOTS * STEP // step
     assert case.plan.shared == (
         WARPS * slots * (slot + 8)
+        + 16 * (1 + WARPS) * len(case.products)
         + 8 * argument["words"]
         + argument["tiles"] * sums
         + max(*x_bytes, WARPS * sums)
