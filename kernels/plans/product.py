@@ -4,6 +4,7 @@ A CTA of 16 warps has some tiles of 32 columns and all their rows, or a part of 
 share its panels equally. Products that each read the previous result are one launch.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -205,7 +206,7 @@ class _Division:
             parts = min(processors // sum(tiles), panels // (2 * WARPS))
         length = -(-panels // max(parts, 1))
         parts = -(-panels // length)
-        each, rounds = _tiles_each(sets, tiles, processors / parts)
+        each, rounds = _tiles_each(sets, tiles, processors // parts)
         shares = [
             [shares_of(together, e, part, length, step) for part in range(parts)]
             for together, e in zip(sets, each, strict=True)
@@ -392,14 +393,30 @@ def _fill_after(entry: np.void, before: FusedLinear, product: FusedLinear) -> li
 
 
 def _tiles_each(
-    sets: Sequence[Sequence[PackedMatrix]], tiles: Sequence[int], ctas: float
+    sets: Sequence[Sequence[PackedMatrix]], tiles: Sequence[int], ctas: int
 ) -> tuple[list[int], int]:
     """Return the tiles per CTA and round of each set, and the number of rounds.
 
-    Sets have CTAs in proportion to their bytes.
+    The busiest CTA has as few bytes as possible.
     """
-    sizes = [sum(matrix.words.numel() for matrix in together) for together in sets]
-    most = MOST_TILES // len(sets[0])
-    shares = [max(1, int(ctas * size / sum(sizes) + 0.01)) for size in sizes]
-    rounds = max(-(-count // (share * most)) for count, share in zip(tiles, shares, strict=True))
-    return [-(-c // (share * rounds)) for c, share in zip(tiles, shares, strict=True)], rounds
+    sizes = [sum(matrix.words.shape[1] for matrix in together) for together in sets]
+    bounds = sorted(
+        {
+            size * each
+            for count, size in zip(tiles, sizes, strict=True)
+            for each in range(1, count + 1)
+        }
+    )
+
+    def held(bound: int) -> list[int]:
+        return [min(bound // size, count) for count, size in zip(tiles, sizes, strict=True)]
+
+    def fits(bound: int) -> bool:
+        each = held(bound)
+        return min(each) > 0 and ctas >= sum(
+            -(-count // own) for count, own in zip(tiles, each, strict=True)
+        )
+
+    each = held(bounds[min(bisect_left(bounds, True, key=fits), len(bounds) - 1)])
+    rounds = max(-(-own // (MOST_TILES // len(sets[0]))) for own in each)
+    return [-(-own // rounds) for own in each], rounds
