@@ -2,7 +2,7 @@
 // Each CTA handles a part of a sequence's positions, one key head and 8 or 16 columns, pairs of a
 // new token and one of its query heads (attention_wide.cuh); or, of one new token and codes, one to
 // four key heads of few query heads (attention_narrow.cuh). Its warps take 16 or 32 positions at a
-// time. The first operand of the tensor cores has positions as rows, later elements of values; the
+// time; of two key heads of several query heads, two warps take the same positions, a head each. The first operand of the tensor cores has positions as rows, later elements of values; the
 // second one has the columns. Rotated elements are never rotated back: the queries, and the sum of
 // the values, are rotated once. The new keys are rotated by position, then encoded with the values;
 // their bytes are read like those in the cache, to which one CTA writes them.
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(
     constexpr int POSITIONS =
         MEMBERS == 1 && 32 * (Keys::BYTES + Values::BYTES) <= ATTENTION_STEP ? 32 : 16;
     constexpr int VALUES_AT = POSITIONS * Keys::ROW, STAGE = VALUES_AT + POSITIONS * Values::ROW;
-    constexpr int PART = part_floats<WIDTH, COLUMNS>();
+    constexpr int UNITS = WIDTH / 64, PART = part_floats<WIDTH, COLUMNS>();
     using Work = typename Choice<(COLUMNS < 8 * HEADS),
                                  Narrow<WIDTH, KE, VE, POSITIONS, OWN, HEADS / MEMBERS, HEADS>,
                                  Wide<WIDTH, KE, VE, POSITIONS, TOKENS, COLUMNS>>::Type;
@@ -170,9 +170,9 @@ __global__ void __launch_bounds__(
 #pragma unroll 1
     for (int own_row = from_row; own_row < rows; own_row += warps) {
 #pragma unroll 1
-        for (int unit = 0; unit < WIDTH; unit += 64) {
+        for (int own_unit = 0; own_unit < UNITS; ++own_unit) {
             const int in_new = own_row - columns.count, token = in_new / (2 * HEADS);
-            const int in_head = unit + 2 * lane;
+            const int unit = own_unit * 64, in_head = unit + 2 * lane;
             const int at = in_new / 2 % HEADS * WIDTH + in_head;
             const bool is_value = in_new % 2;
             const int element = is_value ? VE : KE;

@@ -122,6 +122,14 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int sums = columns.count * WIDTH;  // may be fewer than threads
     const int first_head = blockIdx.y / call.parts * columns.group;
+    Floats<ADJACENT> ahead[AHEAD];
+    auto begin_sums = [&](int i, int from) {
+#pragma unroll
+        for (int j = 0; j < AHEAD; ++j)
+            if (from + j < call.splits && i < sums)
+                ahead[j] = load_floats<ADJACENT>(parts + (from + j) * PART + i);
+    };
+    begin_sums(threadIdx.x * ADJACENT, 0);
     auto element = [&](int i) { return i % (WIDTH / 64) * 64 + 2 * lane - offset; };
     auto places_of = [&](int i) {  // of two elements
         const int column = i / (WIDTH / 64), e = element(i);
@@ -130,55 +138,40 @@ __device__ __forceinline__ void add_parts(const Call& call, const float* parts,
         return __ldg((const int2*)(call.to + head * call.head_dim + e));
     };
     int2 next = places_of(warp);
-    auto weigh = [&] {
-#pragma unroll 1
-        for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
-            const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
-            const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
-            const float part_total = lane < call.splits ? __ldcg(of_lane + COLUMNS) : 0.0f;
-            float m = part_most;
-            for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
-            float sink = NOTHING;
-            if (call.sinks) {
-                sink = call.sinks[first_head + columns.in_group(column)] * LOG2_E;
-                m = fmaxf(m, sink);
-            }
-            const float weight = power(part_most - m);
-            float l = weight * part_total;
-            for (int other = 16; other; other >>= 1) l += __shfl_xor_sync(~0u, l, other);
-            if (call.sinks) l += power(sink - m);
-            weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
+    for (int column = warp; column < columns.count; column += warps) {  // lane i has part i
+        const float* of_lane = parts + lane * PART + COLUMNS * WIDTH + column;
+        const float part_most = lane < call.splits ? __ldcg(of_lane) : NOTHING;
+        const float part_total = lane < call.splits ? __ldcg(of_lane + COLUMNS) : 0.0f;
+        float m = part_most;
+        for (int other = 16; other; other >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, other));
+        float sink = NOTHING;
+        if (call.sinks) {
+            sink = call.sinks[first_head + columns.in_group(column)] * LOG2_E;
+            m = fmaxf(m, sink);
         }
-    };
-#pragma unroll 1
-    for (int base = 0; base < sums; base += blockDim.x * ADJACENT) {
-        const int i = base + threadIdx.x * ADJACENT;
-        float sum[ADJACENT] = {};
-#pragma unroll 1
-        for (int from = 0; from < call.splits; from += AHEAD) {
-            const int count = i < sums ? call.splits - from : 0;
-            const float* at = parts + from * PART + i;
-            Floats<ADJACENT> ahead[AHEAD];
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j)
-                if (j < count) ahead[j] = load_floats<ADJACENT>(at + j * PART);
-            if (base + from == 0) {
-                weigh();
-                __syncthreads();
-            }
-            const float* of_parts = weights[i / WIDTH] + from;
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j)
-                if (j < count)
-#pragma unroll
-                    for (int k = 0; k < ADJACENT; ++k) sum[k] += of_parts[j] * ahead[j].x[k];
-        }
-        if (i < sums)
-#pragma unroll
-            for (int k = 0; k < ADJACENT; ++k) window[0][i + k] = sum[k];
+        const float weight = power(part_most - m);
+        float l = weight * part_total;
+        for (int other = 16; other; other >>= 1) l += __shfl_xor_sync(~0u, l, other);
+        if (call.sinks) l += power(sink - m);
+        weights[column][lane] = weight * (IS_ROTATED ? 1.0f / 32.0f : 1.0f) / l;
     }
     __syncthreads();
-#pragma unroll 1
+    for (int i = threadIdx.x * ADJACENT; i < sums; i += blockDim.x * ADJACENT) {
+        const float* of_column = weights[i / WIDTH];
+        float sum[ADJACENT] = {};
+        for (int from = 0; from < call.splits; from += AHEAD) {
+            if (from || i >= blockDim.x * ADJACENT) begin_sums(i, from);
+#pragma unroll
+            for (int j = 0; j < AHEAD; ++j)
+                if (from + j < call.splits)
+#pragma unroll
+                    for (int k = 0; k < ADJACENT; ++k)
+                        sum[k] += of_column[from + j] * ahead[j].x[k];
+        }
+#pragma unroll
+        for (int k = 0; k < ADJACENT; ++k) window[0][i + k] = sum[k];
+    }
+    __syncthreads();
     for (int i = warp; i < columns.count * (WIDTH / 64); i += warps) {
         const int column = i / (WIDTH / 64), e = element(i);
         const int2 places = next;
