@@ -2,10 +2,11 @@
 // Each CTA handles a part of a sequence's positions, one key head and 8 or 16 columns, pairs of a
 // new token and one of its query heads (attention_wide.cuh); or, of one new token and codes, one to
 // four key heads of few query heads (attention_narrow.cuh). Its warps take 16 or 32 positions at a
-// time. The first operand of the tensor cores has positions as rows, later elements of values; the
-// second one has the columns. Rotated elements are never rotated back: the queries, and the sum of
-// the values, are rotated once. The new keys are rotated by position, then encoded with the values;
-// their bytes are read like those in the cache, to which one CTA writes them.
+// time; of two key heads of several query heads, two warps take the same positions, a head each. The
+// first operand of the tensor cores has positions as rows, later elements of values; the second one
+// has the columns. Rotated elements are never rotated back: the queries, and the sum of the values,
+// are rotated once. The new keys are rotated by position, then encoded with the values; their bytes
+// are read like those in the cache, to which one CTA writes them.
 #include "packed.cuh"
 #include "cache_tiles.cuh"
 #include "early.cuh"
