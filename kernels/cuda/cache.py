@@ -399,13 +399,13 @@ def _stages(
     """
     row = width * bits // 8
     step = 32 if members == 1 and 32 * row <= ATTENTION_STEP else 16
-    stage, warps = step * (row + 2 * _pad(width)), ATTENTION_WARPS
+    stage, teams = step * (row + 2 * _pad(width)), ATTENTION_WARPS
     least = -(-4 * columns * (width + 1) // stage)
-    while warps > 1 and max(2, least) * warps * stage > room:
-        warps //= 2
-    stages = min(MOST_STAGES, room // (warps * stage), -(-positions // (warps * step)))
+    while teams > 1 and max(2, least) * teams * stage > room:
+        teams //= 2
+    stages = min(MOST_STAGES, room // (teams * stage), -(-positions // (teams * step)))
     stages = max(1, least, stages)
-    return warps, stages, warps * stages * stage
+    return teams, stages, teams * stages * stage
 
 
 # by a layer's keys and by their number: passes over a layer follow each other

@@ -55,14 +55,16 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
         _columns(tokens, width, pairs, WIDE_FROM, is_coded=name.startswith("q"))
         for tokens, pairs in product((1, STEP_TOKENS), (1, 4, 32))
     }
-    for positions, count in product((1, 256, 8192), columns):
-        warps, stages, shared = _stages(bits, width, count, positions=positions, room=room)
+    for positions, count, members in product((1, 256, 8192), columns, (1, 2)):
+        teams, stages, shared = _stages(
+            bits, width, count, members=members, positions=positions, room=room
+        )
 
-        assert 1 <= warps <= ATTENTION_WARPS
+        assert 1 <= teams <= ATTENTION_WARPS
         assert 1 <= stages <= MOST_STAGES
         assert shared <= room
         assert stages > 1 or positions < 8192
-        assert shared // warps >= 4 * count * width  # sums of values
+        assert shared // teams >= 4 * count * (width + 1)  # sums of values, a bank apart
 
 
 @pytest.mark.parametrize("room", [-4096, 0, 2048, 6144])
@@ -70,9 +72,11 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_sums_fit_where_many_ctas_leave_no_room(name: str, width: int, room: int) -> None:
     for positions, count in product((1, 256), (SET, 2 * SET)):
-        warps, stages, shared = _stages(bits_of(name), width, count, positions=positions, room=room)
+        teams, stages, shared = _stages(
+            bits_of(name), width, count, members=1, positions=positions, room=room
+        )
 
-        assert shared // warps >= 4 * count * width
+        assert shared // teams >= 4 * count * (width + 1)
         assert stages <= MOST_STAGES
 
 
@@ -110,8 +114,10 @@ def test_adjacent_key_heads_share_a_cta_if_their_rows_are_short_and_ctas_suffice
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize(("bits", "together"), [(8, 2), (8, 4), (12, 2), (16, 2)])
 def test_stages_of_several_heads_fit(bits: int, together: int, room: int) -> None:
-    warps, stages, shared = _stages(bits, 128 * together, together, positions=8192, room=room)
+    teams, stages, shared = _stages(
+        bits, 128 * together, together, members=1, positions=8192, room=room
+    )
 
-    assert warps * stages * 16 * 128 * together * bits // 8 < shared <= room
+    assert teams * stages * 16 * 128 * together * bits // 8 < shared <= room
     assert stages > 1
-    assert shared // warps >= 4 * together * 128  # sums of values
+    assert shared // teams >= 4 * together * 128  # sums of values
