@@ -24,7 +24,7 @@ INSTANCES = {
     + [
         f"attend<{width}, {keys}, {values}, 1, {columns}, {together}>"
         for width, (keys, values) in product(WIDTHS[:-1], CODES)
-        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (8, 2))
+        for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 2))
         if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
     "product.cu": [f"product<{rows}, {gptq}>" for rows in ROWS for gptq in GPTQ],
