@@ -29,7 +29,7 @@ MORE = {
     ],
     "core/requests/request.py": ["tests/unit/inference/generate/test_prompt.py"],
     "core/store/files.py": [
-        "tests/unit/core/store/test_model_files.py",
+        "tests/unit/core/store/test_folders.py",
         "tests/unit/core/store/test_power_cuts.py",
     ],
     "core/store/source.py": ["tests/hub/test_fetch.py", "tests/hub/test_card.py"],
