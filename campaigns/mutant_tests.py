@@ -14,7 +14,7 @@ MORE = {
     f"{OPTIONS}/refine.py": ["tests/unit/quant/forecast/test_plan.py", BOUNDS, TABLES],
     f"{OPTIONS}/sampling.py": [
         "tests/unit/inference/sampling/test_sampling.py",
-        "tests/unit/inference/sampling/test_sampling_steps.py",
+        BOUNDS,
         TABLES,
     ],
     f"{OPTIONS}/serving.py": [
@@ -37,6 +37,11 @@ MORE = {
         "tests/unit/core/store/test_changed_sources.py",
         "tests/unit/core/store/test_damage.py",
         "tests/unit/quant/test_interrupts.py",
+    ],
+    "core/store/store.py": [
+        "tests/unit/core/store/test_kept_stages.py",
+        "tests/unit/core/store/test_folders.py",
+        "tests/unit/core/store/test_cleaning.py",
     ],
     "core/store/manifest.py": [
         "tests/unit/core/store/test_kept_stages.py",

@@ -1,5 +1,6 @@
 """Stage folders: commits, resumption, and the lock of a work directory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -241,7 +242,7 @@ def test_states_that_are_slow_to_save_are_saved_less_often(
     saved = now
 
     found = []
-    for wait in (pause - 0.1, pause + 0.1):
+    for wait in (pause - 0.1, pause):
         now = saved + wait
         found.append(folder.states_are_due())
 
@@ -269,10 +270,16 @@ def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> N
     assert folder.load_states() is None
 
 
+def test_equal_references_are_one_key(work: WorkDir, ref: StageRef) -> None:
+    assert {ref: "a"}[work.ref(ref.stage, ref.fingerprint)] == "a"
+    with pytest.raises(ValidationError):
+        StageRef.model_validate({**ref.model_dump(), "other": 1})
+
+
 def test_second_owner_is_refused_with_the_process_id_of_the_first(work: WorkDir) -> None:
     with (
         work.lock(),
-        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is working in"),
+        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is .*another `--work-root`"),
         WorkDir(work.root).lock(),
     ):
         pytest.fail("the lock was given twice")
@@ -299,3 +306,91 @@ def test_lock_of_a_killed_process_is_free(work: WorkDir) -> None:
 
     with work.lock():
         assert (work.root / "lock").read_text() == str(os.getpid())
+
+
+def test_whole_directory_is_refused_with_the_process_that_has_a_stage(
+    work: WorkDir, ref: StageRef
+) -> None:
+    with (
+        work.lock_stage(ref, None),
+        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is working in `{work.root}`"),
+        work.lock(),
+    ):
+        pytest.fail("the lock was given twice")
+
+
+def test_stages_of_one_directory_are_locked_one_by_one(work: WorkDir, ref: StageRef) -> None:
+    other = work.ref("measure", "f" * 64)
+    with (
+        work.lock_stage(ref, None),
+        work.lock_stage(other, None),
+        pytest.raises(WorkDirBusy),
+        work.lock_stage(ref, None),
+    ):
+        pytest.fail("the lock was given twice")
+    with work.lock():
+        pass
+
+
+def test_owner_that_has_not_written_its_number_is_unknown(work: WorkDir) -> None:
+    work.root.mkdir()
+    with (work.root / "lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(WorkDirBusy, match="process unknown is working"), work.lock():
+            pytest.fail("the lock was given twice")
+
+
+@pytest.mark.parametrize("content", [None, "written before", "written meanwhile"])
+def test_output_folder_is_there_while_it_is_locked_and_stays_if_it_is_used(
+    content: str | None, work: WorkDir, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "out"
+    if content == "written before":
+        out.mkdir(parents=True)
+
+    with work.lock_output(out):
+        assert out.is_dir()
+        if content == "written meanwhile":
+            (out / "file").touch()
+
+    assert out.is_dir() == (content is not None)
+
+
+def handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_output_that_is_refused_leaves_no_handle(work: WorkDir, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", WorkDir(tmp_path / "other")
+    with work.lock_output(out):
+        before = handles()
+        for _ in range(3):
+            with (
+                pytest.raises(WorkDirBusy, match=rf"another process .*`{out}`.*another `--out`"),
+                other.lock_output(out),
+            ):
+                pytest.fail("the lock was given twice")
+        assert handles() == before
+
+
+def test_output_folder_that_its_owner_removes_meanwhile_is_made_again(
+    work: WorkDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, before, removed = tmp_path / "out", handles(), list[Path]()
+    flock = fcntl.flock
+
+    def removing(handle: int, how: int) -> None:
+        if not removed and out.exists():
+            out.rmdir()  # between opening and locking
+            removed.append(out)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", removing)
+    with work.lock_output(out):
+        assert out.is_dir()
+        with pytest.raises(WorkDirBusy), WorkDir(tmp_path / "other").lock_output(out):
+            pytest.fail("the lock was given twice")
+
+    assert removed
+    assert not out.exists()
+    assert handles() == before
