@@ -164,6 +164,13 @@ def test_closing_mark_may_be_a_stop() -> None:
     assert forced(state) == "</think>"
 
 
+def test_opening_mark_may_have_a_stop() -> None:
+    marks = Thinking("<|channel|><think>", "</think>")
+    state = fed(Phases(marks, False, None, "", WORD), "<|channel|>", stops=["<think>"])
+
+    assert {*ids_for("<think>")} <= {*ids_of(state.allowed().words, WIDTH)}
+
+
 @pytest.mark.parametrize("thoughts", ["", "so", "[[a]]"])
 def test_what_was_read_as_an_answer_is_forgotten_when_it_was_a_mark(thoughts: str) -> None:
     text = Phases(SPELLED, False, None, "", SelectFilter(["[[a]]", "ab"]))
