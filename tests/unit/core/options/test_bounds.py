@@ -195,3 +195,9 @@ def test_dry_searches_more_than_its_longest_repetition(
 @pytest.mark.parametrize(("temperature", "is_greedy"), [(0, True), (0.0099, True), (0.01, False)])
 def test_least_temperature_that_samples(temperature: float, is_greedy: bool) -> None:
     assert SamplingSettings(temperature=temperature).is_greedy is is_greedy
+
+
+def test_greedy_settings_report_the_probabilities_of_the_model() -> None:
+    greedy = SamplingSettings.greedy(min_p=0.5)
+
+    assert greedy == SamplingSettings(temperature=1.0, top_k=1, top_p=0.0, min_p=0.5)

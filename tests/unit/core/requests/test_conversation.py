@@ -86,8 +86,21 @@ def test_another_model_reads_the_texts_from_their_beginnings() -> None:
     assert talk.answers[1].seed == 5
 
 
-def test_people_and_models_are_called_user_and_assistant_unless_named() -> None:
-    assert conversation().names == ("User", "Assistant")
+def test_a_file_that_says_nothing_of_it_has_the_usual_options() -> None:
+    talk = conversation()
+
+    assert talk.names == ("User", "Assistant")
+    assert (talk.amnesia, talk.keep_thinking, talk.bans, talk.left_out) == (False, False, (), ())
+    assert not any(turn.dropped for turn in (*talk.turns, Turn("a")))
+
+
+def test_only_its_owner_reads_a_conversation(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("talk.json")
+
+    conversation().write(tmp_path / "link.json")
+
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "talk.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_special_tokens_of_a_template_are_not_shown() -> None:

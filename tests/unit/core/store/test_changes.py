@@ -313,6 +313,19 @@ def test_values_are_those_that_the_user_gave(config: ConversionConfig) -> None:
     assert found["tokenize"].changes == expected
 
 
+def test_manifest_that_does_not_list_its_source_has_no_changed_source(
+    config: ConversionConfig,
+) -> None:
+    folder = StageFolder.load(convert(config).path("allocate"))
+    assert folder is not None
+    folder.manifest.source = {}  # of an earlier version
+    folder.save()
+
+    found = looked(other(config, bpw=2.5))
+
+    assert found["allocate"].changes == (change("`bpw`", "4.0", "2.5"),)
+
+
 def test_another_file_is_named_by_its_path_and_not_by_its_digest(
     config: ConversionConfig,
 ) -> None:

@@ -244,6 +244,27 @@ def test_removal_goes_on_within_the_second_in_which_another_was_killed(
     assert list(folder.rglob("*.safetensors")) == []
 
 
+def test_tensors_can_go_although_another_result_is_lost(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    for path in made.path("validate").iterdir():
+        if path.name != "manifest.json":
+            path.unlink()
+
+    assert paths(unneeded(root), tensors=True) == stages_of(made, "quantize")
+
+
+@pytest.mark.parametrize("name", ["prefect", "locks"])
+def test_folders_that_are_no_stages_stay(name: str, config: ConversionConfig, root: Path) -> None:
+    folder = convert(config).work.root / name / "results"
+    folder.mkdir(parents=True)
+
+    clean(root, partial=True)
+
+    assert folder.is_dir()
+
+
 def test_what_an_earlier_version_was_removing_goes(config: ConversionConfig, root: Path) -> None:
     folder = convert(config).path("measure")
     leftover = folder.with_name(f"{folder.name}.removed-20260101T000000")

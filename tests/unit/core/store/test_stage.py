@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,16 @@ def test_fingerprints_are_those_of_earlier_versions(config: ConversionConfig) ->
 )
 def test_files_and_entries_have_the_names_that_are_documented(name: str, page: str) -> None:
     assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", (DOCS / page).read_text())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_options_of_the_gpu_count_there_only(device: str, config: ConversionConfig) -> None:
+    plain = stage("measure")
+    tiled = replace(plain, gpu_options=lambda config: {"tile": 64})
+
+    before, after = (Pipeline(config, (each,), device=device).refs for each in (plain, tiled))
+
+    assert (before != after) == (device == "cuda")
 
 
 def test_stage_before_its_input_is_refused(config: ConversionConfig) -> None:

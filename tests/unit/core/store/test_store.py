@@ -16,6 +16,7 @@ from exl2flow.core.errors import WorkDirBusy
 from exl2flow.core.store import store
 from exl2flow.core.store.files import digest, digest_of, write_text
 from exl2flow.core.store.manifest import CHECKSUM, StageManifest
+from exl2flow.core.store.source import SourceFingerprint
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
 HOLD = """
@@ -270,6 +271,21 @@ def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> N
     assert folder.load_states() is None
 
 
+def test_folder_of_a_source_has_its_documented_name_and_stays_when_it_is_renamed(
+    tmp_path: Path,
+) -> None:
+    fingerprint = "0123456789abcdef" * 4
+    source = SourceFingerprint(slug="a", fingerprint=fingerprint, files={})
+    renamed = SourceFingerprint(slug="b", fingerprint=fingerprint, files={})
+    other = SourceFingerprint(slug="b", fingerprint="f" * 64, files={})
+
+    assert WorkDir.of(tmp_path, source).root == tmp_path / "a-0123456789ab"
+    assert WorkDir.of(tmp_path, renamed).root == tmp_path / "b-0123456789ab"
+    (tmp_path / "a-0123456789ab").mkdir()
+    assert WorkDir.of(tmp_path, renamed).root == tmp_path / "a-0123456789ab"
+    assert WorkDir.of(tmp_path, other).root == tmp_path / "b-ffffffffffff"
+
+
 def test_equal_references_are_one_key(work: WorkDir, ref: StageRef) -> None:
     assert {ref: "a"}[work.ref(ref.stage, ref.fingerprint)] == "a"
     with pytest.raises(ValidationError):
@@ -332,10 +348,11 @@ def test_stages_of_one_directory_are_locked_one_by_one(work: WorkDir, ref: Stage
         pass
 
 
-def test_owner_that_has_not_written_its_number_is_unknown(work: WorkDir) -> None:
+@pytest.mark.parametrize("mode", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_owner_that_has_not_written_its_number_is_unknown(mode: int, work: WorkDir) -> None:
     work.root.mkdir()
     with (work.root / "lock").open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, mode)
         with pytest.raises(WorkDirBusy, match="process unknown is working"), work.lock():
             pytest.fail("the lock was given twice")
 

@@ -256,9 +256,10 @@ def test_values_that_are_not_finite_are_not_shared(
     generator, asked = Generator(model, tokens=2048), request(600, scores=1, max_new_tokens=0)
     with monkeypatch.context() as broken:
         broken.setattr(PromptScorer, "scores", lambda self: None)
-        job = generator.submit(asked)
-        end(generator)
-    assert job.is_done
+        company = Request((60, 61, 62), max_new_tokens=1)
+        events = [*generator.stream(asked, company)]
+    [error] = [event.error for event in events if event.error is not None]
+    assert str(error) == "the logits are not finite; check the files of the model"
 
     [*_, last] = generator.stream(request(600, max_new_tokens=1))
 
@@ -325,6 +326,43 @@ def test_a_text_that_is_cut_while_no_page_is_free_is_read_again(model: LoadedMod
     end(generator)
     alone = Generator(model, tokens=1024, slots=1)
     assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
+
+
+def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, PAGE_TOKENS - 6, tokens=12)
+    scheduler, other = generator._scheduler, job.new_pages()
+    while len(job.lead.ids) <= PAGE_TOKENS:
+        generator.step()
+    scheduler._settle(job.lead)
+    assert scheduler.page_pool.share(other, job.lead.ids)
+
+    del job.output.ids[3:]
+    scheduler.advance(job)
+
+    assert (job.is_decoding, job.lead.unread) == (True, 0)
+    assert job.lead.held.pages[0] != other.pages[0]
+    scheduler.page_pool.release(other)
+    end(generator)
+    alone = Generator(model, tokens=1024, slots=1)
+    assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
+
+
+def test_equal_texts_share_the_pages_that_they_fill(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=8 * PAGE_TOKENS, slots=2)
+    jobs = running(generator, PAGE_TOKENS - 6, PAGE_TOKENS - 6, tokens=300)
+    first, second = (job.lead.held.pages for job in jobs)
+    assert first[0] != second[0]  # a copy as long as it is not full
+
+    while min(len(job.lead.ids) for job in jobs) < 2 * PAGE_TOKENS:
+        generator.step()
+
+    assert first[0] == second[0]
+    for job in jobs:
+        table = generator._device_slots.tables[job.lead.slot]
+        assert table[: len(job.lead.held.pages)].tolist() == job.lead.held.pages
+    generator.cancel_all()
+    assert generator.free_pages == generator.pages
 
 
 def test_an_answer_leaves_its_state_behind(with_states: LoadedModel) -> None:
