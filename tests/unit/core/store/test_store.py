@@ -260,6 +260,20 @@ def test_altered_states_are_not_used(work: WorkDir, ref: StageRef) -> None:
     assert folder.load_states() is None
 
 
+def test_states_that_a_disk_has_altered_are_named(
+    work: WorkDir, ref: StageRef, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = opened(work, ref)
+    folder.save_states(torch.zeros(8), 1)
+    saved = folder.manifest.states
+    assert saved is not None
+    record = saved.record.model_copy(update={"sha256": "0" * 64})  # size and times agree
+    folder.manifest.states = saved.model_copy(update={"record": record})
+
+    assert folder.load_states() is None
+    assert f"the saved states in `{folder.path}` are damaged" in caplog.text
+
+
 def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> None:
     folder = opened(work, ref)
     for index in range(2):
