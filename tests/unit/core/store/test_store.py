@@ -300,6 +300,40 @@ def test_folder_of_a_source_has_its_documented_name_and_stays_when_it_is_renamed
     assert WorkDir.of(tmp_path, other).root == tmp_path / "b-ffffffffffff"
 
 
+def test_cleared_stage_keeps_and_lists_what_is_small(
+    work: WorkDir, ref: StageRef, tmp_path: Path
+) -> None:
+    folder = opened(work, ref)
+    commit(folder, "a", "text")
+    commit(folder, "b.safetensors", "tensors")
+    folder.complete()
+
+    folder.clear(tmp_path)
+
+    loaded = StageFolder.load(folder.path)
+    assert loaded is not None
+    assert (loaded.manifest.status, [*loaded.manifest.files]) == ("cleared", ["a"])
+    assert loaded.valid("a")
+    assert folder.tensor_files() == []
+    assert (work.is_cleared(ref), work.is_complete(ref)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_kept"), [("inside/", False), (".a.0.partial", False), ("inside/a", True)]
+)
+def test_only_a_folder_with_whole_files_is_set_aside(
+    name: str, is_kept: bool, work: WorkDir, ref: StageRef
+) -> None:
+    path = work.path(ref) / name
+    (path if name.endswith("/") else path.parent).mkdir(parents=True)
+    if not name.endswith("/"):
+        path.touch()
+
+    opened(work, ref)
+
+    assert len([*work.path(ref).parent.glob("*.damaged-2*")]) == is_kept
+
+
 def test_equal_references_are_one_key(work: WorkDir, ref: StageRef) -> None:
     assert {ref: "a"}[work.ref(ref.stage, ref.fingerprint)] == "a"
     with pytest.raises(ValidationError):
