@@ -283,6 +283,18 @@ def test_token_does_not_close_thoughts_and_begin_an_answer() -> None:
     assert not ids & {*ids_of(state.allowed().words, WIDTH)}
 
 
+@pytest.mark.parametrize(("thoughts", "is_barred"), [("so ", False), ("so ]", True)])
+def test_only_a_mark_that_has_begun_bars_what_would_go_beyond_it(
+    thoughts: str, is_barred: bool
+) -> None:
+    ids = {i for i, piece in enumerate(TOKENIZER.pieces) if re.fullmatch(r"\..*\S.*", piece)}
+    state = fed(Phases(Thinking("[", "]."), True, 9, "", WORD), thoughts)
+
+    allowed = {*ids_of(state.allowed().words, WIDTH)}
+
+    assert ids & allowed == (set() if is_barred else ids)
+
+
 def test_healed_token_comes_before_all_phases() -> None:
     state = Combined([Phases(SPECIAL, True, 0, "", WORD)], TOKENIZER, WIDTH, prefix=" the")
     assert state.allowed().words is None
