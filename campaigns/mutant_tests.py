@@ -14,7 +14,7 @@ MORE = {
     f"{OPTIONS}/refine.py": ["tests/unit/quant/forecast/test_plan.py", BOUNDS, TABLES],
     f"{OPTIONS}/sampling.py": [
         "tests/unit/inference/sampling/test_sampling.py",
-        "tests/unit/inference/sampling/test_sampling_steps.py",
+        BOUNDS,
         TABLES,
     ],
     f"{OPTIONS}/serving.py": [
@@ -29,7 +29,7 @@ MORE = {
     ],
     "core/requests/request.py": ["tests/unit/inference/generate/test_prompt.py"],
     "core/store/files.py": [
-        "tests/unit/core/store/test_model_files.py",
+        "tests/unit/core/store/test_folders.py",
         "tests/unit/core/store/test_power_cuts.py",
     ],
     "core/store/source.py": ["tests/hub/test_fetch.py", "tests/hub/test_card.py"],
@@ -37,6 +37,11 @@ MORE = {
         "tests/unit/core/store/test_changed_sources.py",
         "tests/unit/core/store/test_damage.py",
         "tests/unit/quant/test_interrupts.py",
+    ],
+    "core/store/store.py": [
+        "tests/unit/core/store/test_kept_stages.py",
+        "tests/unit/core/store/test_folders.py",
+        "tests/unit/core/store/test_cleaning.py",
     ],
     "core/store/manifest.py": [
         "tests/unit/core/store/test_kept_stages.py",
@@ -52,7 +57,7 @@ MORE = {
     ],
     "inference/generate/scheduler.py": [
         "tests/unit/inference/generate/test_generator.py",
-        "tests/unit/inference/generate/test_states.py",
+        "tests/unit/inference/generate/test_rewinds.py",
         "tests/property/test_generator.py",
     ],
     "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],

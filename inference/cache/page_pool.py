@@ -83,16 +83,15 @@ class PagePool:
 
     def share(self, held: SequencePages, ids: Sequence[int]) -> bool:
         """Do the first part of `match`, full pages only; False: not at a page boundary."""
-        first = index = self._boundary(held)
-        if index is None or first is None:
+        first = self._boundary(held)
+        if first is None:
             return False
-        self._give_back(held, index)
-        shared = self._shareable(held, ids, index)
+        self._give_back(held, first)
+        shared = self._shareable(held, ids, first)
         held.pages += [self._use(page) for page in shared]
-        index += len(shared)
-        held.cached_pages += index - first
-        held.cached += (index - first) * self.page_tokens
-        held.filled = index * self.page_tokens
+        held.cached_pages += len(shared)
+        held.cached += len(shared) * self.page_tokens
+        held.filled += len(shared) * self.page_tokens
         return True
 
     def following(self, held: SequencePages, ids: Sequence[int]) -> Iterator[FullPage]:

@@ -1,11 +1,13 @@
 """The least and the largest value of every bounded option are accepted, those beyond refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.chat import ChatOptions
 from exl2flow.core.options.config import (
     AllocateOptions,
@@ -21,6 +23,7 @@ from exl2flow.core.options.config import (
 from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.core.options.publication import PublishConfig, PublishOptions
 from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.options.serving import ServeOptions
 
 CONVERSION = {"source": "model", "out": "out"}
@@ -128,3 +131,73 @@ def test_bound_is_where_it_is_documented(
     assert getattr(found, field) == accepted
     with pytest.raises(ValidationError, match=field):
         options.model_validate({**needed, field: refused})
+
+
+# field of the sampling settings, accepted at the bound, refused just beyond it
+SETTINGS: list[tuple[str, float, float]] = [
+    *((name, 0, -TINY) for name in ("temperature", "smoothing_factor", "min_temp", "max_temp")),
+    *((name, 0, -TINY) for name in ("temp_exponent", "top_a", "mirostat_tau", "mirostat_eta")),
+    *((name, 0, -TINY) for name in ("top_p", "min_p", "tfs", "typical", "dry_multiplier")),
+    *((name, 0, -TINY) for name in ("dry_base", "xtc_probability", "xtc_threshold")),
+    *((name, 1, 1.001) for name in ("top_p", "min_p", "tfs", "typical")),
+    *((name, 1, 1.001) for name in ("xtc_probability", "xtc_threshold")),
+    *((name, 0, -1) for name in ("top_k", "repetition_decay", "dry_range")),
+    ("repetition_penalty", TINY, 0.0),
+    ("repetition_range", -1, -2),
+    ("dry_allowed_length", 1, 0),
+    ("dry_max_ngram", 1, 0),
+    ("dry_max_ngram", 1024, 1025),
+]
+
+
+@pytest.mark.parametrize(("field", "accepted", "refused"), SETTINGS)
+def test_bound_of_a_sampling_setting_is_where_it_is_documented(
+    field: str, accepted: float, refused: float
+) -> None:
+    assert getattr(SamplingSettings(**{field: accepted}), field) == accepted
+    with pytest.raises(ConfigError, match=f"`{field}` is {refused}; it must be "):
+        SamplingSettings(**{field: refused})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("top_k", 1.5, "a whole number"),
+        ("temperature", "hot", "a number"),
+        ("temperature", float("nan"), "a finite number"),
+        ("temperature", -1, "0 or more"),
+        ("top_p", 2, "between 0 and 1"),
+    ],
+)
+def test_refused_sampling_setting_says_what_it_must_be(field: str, value: Any, rule: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        SamplingSettings(**{field: value})
+
+    assert str(raised.value) == f"`{field}` is {value}; it must be {rule}"
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "searched", "is_refused"),
+    [(1.0, 0, False), (1.0, 1, True), (1.0, 20, True), (1.0, 21, False), (0.0, 20, False)],
+)
+def test_dry_searches_more_than_its_longest_repetition(
+    multiplier: float, searched: int, is_refused: bool
+) -> None:
+    given = {"dry_multiplier": multiplier, "dry_range": searched}
+    with (
+        pytest.raises(ConfigError, match=f"`dry_range` is {searched}")
+        if is_refused
+        else nullcontext()
+    ):
+        SamplingSettings(**given)
+
+
+@pytest.mark.parametrize(("temperature", "is_greedy"), [(0, True), (0.0099, True), (0.01, False)])
+def test_least_temperature_that_samples(temperature: float, is_greedy: bool) -> None:
+    assert SamplingSettings(temperature=temperature).is_greedy is is_greedy
+
+
+def test_greedy_settings_report_the_probabilities_of_the_model() -> None:
+    greedy = SamplingSettings.greedy(min_p=0.5)
+
+    assert greedy == SamplingSettings(temperature=1.0, top_k=1, top_p=0.0, min_p=0.5)

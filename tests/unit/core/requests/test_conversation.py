@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
@@ -60,6 +61,46 @@ def test_answers_and_messages_begin_alike() -> None:
 
     assert turn.current == Answer()
     assert (turn.current.seed, turn.current.drawn, turn.current.ended) == (0, 0, False)
+
+
+@pytest.mark.parametrize("name", ["cut", "drawn"])
+def test_counts_that_are_stored_begin_at_zero(name: str) -> None:
+    conversation(messages=[TALK[1], {**TALK[2], name: 0}])
+    with pytest.raises(ValidationError, match=name):
+        conversation(messages=[TALK[1], {**TALK[2], name: -1}])
+
+
+def test_another_model_reads_the_texts_from_their_beginnings() -> None:
+    earlier = {"text": "Ho", "ids": [7], "first": 1, "drawn": 3, "seed": 5}
+    answer = {**TALK[2], "drawn": 2, "alternatives": [earlier]}
+    talk = conversation(messages=[{**TALK[1], "cut": 3}, answer])
+
+    talk.forget_ids(lambda text: [*map(ord, text)])
+
+    [turn] = talk.turns
+    assert turn.cut == 0
+    assert [(a.ids, a.first, a.drawn) for a in talk.answers] == [
+        ([72, 105], 0, 0),
+        ([72, 111], 0, 0),
+    ]
+    assert talk.answers[1].seed == 5
+
+
+def test_a_file_that_says_nothing_of_it_has_the_usual_options() -> None:
+    talk = conversation()
+
+    assert talk.names == ("User", "Assistant")
+    assert (talk.amnesia, talk.keep_thinking, talk.bans, talk.left_out) == (False, False, (), ())
+    assert not any(turn.dropped for turn in (*talk.turns, Turn("a")))
+
+
+def test_only_its_owner_reads_a_conversation(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("talk.json")
+
+    conversation().write(tmp_path / "link.json")
+
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "talk.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_special_tokens_of_a_template_are_not_shown() -> None:

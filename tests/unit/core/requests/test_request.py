@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -6,7 +7,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.core.requests.request import FIRST_EMBEDDING, Request
+from exl2flow.core.requests.request import EMBEDDING, FIRST_EMBEDDING, Request, Sampled
 
 GUIDED = SamplingSettings(cfg_scale=1.5)
 
@@ -95,6 +96,13 @@ def test_pair_needs_a_scale_and_a_scale_needs_a_pair() -> None:
         ({"banned_strings": ("",)}, "`banned_strings` contains ''; it takes non-empty strings"),
         ({"banned_strings": (5,)}, "`banned_strings` contains 5"),
         ({"hooks": (None,)}, "`hooks` contains None, which cannot be called"),
+        ({"filters": (5,)}, "`filters` contains 5, which is no filter"),
+        ({"embeddings": (5,)}, "`embeddings` contains 5, which is no tensor"),
+        ({"adapters": "a"}, "`adapters` is 'a'; it must be a sequence"),
+        ({"adapters": (5,)}, "`adapters` is (5,); it takes adapters, each of them once"),
+        ({"excluded": [*range(99), "a"]}, f"`excluded` is {str([*range(99)])[:60]}…; it takes"),
+        ({"adapters": "a" * 58}, f"`adapters` is '{'a' * 58}'; it must"),
+        ({"adapters": "a" * 59}, f"`adapters` is '{'a' * 59}…; it must"),
     ],
 )
 def test_values_that_no_model_can_use_are_refused(values: dict[str, Any], message: str) -> None:
@@ -172,6 +180,54 @@ def test_embeddings_are_rows_of_floating_point_numbers(
 ) -> None:
     with pytest.raises(ConfigError, match="`embeddings` contains a tensor of shape"):
         Request((FIRST_EMBEDDING,), embeddings=(torch.zeros(shape, dtype=dtype),))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tensors", "is_refused"),
+    [
+        (f"{EMBEDDING} a", 1, False),
+        (f"{EMBEDDING} a {EMBEDDING} b", 2, False),
+        (f"{EMBEDDING} a", 2, True),
+        (f"{EMBEDDING} a {EMBEDDING} b", 1, True),
+        ("a", 1, True),
+        ((f"{EMBEDDING} a", "b"), 1, False),
+        (("a", f"{EMBEDDING} {EMBEDDING} b"), 2, False),
+        ((f"{EMBEDDING} a", f"{EMBEDDING} {EMBEDDING} b"), 2, True),
+        (("a", "b"), 2, True),
+        ((5, FIRST_EMBEDDING, 5), 1, False),
+        ((5, FIRST_EMBEDDING + 2, 5), 1, False),
+        ((5, FIRST_EMBEDDING + 3, 5), 1, True),
+        ((5, 6), 1, True),
+        (((FIRST_EMBEDDING, 5), (5, 6)), 1, False),
+    ],
+)
+def test_all_embeddings_have_a_place_in_the_prompt(
+    prompt: Any, tensors: int, is_refused: bool
+) -> None:
+    rows = [torch.zeros(3, 4)] * tensors
+    is_pair = isinstance(prompt, tuple) and not isinstance(prompt[0], int)
+    settings = GUIDED if is_pair else SamplingSettings()
+    refused = pytest.raises(ConfigError, match="`embeddings`")
+
+    with refused if is_refused else nullcontext():
+        assert len(Request(prompt, embeddings=rows, settings=settings).embeddings) == tensors
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "min_new_tokens", "top_tokens", "drawn"])
+def test_numbers_of_tokens_are_below_two_to_the_31(name: str) -> None:
+    others = {} if name == "max_new_tokens" else {"max_new_tokens": None}
+    assert getattr(Request("a", **{name: 2**31 - 1}, **others), name) == 2**31 - 1
+    with pytest.raises(ConfigError, match=rf"`{name}` is {2**31}; it must be less than"):
+        Request("a", **{name: 2**31}, **others)
+
+
+def test_a_text_is_overtaken_a_few_times_and_filters_see_its_tokens() -> None:
+    token = Sampled(
+        sampled_token=1, sampled_prob=1.0, candidate_tokens=[1], candidate_probs=[1.0], logits=None
+    )
+
+    assert Request("a").max_skips == 4
+    assert token.feed_filters is True
 
 
 def test_requests_with_equal_prompts_are_equal_whatever_their_embeddings() -> None:

@@ -142,6 +142,23 @@ def test_a_stage_goes_on_when_its_source_is_touched(
     assert RAN == ["first", "first"]
 
 
+def test_a_source_that_is_touched_and_then_changed_has_changed(config: ConversionConfig) -> None:
+    model = config.source / "config.json"
+
+    def disturbed(run: StageRun) -> None:
+        RAN.append("again")
+        if len(RAN) == 1:
+            os.utime(model, (0, 0))
+        else:
+            model.write_text('{"other": 1}')
+        run.folder.commit("first", "")
+
+    with pytest.raises(SourceModelError, match=r"config\.json` changed during this run"):
+        run_all(config, (stage("measure", run=disturbed),))
+
+    assert RAN == ["again"] * 2
+
+
 @pytest.mark.parametrize("change", ["edited", "deleted", "a folder"])
 def test_file_of_an_option_that_changes_before_its_stage_is_told(
     change: str, config: ConversionConfig

@@ -11,6 +11,7 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store import changes
 from exl2flow.core.store.changes import Change, Outlook, outlook, stage_rows
+from exl2flow.core.store.files import digest_of
 from exl2flow.core.store.manifest import RunRecord
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
@@ -281,6 +282,10 @@ def test_manifest_of_a_version_without_runs_shows_its_stored_options(
         ("quantize", {"limit": {"tall": [1]}}, "`max_memory`"),
         ("compile", {"files": {"config.json": "a" * 64}}, "source file `config.json`"),
         ("compose", {"rows": 2}, "how many rows the model writes"),
+        ("compose", {"tokens": 2}, "tokens per row that the model writes"),
+        ("compose", {"seed": 2}, "`calibration.seed`"),
+        ("tokenize", {"dialogues": 2}, "the built-in dialogues"),
+        ("tokenize", {"template": 2}, "the model's chat template"),
     ],
 )
 def test_entries_of_stages_have_the_names_of_options(
@@ -305,6 +310,42 @@ def test_values_are_those_that_the_user_gave(config: ConversionConfig) -> None:
     found = looked(other(config, calibration=mine), (options,))
 
     expected = (change("`calibration.text`", "standard", "/data/mine.parquet"),)
+    assert found["tokenize"].changes == expected
+
+
+def test_manifest_that_does_not_list_its_source_has_no_changed_source(
+    config: ConversionConfig,
+) -> None:
+    folder = StageFolder.load(convert(config).path("allocate"))
+    assert folder is not None
+    folder.manifest.source = {}  # of an earlier version
+    folder.save()
+
+    found = looked(other(config, bpw=2.5))
+
+    assert found["allocate"].changes == (change("`bpw`", "4.0", "2.5"),)
+
+
+def test_another_file_is_named_by_its_path_and_not_by_its_digest(
+    config: ConversionConfig,
+) -> None:
+    read = stage("tokenize", options=lambda c: {"file": digest_of(c.calibration.text)})
+    Pipeline(config, (read,), device="cpu").run("tokenize", progress=silent)
+    mine = config.calibration.model_copy(update={"text": "/data/mine.parquet"})
+
+    found = looked(other(config, calibration=mine), (read,))
+
+    expected = (change("`calibration.text`", "standard", "/data/mine.parquet"),)
+    assert found["tokenize"].changes == expected
+
+
+def test_file_with_other_contents_is_told_by_its_digests(config: ConversionConfig) -> None:
+    before, after = (stage("tokenize", options=lambda c, d=d: {"file": d * 64}) for d in "ab")
+    Pipeline(config, (before,), device="cpu").run("tokenize", progress=silent)
+
+    found = looked(config, (after,))
+
+    expected = (change("contents of `calibration.text`", "a" * 12, "b" * 12),)
     assert found["tokenize"].changes == expected
 
 

@@ -244,6 +244,38 @@ def test_removal_goes_on_within_the_second_in_which_another_was_killed(
     assert list(folder.rglob("*.safetensors")) == []
 
 
+def test_tensors_can_go_although_another_result_is_lost(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    for path in made.path("validate").iterdir():
+        if path.name != "manifest.json":
+            path.unlink()
+
+    assert paths(unneeded(root), tensors=True) == stages_of(made, "quantize")
+
+
+@pytest.mark.parametrize("name", ["prefect", "locks"])
+def test_folders_that_are_no_stages_stay(name: str, config: ConversionConfig, root: Path) -> None:
+    folder = convert(config).work.root / name / "results"
+    folder.mkdir(parents=True)
+
+    clean(root, partial=True)
+
+    assert folder.is_dir()
+
+
+def test_what_an_earlier_version_was_removing_goes(config: ConversionConfig, root: Path) -> None:
+    folder = convert(config).path("measure")
+    leftover = folder.with_name(f"{folder.name}.removed-20260101T000000")
+    leftover.mkdir()
+
+    [item] = [item for item in clean(root) if not item.is_tensors]
+
+    assert (item.path, item.why) == (leftover, "removed")
+    assert not leftover.exists()
+
+
 def test_sizes_are_what_the_disk_gains(config: ConversionConfig, root: Path) -> None:
     def used() -> int:
         return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
@@ -281,7 +313,9 @@ def test_cleaning_afterwards_is_an_option_and_harms_no_run(
     clean_after(other(config, clean_after=True))
     assert "not cleaned: cannot read" in caplog.text
     (made.path("measure") / "manifest.json").rmdir()
-    clean_after(other(config, clean_after=True))
+    with caplog.at_level("INFO", logger=cleaning.__name__):
+        clean_after(other(config, clean_after=True))
 
+    assert f"cleaned={root} items=1 size=0.00GB" in caplog.text
     assert paths(kept, tensors=True) == stages_of(made, "quantize")
     assert list(root.rglob("*.safetensors")) == []

@@ -43,9 +43,11 @@ def test_revision_goes_when_its_output_was_made_from_a_newer_one(
     assert old not in paths(unneeded(root))
 
     second = convert(other(config, source=new))
-    removed = paths(clean(root))
+    items = clean(root)
+    removed = paths(items)
 
     assert removed == {old} | stages_of(first, *first.stages)
+    assert {each.why for each in items if each.path == old} == {"no finished conversion needs it"}
     assert not old.parent.exists()
     assert provenance_file(new).exists()
     assert all(map(second.is_complete, second.stages))

@@ -1,5 +1,6 @@
 """Files are whole or absent, and known by their digests."""
 
+import fcntl
 import hashlib
 import os
 import re
@@ -7,6 +8,7 @@ import resource
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,12 +25,17 @@ from exl2flow.core.store.files import (
     FileRecord,
     digest,
     digest_of,
+    exclusive,
+    lock,
+    make_private_folder,
     read_json,
     read_metadata,
     read_tensors,
     replacing,
     safetensors_header,
+    sync_files,
     tensor_bytes,
+    unreadable,
     write_json,
     write_layout,
     write_tensors,
@@ -107,6 +114,73 @@ def test_content_is_flushed_before_the_rename_and_the_folder_after_it(
     write_text(path, "new")
 
     assert seen == [(False, "old"), (True, "new")]
+
+
+def test_files_of_other_libraries_are_flushed_before_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [tmp_path / "a" / "first", tmp_path / "a" / "second", tmp_path / "b" / "third"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("text")
+    seen = list[Path]()
+    flush = os.fsync
+
+    def spy(handle: int) -> None:
+        seen.append(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        flush(handle)
+
+    monkeypatch.setattr(os, "fsync", spy)
+
+    sync_files(iter(paths))
+
+    assert seen[:3] == paths
+    assert sorted(seen[3:]) == [tmp_path / "a", tmp_path / "b"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_nobody_else_looks_into_a_private_folder(is_there: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "private"
+    if is_there:
+        folder.mkdir(parents=True, mode=0o777)
+
+    make_private_folder(folder)
+
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_lock_of_a_file_is_held_until_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "file"
+
+    with lock(path), pytest.raises(BlockingIOError):
+        lock(path, fcntl.LOCK_NB)
+
+    lock(path, fcntl.LOCK_NB).close()
+    assert names(path.parent) == ["file.lock"]
+
+
+def test_changes_of_a_file_by_several_writers_are_all_kept(tmp_path: Path) -> None:
+    path = tmp_path / "numbers"
+    path.write_text("")
+
+    def add(number: int) -> None:
+        with exclusive(path):
+            before = path.read_text()
+            time.sleep(0.002)
+            path.write_text(f"{before}{number}\n")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(16)))
+
+    assert sorted(map(int, path.read_text().split())) == [*range(16)]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(OSError(5, "Input/output error", "name"), "Input/output error"), (OSError("odd"), "odd")],
+)
+def test_file_that_cannot_be_read_is_named_with_the_reason(error: OSError, why: str) -> None:
+    assert str(unreadable(Path("a/b"), error)).startswith(f"cannot read `a/b`: {why}; check ")
 
 
 def test_failed_block_leaves_the_old_file_and_nothing_aside(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from exl2flow.core.errors import SourceModelError
 from exl2flow.core.store.model_files import (
     carried_files,
     check_links,
+    has_only_tekken,
     is_carried,
     is_of_model,
+    is_weights,
     left_out,
     public_content,
 )
@@ -77,6 +79,49 @@ def test_anything_else_belongs_to_no_model(name: str) -> None:
     assert not is_of_model(name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"],
+)
+def test_weights_at_the_top_and_their_index_belong_to_a_model(name: str) -> None:
+    assert is_weights(name)
+    assert is_of_model(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "measurement.safetensors",
+        "consolidated.safetensors",
+        "consolidated.safetensors.index.json",
+        "original/model.safetensors",
+        "config.json",
+    ],
+)
+def test_measurements_and_second_copies_are_no_weights(name: str) -> None:
+    assert not is_weights(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_only"),
+    [
+        (["tekken.json"], True),
+        (["tekken.json", "config.json"], True),
+        (["tekken.json", "tokenizer.json"], False),
+        (["tekken.json", "tokenizer.model"], False),
+        (["tokenizer.json"], False),
+        ([], False),
+    ],
+)
+def test_tekken_counts_where_there_is_no_other_tokenizer(
+    names: list[str], is_only: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+
+    assert has_only_tekken(tmp_path) is is_only
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
@@ -91,6 +136,10 @@ def test_files_are_carried_or_named_as_left_out(model: Path) -> None:
 
     assert carried_files(model) == [model / "tokenizer.json"]
     assert left_out(model) == ["notes.txt"]
+
+
+def test_a_folder_that_is_not_there_has_no_files(tmp_path: Path) -> None:
+    assert carried_files(tmp_path / "none") == left_out(tmp_path / "none") == []
 
 
 @pytest.mark.parametrize("name", ["LICENSE.txt", "config.json"])
@@ -147,10 +196,19 @@ def test_every_bad_link_is_named(model: Path) -> None:
 
 def test_configs_lose_the_folders_they_were_made_in(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer_config.json"
-    kept = {"tokenizer_class": "T", "vocab_file": "vocab.json", "unk_token": "/", "a": [1e-5]}
+    kept = {
+        "tokenizer_class": "T",
+        "vocab_file": "vocab.json",
+        "unk_token": "/",
+        "a": [1e-5],
+        "b_dir": 1,
+    }
     private = {
         "name_or_path": "clients/acme/ckpt-1200",
         "tokenizer_file": "/home/alice/.cache/tokenizer.json",
+        "adapter_path": "~/acme/adapter",
+        "cache_dir": "C:\\Users\\alice",
+        "share_dir": "\\\\server\\acme",
         "text_config": {"_name_or_path": "/home/alice/acme", "b": 1},
     }
     path.write_text(json.dumps({**kept, **private}))
@@ -159,6 +217,7 @@ def test_configs_lose_the_folders_they_were_made_in(tmp_path: Path) -> None:
 
     assert content is not None
     assert json.loads(content) == {**kept, "text_config": {"b": 1}}
+    assert content.endswith(b"}\n")
 
 
 @pytest.mark.parametrize("text", ['{"a" :1}', "broken", "[]"])
@@ -166,3 +225,17 @@ def test_other_configs_keep_their_bytes(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
 
     assert public_content(tmp_path / "config.json") is None
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "README.md"])
+def test_only_configs_are_read_for_private_paths(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"name_or_path": "a"}')
+
+    assert public_content(tmp_path / name) is None
+
+
+def test_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+
+    with pytest.raises(SourceModelError, match=r"cannot read `.*config\.json`: Is a directory"):
+        public_content(tmp_path / "config.json")

@@ -13,6 +13,7 @@ from exl2flow.core.errors import SourceModelError
 from exl2flow.core.store import source as source_module
 from exl2flow.core.store.files import digest
 from exl2flow.core.store.source import (
+    DIGESTS_FILE,
     PROVENANCE,
     HubModel,
     SourceFingerprint,
@@ -45,6 +46,39 @@ def test_slug_is_a_plain_file_name(model: Path, memory: Path) -> None:
     assert SourceFingerprint.of(model, memory=memory).slug == "my-model-v1"
 
 
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("Llama-3.1_8B", "llama-3.1_8b"),
+        ("Xwin", "xwin"),
+        (".-a-.", "a"),
+        ("a  & b", "a-b"),
+        ("モデル", "model"),
+        ("-", "model"),
+    ],
+)
+def test_slug_is_never_hidden_nor_an_option_nor_empty(
+    name: str, slug: str, model: Path, memory: Path
+) -> None:
+    named = model.rename(model.with_name(name))
+
+    assert SourceFingerprint.of(named, memory=memory).slug == slug
+
+
+def test_measurements_beside_the_weights_are_not_the_source(model: Path, memory: Path) -> None:
+    before = fingerprint(model, memory)
+
+    save_file({"a": torch.zeros(8)}, model / "measurement.safetensors")
+
+    assert fingerprint(model, memory) == before
+
+
+def test_digests_have_their_documented_name() -> None:
+    page = Path(__file__).parents[4] / "docs" / "concepts" / "checkpoints.md"
+
+    assert f" {DIGESTS_FILE} " in page.read_text()
+
+
 def test_fingerprint_tells_models_with_equal_headers_apart(model: Path, memory: Path) -> None:
     before = fingerprint(model, memory)
 
@@ -62,9 +96,13 @@ def test_fingerprint_tells_models_with_equal_headers_apart(model: Path, memory: 
         "tokenizer_config.json",
         "added_tokens.json",
         "special_tokens_map.json",
+        "generation_config.json",
+        "tekken.json",
     ],
 )
 def test_fingerprint_covers_config_and_tokenizer(name: str, model: Path, memory: Path) -> None:
+    if name == "tekken.json":  # which counts alone
+        (model / "tokenizer.json").unlink()
     before = fingerprint(model, memory)
 
     (model / name).write_text('{"other": 1}')

@@ -2,21 +2,38 @@
 
 import logging
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from toy_stages import CHAIN, RAN, run_all, stage, with_options, write_note
 
-from exl2flow.core.errors import Interrupted, WorkDirBusy
+from exl2flow.core.errors import Interrupted, StoreError, WorkDirBusy
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.interrupt import listening
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.changes import outlook
-from exl2flow.core.store.stage import Pipeline, Stage, StageRun
+from exl2flow.core.store.manifest import RunRecord
+from exl2flow.core.store.stage import (
+    FILES,
+    KINDS_FILE,
+    NATS,
+    RECORD_FILE,
+    ROWS_FILE,
+    SCORE_FILE,
+    SOURCE_FINGERPRINT,
+    Pipeline,
+    Stage,
+    StageRun,
+)
 from exl2flow.core.store.store import StageFolder
 from exl2flow.tasks.stages import run_in_order
+
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 @pytest.fixture(autouse=True)
@@ -254,3 +271,121 @@ def test_stages_of_two_threads_use_the_gpu_one_after_the_other(config: Conversio
             done.result()
 
     assert most == [1, 1, 1]
+
+
+def test_fingerprints_are_those_of_earlier_versions(config: ConversionConfig) -> None:
+    """An update of this package does not redo finished stages."""
+    stages = (
+        stage("measure", options=lambda config: {"rows": 19}),
+        stage("allocate", "measure", options=lambda config: {"bpw": 4.0, "text": "é"}, schema=2),
+    )
+
+    pipeline = Pipeline(config, stages, device="cpu")
+
+    assert [ref.path for ref in pipeline.refs.values()] == [
+        "measure/c842fb5ea000d928",
+        "allocate/1540dc27a640f923",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        (ROWS_FILE, "concepts/checkpoints.md"),
+        (KINDS_FILE, "concepts/checkpoints.md"),
+        (SCORE_FILE, "concepts/checkpoints.md"),
+        (f"`{RECORD_FILE}`", "format.md"),
+        (f"`{FILES}`", "format.md"),
+        (f"`{SOURCE_FINGERPRINT}`", "format.md"),
+        (f"`{NATS}`", "format.md"),
+    ],
+)
+def test_files_and_entries_have_the_names_that_are_documented(name: str, page: str) -> None:
+    assert re.search(rf"(?<!\w){re.escape(name)}(?!\w)", (DOCS / page).read_text())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_options_of_the_gpu_count_there_only(device: str, config: ConversionConfig) -> None:
+    plain = stage("measure")
+    tiled = replace(plain, gpu_options=lambda config: {"tile": 64})
+
+    before, after = (Pipeline(config, (each,), device=device).refs for each in (plain, tiled))
+
+    assert (before != after) == (device == "cuda")
+
+
+def test_stage_before_its_input_is_refused(config: ConversionConfig) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    with pytest.raises(StoreError, match="`allocate` reads `measure`, whose files are missing"):
+        pipeline.run("allocate", progress=silent)
+
+    assert RAN == []
+
+
+def test_folder_records_the_run_that_made_it(config: ConversionConfig) -> None:
+    pipeline = run_all(config)
+
+    folder = StageFolder.load(pipeline.path("measure"))
+
+    assert folder is not None
+    assert folder.manifest.run == RunRecord.of(["measure", "allocate", "compile"], config)
+    assert folder.manifest.source == pipeline.source.files
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_after_the_last_commit_stops_before_the_next_stage(
+    number: signal.Signals, config: ConversionConfig
+) -> None:
+    def asked(run: StageRun) -> None:
+        write_note(run)
+        os.kill(os.getpid(), number)
+
+    stages = (stage("measure", run=asked), *CHAIN[1:])
+    with pytest.raises(Interrupted, match="stopped at stage `measure`; everything") as error:
+        run_all(config, stages)
+
+    assert error.value.signum == number
+    assert RAN == ["measure"]
+    assert Pipeline(config, stages, device="cpu").is_complete("measure")
+
+
+def test_signal_during_another_stage_begins_no_stage(config: ConversionConfig) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    with listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted, match="stopped at stage `measure`"):
+            pipeline.run("measure", progress=silent)
+
+    assert RAN == []
+    assert not pipeline.is_complete("measure")
+
+
+@pytest.mark.parametrize(
+    ("names", "is_busy"), [(("measure", "compile"), True), (("measure",), False)]
+)
+@pytest.mark.parametrize("is_second", [False, True])
+def test_stage_keeps_others_out_of_an_output_that_its_run_writes(
+    names: tuple[str, ...], is_busy: bool, is_second: bool, config: ConversionConfig
+) -> None:
+    refused = list[bool]()
+
+    def tried(run: StageRun) -> None:
+        try:
+            with other.work.lock_output(config.out):
+                refused.append(False)
+        except WorkDirBusy:
+            refused.append(True)
+        write_note(run)
+
+    stages = tuple(stage(name, run=tried) for name in names)
+    other = Pipeline(with_options(config, work_root=config.out.with_name("b")), (), device="cpu")
+    pipeline = Pipeline(config, stages, device="cpu")
+    if is_second:  # after a block for all stages
+        with pipeline.alone():
+            pass
+
+    pipeline.run("measure", progress=silent)
+
+    assert refused == [is_busy]

@@ -1,5 +1,6 @@
 """Stage folders: commits, resumption, and the lock of a work directory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from exl2flow.core.errors import WorkDirBusy
 from exl2flow.core.store import store
 from exl2flow.core.store.files import digest, digest_of, write_text
 from exl2flow.core.store.manifest import CHECKSUM, StageManifest
+from exl2flow.core.store.source import SourceFingerprint
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
 HOLD = """
@@ -241,7 +243,7 @@ def test_states_that_are_slow_to_save_are_saved_less_often(
     saved = now
 
     found = []
-    for wait in (pause - 0.1, pause + 0.1):
+    for wait in (pause - 0.1, pause):
         now = saved + wait
         found.append(folder.states_are_due())
 
@@ -258,6 +260,20 @@ def test_altered_states_are_not_used(work: WorkDir, ref: StageRef) -> None:
     assert folder.load_states() is None
 
 
+def test_states_that_a_disk_has_altered_are_named(
+    work: WorkDir, ref: StageRef, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = opened(work, ref)
+    folder.save_states(torch.zeros(8), 1)
+    saved = folder.manifest.states
+    assert saved is not None
+    record = saved.record.model_copy(update={"sha256": "0" * 64})  # size and times agree
+    folder.manifest.states = saved.model_copy(update={"record": record})
+
+    assert folder.load_states() is None
+    assert f"the saved states in `{folder.path}` are damaged" in caplog.text
+
+
 def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> None:
     folder = opened(work, ref)
     for index in range(2):
@@ -269,10 +285,65 @@ def test_states_go_when_the_stage_is_complete(work: WorkDir, ref: StageRef) -> N
     assert folder.load_states() is None
 
 
+def test_folder_of_a_source_has_its_documented_name_and_stays_when_it_is_renamed(
+    tmp_path: Path,
+) -> None:
+    fingerprint = "0123456789abcdef" * 4
+    source = SourceFingerprint(slug="a", fingerprint=fingerprint, files={})
+    renamed = SourceFingerprint(slug="b", fingerprint=fingerprint, files={})
+    other = SourceFingerprint(slug="b", fingerprint="f" * 64, files={})
+
+    assert WorkDir.of(tmp_path, source).root == tmp_path / "a-0123456789ab"
+    assert WorkDir.of(tmp_path, renamed).root == tmp_path / "b-0123456789ab"
+    (tmp_path / "a-0123456789ab").mkdir()
+    assert WorkDir.of(tmp_path, renamed).root == tmp_path / "a-0123456789ab"
+    assert WorkDir.of(tmp_path, other).root == tmp_path / "b-ffffffffffff"
+
+
+def test_cleared_stage_keeps_and_lists_what_is_small(
+    work: WorkDir, ref: StageRef, tmp_path: Path
+) -> None:
+    folder = opened(work, ref)
+    commit(folder, "a", "text")
+    commit(folder, "b.safetensors", "tensors")
+    folder.complete()
+
+    folder.clear(tmp_path)
+
+    loaded = StageFolder.load(folder.path)
+    assert loaded is not None
+    assert (loaded.manifest.status, [*loaded.manifest.files]) == ("cleared", ["a"])
+    assert loaded.valid("a")
+    assert folder.tensor_files() == []
+    assert (work.is_cleared(ref), work.is_complete(ref)) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_kept"), [("inside/", False), (".a.0.partial", False), ("inside/a", True)]
+)
+def test_only_a_folder_with_whole_files_is_set_aside(
+    name: str, is_kept: bool, work: WorkDir, ref: StageRef
+) -> None:
+    path = work.path(ref) / name
+    (path if name.endswith("/") else path.parent).mkdir(parents=True)
+    if not name.endswith("/"):
+        path.touch()
+
+    opened(work, ref)
+
+    assert len([*work.path(ref).parent.glob("*.damaged-2*")]) == is_kept
+
+
+def test_equal_references_are_one_key(work: WorkDir, ref: StageRef) -> None:
+    assert {ref: "a"}[work.ref(ref.stage, ref.fingerprint)] == "a"
+    with pytest.raises(ValidationError):
+        StageRef.model_validate({**ref.model_dump(), "other": 1})
+
+
 def test_second_owner_is_refused_with_the_process_id_of_the_first(work: WorkDir) -> None:
     with (
         work.lock(),
-        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is working in"),
+        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is .*another `--work-root`"),
         WorkDir(work.root).lock(),
     ):
         pytest.fail("the lock was given twice")
@@ -299,3 +370,92 @@ def test_lock_of_a_killed_process_is_free(work: WorkDir) -> None:
 
     with work.lock():
         assert (work.root / "lock").read_text() == str(os.getpid())
+
+
+def test_whole_directory_is_refused_with_the_process_that_has_a_stage(
+    work: WorkDir, ref: StageRef
+) -> None:
+    with (
+        work.lock_stage(ref, None),
+        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is working in `{work.root}`"),
+        work.lock(),
+    ):
+        pytest.fail("the lock was given twice")
+
+
+def test_stages_of_one_directory_are_locked_one_by_one(work: WorkDir, ref: StageRef) -> None:
+    other = work.ref("measure", "f" * 64)
+    with (
+        work.lock_stage(ref, None),
+        work.lock_stage(other, None),
+        pytest.raises(WorkDirBusy),
+        work.lock_stage(ref, None),
+    ):
+        pytest.fail("the lock was given twice")
+    with work.lock():
+        pass
+
+
+@pytest.mark.parametrize("mode", [fcntl.LOCK_EX, fcntl.LOCK_SH])
+def test_owner_that_has_not_written_its_number_is_unknown(mode: int, work: WorkDir) -> None:
+    work.root.mkdir()
+    with (work.root / "lock").open("wb") as file:
+        fcntl.flock(file, mode)
+        with pytest.raises(WorkDirBusy, match="process unknown is working"), work.lock():
+            pytest.fail("the lock was given twice")
+
+
+@pytest.mark.parametrize("content", [None, "written before", "written meanwhile"])
+def test_output_folder_is_there_while_it_is_locked_and_stays_if_it_is_used(
+    content: str | None, work: WorkDir, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "out"
+    if content == "written before":
+        out.mkdir(parents=True)
+
+    with work.lock_output(out):
+        assert out.is_dir()
+        if content == "written meanwhile":
+            (out / "file").touch()
+
+    assert out.is_dir() == (content is not None)
+
+
+def handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_output_that_is_refused_leaves_no_handle(work: WorkDir, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", WorkDir(tmp_path / "other")
+    with work.lock_output(out):
+        before = handles()
+        for _ in range(3):
+            with (
+                pytest.raises(WorkDirBusy, match=rf"another process .*`{out}`.*another `--out`"),
+                other.lock_output(out),
+            ):
+                pytest.fail("the lock was given twice")
+        assert handles() == before
+
+
+def test_output_folder_that_its_owner_removes_meanwhile_is_made_again(
+    work: WorkDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, before, removed = tmp_path / "out", handles(), list[Path]()
+    flock = fcntl.flock
+
+    def removing(handle: int, how: int) -> None:
+        if not removed and out.exists():
+            out.rmdir()  # between opening and locking
+            removed.append(out)
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", removing)
+    with work.lock_output(out):
+        assert out.is_dir()
+        with pytest.raises(WorkDirBusy), WorkDir(tmp_path / "other").lock_output(out):
+            pytest.fail("the lock was given twice")
+
+    assert removed
+    assert not out.exists()
+    assert handles() == before

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from exl2flow.inference.cache import prefix_tree as listing
-from exl2flow.inference.cache.page_pool import Copy, PagePool
-from exl2flow.inference.cache.prefix_tree import SequencePages
+from exl2flow.inference.cache.page_pool import WORTH_WAITING, Copy, PagePool
+from exl2flow.inference.cache.prefix_tree import FullPage, SequencePages, packed
 from exl2flow.kernels import PAGE_TOKENS
 
 IDS = list(range(100, 150))
@@ -241,3 +241,140 @@ def test_a_rewind_to_one_token_gives_it_up() -> None:
     assert (first.filled, first.pages) == (0, [])
     table.release(copied, keep=False)
     assert not any(page.content for page in table.pages)
+
+
+@pytest.mark.parametrize(("length", "pages"), [(13, 3), (12, 2), (9, 2), (4, 0), (1, 0)])
+@pytest.mark.parametrize("salt", [b"", b"adapter"])
+def test_the_pages_that_a_sequence_needs_are_those_that_another_has_read(
+    salt: bytes, length: int, pages: int
+) -> None:
+    table = PagePool(8, page_tokens=4)
+    read(table, IDS[:14], table.begin(salt))
+    known = [page for _, page in reversed(table.full())]
+
+    needed = [*table.following(table.begin(salt), IDS[:length])]
+
+    assert needed == known[:pages]
+    assert [page.content for page in known] == [packed(IDS[i : i + 4]) for i in (0, 4, 8)]
+
+
+def test_a_sequence_needs_the_pages_behind_those_it_has() -> None:
+    table = PagePool(8, page_tokens=4)
+    first = read(table, IDS[:8])
+    second = read(table, IDS[:6])
+
+    assert [page.before for page in table.following(first, IDS[:13])] == [first.keys[1]]
+    assert [*table.following(second, IDS[:13])] == []  # it stands inside a page
+
+
+def test_nothing_is_taken_over_inside_a_page() -> None:
+    table = PagePool(8, page_tokens=4)
+    read(table, IDS[2:8])  # as if the text began here
+    held = read(table, IDS[:2])
+
+    assert not table.share(held, IDS[:9])
+    assert table.match(held, IDS[:9]) is None
+    assert (held.filled, held.cached) == (2, 0)
+
+
+@pytest.mark.parametrize(("kept", "pages"), [([0, 1], 2), ([0], 1), ([2], 3), ([], 0)])
+def test_pages_are_shared_up_to_the_last_one_whose_state_is_kept(
+    kept: list[int], pages: int
+) -> None:
+    table = PagePool(8, page_tokens=4)
+    keys = read(table, IDS[:14]).keys
+    table.continues_from = {keys[index] for index in kept}.__contains__
+    held = table.begin()
+
+    assert table.match(held, IDS[:14]) is None  # no copy: a state belongs to a border
+
+    assert (held.filled, held.cached, held.cached_pages) == (4 * pages, 4 * pages, pages)
+    assert table.needs(table.begin(), IDS[:14]) == 4 - pages
+
+
+@pytest.mark.parametrize(
+    ("length", "end"), [(1, None), (4, None), (5, 4), (7, 4), (8, 4), (9, 8), (12, 8)]
+)
+def test_with_states_equal_texts_wait_for_all_up_to_the_last_border(
+    length: int, end: int | None
+) -> None:
+    table = PagePool(8, page_tokens=4)
+    table.continues_from = lambda key: False
+    held = table.begin()
+
+    key = table.next_key(held, IDS[:length])
+
+    assert key == (None if end is None else (held.root, packed(IDS[:end])))
+
+
+@pytest.mark.parametrize(("tokens", "waits"), [(4, 4), (128, WORTH_WAITING)])
+def test_without_states_equal_texts_wait_for_a_page_or_what_is_worth_it(
+    tokens: int, waits: int
+) -> None:
+    table = PagePool(8, page_tokens=tokens)
+    held = table.begin()
+
+    assert table.next_key(held, IDS[:waits]) is None
+    assert table.next_key(held, IDS[: waits + 1]) == (held.root, packed(IDS[:waits]))
+
+
+def test_nobody_waits_for_what_stands_behind_forgotten_pages() -> None:
+    table = PagePool(8, page_tokens=4)
+    held = read(table, IDS[:4])
+    assert table.next_key(held, IDS[:9]) == (held.keys[0], packed(IDS[4:8]))
+    table.release(read(table, [*IDS[:4]]), keep=False)  # forgets the page of both
+
+    assert table.next_key(held, IDS[:9]) is None
+
+
+def test_a_page_is_listed_until_it_is_evicted() -> None:
+    table = PagePool(2, page_tokens=4)
+    held = read(table, IDS[:6])
+    [key] = held.keys
+    assert table.is_listed(key)
+    assert not table.is_listed(held.root)
+    table.release(held)
+    assert (held.filled, held.pages, table.is_listed(key)) == (0, [], True)
+
+    read(table, IDS[20:28])
+
+    assert not table.is_listed(key)
+
+
+class Below:
+    """What a pool hands to a lower tier."""
+
+    def __init__(self) -> None:
+        self.taken, self.forgotten = list[FullPage](), list[bytes]()
+
+    def take(self, index: int, page: FullPage) -> None:
+        self.taken.append(page)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        self.forgotten += keys
+
+
+def test_full_pages_that_are_evicted_go_to_the_tier_below() -> None:
+    table, below = PagePool(3, page_tokens=4), Below()
+    table.below = below
+    held = read(table, IDS[:10])
+    full = [page for _, page in table.full()]  # the end before the beginning
+    table.release(held)
+    assert below.taken == []
+
+    read(table, IDS[20:31])
+
+    assert below.taken == full
+    assert below.forgotten == []
+
+
+def test_values_that_are_not_finite_are_forgotten_below_too() -> None:
+    table, below = PagePool(3, page_tokens=4), Below()
+    table.below = below
+    held = read(table, IDS[:10])
+    keys = [*held.keys]
+
+    table.release(held, keep=False)
+
+    assert below.forgotten == keys
+    assert table.full() == []

@@ -133,20 +133,53 @@ def test_budget_of_none_closes_at_once(marks: Thinking) -> None:
     assert forced(not_opened) == "Enough." + marks.close
 
 
-@pytest.mark.parametrize("marks", [SPELLED, CHANNELS])
-def test_mark_that_has_begun_at_the_budget_is_completed(marks: Thinking) -> None:
+@pytest.mark.parametrize(
+    ("marks", "begun"),
+    [(m, n) for m in (SPELLED, CHANNELS) for n in range(1, len(ids_for(m.close)))],
+)
+@pytest.mark.parametrize("before", [0, 2])
+def test_mark_that_has_begun_at_the_budget_is_completed(
+    marks: Thinking, begun: int, before: int
+) -> None:
     closing = ids_for(marks.close)
-    assert len(closing) > 2
-    state = fed(Phases(marks, True, 4, "Late.", WORD))
-    for token in [*ids_for("a")[:1] * 2, *closing[:2]]:
+    state = fed(Phases(marks, True, before + begun, "Late.", WORD))
+    for token in [*ids_for("a")[:1] * before, *closing[:begun]]:
         state.accept(token)
 
-    assert (
-        forced(state)
-        == TOKENIZER.decode([*closing], special=True)[
-            len(TOKENIZER.decode(closing[:2], special=True)) :
-        ]
-    )
+    rest = len(TOKENIZER.decode(closing[:begun], special=True))
+    assert forced(state) == TOKENIZER.decode(closing, special=True)[rest:]
+
+
+@pytest.mark.parametrize("marks", [SPELLED, Thinking("[", "]]]")])
+def test_mark_in_pieces_closes_thoughts(marks: Thinking) -> None:
+    state = fed(Phases(marks, True, None, "", WORD), "so ", *marks.close)
+
+    allowed = ids_of(state.allowed().words, WIDTH)
+    assert {TOKENIZER.pieces[i][0] for i in allowed} <= {*"abc"}
+
+
+def test_closing_mark_may_be_a_stop() -> None:
+    state = fed(Phases(SPECIAL, True, 0, "", WORD), stops=["</think>"])
+
+    assert forced(state) == "</think>"
+
+
+def test_opening_mark_may_have_a_stop() -> None:
+    marks = Thinking("<|channel|><think>", "</think>")
+    state = fed(Phases(marks, False, None, "", WORD), "<|channel|>", stops=["<think>"])
+
+    assert {*ids_for("<think>")} <= {*ids_of(state.allowed().words, WIDTH)}
+
+
+@pytest.mark.parametrize("thoughts", ["", "so", "[[a]]"])
+def test_what_was_read_as_an_answer_is_forgotten_when_it_was_a_mark(thoughts: str) -> None:
+    text = Phases(SPELLED, False, None, "", SelectFilter(["[[a]]", "ab"]))
+    state = fed(text, "[[", "thoughts]]", thoughts, "[[/thoughts]]")
+
+    assert {TOKENIZER.pieces[i][0] for i in ids_of(state.allowed().words, WIDTH)} == {*"[a"}
+    for part in ("[", "[", "a", "]", "]"):
+        state.accept(*ids_for(part))
+    assert state.allowed().must_end
 
 
 def test_thoughts_without_a_budget_go_on() -> None:
@@ -250,12 +283,41 @@ def test_token_does_not_close_thoughts_and_begin_an_answer() -> None:
     assert not ids & {*ids_of(state.allowed().words, WIDTH)}
 
 
+@pytest.mark.parametrize(("thoughts", "is_barred"), [("so ", False), ("so ]", True)])
+def test_only_a_mark_that_has_begun_bars_what_would_go_beyond_it(
+    thoughts: str, is_barred: bool
+) -> None:
+    ids = {i for i, piece in enumerate(TOKENIZER.pieces) if re.fullmatch(r"\..*\S.*", piece)}
+    state = fed(Phases(Thinking("[", "]."), True, 9, "", WORD), thoughts)
+
+    allowed = {*ids_of(state.allowed().words, WIDTH)}
+
+    assert ids & allowed == (set() if is_barred else ids)
+
+
 def test_healed_token_comes_before_all_phases() -> None:
     state = Combined([Phases(SPECIAL, True, 0, "", WORD)], TOKENIZER, WIDTH, prefix=" the")
     assert state.allowed().words is None
     state.accept(ids_for(" the")[0])
 
     assert forced(state) == "</think>"
+
+
+def test_text_behind_a_healed_token_is_cut_back_to_it() -> None:
+    state, fresh = (
+        Combined([Phases(SPECIAL, False, 3, "", WORD)], TOKENIZER, WIDTH, prefix=" the")
+        for _ in range(2)
+    )
+    for text in (state, fresh):
+        text.accept(*ids_for(" the"))
+    for token in (*ids_for("<think>"), *ids_for("so")):
+        state.accept(token)
+
+    state.rollback(1 + len(ids_for("so")))
+
+    assert same(state, fresh)
+    state.rollback(1)
+    assert state.allowed().words is None  # the healed token comes once more
 
 
 @pytest.mark.parametrize(
@@ -311,9 +373,13 @@ def test_text_that_is_cut_back_continues_like_a_new_one(text: Phases, seed: int)
         assert same(state, fresh)
 
 
-def test_masks_of_answers_behind_thoughts_are_computed_together() -> None:
-    states = [fed(Phases(SPECIAL, True, 0, "", WORD)) for _ in range(3)]
+@pytest.mark.parametrize(("budget", "thoughts"), [(0, ""), (1, "so"), (4, "a b c d")])
+def test_masks_of_answers_behind_thoughts_are_computed_together(budget: int, thoughts: str) -> None:
+    budget = min(budget, len(ids_for(thoughts)))
+    states = [fed(Phases(SPECIAL, True, budget, "", WORD), thoughts) for _ in range(3)]
     for state in states:
+        [phases] = state.parts
+        assert phases.answer is phases  # there is none yet
         forced(state)
         state.accept(ids_for("a")[0])
 

@@ -1,9 +1,25 @@
 """`Scheduler`: who gets slots and pages, and who gives them back."""
 
-import pytest
+import random
+from collections.abc import Sequence
 
-from exl2flow.inference import Event, Generator, Job, LoadedModel, Request, SamplingSettings
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from tiny import TOKENIZER_SIZE
+
+from exl2flow.inference import (
+    Event,
+    Generator,
+    Job,
+    LoadedModel,
+    Request,
+    SamplingSettings,
+    load_model,
+)
 from exl2flow.inference.generate import scheduler as of_scheduler
+from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.inference.generate.prompt_scorer import PromptScorer
 from exl2flow.kernels import PAGE_TOKENS
 
 GREEDY = SamplingSettings.greedy()
@@ -26,6 +42,29 @@ def running(generator: Generator, *lengths: int, tokens: int = 300) -> list[Job]
 def end(generator: Generator) -> None:
     while not generator.is_idle:
         generator.step()
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [token for event in events for token in event.ids]
+
+
+@pytest.fixture(scope="module")
+def with_states(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = make_checkpoint("qwen3.5-text", tmp_path_factory.mktemp("model"))
+    return load_model(folder, device="cpu", max_tokens=1024)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each pass over prompts has read."""
+    seen, read = list[int](), DeviceSlots.read
+
+    def noted(slots: DeviceSlots, ids: Sequence[int], *given: object, **more: object) -> object:
+        seen.append(len(ids))
+        return read(slots, ids, *given, **more)
+
+    monkeypatch.setattr(DeviceSlots, "read", noted)
+    return seen
 
 
 @pytest.fixture
@@ -169,3 +208,169 @@ def test_events_of_a_text_end_once(four_pages: Generator) -> None:
 
     assert [e.reason for e in events if e.reason is not None] == ["max_new_tokens"]
     assert job.is_done
+
+
+@pytest.mark.parametrize("need", ["step", "prompt"])
+def test_the_youngest_goes_back_whoever_needs_a_page(need: str, model: LoadedModel) -> None:
+    six_pages = Generator(model, tokens=6 * PAGE_TOKENS, slots=3)
+    old, middle, young = running(six_pages, 5, PAGE_TOKENS - 8, 6)
+    scheduler = six_pages._scheduler
+    assert scheduler.reserve(old, old.lead, 4 * PAGE_TOKENS)  # all that are left
+
+    if need == "prompt":
+        assert scheduler.reserve(old, old.lead, 5 * PAGE_TOKENS)
+    while not scheduler.preemptions:
+        six_pages.step()
+
+    assert scheduler.running == [old, middle]
+    assert scheduler.all() == [old, middle, young]
+    six_pages.cancel_all()
+    assert six_pages.free_pages == six_pages.pages
+
+
+@pytest.mark.parametrize("is_mirostat", [True, False])
+@pytest.mark.parametrize("is_decoding", [True, False])
+def test_mirostat_goes_on_where_it_was(
+    is_decoding: bool, is_mirostat: bool, model: LoadedModel
+) -> None:
+    settings = SamplingSettings(mirostat=is_mirostat, mirostat_eta=0.5)
+    generator = Generator(model, tokens=1024, slots=2)
+    job = generator.submit(request(5, settings=settings, max_new_tokens=40, seed=1))
+    scheduler = generator._scheduler
+    scheduler.admit()
+    while is_decoding and len(job.output.ids) < 8:
+        generator.step()
+
+    scheduler.preempt(job)
+
+    assert (job.mu is not None) == (is_decoding and is_mirostat)
+    end(generator)
+    alone = Generator(model, tokens=1024, slots=2)
+    made = [*alone.stream(request(5, settings=settings, max_new_tokens=40, seed=1))]
+    assert list(job.output.ids) == ids_of(made)
+
+
+def test_values_that_are_not_finite_are_not_shared(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, asked = Generator(model, tokens=2048), request(600, scores=1, max_new_tokens=0)
+    with monkeypatch.context() as broken:
+        broken.setattr(PromptScorer, "scores", lambda self: None)
+        company = Request((60, 61, 62), max_new_tokens=1)
+        events = [*generator.stream(asked, company)]
+    [error] = [event.error for event in events if event.error is not None]
+    assert str(error) == "the logits are not finite; check the files of the model"
+
+    [*_, last] = generator.stream(request(600, max_new_tokens=1))
+
+    assert last.statistics.cached_tokens == 0
+
+
+def with_cuts(generator: Generator, asked: Request) -> tuple[list[Event], list[tuple[int, int]]]:
+    """Return the events of a text, and where which token was taken back."""
+    events, cuts = list[Event](), list[tuple[int, int]]()
+
+    def note(event: Event) -> None:
+        events.append(event)
+        if event.suppressed_ids:
+            cuts.append((len(job.output.ids), event.suppressed_ids[0]))
+
+    job = generator.submit(asked, deliver=note)
+    end(generator)
+    return events, cuts
+
+
+BANS = ("a", "e", "5")
+
+
+@pytest.mark.parametrize("kind", ["model", "with_states"])
+def test_a_text_that_was_cut_goes_on_from_what_is_left(
+    kind: str, passes: list[int], request: pytest.FixtureRequest
+) -> None:
+    loaded = request.getfixturevalue(kind)
+    source = random.Random(0)
+    prompt = tuple(source.randrange(5, TOKENIZER_SIZE) for _ in range(20))
+    options = {"settings": GREEDY, "stops": (), "logits": True}
+    asked = Request(prompt, max_new_tokens=24, banned_strings=BANS, **options)
+
+    events, cuts = with_cuts(Generator(loaded, tokens=1024, slots=1), asked)
+
+    ids = ids_of(events)
+    assert cuts
+    assert passes == [19]  # what was left is not read again
+    logits = [row for event in events if event.ids for row in event.logits]
+    for at, token in cuts[:3]:
+        fresh = Generator(loaded, tokens=1024, slots=1)
+        again = Request((*prompt, *ids[:at]), max_new_tokens=1, excluded={token}, **options)
+        [first] = [event for event in fresh.stream(again) if event.ids]
+        torch.testing.assert_close(logits[at], first.logits[0], rtol=0, atol=1e-4)
+
+
+def test_a_text_that_is_cut_while_no_page_is_free_is_read_again(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=2 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, PAGE_TOKENS - 6, tokens=12)
+    scheduler, others = generator._scheduler, [job.new_pages(), job.new_pages()]
+    pool = scheduler.page_pool
+    assert pool.reserve(others[0], 1)
+    while len(job.lead.ids) <= PAGE_TOKENS:
+        generator.step()
+    scheduler._settle(job.lead)
+    assert pool.share(others[1], job.lead.ids)  # the full page
+
+    del job.output.ids[3:]
+    scheduler.advance(job)
+
+    assert (job.is_decoding, job.lead.held.filled, job.lead.slot) == (False, 0, 0)
+    for held in others:
+        pool.release(held)
+    end(generator)
+    alone = Generator(model, tokens=1024, slots=1)
+    assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
+
+
+def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, PAGE_TOKENS - 6, tokens=12)
+    scheduler, other = generator._scheduler, job.new_pages()
+    while len(job.lead.ids) <= PAGE_TOKENS:
+        generator.step()
+    scheduler._settle(job.lead)
+    assert scheduler.page_pool.share(other, job.lead.ids)
+
+    del job.output.ids[3:]
+    scheduler.advance(job)
+
+    assert (job.is_decoding, job.lead.unread) == (True, 0)
+    assert job.lead.held.pages[0] != other.pages[0]
+    scheduler.page_pool.release(other)
+    end(generator)
+    alone = Generator(model, tokens=1024, slots=1)
+    assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
+
+
+def test_equal_texts_share_the_pages_that_they_fill(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=8 * PAGE_TOKENS, slots=2)
+    jobs = running(generator, PAGE_TOKENS - 6, PAGE_TOKENS - 6, tokens=300)
+    first, second = (job.lead.held.pages for job in jobs)
+    assert first[0] != second[0]  # a copy as long as it is not full
+
+    while min(len(job.lead.ids) for job in jobs) < 2 * PAGE_TOKENS:
+        generator.step()
+
+    assert first[0] == second[0]
+    for job in jobs:
+        table = generator._device_slots.tables[job.lead.slot]
+        assert table[: len(job.lead.held.pages)].tolist() == job.lead.held.pages
+    generator.cancel_all()
+    assert generator.free_pages == generator.pages
+
+
+def test_an_answer_leaves_its_state_behind(with_states: LoadedModel) -> None:
+    generator = Generator(with_states, tokens=2048, slots=1)
+    first = generator.submit(request(20, max_new_tokens=PAGE_TOKENS + 10))
+    end(generator)
+    ids = (*first.prompt.sequences[0], *first.output.ids)
+
+    [*_, last] = generator.stream(Request(ids, max_new_tokens=1, settings=GREEDY, stops=()))
+
+    assert last.statistics.cached_tokens == PAGE_TOKENS

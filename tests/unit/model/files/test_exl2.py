@@ -1,15 +1,23 @@
 """The format's parameters, groups, tensors and refusals."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 from exl2flow.core.errors import ConfigError, MissingTensor, TensorShapeError
-from exl2flow.kernels import Group
+from exl2flow.kernels import CHUNK_ELEMENTS, Group
 from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.model import QuantizedLinear, QuantizedMatrix, QuantParams
-from exl2flow.model.files.exl2 import is_quantized, padded_columns, quantized_layout, tensor_names
+from exl2flow.model.files.exl2 import (
+    column_parts,
+    host_names,
+    is_quantized,
+    padded_columns,
+    quantized_layout,
+    tensor_names,
+)
 
 KEY = "model.layers.3.self_attn.q_proj"
 THREE_WIDTHS = QuantParams(
@@ -51,6 +59,63 @@ def decoded_by_row(matrix: QuantizedMatrix) -> torch.Tensor:
 @pytest.mark.parametrize(("n", "padded"), [(1, 32), (32, 32), (33, 64), (32001, 32032)])
 def test_columns_are_padded_to_a_multiple_of_32(n: int, padded: int) -> None:
     assert padded_columns(n) == padded
+
+
+@pytest.mark.parametrize("k", [32, 4096, 65504])
+@pytest.mark.parametrize("n", [32, 4096, 151936, 262144])
+def test_wide_matrices_are_decoded_in_parts_of_bounded_size(k: int, n: int) -> None:
+    parts = [*column_parts(k, n)]
+
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == n
+    widths = {part.stop - part.start for part in parts}
+    assert all(width % 32 == 0 and width * k <= CHUNK_ELEMENTS for width in widths)
+    width = parts[0].stop - parts[0].start
+    assert width == n or (width + 32) * k > CHUNK_ELEMENTS  # no more parts than needed
+
+
+def test_very_tall_matrices_are_decoded_by_the_narrowest_parts() -> None:
+    assert [*column_parts(2 * CHUNK_ELEMENTS, 64)] == [slice(0, 32), slice(32, 64)]
+
+
+def test_parameters_of_one_width_are_those_of_a_list_of_one() -> None:
+    assert QuantParams.uniform(4, 128) == FOUR_BITS
+
+
+@pytest.mark.parametrize(
+    ("size", "is_refused"), [(2**31 - 32, False), (2**31, True), (0, True), (-32, True), (48, True)]
+)
+def test_groups_have_a_multiple_of_32_rows_that_a_file_can_state(
+    size: int, is_refused: bool
+) -> None:
+    refused = pytest.raises(ConfigError, match="group sizes must be multiples of 32")
+    with refused if is_refused else nullcontext():
+        QuantParams.uniform(4, size)
+
+
+def test_order_is_that_in_which_rows_were_packed() -> None:
+    perm = torch.randperm(96)
+    groups = FOUR_BITS.groups(96)
+    matrix = QuantizedMatrix.encode(
+        codes=torch.zeros(96, 32, dtype=torch.uint8),
+        groups=groups,
+        scale_codes=torch.zeros(1, 32, dtype=torch.uint8),
+        max_scales=torch.ones(1).half(),
+        perm=perm,
+    )
+
+    assert torch.equal(matrix.order, perm)
+
+
+def test_group_table_and_permutation_stay_in_main_memory() -> None:
+    matrix = random_matrix(FOUR_BITS, 64, 32)
+    tensors = matrix.to_tensors(KEY)
+
+    table, permutation = host_names(KEY)
+
+    assert tensors[table] is matrix.group_table
+    assert tensors[permutation] is matrix.inverse_perm
+    assert {table, permutation} < {*tensor_names(KEY)}
 
 
 def test_example_of_three_widths_has_the_published_groups() -> None:
