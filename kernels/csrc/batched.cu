@@ -116,7 +116,7 @@ __device__ __forceinline__ float size_of(const float* squares, int columns, floa
 }
 
 // Put the part's x, ROWS rows, into shared memory, as `multiply` reads it.
-template <int ROWS>
+template <int ROWS, bool GPTQ>
 __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int rows, byte* xs) {
     __shared__ float sizes[ROWS];
     const int count = list[1] * ROWS * 4;
@@ -152,8 +152,17 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
             if (stage.norm && row_of(at) < rows)
                 v[i] = normed(v[i], sizes[row_of(at)],
                               __ldg((const uint4*)(stage.norm + place(at))));
+            byte* panel = xs + at / (4 * ROWS) * PANEL_BYTES<ROWS, GPTQ>;
             if constexpr (ROWS == GROUPED_ROWS) put_grouped<ROWS>(xs, at, paired(v[i]));
-            else ((uint4*)xs)[at] = paired(v[i]);
+            else ((uint4*)panel)[at % (4 * ROWS)] = paired(v[i]);
+            if constexpr (SUMS_X<ROWS, GPTQ>) {
+                float x[8], sum = 0.0f;
+                pairs_of(v[i], x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum += x[e];
+                for (int o = 1; o < 4; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
+                if (at % 4 == 0) ((float*)(panel + ROWS * 64))[row_of(at)] = sum;
+            }
         }
     }
 }
@@ -322,7 +331,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         const Work work(stage);
         const int* list = lists + stage.list_at;
         if (s) await(c.meetings, met);
-        if (work.of) stage_x<ROWS>(stage, list, c.rows, xs);
+        if (work.of) stage_x<ROWS, GPTQ>(stage, list, c.rows, xs);
         if constexpr (IS_GROUPED) end_grouped();
         __syncthreads();
         const int turns = IS_GROUPED ? work.turns() : work.tiles;
@@ -342,13 +351,13 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     if constexpr (IS_GROUPED)                                                                       \
         multiply_grouped<B, ROWS, GPTQ>(codes, scales, shared_address(x), kind, lane, is_there,     \
                                         total);                                                     \
-    else multiply<B, ROWS, GPTQ>(codes, scales, x, kind, lane, total)
+    else multiply<B, ROWS, GPTQ, SUMS_X<ROWS, GPTQ>>(codes, scales, x, kind, lane, total)
                 if constexpr (GPTQ) {
                     CASE(4);
                 } else {
                     FOR_BITS(kind & 15, CASE)
                 }
-                x += (kind >> 4 & 7) * ROWS * 64;
+                x += (kind >> 4 & 7) * PANEL_BYTES<ROWS, GPTQ>;
                 if (!is_there) continue;
                 __syncwarp();
                 fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
