@@ -152,7 +152,7 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
             if (stage.norm && row_of(at) < rows)
                 v[i] = normed(v[i], sizes[row_of(at)],
                               __ldg((const uint4*)(stage.norm + place(at))));
-            if constexpr (ROWS == GROUPED_ROWS) put_grouped<ROWS>(xs, at, paired(v[i]));
+            if constexpr (IS_GROUPED<ROWS>) put_grouped<ROWS>(xs, at, paired(v[i]));
             else ((uint4*)xs)[at] = paired(v[i]);
         }
     }
@@ -286,7 +286,6 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
 // ROWS: 8, 16, 32 or 64, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
-    constexpr bool IS_GROUPED = ROWS == GROUPED_ROWS;
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + BLOCK_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -323,12 +322,12 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         const int* list = lists + stage.list_at;
         if (s) await(c.meetings, met);
         if (work.of) stage_x<ROWS>(stage, list, c.rows, xs);
-        if constexpr (IS_GROUPED) end_grouped();
+        if constexpr (IS_GROUPED<ROWS>) end_grouped();
         __syncthreads();
-        const int turns = IS_GROUPED ? work.turns() : work.tiles;
+        const int turns = IS_GROUPED<ROWS> ? work.turns() : work.tiles;
 #pragma unroll 1
         for (int tile = 0; tile < turns; ++tile) {
-            const bool is_there = !IS_GROUPED || tile < work.tiles;
+            const bool is_there = !IS_GROUPED<ROWS> || tile < work.tiles;
             const int* step = steps_of(stage, list);
             const byte* x = xs;
             float total[ROWS / 8][2][4] = {};
@@ -339,7 +338,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
                 const byte* scales = codes + (kind & 15) * (kind >> 4 & 7) * 128;
                 if (is_there) wait_for_bytes(barrier + 8 * slot, parity);
 #define CASE(B)                                                                                     \
-    if constexpr (IS_GROUPED)                                                                       \
+    if constexpr (IS_GROUPED<ROWS>)                                                                       \
         multiply_grouped<B, ROWS, GPTQ>(codes, scales, shared_address(x), kind, lane, is_there,     \
                                         total);                                                     \
     else multiply<B, ROWS, GPTQ>(codes, scales, x, kind, lane, total)
