@@ -283,6 +283,9 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
     }
 }
 
+#ifndef EARLY_SLOTS
+#define EARLY_SLOTS 2
+#endif
 // ROWS: 8, 16, 32 or 64, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
@@ -311,7 +314,8 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     end_barriers();
     __syncthreads();
     Fetcher<SCALE_BYTES> fetcher(c, lists);
-    for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
+    const int early = min(EARLY_SLOTS, c.slots);  // x need not wait for the others
+    for (int s = 0; s < early; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
     wait_for_input();
 
     int slot = 0, parity = 0;
@@ -325,6 +329,8 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         if (work.of) stage_x<ROWS>(stage, list, c.rows, xs);
         if constexpr (IS_GROUPED) end_grouped();
         __syncthreads();
+        if (!s)
+            for (int i = early; i < c.slots; ++i) fetcher.next(barrier + 8 * i, ring_at + i * SLOT);
         const int turns = IS_GROUPED ? work.turns() : work.tiles;
 #pragma unroll 1
         for (int tile = 0; tile < turns; ++tile) {

@@ -19,9 +19,11 @@ __device__ __forceinline__ void overlap_launches() { let_the_next_begin(), wait_
 // arrives. `arrive` returns what `await` waits for.
 __device__ __forceinline__ unsigned arrive(unsigned* meetings, unsigned rank, unsigned ctas) {
     __syncthreads();
-    if (threadIdx.x) return 0;
-    __threadfence();
-    return atomicAdd(meetings, rank ? 1 : 0x80000001u - ctas);
+    unsigned before = 0;
+    if (threadIdx.x == 0)
+        asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;"
+                     : "=r"(before) : "l"(meetings), "r"(rank ? 1 : 0x80000001u - ctas) : "memory");
+    return before;
 }
 __device__ __forceinline__ void await(const unsigned* meetings, unsigned before) {
     if (threadIdx.x == 0) {

@@ -181,35 +181,48 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
     else if (stage.place) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
     if (stage.place) __syncthreads();
     const bool sums = stage.norm && !stage.place;
+    constexpr int AT_ONCE = ROWS == 1 ? 3 : 1;  // pieces of a row that a thread reads at a time
+    constexpr int THREADS = 32 * CTA_WARPS;
+    const int past = sums ? all : end;
     float square[ROWS] = {};
-    for (int base = threadIdx.x / 32 * 32 + (sums ? 0 : first); base < (sums ? all : end);
-         base += 32 * CTA_WARPS) {
-        const int c = base + threadIdx.x % 32, at = c - first;
-        const bool is_own = c >= first && c < end;
-        uint4 v[ROWS] = {};
-        float weights[8] = {};
-        if (stage.place && is_own)
+    for (int base = threadIdx.x / 32 * 32 + (sums ? 0 : first); base < past;
+         base += AT_ONCE * THREADS) {
+        uint4 v[AT_ONCE][ROWS] = {}, weights[AT_ONCE] = {};
 #pragma unroll
-            for (int r = 0; r < ROWS; ++r) v[r] = *(const uint4*)piece_of<ROWS>(xs, r, at);
-        else if (c < all) read_rows<ROWS>(stage, rows, c, v);
-        if (stage.norm && is_own) pairs_of(__ldg((const uint4*)stage.norm + c), weights);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int c = base + i * THREADS + threadIdx.x % 32, at = c - first;
+            const bool is_own = c >= first && c < end;
+            if (stage.place && is_own)
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) v[i][r] = *(const uint4*)piece_of<ROWS>(xs, r, at);
+            else if (c < past) read_rows<ROWS>(stage, rows, c, v[i]);
+            if (stage.norm && is_own) weights[i] = __ldg((const uint4*)stage.norm + c);
+        }
         __syncwarp();  // the four lanes of a panel have read it before one of them writes over it
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) {
-            if (r >= rows) break;
-            if (sums) add_squares(v[r], square[r]);
-            float numbers[8];
-            u32 planes[2][2];
-            pairs_of(v[r], numbers);
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int c = base + i * THREADS + threadIdx.x % 32, at = c - first;
+            const bool is_own = c >= first && c < end;
+            if (base + i * THREADS >= past) break;
+            float times[8];
+            pairs_of(weights[i], times);
 #pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (stage.norm) numbers[e] *= weights[e];
-            const Unit unit = quantize(numbers, planes);
-            if (!is_own) continue;
-            byte* to = xs + (at / 4 * ROWS + r) * 64 + at % 4 * 8;
-            *(uint2*)to = {planes[0][0], planes[0][1]};
-            *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
-            if (at % 4 == 0) units[at / 4 * ROWS + r] = unit;
+            for (int r = 0; r < ROWS; ++r) {
+                if (r >= rows) break;
+                if (sums) add_squares(v[i][r], square[r]);
+                float numbers[8];
+                u32 planes[2][2];
+                pairs_of(v[i][r], numbers);
+#pragma unroll
+                for (int e = 0; e < 8; ++e)
+                    if (stage.norm) numbers[e] *= times[e];
+                const Unit unit = quantize(numbers, planes);
+                if (!is_own) continue;
+                byte* to = xs + (at / 4 * ROWS + r) * 64 + at % 4 * 8;
+                *(uint2*)to = {planes[0][0], planes[0][1]};
+                *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
+                if (at % 4 == 0) units[at / 4 * ROWS + r] = unit;
+            }
         }
     }
 #pragma unroll

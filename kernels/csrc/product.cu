@@ -135,6 +135,9 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
+#ifndef EARLY_SLOTS
+#define EARLY_SLOTS 2
+#endif
 // ROWS: 1 or 4, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
@@ -191,7 +194,6 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
             open();
         }
     };
-    for (int s = 0; s < c.slots; ++s) fetch_next(s);
     auto prefetch_shared = [&](int s) {  // to L2, what the CTAs of a stage share
         const Stage& stage = c.stages[s];
         const Work work(stage, own);
@@ -207,7 +209,15 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (stage.to && warp == 0 && lane < work.tiles && lane * 32 < work.of->columns)
             prefetch(stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS);
     };
+    auto list_warps = [&](const Work& work) {
+        if ((int)threadIdx.x >= work.tiles) return;
+        const Parts parts(work, threadIdx.x);
+        warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
+    };
     for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
+    const int early = min(EARLY_SLOTS, c.slots);  // x need not wait for the others
+    for (int s = 0; s < early; ++s) fetch_next(s);
+    list_warps(Work(c.stages[0], own));
     wait_for_input();
 
     int slot = 0, parity = 0;
@@ -220,10 +230,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (s && s + 1 < c.count) prefetch_shared(s + 1);
         if (s && stage.place && !stage.after && (int)threadIdx.x < stage.k / 8)
             places_of(stage, threadIdx.x, places);
-        if ((int)threadIdx.x < work.tiles) {
-            const Parts parts(work, threadIdx.x);
-            warps[threadIdx.x] = parts.last | (u32)parts.goes_on << 31;
-        }
+        if (s) list_warps(work);
         if (ADDS<ROWS> && stage.after) load_hidden(stage, xs);
         if (s) await(c.meetings, met);
         // with hidden states all of x is there, else a part
@@ -231,6 +238,8 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         Unit* units = (Unit*)(xs + held);
         byte* x_at = xs + (stage.after ? work.part * stage.length * ROWS * 64 : 0);
         if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
+        if (!s)
+            for (int i = early; i < c.slots; ++i) fetch_next(i);
         const int* kinds = work.share->kinds;
         float total[4];
         for (int segment = 0; segment < work.segments; ++segment) {

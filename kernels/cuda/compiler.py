@@ -16,6 +16,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.environment import virtual_architecture
+from exl2flow.kernels.cuda.graphs import replaying_stream
 from exl2flow.kernels.cuda.ptx import cubin_file, ptx_file
 from exl2flow.kernels.interface import sampling
 from exl2flow.kernels.interface.activations import ACTIVATIONS, SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -198,7 +199,7 @@ def launch(
         threads: per CTA.
         shared: bytes of dynamic shared memory per CTA.
         device: where to launch, if no argument is a tensor.
-        together: its CTAs wait for each other, so all must be resident at once.
+        together: its CTAs wait for each other, so all must get a place: see `_begins_early`.
 
     Raises:
         LaunchRefused: it does not fit on the device as it is now.
@@ -218,9 +219,12 @@ def launch(
             call.pointers[place] = others[-1][1].ctypes.data
     index, how = device.index, call.how
     how.x, how.y, how.z = (*grid, 1, 1)[:3]
-    how.threads, how.shared, how.stream = threads, shared, raw_stream(index)
-    how.attributes = _EARLY_AT if not together else _TOGETHER_AT
-    how.count = together + _is_early(file, index)
+    stream = raw_stream(index)  # `how.stream` would be None if it is 0
+    how.threads, how.shared, how.stream = threads, shared, stream
+    key, is_early = (index, file, name, grid, shared), _is_early(file, index)
+    is_gang = together and not (is_early and _begins_early(index, key, stream))
+    how.attributes = _TOGETHER_AT if is_gang else _EARLY_AT
+    how.count = is_gang + is_early
     with cupy.cuda.Device(index):
         kernel = _kernel(file, name, index, shared)
         status = _driver().cuLaunchKernelEx(call.at, kernel, call.pointers, None)
@@ -231,6 +235,8 @@ def launch(
         if status in REFUSALS:
             raise LaunchRefused(message, reason=REFUSALS[status])
         raise RuntimeError(message)
+    if is_gang:
+        _ACCEPTED.add(key)
 
 
 @cache  # so each of them is told once per process
@@ -293,6 +299,31 @@ def _is_early(file: str, device: int) -> bool:
     return capability(device) >= 90 and "void wait_for_input" in source(file)
 
 
+_ACCEPTED: set[tuple[object, ...]] = set()  # launches whose CTAs were all resident at once
+_FIRST_STREAMS: dict[int, int] = {}  # of each device, the one whose launches may begin early
+
+
+def _begins_early(index: int, key: tuple[object, ...], stream: int) -> bool:
+    """Return whether CTAs that wait for each other may start one by one, as SMs become free.
+
+    A cooperative launch starts all of them at once, after the previous launch. Without it, the
+    first ones read constant data meanwhile. Each of them gets its place in the end if the device
+    has enough for all, which the driver has checked for an earlier launch of the same kind, and if
+    nothing else waits for places that these hold: so on one stream per device, and not under MPS.
+    """
+    home = replaying_stream() if torch.cuda.is_current_stream_capturing() else stream
+    is_first = home is not None and _FIRST_STREAMS.setdefault(index, home) == home
+    return is_first and key in _ACCEPTED and not _is_shared(index)
+
+
+@cache
+def _is_shared(device: int) -> bool:
+    """Return whether other processes may run on a device at the same time (MPS)."""
+    value = ctypes.c_int(0)
+    status = _driver().cuDeviceGetAttribute(ctypes.byref(value), _MPS_ENABLED, device)
+    return bool(status or value.value)
+
+
 class _Attribute(ctypes.Structure):
     """`CUlaunchAttribute`."""
 
@@ -311,6 +342,7 @@ class _Launch(ctypes.Structure):
     ]
 
 
+_MPS_ENABLED = 133  # CU_DEVICE_ATTRIBUTE_MPS_ENABLED
 # CU_LAUNCH_ATTRIBUTE_COOPERATIVE and _PROGRAMMATIC_STREAM_SERIALIZATION
 _ATTRIBUTES = (_Attribute * 2)(*(_Attribute(kind=kind, value=(1,)) for kind in (2, 6)))
 _TOGETHER_AT = ctypes.addressof(_ATTRIBUTES)

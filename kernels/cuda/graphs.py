@@ -1,8 +1,9 @@
 """CUDA graphs: GPU work that is captured once and replayed, so the host launches nothing."""
 
 import logging
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,6 +17,21 @@ BEYOND = 32  # in multiples of which there are more
 WARM_UP = 2  # runs before a recording, to compile kernels and create plans and workspaces
 
 T = TypeVar("T")
+_HOME: ContextVar[int | None] = ContextVar("home", default=None)
+
+
+def replaying_stream() -> int | None:
+    """Return the handle of the stream that replays what is being captured; None: not known."""
+    return _HOME.get()
+
+
+@contextmanager
+def _captured_for(stream: int) -> Iterator[None]:
+    token = _HOME.set(stream)
+    try:
+        yield
+    finally:
+        _HOME.reset(token)
 
 
 class CudaGraph(Generic[T]):
@@ -37,10 +53,12 @@ class CudaGraph(Generic[T]):
             work()
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
+        home = torch.cuda.current_stream().cuda_stream
         here = torch.cuda.stream(torch.cuda.current_stream())  # torch leaves it when it fails
         with (
             uncollected(),  # else Python may free unreachable graphs, which ends a capture
             here,
+            _captured_for(home),
             torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
         ):
             self.result = work()

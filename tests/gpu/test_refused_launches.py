@@ -44,6 +44,9 @@ class Driver:
         self.room, self.refused = room, 0
         self._driver = compiler._driver()
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
     def cuLaunchKernelEx(self, call: Any, *given: Any) -> int:  # the driver's name
         how = call._obj
         is_together = how.count and how.attributes == compiler._TOGETHER_AT
@@ -58,6 +61,7 @@ class Driver:
 def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Driver]:
     """Give the device room for so many CTAs that wait for each other, from the call on."""
     monkeypatch.setattr(cuda_sampler, "_MOST_TEAMS", {})
+    monkeypatch.setattr(compiler, "_ACCEPTED", set())
     compiler.tell_refusal.cache_clear()
 
     def limit(room: int) -> Driver:

@@ -39,8 +39,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, list[int]]]:
     monkeypatch.setattr(compiler, "_is_early", lambda file, device: file == "early.cu")
     monkeypatch.setattr(compiler.cupy.cuda, "Device", lambda index: nullcontext())
     monkeypatch.setattr(compiler, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(compiler, "_ACCEPTED", set())
+    monkeypatch.setattr(compiler, "_FIRST_STREAMS", {})
+    monkeypatch.setattr(compiler, "_is_shared", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     compiler._kernel.cache_clear()
     return found
+
+
+GANG, EARLY = 2, 6  # launch attributes: cooperative, programmatic
+
+
+def waits(calls: list) -> list[list[int]]:
+    """Return the attributes of each launch."""
+    return [
+        [x.kind for x in (compiler._Attribute * how.count).from_address(how.attributes)]
+        for how, _ in calls
+    ]
 
 
 def test_each_argument_is_where_the_driver_looks(calls: list) -> None:
@@ -64,10 +79,54 @@ def test_a_launch_says_what_it_waits_for(calls: list, early: bool, together: boo
     file = "early.cu" if early else "any.cu"
     compiler.launch(file, "any", (1,), torch.zeros(1), together=together)
 
-    [(how, _)] = calls
-    attributes = (compiler._Attribute * how.count).from_address(how.attributes)
-    kinds = [attribute.kind for attribute in attributes]
-    assert kinds == [2] * together + [6] * early  # cooperative, programmatic
+    [kinds] = waits(calls)
+    assert kinds == [GANG] * together + [EARLY] * early
+
+
+def launch_together(count: int = 1, grid: int = 3) -> None:
+    for _ in range(count):
+        compiler.launch("early.cu", "any", (grid,), torch.zeros(1), together=True)
+
+
+def test_ctas_that_meet_start_early_once_the_driver_has_placed_all_of_them(calls: list) -> None:
+    launch_together(2)
+    launch_together(2, grid=4)
+
+    assert waits(calls) == [[GANG, EARLY], [EARLY]] * 2
+
+
+def test_ctas_that_meet_start_early_on_one_stream(
+    calls: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_together(2)
+    monkeypatch.setattr(compiler, "raw_stream", lambda device: 8)
+    launch_together(2)
+
+    assert waits(calls) == [[GANG, EARLY], [EARLY], [GANG, EARLY], [GANG, EARLY]]
+
+
+@pytest.mark.parametrize(
+    ("replays", "kinds"), [(7, [EARLY]), (8, [GANG, EARLY]), (None, [GANG, EARLY])]
+)
+def test_a_recording_is_made_for_the_stream_that_replays_it(
+    calls: list, replays: int | None, kinds: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch_together()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(compiler, "raw_stream", lambda device: 9)
+    monkeypatch.setattr(compiler, "replaying_stream", lambda: replays)
+    launch_together()
+
+    assert waits(calls)[1] == kinds
+
+
+def test_ctas_that_meet_start_together_where_other_processes_run(
+    calls: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_is_shared", lambda device: True)
+    launch_together(2)
+
+    assert waits(calls) == [[GANG, EARLY]] * 2
 
 
 def test_tensors_with_gaps_are_refused(calls: list) -> None:
