@@ -68,6 +68,7 @@ DEFINITIONS = {
     "BLOCK_PANELS": BLOCK_PANELS,
     "MOST_MATRICES": product.MOST_MATRICES,
     "MOST_CHAINED": product.MOST_CHAINED,
+    "PAIRED_ROWS": batched.PAIRED_ROWS,
     "MOST_STAGES": product.MOST_STAGES,
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
@@ -126,6 +127,7 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
+CLUSTER_CAPABILITY = 90  # the first with clusters
 GROUPED, GROUPED_CAPABILITY = "batched<64", 90  # what uses `grouped.cuh`, and where it can
 _BUILDING: dict[tuple[str, str | None], threading.Lock] = {}  # by source and instance
 log = logging.getLogger(__name__)
