@@ -209,6 +209,18 @@ class PromptView:
         return out
 
 
+class StartView(PromptView):
+    """View of the cache for a pass over one prompt from its start; all that it needs is on the GPU.
+
+    positions, slots: int64 (t,), of the tokens.
+    """
+
+    def __init__(self, cache: PagedCache, positions: Tensor, slots: Tensor) -> None:
+        self.positions, self.slots, self._cache = positions, slots, cache
+        self.groups, self.tails, self._of_states = [], [], []
+        self.alone, self._has_fresh = [(slice(0, len(slots)), None)], True
+
+
 def _store(store: LayerStore, slots: Tensor, k: Tensor, v: Tensor, *, table: RopeTable) -> None:
     """Rotate and store keys and values (b, kv_heads, t, head_dim) at slots int64 (b · t,)."""
     new = (x.transpose(1, 2).flatten(0, 1) for x in (table.rotate(k), v))

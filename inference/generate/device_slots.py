@@ -204,8 +204,10 @@ class DeviceSlots:
         on, in order; adapters: of each segment; states: return them, else none.
         """
         tokens = on_device(torch.tensor([ids]), self.cache.device)
-        hidden = None if embeddings or any(adapters) else self._runner.read_tails(ids, segments)
-        if hidden is None:
+        is_plain = not embeddings and not any(adapters)
+        hidden = self._runner.read_tails(ids, segments) if is_plain else None
+        is_read = is_plain and not states and self._runner.read_start(ids, segments)
+        if hidden is None and not is_read:
             device = self.cache.device
             rows = on_device(torch.stack([*embeddings]), device) if embeddings else None
             work = tokens, *self._runner.views(segments), rows

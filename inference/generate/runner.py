@@ -16,6 +16,7 @@ from exl2flow.inference.adapters import AdapterSlots
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts import SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
+from exl2flow.inference.generate.start_prefill import StartPrefill
 from exl2flow.inference.generate.tail_prefill import TailPrefill
 from exl2flow.kernels.cuda.graphs import GraphPool
 from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
@@ -75,9 +76,12 @@ class Runner:
             torch.zeros(shape, dtype=dtype, device=span.device) for span in decoder.spans[1:]
         ]
         self._tails: TailPrefill | None = None
+        self._starts: StartPrefill | None = None
         if not is_split and slots.cache.states is None:
             angles = self._spans[0].angles
             self._tails = TailPrefill(decoder, slots.cache, angles, slots.graphs)
+            own = GraphPool(idle, records=slots.graphs.records, device=slots.cache.device)
+            self._starts = StartPrefill(decoder, slots.cache, angles, own)
 
     def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
         """Return the cache and the rotations for a pass over prompts."""
@@ -98,6 +102,10 @@ class Runner:
         if self._tails is None or not self._tails.takes(segments):
             return None
         return self._tails.read(ids, segments)
+
+    def read_start(self, ids: Sequence[int], segments: Sequence[Segment]) -> bool:
+        """Read a prompt as `StartPrefill.read` does; False: take `views` for it."""
+        return self._starts is not None and self._starts.read(ids, segments)
 
     def forward(self, batch: int, count: int) -> None:
         """Run `count` tokens of each of the first slots, and store their logits."""

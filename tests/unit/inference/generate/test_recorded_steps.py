@@ -8,6 +8,8 @@ from decoding import GREEDY, HOT, Again, Slots, prompts_of, text_alone
 from tiny import make_tiny
 
 from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference.cache.views import Segment
+from exl2flow.inference.generate.start_prefill import LAUNCHED
 from exl2flow.inference.sampling import Kind
 from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.kernels.cuda.graphs import ROWS, bucket
@@ -137,6 +139,42 @@ def test_ends_of_prompts_are_read_in_recorded_passes(
 
     assert texts(recorded) == texts(Generator(model, tokens=4096, slots=4))
     assert ("tails", bucket(len(lengths))) in recorded._device_slots.graphs._graphs
+
+
+@pytest.mark.parametrize("cache", ["fp16", "q4"])
+@pytest.mark.parametrize("count", [65, 100, 128, 129, 250, 450])
+def test_a_prompt_read_by_a_recording_goes_on_like_a_launched_one(
+    model: LoadedModel, graphs: list[Again], count: int, cache: str
+) -> None:
+    shape = LAUNCHED + 2, count + 1  # the last token is not read with the others
+    prompts = torch.randint(2, model.spec.vocab_size, shape).tolist()
+
+    def texts(*, is_recorded: bool) -> list[list[int]]:
+        generator = Generator(model, tokens=1024, slots=1, cache=cache)
+        starts = generator._device_slots._runner._starts
+        assert starts is not None
+        starts._graphs.records = is_recorded
+        found = []
+        for ids in prompts:  # one after another: a pass over several is launched
+            request = Request(ids, settings=GREEDY, stops=(), max_new_tokens=10)
+            found.append([token for event in generator.stream(request) for token in event.ids])
+        return found
+
+    assert texts(is_recorded=True) == texts(is_recorded=False)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("count", [20, 64, 600, 1900])
+def test_prompts_of_other_lengths_are_launched(
+    model: LoadedModel, graphs: list[Again], count: int
+) -> None:
+    segment = Segment(pages=range(8), begin=0, end=count)
+    starts = Generator(model, tokens=2048, slots=1)._device_slots._runner._starts
+    assert starts is not None
+    starts._graphs.records = True
+
+    assert not any(starts.read([5] * count, [segment]) for _ in range(LAUNCHED + 2))
+    assert graphs == []
 
 
 def test_warming_up_leaves_pages_alone_that_another_text_has_now(
