@@ -116,7 +116,7 @@ __device__ __forceinline__ float size_of(const float* squares, int columns, floa
 }
 
 // Put the part's x, ROWS rows, into shared memory, as `multiply` reads it.
-template <int ROWS>
+template <int ROWS, bool GPTQ>
 __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int rows, byte* xs) {
     __shared__ float sizes[ROWS];
     const int count = list[1] * ROWS * 4;
@@ -152,8 +152,17 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
             if (stage.norm && row_of(at) < rows)
                 v[i] = normed(v[i], sizes[row_of(at)],
                               __ldg((const uint4*)(stage.norm + place(at))));
-            if constexpr (ROWS == GROUPED_ROWS) put_grouped<ROWS>(xs, at, paired(v[i]));
-            else ((uint4*)xs)[at] = paired(v[i]);
+            byte* panel = xs + at / (4 * ROWS) * PANEL_BYTES<ROWS, GPTQ>;
+            if constexpr (IS_GROUPED<ROWS>) put_grouped<ROWS>(xs, at, paired(v[i]));
+            else ((uint4*)panel)[at % (4 * ROWS)] = paired(v[i]);
+            if constexpr (SUMS_X<ROWS, GPTQ>) {
+                float x[8], sum = 0.0f;
+                pairs_of(v[i], x);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum += x[e];
+                for (int o = 1; o < 4; o *= 2) sum += __shfl_xor_sync(~0u, sum, o);
+                if (at % 4 == 0) ((float*)(panel + ROWS * 64))[row_of(at)] = sum;
+            }
         }
     }
 }
@@ -286,7 +295,6 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
 // ROWS: 8, 16, 32 or 64, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
-    constexpr bool IS_GROUPED = ROWS == GROUPED_ROWS;
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + BLOCK_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -322,13 +330,13 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         const Work work(stage);
         const int* list = lists + stage.list_at;
         if (s) await(c.meetings, met);
-        if (work.of) stage_x<ROWS>(stage, list, c.rows, xs);
-        if constexpr (IS_GROUPED) end_grouped();
+        if (work.of) stage_x<ROWS, GPTQ>(stage, list, c.rows, xs);
+        if constexpr (IS_GROUPED<ROWS>) end_grouped();
         __syncthreads();
-        const int turns = IS_GROUPED ? work.turns() : work.tiles;
+        const int turns = IS_GROUPED<ROWS> ? work.turns() : work.tiles;
 #pragma unroll 1
         for (int tile = 0; tile < turns; ++tile) {
-            const bool is_there = !IS_GROUPED || tile < work.tiles;
+            const bool is_there = !IS_GROUPED<ROWS> || tile < work.tiles;
             const int* step = steps_of(stage, list);
             const byte* x = xs;
             float total[ROWS / 8][2][4] = {};
@@ -339,16 +347,16 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
                 const byte* scales = codes + (kind & 15) * (kind >> 4 & 7) * 128;
                 if (is_there) wait_for_bytes(barrier + 8 * slot, parity);
 #define CASE(B)                                                                                     \
-    if constexpr (IS_GROUPED)                                                                       \
+    if constexpr (IS_GROUPED<ROWS>)                                                                       \
         multiply_grouped<B, ROWS, GPTQ>(codes, scales, shared_address(x), kind, lane, is_there,     \
                                         total);                                                     \
-    else multiply<B, ROWS, GPTQ>(codes, scales, x, kind, lane, total)
+    else multiply<B, ROWS, GPTQ, SUMS_X<ROWS, GPTQ>>(codes, scales, x, kind, lane, total)
                 if constexpr (GPTQ) {
                     CASE(4);
                 } else {
                     FOR_BITS(kind & 15, CASE)
                 }
-                x += (kind >> 4 & 7) * ROWS * 64;
+                x += (kind >> 4 & 7) * PANEL_BYTES<ROWS, GPTQ>;
                 if (!is_there) continue;
                 __syncwarp();
                 fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);

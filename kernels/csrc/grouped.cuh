@@ -1,9 +1,9 @@
-// Panels times 64 rows of x by four warps together, on tensor cores that read x in shared memory: with
+// Panels times 16 to 64 rows of x by four warps together, on tensor cores that read x in shared memory: with
 // instructions that only sm_90a has. Each warp has tiles of its own; all four have the same panels.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int GROUPED_ROWS = 64;
+template <int ROWS> constexpr bool IS_GROUPED = ROWS >= GROUPED_ROWS;
 #else
-constexpr int GROUPED_ROWS = 0;
+template <int ROWS> constexpr bool IS_GROUPED = false;
 #endif
 constexpr int GROUP = 4;  // warps
 
@@ -21,25 +21,28 @@ __device__ __forceinline__ void end_grouped() {
 #endif
 }
 
-// D += A B: 16 columns of each warp x 16 rows, 16 rows x 64 of x.
+// D += A B: 16 columns of each warp x 16 rows, 16 rows x ROWS of x.
+#define SUMS(n) "+f"(d[n][m][0]), "+f"(d[n][m][1]), "+f"(d[n][m][2]), "+f"(d[n][m][3])
+#define GROUPED(SHAPE, OWN, A, X, ...)                                          \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, 1, 0;"                         \
+                 "wgmma.mma_async.sync.aligned." SHAPE ".f32.f16.f16 "         \
+                 "{" OWN "}, {" A "}, " X ", p, 1, 1, 0;}"                      \
+                 : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x))
+template <int ROWS>
 __device__ __forceinline__ void mma_grouped(float (*d)[2][4], int m, const u32* a,
                                             unsigned long long x) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, 1, 0;"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
-        : "+f"(d[0][m][0]), "+f"(d[0][m][1]), "+f"(d[0][m][2]), "+f"(d[0][m][3]),
-          "+f"(d[1][m][0]), "+f"(d[1][m][1]), "+f"(d[1][m][2]), "+f"(d[1][m][3]),
-          "+f"(d[2][m][0]), "+f"(d[2][m][1]), "+f"(d[2][m][2]), "+f"(d[2][m][3]),
-          "+f"(d[3][m][0]), "+f"(d[3][m][1]), "+f"(d[3][m][2]), "+f"(d[3][m][3]),
-          "+f"(d[4][m][0]), "+f"(d[4][m][1]), "+f"(d[4][m][2]), "+f"(d[4][m][3]),
-          "+f"(d[5][m][0]), "+f"(d[5][m][1]), "+f"(d[5][m][2]), "+f"(d[5][m][3]),
-          "+f"(d[6][m][0]), "+f"(d[6][m][1]), "+f"(d[6][m][2]), "+f"(d[6][m][3]),
-          "+f"(d[7][m][0]), "+f"(d[7][m][1]), "+f"(d[7][m][2]), "+f"(d[7][m][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(x));
+    if constexpr (ROWS == 16)
+        GROUPED("m64n16k16", "%0,%1,%2,%3,%4,%5,%6,%7", "%8,%9,%10,%11", "%12", SUMS(0), SUMS(1));
+    if constexpr (ROWS == 32)
+        GROUPED("m64n32k16", "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15",
+                "%16,%17,%18,%19", "%20", SUMS(0), SUMS(1), SUMS(2), SUMS(3));
+    if constexpr (ROWS == 64)
+        GROUPED("m64n64k16",
+                "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,"
+                "%23,%24,%25,%26,%27,%28,%29,%30,%31",
+                "%32,%33,%34,%35", "%36", SUMS(0), SUMS(1), SUMS(2), SUMS(3), SUMS(4), SUMS(5),
+                SUMS(6), SUMS(7));
 #endif
 }
 
@@ -65,7 +68,7 @@ __device__ __forceinline__ void multiply_grouped(const byte* codes, const byte* 
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            mma_grouped(total, i % 2, a[i % 2][i / 2], STEPS | (x + i / 2 * ROWS * 32) >> 4);
+            mma_grouped<ROWS>(total, i % 2, a[i % 2][i / 2], STEPS | (x + i / 2 * ROWS * 32) >> 4);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     }

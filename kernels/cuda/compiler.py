@@ -68,6 +68,7 @@ DEFINITIONS = {
     "BLOCK_PANELS": BLOCK_PANELS,
     "MOST_MATRICES": product.MOST_MATRICES,
     "MOST_CHAINED": product.MOST_CHAINED,
+    "GROUPED_ROWS": product.GROUPED_ROWS,
     "MOST_STAGES": product.MOST_STAGES,
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
@@ -126,7 +127,9 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
-GROUPED, GROUPED_CAPABILITY = "batched<64", 90  # what uses `grouped.cuh`, and where it can
+# what uses `grouped.cuh`, and where it can
+GROUPED = tuple(f"batched<{n}," for n in product.BATCHED_ROWS if n >= product.GROUPED_ROWS)
+GROUPED_CAPABILITY = 90
 _BUILDING: dict[tuple[str, str | None], threading.Lock] = {}  # by source and instance
 log = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
 LIST_ROOM = 4 << 10  # bytes that lists of steps take at most
 X_SHARE = 0.5  # of shared memory, at most, for x
 MOST_PARTS = 64
+MOST_SUMMED = 16  # rows of x whose panels have their sums beside them, without zeros of GPTQ
 LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
@@ -70,7 +71,7 @@ def plan_of(
     """
     processors, most_shared = limits
     slot, room = WARPS * (slot_bytes(products[0].matrices[0]) + 8), most_shared - FIXED_SHARED
-    panel_bytes = kernel_rows(rows) * 2 * PANEL_ROWS
+    panel_bytes = _panel_bytes(kernel_rows(rows), has_zeros=products[0].matrices[0].has_zeros)
     most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)
     most_panels = most_x // (panel_bytes + 4 * PANEL_ROWS)
     divided = []
@@ -107,6 +108,12 @@ def plan_of(
         argument=argument,
         tensors=tensors,
     )
+
+
+def _panel_bytes(rows: int, *, has_zeros: bool) -> int:
+    """Return the bytes of x of a panel: `PANEL_BYTES` in halves.cuh."""
+    sums = 4 if rows <= MOST_SUMMED and not has_zeros else 0
+    return rows * (2 * PANEL_ROWS + sums)
 
 
 Lists = Sequence[Sequence[Sequence[int]]]  # of each matrix and part

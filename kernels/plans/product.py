@@ -21,6 +21,7 @@ from exl2flow.kernels.plans.sources import fill, filled, struct
 ROWS = (1, 4)  # kernels, by the most rows of x
 MOST_ROWS = ROWS[-1]
 BATCHED_ROWS = (8, 16, 32, 64)  # the same of `batched.cu`
+GROUPED_ROWS = 32  # from so many rows on, four warps multiply together where they can
 X_PIECES = 2  # of a row that a thread holds, if its norm is added to hidden states
 UNIT = 8  # bytes that belong to a panel of a row of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
