@@ -6,6 +6,7 @@
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
+#include "pairs.cuh"
 
 constexpr int THREADS = 32 * CTA_WARPS;
 constexpr int PIECES = 4;  // of x that a thread reads at a time
@@ -21,6 +22,7 @@ struct Matrix {
     float* partial;             // [tile][part] of ROWS · 32, see keep
     int columns, tiles, tile_bytes;
     int parts, each, first_cta, ctas;  // each: tiles of a warp
+    int sums;                          // of a tile in `partial`, of a part or of two each
 };
 
 struct Stage {  // a product with matrices that share x
@@ -47,6 +49,7 @@ struct Chain {
     Stage stages[MOST_CHAINED];
     unsigned* meetings;               // see meet
     int count, rows, slots, x_bytes;  // slots: steps that a warp has in flight
+    int paired;                       // whether pairs of CTAs add up their parts, see Pair
 };
 
 // A warp's work in a stage: tiles of a matrix, and a part of its rows. The part's list: its first
@@ -168,16 +171,16 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
 }
 
 // Keep a tile's sums of a part: [8 rows][row of a lane's two][lane] of 4 columns each.
-template <int ROWS>
-__device__ __forceinline__ void keep(const Work& work, int tile, int rows,
-                                     const float (*total)[2][4]) {
+template <int ROWS, class Has>
+__device__ __forceinline__ void keep(const Work& work, int tile, int place, int rows,
+                                     const float (*total)[2][4], Has has) {
     float4* to = (float4*)work.of->partial +
-                 ((integer)tile * work.of->parts + work.part) * (ROWS * 8) + threadIdx.x % 32;
+                 ((integer)tile * work.of->sums + place) * (ROWS * 8) + threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < ROWS / 8; ++n)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-            if (8 * n < rows)
+            if (8 * n < rows && has(n))
                 __stcg(to + (2 * n + i) * 32, float4{total[n][0][i], total[n][0][2 + i],
                                                      total[n][1][i], total[n][1][2 + i]});
 }
@@ -196,8 +199,8 @@ __device__ __forceinline__ void add_some(const float4* from, int parts, float* s
 template <int ROWS>
 __device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, float* sums) {
     const float4* from =
-        (const float4*)m.partial + (integer)tile * m.parts * (ROWS * 8) + u * 32 + threadIdx.x % 32;
-    int left = m.parts;
+        (const float4*)m.partial + (integer)tile * m.sums * (ROWS * 8) + u * 32 + threadIdx.x % 32;
+    int left = m.sums;
     for (; left > 8; left -= 16, from += 16 * (ROWS * 8)) add_some<ROWS, 16>(from, left, sums);
     if (left > 4) add_some<ROWS, 8>(from, left, sums);
     else if (left > 0) add_some<ROWS, 4>(from, left, sums);
@@ -294,15 +297,18 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
 
 // ROWS: 8, 16, 32 or 64, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
-__global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
+__global__ void CLUSTERS(CLUSTER<ROWS>) __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + BLOCK_PANELS * SCALE_BYTES;
     extern __shared__ __align__(128) byte shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_the_next_begin();
     byte* xs = shared;
+    const bool is_paired = CLUSTER<ROWS> > 1 && c.paired;
     byte* ring = shared + c.x_bytes + warp * c.slots * SLOT;
     Barrier* barriers = (Barrier*)(shared + c.x_bytes + CTA_WARPS * c.slots * SLOT);
-    int* lists = (int*)(barriers + CTA_WARPS * c.slots);
+    Barrier* of_pairs = barriers + CTA_WARPS * c.slots;
+    byte* buffers = (byte*)(of_pairs + 2 * CTA_WARPS);
+    int* lists = is_paired ? (int*)(buffers + CTA_WARPS * PAIR_BYTES<ROWS>) : (int*)of_pairs;
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
         const Work work(stage);
@@ -316,8 +322,12 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     }
     const u32 ring_at = shared_address(ring), barrier = shared_address(barriers + warp * c.slots);
     if (lane < c.slots) begin_barrier(barrier + 8 * lane);
+    if (is_paired && lane < 2) begin_barrier(shared_address(of_pairs + 2 * warp + lane));
     end_barriers();
-    __syncthreads();
+    if constexpr (CLUSTER<ROWS> > 1) meet_cluster();
+    else __syncthreads();
+    Pair<ROWS> pair(shared_address(buffers + warp * PAIR_BYTES<ROWS>),
+                    shared_address(of_pairs + 2 * warp));
     Fetcher<SCALE_BYTES> fetcher(c, lists);
     for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
     wait_for_input();
@@ -362,7 +372,15 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
                 fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
                 if (++slot == c.slots) slot = 0, parity ^= 1;
             } while (!(kind >> 7 & 1));
-            if (is_there) keep<ROWS>(work, work.tile + tile, c.rows, total);
+            if (!is_there) continue;
+            if (is_paired) {
+                pair.add(total);
+                keep<ROWS>(work, work.tile + tile, work.part / 2, c.rows, total,
+                           [&](int n) { return pair.has(n); });
+            } else {
+                keep<ROWS>(work, work.tile + tile, work.part, c.rows, total,
+                           [](int) { return true; });
+            }
         }
         meet(c.meetings, blockIdx.x, gridDim.x);
         finish<ROWS>(stage, c.rows);
@@ -372,4 +390,5 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         }
         if (s + 1 < c.count) met = arrive(c.meetings, blockIdx.x, gridDim.x);
     }
+    if constexpr (CLUSTER<ROWS> > 1) meet_cluster();  // nobody writes to a CTA that has ended
 }

@@ -69,6 +69,7 @@ DEFINITIONS = {
     "MOST_MATRICES": product.MOST_MATRICES,
     "MOST_CHAINED": product.MOST_CHAINED,
     "GROUPED_ROWS": product.GROUPED_ROWS,
+    "PAIRED_ROWS": batched.PAIRED_ROWS,
     "MOST_STAGES": product.MOST_STAGES,
     "MOST_TILES": product.MOST_TILES,
     "X_PIECES": product.X_PIECES,
@@ -127,6 +128,7 @@ OPTIONS = (
     "-std=c++17",
     *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
 )
+CLUSTER_CAPABILITY = 90  # the first with clusters
 # what uses `grouped.cuh`, and where it can
 GROUPED = tuple(f"batched<{n}," for n in product.BATCHED_ROWS if n >= product.GROUPED_ROWS)
 GROUPED_CAPABILITY = 90

@@ -12,8 +12,10 @@ from exl2flow.core.options.environment import tuning_file, virtual_architecture
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import (
+    CLUSTER_CAPABILITY,
     OPTIONS,
     LaunchRefused,
+    capability,
     launch,
     limits,
     tell_refusal,
@@ -267,7 +269,14 @@ def _planned(
         plan = plan_of(products, rows, of_device, choice)
         if plan is not None or rows == 1 or len(products) == 1:
             return plan
-    return batched.plan_of(products, max(rows, MOST_ROWS + 1), of_device)
+    return _batched(products, rows, of_device)
+
+
+def _batched(
+    products: Sequence[FusedLinear], rows: int, of_device: tuple[int, int]
+) -> LaunchPlan | None:
+    has_clusters = capability(_device(products).index) >= CLUSTER_CAPABILITY
+    return batched.plan_of(products, max(rows, MOST_ROWS + 1), of_device, has_clusters=has_clusters)
 
 
 def _forget(plan: LaunchPlan, products: tuple[FusedLinear, ...], rows: int, reason: str) -> None:
@@ -330,7 +339,7 @@ def _ways(
         for plan in candidates(products, rows, of_device):
             works[plan.parts] = partial(_launched, plan, x, products, hidden)
     if not few or (several and rows > 1):
-        wide = batched.plan_of(products, max(rows, MOST_ROWS + 1), of_device)
+        wide = _batched(products, rows, of_device)
         if wide is not None:
             works[BATCHED] = partial(_launched, wide, x, products, hidden)
     if few and several:

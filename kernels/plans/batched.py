@@ -34,6 +34,7 @@ LIST_ROOM = 4 << 10  # bytes that lists of steps take at most
 X_SHARE = 0.5  # of shared memory, at most, for x
 MOST_PARTS = 64
 MOST_SUMMED = 16  # rows of x whose panels have their sums beside them, without zeros of GPTQ
+PAIRED_ROWS = 16  # of kernels that add up parts in pairs of CTAs, where the GPU has clusters
 LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
@@ -55,7 +56,11 @@ class Division:
 
 
 def plan_of(
-    products: Sequence[FusedLinear], rows: int, limits: tuple[int, int]
+    products: Sequence[FusedLinear],
+    rows: int,
+    limits: tuple[int, int],
+    *,
+    has_clusters: bool = False,
 ) -> LaunchPlan | None:
     """Divide products, each of which reads the previous one's result.
 
@@ -65,18 +70,37 @@ def plan_of(
         rows: rows of x, 5 to 64.
         limits: multiprocessors of the device, all of which get a CTA, and bytes of shared memory
             that a CTA can have.
+        has_clusters: whether CTAs of the device may use each other's shared memory.
 
     Returns:
         The plan, or None if x does not fit.
     """
+    if has_clusters and kernel_rows(rows) >= PAIRED_ROWS:
+        even = limits[0] - limits[0] % 2, limits[1]
+        return _plan(products, rows, even, 2) or _plan(products, rows, even, 1)
+    return _plan(products, rows, limits, 1)
+
+
+def _plan(
+    products: Sequence[FusedLinear], rows: int, limits: tuple[int, int], together: int
+) -> LaunchPlan | None:
+    """Return the plan for as many CTAs that add up their parts together, 1 or 2."""
     processors, most_shared = limits
+    if together > 1:
+        most_shared -= WARPS * (64 * kernel_rows(rows) + 16)  # sums, and barriers, of pairs
     slot, room = WARPS * (slot_bytes(products[0].matrices[0]) + 8), most_shared - FIXED_SHARED
     panel_bytes = _panel_bytes(kernel_rows(rows), has_zeros=products[0].matrices[0].has_zeros)
     most_x = min(int(X_SHARE * room), room - LEAST_SLOTS * slot - LIST_ROOM)
     most_panels = most_x // (panel_bytes + 4 * PANEL_ROWS)
     divided = []
     for product in products:
-        divisions = divide(product.matrices, rows, processors=processors, most_panels=most_panels)
+        divisions = divide(
+            product.matrices,
+            rows,
+            processors=processors,
+            most_panels=most_panels,
+            together=together,
+        )
         if divisions is None:
             return None
         divided.append(divisions)
@@ -94,15 +118,16 @@ def plan_of(
     slots = min(MOST_SLOTS, (room - fixed) // slot)
     if slots < LEAST_SLOTS:
         return None
-    argument, tensors = _chain(products, rows, divided, lists)
-    filled(argument, slots=slots, x_bytes=x_bytes)
+    argument, tensors = _chain(products, rows, divided, lists, together)
+    filled(argument, slots=slots, x_bytes=x_bytes, paired=together - 1)
+    shared = limits[1] - most_shared + fixed + slots * slot
     return LaunchPlan(
         parts=tuple(division.parts for of in divided for division in of),
         stages=tuple(slice(index, index + 1) for index in range(len(products))),
         file="batched.cu",
         name=instance_of("batched", products, rows),
         ctas=processors,
-        shared=fixed + slots * slot,
+        shared=shared,
         meets=True,
         adds_normed=True,
         argument=argument,
@@ -124,11 +149,13 @@ def _chain(
     rows: int,
     divided: Sequence[Sequence[Division]],
     lists: Sequence[Lists],
+    together: int,
 ) -> tuple[np.void, list[torch.Tensor]]:
     """Return a `Chain` without inputs and results, and the tensors it points to."""
     held, device = kernel_rows(rows), products[0].matrices[0].words.device
     squares = 4 * rows * max(len(matrix.words) for p in products for matrix in p.matrices)
-    scratch = _scratch(device, 2 * squares + held * max(map(_sums, products, divided)))
+    sums = max(_sums(*one) for one in zip(products, divided, strict=True)) // together
+    scratch = _scratch(device, 2 * squares + held * sums)
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
     tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
@@ -137,7 +164,8 @@ def _chain(
         zip(products, divided, lists, strict=True)
     ):
         entry = stages[index]
-        tensors += _fill(entry, product, divisions, of_lists, scratch[2 * squares :], held)
+        own = scratch[2 * squares :]
+        tensors += _fill(entry, product, divisions, of_lists, own, held, together)
         filled(entry, list_at=list_at, gathers=index == 0 and not product.is_ordered)
         list_at += entry["words"]
         if index:
@@ -161,10 +189,18 @@ def _scratch(device: torch.device, count: int) -> torch.Tensor:
 
 
 def divide(
-    matrices: Sequence[PackedMatrix], rows: int, *, processors: int, most_panels: int
+    matrices: Sequence[PackedMatrix],
+    rows: int,
+    *,
+    processors: int,
+    most_panels: int,
+    together: int = 1,
 ) -> list[Division] | None:
     """Assign CTAs to matrices so that the slowest warp ends earliest; None if x does not fit."""
-    options = [_divisions(m.groups, len(m.words), rows, processors, most_panels) for m in matrices]
+    options = [
+        _divisions(m.groups, len(m.words), rows, processors, most_panels, together)
+        for m in matrices
+    ]
     if not all(options):
         return None
     costs = sorted({division.cost for of in options for division in of})
@@ -183,11 +219,19 @@ def divide(
 
 @lru_cache(maxsize=1024)
 def _divisions(
-    groups: tuple[Group, ...], tiles: int, rows: int, processors: int, most_panels: int
+    groups: tuple[Group, ...],
+    tiles: int,
+    rows: int,
+    processors: int,
+    most_panels: int,
+    together: int,
 ) -> list[Division]:
-    """Return divisions of a matrix whose parts have up to `most_panels`."""
+    """Return divisions of a matrix whose parts have up to `most_panels`.
+
+    together: CTAs that add up their parts, so that fewer are read.
+    """
     before, divisions = _bytes_before(groups), list[Division]()
-    for parts in range(1, min(len(before) - 1, processors, MOST_PARTS) + 1):
+    for parts in range(together, min(len(before) - 1, processors, MOST_PARTS) + 1, together):
         cuts = _cuts(before, parts)
         longest = int(np.diff(cuts).max())
         if longest > most_panels:
@@ -198,7 +242,7 @@ def _divisions(
             each = -(-tiles // (WARPS * teams))
             if each == last:
                 continue
-            last, cost = each, float(each * most_bytes + READ_BYTES * parts)
+            last, cost = each, float(each * most_bytes + READ_BYTES * parts // together)
             ctas = parts * teams
             divisions.append(Division(parts=parts, each=each, ctas=ctas, cost=cost, panels=longest))
     return divisions
@@ -248,6 +292,7 @@ def _fill(
     lists: Lists,
     sums: torch.Tensor,
     held: int,
+    together: int,
 ) -> list[torch.Tensor]:
     """Fill a `Stage` except inputs and results; return the tensors it points to."""
     words = max(len(part) for of_matrix in lists for part in of_matrix)
@@ -266,9 +311,10 @@ def _fill(
             each=division.each,
             first_cta=first_cta,
             ctas=division.ctas,
+            sums=division.parts // together,
         )
         first_cta += division.ctas
-        first_sum += len(matrix.words) * division.parts * TILE * held
+        first_sum += len(matrix.words) * division.parts // together * TILE * held
     return tensors
 
 
