@@ -103,7 +103,7 @@ template <int SCALE_BYTES> struct Fetcher {
     __device__ __forceinline__ void next(u32 barrier, u32 slot) {
         if (stage == c.count) return;
         const int kind = *step++;
-        next_step = fetch(Step(kind, SCALE_BYTES), barrier, slot, next_step);
+        next_step = fetch<SCALE_BYTES>(kind, barrier, slot, next_step);
         if (kind >> 7 & 1) ++tile, open();
     }
 };

@@ -92,7 +92,7 @@ struct Fetcher {
     __device__ __forceinline__ void next(const Begin* begins, u32 barrier, u32 slot) {
         if (!at.left) return;
         const int4 one = __ldg(step);
-        fetch(Step(one.x, 32), barrier, slot, words + one.y);
+        fetch<32>(one.x, barrier, slot, words + one.y);
         step += OF_TILE, left -= OF_TILE;
         if (left > 0) return;
         at.next();

@@ -130,7 +130,7 @@ template <bool DOWN> __device__ __forceinline__ void run(const Sorted& s) {
     auto fetch_next = [&](int slot) {
         if (!has_tile || ahead == end) return;
         const int4 one = __ldg(ahead++);
-        fetch(Step(one.x, 32), barrier + 8 * slot, ring_at + slot * SLOT, words + one.y);
+        fetch<32>(one.x, barrier + 8 * slot, ring_at + slot * SLOT, words + one.y);
     };
     load(0);
     for (int i = 0; i < MANY_SLOTS; ++i) fetch_next(i);

@@ -87,7 +87,7 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
             __stcg(m.partial + place_of(unit, work.part), summed(i + together - 1, row));
             if (together == 2) __stcg(gating.partial + place_of(unit, work.part), summed(i, row));
         }
-        if (!is_last(m.arrived + blockIdx.x % stage.ctas, stage.parts)) return;
+        if (!is_last(m.arrived + cta_of(stage, work.part), stage.parts)) return;
     }
     constexpr int BATCH = 4;  // units whose sums a warp reads at a time
     float values[BATCH], gates[BATCH];
@@ -157,8 +157,9 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     int* own = all_shares + warp * c.words;
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
-        const int part = min(blockIdx.x / stage.ctas, stage.parts - 1);
-        const int* from = matrices_of(stage)->shares + (part * CTA_WARPS + warp) * stage.words;
+        const int part = part_of(stage), own_part = min(part, stage.parts - 1);
+        const int* from = matrices_of(stage, cta_of(stage, part))->shares +
+                          (own_part * CTA_WARPS + warp) * stage.words;
         for (int i = lane; i < stage.words; i += 32)
             asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
                              shared_address(own + stage.share_at + i)), "l"(from + i));
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     auto fetch_next = [&](int slot) {
         if (next_stage == c.count) return;
         const int kind = *next_kind++;
-        next = fetch(Step(kind, SCALE_BYTES), barrier + 8 * slot, ring_at + slot * c.slot_bytes, next);
+        next = fetch<SCALE_BYTES>(kind, barrier + 8 * slot, ring_at + slot * c.slot_bytes, next);
         if (!(kind >> 7 & 1)) return;
         if (++next_segment < ahead.segments) {
             next = ahead.words(next_segment);
@@ -214,9 +215,9 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
 #pragma unroll 1
     for (int s = 0; s < c.count; ++s) {
         const Stage& stage = c.stages[s];
-        const Work work(stage, own);
         unsigned met = 0;
         if (s) met = arrive(c.meetings, blockIdx.x, gridDim.x);
+        const Work work(stage, own);
         if (s && s + 1 < c.count) prefetch_shared(s + 1);
         if (s && stage.place && !stage.after && (int)threadIdx.x < stage.k / 8)
             places_of(stage, threadIdx.x, places);

@@ -84,7 +84,8 @@ __device__ __forceinline__ void wait_for_bytes(u32 barrier, int parity) {
 
 // A step: panels of a block with the scales of the block, an int each: bits | panels << 4 | is the
 // last of a segment << 7 | per panel, the place of its group among the block's << 8 | panels behind
-// them in the block << 16 | (groups of the block - 1) << 18.
+// them in the block << 16 | (groups of the block - 1) << 18 | bytes of codes
+// and scales if both are copied at once, in units of 16, << 20.
 struct Step {
     int bits, bytes, rest, scales;  // bytes: of the codes; rest: of those behind them
 
@@ -96,13 +97,14 @@ struct Step {
 };
 
 // Fetch a step to a slot, where scales follow the codes; return where the next one begins.
-__device__ __forceinline__ const byte* fetch(const Step& step, u32 barrier, u32 slot,
-                                             const byte* from) {
-    const byte* next = from + step.bytes;
-    if (!step.rest) {
-        copy_bytes(barrier, slot, from, step.bytes + step.scales);
-        return next + step.scales;
+template <int SCALE_BYTES>
+__device__ __forceinline__ const byte* fetch(int kind, u32 barrier, u32 slot, const byte* from) {
+    if (const int bytes = (kind >> 20) * 16) {
+        copy_bytes(barrier, slot, from, bytes);
+        return from + bytes;
     }
+    const Step step(kind, SCALE_BYTES);
+    const byte* next = from + step.bytes;
     copy_both(barrier, slot, from, step.bytes, slot + step.bytes, next + step.rest, step.scales);
     return next;
 }

@@ -52,9 +52,16 @@ struct Chain {
     int words, tiles;              // words: per warp, all stages; tiles: most per CTA
 };
 
+// A CTA's part of the rows, and its number in it. Most products have one part; a division takes long.
+__device__ __forceinline__ int part_of(const Stage& stage) {
+    return stage.parts == 1 ? (int)blockIdx.x >= stage.ctas : blockIdx.x / stage.ctas;
+}
+__device__ __forceinline__ int cta_of(const Stage& stage, int part) {
+    return (int)blockIdx.x - part * stage.ctas;
+}
+
 // The matrix whose tiles a CTA has: the first of two that alternate, or one of several.
-__device__ __forceinline__ const Matrix* matrices_of(const Stage& stage) {
-    const int cta = blockIdx.x % stage.ctas;
+__device__ __forceinline__ const Matrix* matrices_of(const Stage& stage, int cta) {
     int which = 0;
     while (which + 1 < MOST_MATRICES && cta >= stage.of[which + 1].first_cta) ++which;
     return stage.of + which;
@@ -67,9 +74,10 @@ struct Work {
     int together, part, first, tiles, segments;
 
     __device__ __forceinline__ Work(const Stage& stage, const int* own) {
-        together = stage.activation ? 2 : 1, part = blockIdx.x / stage.ctas;
-        of = matrices_of(stage);
-        first = of->first_tile + (blockIdx.x % stage.ctas - of->first_cta) * of->each;
+        together = stage.activation ? 2 : 1, part = part_of(stage);
+        const int cta = cta_of(stage, part);
+        of = matrices_of(stage, cta);
+        first = of->first_tile + (cta - of->first_cta) * of->each;
         tiles = part < stage.parts ? max(0, min(of->each, of->tiles - first)) * together : 0;
         share = (const Share*)(own + stage.share_at);
         segments = min(share->segments, tiles - share->tile);

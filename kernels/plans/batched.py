@@ -224,7 +224,8 @@ def lists_of(matrix: PackedMatrix, parts: int, order: torch.Tensor | None) -> li
     for begin, end in pairwise(_cuts(_bytes_before(matrix.groups), parts).tolist()):
         header = (begin, end - begin, 4 * panels[begin].word)
         places = all_places[begin * PANEL_ROWS : end * PANEL_ROWS]
-        lists.append((*header, *places, *kinds_of(panels[begin:end])))
+        steps = kinds_of(panels[begin:end], scale_words=matrix.scale_words)
+        lists.append((*header, *places, *steps))
     return lists
 
 

@@ -8,6 +8,7 @@ from exl2flow.kernels.interface.packed import (
     BLOCK_PANELS,
     BLOCK_WORDS,
     LANES,
+    SCALE_WORDS,
     PackedMatrix,
     Panel,
 )
@@ -15,6 +16,7 @@ from exl2flow.kernels.plans.sources import struct
 
 WARPS = 16  # per CTA
 STEP = 4 * BLOCK_WORDS  # most bytes of codes that a warp fetches at once
+COPIED_WORDS = 4  # of which steps say how many are copied
 HEADER = struct("work.cuh", "Share").itemsize // 4 - 1  # ints before its steps
 
 
@@ -50,19 +52,25 @@ def shares_of(
             run = panels[row : starts[stop - unit] if stop < past else len(panels)]
             first = header if kinds else (tile, 0, 4 * run[0].word, row * PANEL_ROWS)
             header = (first[0], first[1] + 1, *first[2:])
-            kinds += kinds_of(run, step)
+            kinds += kinds_of(run, step, together[0].scale_words)
         shares.append((*header, *begins, *counts, *kinds))
     return shares
 
 
-def kinds_of(run: Sequence[Panel], step: int = STEP) -> list[int]:
-    """Return the steps of a run of panels, the last one marked: see `Share` in work.cuh."""
+def kinds_of(run: Sequence[Panel], step: int = STEP, scale_words: int = SCALE_WORDS) -> list[int]:
+    """Return the steps of a run of panels, the last one marked: see `Step` in ring.cuh.
+
+    step: bytes of codes that a step has at most; scale_words: of a group in a tile.
+    """
     kinds, first = [], 0
     while first < len(run):
         bits, rest = run[first].bits, run[first].rest
         count = min(rest + 1, len(run) - first, step // (4 * LANES * bits))
         places = sum(panel.place << 2 * i for i, panel in enumerate(run[first : first + count]))
         block = (rest + 1 - count) << 16 | (run[first].groups - 1) << 18
+        if count == rest + 1:  # scales follow these codes
+            copied = LANES * bits * count + scale_words * run[first].groups
+            block |= copied // COPIED_WORDS << 20
         first += count
         kinds.append(bits | count << 4 | (first == len(run)) << 7 | places << 8 | block)
     return kinds
