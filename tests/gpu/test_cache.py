@@ -235,7 +235,7 @@ def test_new_tokens_are_stored_and_attend_to_what_is_stored(
 
 @pytest.mark.parametrize(
     ("name", "head_dim", "heads"),
-    pairs_of(GPU_FORMATS, [96, 128, 256], [(2, 2), (4, 2), (8, 2)]),
+    pairs_of(GPU_FORMATS, [96, 128, 256], [(2, 2), (4, 2), (8, 2), (8, 4)]),
 )
 def test_new_tokens_attend_to_many_parts_in_many_steps(
     name: str, head_dim: int, heads: tuple[int, int]
