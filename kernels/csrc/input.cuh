@@ -2,6 +2,9 @@
 // panel of a row into 16-bit numbers with a unit. With a norm, its weights multiply x here and its
 // size multiplies the results. One row may be a result whose norm is added to hidden states.
 
+#include "twins.cuh"
+
+constexpr int SQUARES = 2 * CTA_WARPS;  // sums of a row's squares, of the warps of two CTAs
 constexpr float MOST_X = 32512.0f;  // the largest 16-bit number: its upper byte is still signed
 constexpr float LEAST_X = 1e-30f;   // less is nothing
 
@@ -29,10 +32,11 @@ __device__ __forceinline__ void scatter(const uint4& v, const int4* places, int 
     }
 }
 
-// Return the size of a row, 1 / sqrt(mean square + eps), from the sums of the warps.
+// Return the size of a row, 1 / sqrt(mean square + eps), from the sums of so many warps.
+template <int COUNT>
 __device__ __forceinline__ float size_of(const float* squares, int k, float eps) {
-    float square = squares[threadIdx.x % CTA_WARPS];
-    for (int o = CTA_WARPS / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
+    float square = squares[threadIdx.x % COUNT];
+    for (int o = COUNT / 2; o; o >>= 1) square += __shfl_xor_sync(~0u, square, o);
     return rsqrtf(square / k + eps);
 }
 
@@ -122,7 +126,7 @@ __device__ __forceinline__ void add_normed(const Stage& stage, byte* xs, float* 
     }
     keep(square, squares);
     __syncthreads();
-    const float size = size_of(squares, stage.k, stage.after_eps);
+    const float size = size_of<CTA_WARPS>(squares, stage.k, stage.after_eps);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < X_PIECES; ++i) {
@@ -151,7 +155,7 @@ __device__ __forceinline__ void add_normed(const Stage& stage, byte* xs, float* 
 // places: of the first piece, already read.
 template <int ROWS, class Stage>
 __device__ __forceinline__ void reorder(const Stage& stage, int rows, int first, int end,
-                                        int4* places, byte* xs, float (*squares)[CTA_WARPS]) {
+                                        int4* places, byte* xs, float (*squares)[SQUARES]) {
     float square[ROWS] = {};
     for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
         uint4 v[ROWS];
@@ -174,16 +178,24 @@ __device__ __forceinline__ void reorder(const Stage& stage, int rows, int first,
 template <int ROWS, class Stage>
 __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, int4* places,
                                         byte* all_xs, byte* xs, Unit* units,
-                                        float (*squares)[CTA_WARPS]) {
+                                        float (*squares)[SQUARES]) {
     const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;  // pieces of 8
     const int end = min(all, first + stage.length * PANEL_ROWS / 8);
     if (ADDS<ROWS> && stage.after) add_normed(stage, all_xs, squares[0]);
     else if (stage.place) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
     if (stage.place) __syncthreads();
     const bool sums = stage.norm && !stage.place;
+    const bool is_shared = HAS_TWIN<ROWS> && !stage.place;
+    const int rank = is_shared ? blockIdx.x % 2 : 0;
+    int from = sums ? 0 : first, past = sums ? all : end;
+    if (is_shared) {
+        const int half = from + ((past - from) / 2 + 31) / 32 * 32;
+        if (rank) from = min(half, past);
+        else past = min(half, past);
+    }
+    const u32 twin_xs = is_shared ? at_twin(xs) : 0, twin_units = is_shared ? at_twin(units) : 0;
     float square[ROWS] = {};
-    for (int base = threadIdx.x / 32 * 32 + (sums ? 0 : first); base < (sums ? all : end);
-         base += 32 * CTA_WARPS) {
+    for (int base = threadIdx.x / 32 * 32 + from; base < past; base += 32 * CTA_WARPS) {
         const int c = base + threadIdx.x % 32, at = c - first;
         const bool is_own = c >= first && c < end;
         uint4 v[ROWS] = {};
@@ -191,7 +203,7 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
         if (stage.place && is_own)
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) v[r] = *(const uint4*)piece_of<ROWS>(xs, r, at);
-        else if (c < all) read_rows<ROWS>(stage, rows, c, v);
+        else if (c < past) read_rows<ROWS>(stage, rows, c, v);
         if (stage.norm && is_own) pairs_of(__ldg((const uint4*)stage.norm + c), weights);
         __syncwarp();  // the four lanes of a panel have read it before one of them writes over it
 #pragma unroll
@@ -210,10 +222,23 @@ __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, 
             *(uint2*)to = {planes[0][0], planes[0][1]};
             *(uint2*)(to + 32) = {planes[1][0], planes[1][1]};
             if (at % 4 == 0) units[at / 4 * ROWS + r] = unit;
+            if (!is_shared) continue;
+            const u32 there = twin_xs + (u32)(to - xs);
+            put_at_twin(there, planes[0][0], planes[0][1]);
+            put_at_twin(there + 32, planes[1][0], planes[1][1]);
+            if (at % 4 == 0)
+                put_at_twin(twin_units + (at / 4 * ROWS + r) * sizeof(Unit),
+                            __float_as_uint(unit.size), (u32)unit.sum);
         }
     }
 #pragma unroll
-    for (int r = 0; r < ROWS; ++r)
-        if (sums && r < rows) keep(square[r], squares[r]);
-    __syncthreads();
+    for (int r = 0; r < ROWS; ++r) {
+        if (!sums || r >= rows) continue;
+        keep(square[r], squares[r] + rank * CTA_WARPS);
+        const int place = rank * CTA_WARPS + threadIdx.x / 32;
+        if (is_shared && threadIdx.x % 32 == 0)
+            put_at_twin(at_twin(squares[r] + place), squares[r][place]);
+    }
+    if (is_shared) meet_twin();
+    else __syncthreads();
 }

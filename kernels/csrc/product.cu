@@ -65,7 +65,7 @@ struct Ending {
 __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
                                        const float* last, const float* ended, const u32* warps,
                                        const Ending& first,
-                                       const float (*squares)[CTA_WARPS]) {
+                                       const float (*squares)[SQUARES], bool is_shared) {
     const int lane = threadIdx.x % 32, together = work.together, step = rows * TILE_COLUMNS;
     const Matrix &gating = work.of[0], &m = work.of[together - 1];
     auto summed = [&](int i, int row) {
@@ -117,7 +117,8 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
 #pragma unroll
         for (int j = 1; j < BATCH; ++j) values[j - 1] = values[j], gates[j - 1] = gates[j];
         if (stage.norm) {
-            const float size = size_of(squares[row], stage.k, stage.eps);
+            const float size = is_shared ? size_of<SQUARES>(squares[row], stage.k, stage.eps)
+                                         : size_of<CTA_WARPS>(squares[row], stage.k, stage.eps);
             value *= size, gate *= size;
         }
         if (!end.is_there) continue;
@@ -137,10 +138,10 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
 
 // ROWS: 1 or 4, for at most so many rows of x.
 template <int ROWS, bool GPTQ>
-__global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
+__global__ void TWINS(ROWS) __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     extern __shared__ __align__(128) byte shared[];
-    __shared__ float squares[ROWS][CTA_WARPS];
+    __shared__ float squares[ROWS][SQUARES];
     __shared__ u32 warps[MOST_TILES];  // whose last segment is in a tile; bit 31: one continues
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     let_the_next_begin();
@@ -209,6 +210,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
             prefetch(stage.to + min(work.first + lane, work.of->tiles - 1) * TILE_COLUMNS);
     };
     for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
+    if constexpr (HAS_TWIN<ROWS>) meet_twin();  // both have begun
     wait_for_input();
 
     int slot = 0, parity = 0;
@@ -231,7 +233,9 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
         Unit* units = (Unit*)(xs + held);
         byte* x_at = xs + (stage.after ? work.part * stage.length * ROWS * 64 : 0);
-        if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
+        const bool is_shared = HAS_TWIN<ROWS> && !stage.place;  // for the other one, without tiles too
+        if (work.tiles || (is_shared && work.part < stage.parts))
+            stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
         const int* kinds = work.share->kinds;
         float total[4];
         for (int segment = 0; segment < work.segments; ++segment) {
@@ -267,6 +271,6 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (work.segments == work.share->segments && work.segments > 0)
             put<ROWS>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
         __syncthreads();
-        finish(stage, work, c.rows, last, ended, warps, ending, squares);
+        finish(stage, work, c.rows, last, ended, warps, ending, squares, is_shared);
     }
 }

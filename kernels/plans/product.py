@@ -193,11 +193,19 @@ class _Division:
 
     @classmethod
     def of(
-        cls, product: FusedLinear, parts: int | None, processors: int, *, step: int, in_rounds: bool
+        cls,
+        product: FusedLinear,
+        parts: int | None,
+        processors: int,
+        *,
+        step: int,
+        in_rounds: bool,
+        in_pairs: bool,
     ) -> "_Division":
         """Divide rows into parts; if `parts` is None, into several when tiles are few.
 
-        in_rounds: no more CTAs than processors; else as many as its tiles need.
+        in_rounds: no more CTAs than processors; else as many as its tiles need. in_pairs: an even
+        number, because two of them stage x together.
         """
         matrices = product.matrices
         sets = _sets(product)
@@ -212,13 +220,14 @@ class _Division:
             for together, e in zip(sets, each, strict=True)
         ]
         rounds = rounds if in_rounds else 1
+        ctas = sum(-(-count // (rounds * e)) for count, e in zip(tiles, each, strict=True))
         return cls(
             each=each,
             rounds=rounds,
             shares=shares,
             length=length,
             parts=parts,
-            ctas=sum(-(-count // (rounds * e)) for count, e in zip(tiles, each, strict=True)),
+            ctas=ctas + (ctas % 2 if in_pairs else 0),
             tiles=max(each) * len(sets[0]),
             words=max(len(share) for of_set in shares for part in of_set for share in part),
         )
@@ -265,7 +274,9 @@ def _fit(
     while True:
         for step in STEPS[kernel_rows(rows)]:
             divisions = [
-                _Division.of(product, count, processors, step=step, in_rounds=meets)
+                _Division.of(
+                    product, count, processors, step=step, in_rounds=meets, in_pairs=rows > 1
+                )
                 for product, count in zip(products, parts, strict=True)
             ]
             ctas = max(division.ctas * division.parts for division in divisions)
