@@ -4,6 +4,7 @@ import threading
 import time
 from contextvars import ContextVar
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -75,6 +76,41 @@ def test_an_error_reaches_the_caller_and_ends_all() -> None:
     with pytest.raises(OSError, match="the disk is full"):
         later()
     assert not done
+
+
+def test_what_waits_behind_work_that_fails_is_not_done() -> None:
+    gate, done = threading.Event(), list[int]()
+
+    def fail() -> None:
+        gate.wait(5)
+        raise OSError("the disk is full")
+
+    def later() -> None:
+        with Background(GPU) as background:
+            background.submit(fail)
+            background.submit(lambda: done.append(1))
+            gate.set()
+
+    with pytest.raises(OSError, match="the disk is full"):
+        later()
+    assert not done
+
+
+@pytest.mark.parametrize(
+    ("pieces", "told"), [(2, []), (3, ["waited 1.5s for results to be written"])]
+)
+def test_a_caller_that_waits_long_for_writes_is_told(
+    pieces: int, told: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO", logger="exl2flow")
+    clock = count(0.0, 0.5)  # half a second passes in each wait
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+
+    with Background(GPU) as background:
+        for _ in range(pieces):
+            background.submit(lambda: None)
+
+    assert caplog.messages == told
 
 
 def test_an_error_of_the_caller_waits_for_what_was_submitted() -> None:
