@@ -381,6 +381,17 @@ def test_damaged_file_does_not_match(damage: str, tmp_path: Path) -> None:
     assert not record.matches(path)
 
 
+def test_file_that_cannot_be_read_is_not_reported_as_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    record = FileRecord.of(path, sha256=digest(path))
+    path.unlink()
+    path.symlink_to(path)
+
+    with pytest.raises(ReadFailed, match=r"cannot read `.*/a`: Too many levels of symbolic links"):
+        record.matches(path)
+
+
 def test_header_and_layout_predict_every_byte(tmp_path: Path) -> None:
     tensors = {str(dtype): torch.arange(12).reshape(3, 4).to(dtype) for dtype in DTYPE_NAMES}
     tensors["empty"] = torch.zeros(0, 5)

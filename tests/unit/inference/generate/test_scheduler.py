@@ -165,7 +165,8 @@ def test_scores_come_with_the_tokens_read_and_the_tag(model: LoadedModel) -> Non
     events = [*generator.stream(request(20, scores=1, max_new_tokens=0, tag="mine"))]
 
     [scored] = [event for event in events if event.scores is not None]
-    assert (scored.read, scored.total, scored.tag) == (19, 19, "mine")
+    assert (scored.stage, scored.tag) == ("prompt", "mine")
+    assert (scored.read, scored.total) == (19, 19)
     assert [event.reason for event in events if event.reason] == ["max_new_tokens"]
 
 
@@ -383,6 +384,20 @@ def test_a_text_takes_a_page_when_it_writes_to_it(length: int, model: LoadedMode
         generator.step()
 
     assert len(job.output.ids) == PAGE_TOKENS + 1 - length
+
+
+def test_a_text_takes_no_page_behind_its_last_token(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, PAGE_TOKENS - 6, tokens=7)
+    scheduler, taken = generator._scheduler, len(job.lead.held.pages)
+
+    job.launched = job.output.max_new_tokens - job.output.new_tokens  # as ahead of a GPU
+    scheduler.reserve_pages()
+
+    assert len(job.lead.ids) + job.launched > taken * PAGE_TOKENS
+    assert len(job.lead.held.pages) == taken
+    job.launched = 0
+    end(generator)
 
 
 def test_what_was_taken_back_is_not_penalized(model: LoadedModel) -> None:

@@ -387,6 +387,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="`dry_range` is 1; it must be above"):
         SamplingSettings(dry_multiplier=1.0, dry_range=1)
     assert SamplingSettings(dry_multiplier=1.0, dry_range=21).dry_range == 21
+    assert SamplingSettings(token_bias=((0, -math.inf),)).token_bias == ((0, -math.inf),)
     for pair in ((-1, 0.0), (3, math.nan), (3, math.inf)):
         with pytest.raises(ConfigError, match="`token_bias`"):
             SamplingSettings(token_bias=(pair,))
