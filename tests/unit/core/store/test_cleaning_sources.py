@@ -54,6 +54,21 @@ def test_revision_goes_when_its_output_was_made_from_a_newer_one(
     assert all(map(second.is_complete, second.stages))
 
 
+def test_removal_of_a_source_that_was_killed_is_finished_by_the_next(
+    config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fetched(root, "aaaa")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: pytest.exit("killed"))
+        with pytest.raises(pytest.exit.Exception):
+            clean(root, partial=True)
+
+    [item] = clean(root)
+
+    assert item.why == "removed"
+    assert not source.parent.exists()
+
+
 def test_revision_stays_for_a_finished_conversion_into_another_folder(
     config: ConversionConfig, root: Path
 ) -> None:

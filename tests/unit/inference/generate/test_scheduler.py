@@ -150,6 +150,7 @@ def test_draft_tokens_take_what_pages_are_left(four_pages: Generator) -> None:
 
     assert scheduler.reserve_ahead(first, PAGE_TOKENS) == PAGE_TOKENS
     assert len(first.lead.held.pages) * PAGE_TOKENS >= length + PAGE_TOKENS
+    assert table_of(four_pages, first) == first.lead.held.pages
     assert scheduler.reserve(second, second.lead, PAGE_TOKENS)
     taken = len(first.lead.held.pages)
     room = taken * PAGE_TOKENS - length
@@ -248,6 +249,19 @@ def test_the_youngest_goes_back_whoever_needs_a_page(need: str, model: LoadedMod
     assert scheduler.all() == [old, middle, young]
     six_pages.cancel_all()
     assert six_pages.free_pages == six_pages.pages
+
+
+def test_a_text_that_went_back_goes_on_where_it_was(model: LoadedModel, passes: list[int]) -> None:
+    generator = Generator(model, tokens=1024, slots=1)
+    [job] = running(generator, 300, tokens=20)
+    while len(job.output.ids) < 10:
+        generator.step()
+
+    generator._scheduler.preempt(job)
+    end(generator)
+
+    assert passes == [299]  # nothing is read again
+    assert len(job.output.ids) == 20
 
 
 @pytest.mark.parametrize("is_mirostat", [True, False])
