@@ -1,13 +1,11 @@
 """Presets fill what is not given, and nothing else, however the configuration arrives."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from exl2flow.core.options.config import PRESETS, ConversionConfig, Options, RoundingOptions
 
-PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "choose-quality.md"
 DIFFERENT: dict[type, object] = {bool: True, int: 7, float: 0.7}
 
 
@@ -42,27 +40,6 @@ def test_a_preset_sets_its_options_and_no_others(quality: str) -> None:
     for group, options in PRESETS[quality].items():
         standard[group] |= options
     assert config.model_dump() == standard | {"quality": quality}
-
-
-@pytest.mark.parametrize(
-    ("quality", "words"),
-    [
-        ("fast", "gradients of {sensitivity.rows} rows"),
-        ("fast", "{rounding.rounds} round of refit and {rounding.sweeps} sweep of descent"),
-        ("fast", "{calibration.rows} rows, measured on {calibration.measure_rows}"),
-        ("standard", "gradients of {sensitivity.rows} rows"),
-        ("standard", "{rounding.rounds} rounds of {rounding.sweeps} sweeps"),
-        ("standard", "{calibration.rows} rows, measured on {calibration.measure_rows}"),
-        ("best", "gradients of {sensitivity.rows} rows"),
-        ("best", "{rounding.rounds} rounds, "),
-        ("best", "{tune.steps} steps of tuning"),
-    ],
-)
-def test_presets_do_what_their_page_says(quality: str, words: str) -> None:
-    config = ConversionConfig(source="model", out="out", quality=quality)
-    [row] = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{quality}`")]
-
-    assert words.format(**dict(config)) in row
 
 
 def test_standard_is_the_defaults() -> None:
