@@ -43,7 +43,7 @@ MODULES = (
     "inference/generate/scheduler.py",  # preemption
 )
 TURN = 4  # mutants of a file, then it is the turn of another
-MOST_TESTS = 4  # files of tests
+MOST_TESTS = 4  # files of tests; those that are named are never left out
 SINCE = "killed since"  # survivors, by tests that were written then
 MARKERS = "not slow and not gpu and not multigpu and not network"
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -203,7 +203,8 @@ def tests_of(file: str) -> list[str]:
     importing = [t for t in sorted(folder.glob("test_*.py")) if module.search(t.read_text())]
     found = [str(test.relative_to(ROOT)) for test in importing]
     own = [test for test in found if path.stem in Path(test).stem]
-    return list(dict.fromkeys([*own, *MORE.get(file, []), *found]))[:MOST_TESTS]
+    named = list(dict.fromkeys([*own, *MORE.get(file, [])]))
+    return list(dict.fromkeys([*named, *found]))[: max(MOST_TESTS, len(named))]
 
 
 def replaced(file: Path, source: str) -> None:

@@ -130,7 +130,7 @@ class _StoredMessage(Options):
 class Conversation(Options):
     """A conversation as a file holds it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     conversation: Literal[1] = 1  # the schema
     model: str

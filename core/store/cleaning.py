@@ -103,8 +103,7 @@ class _Root:
 
     @cached_property
     def works(self) -> list[_Work]:
-        names = (path for path in self.path.iterdir() if path.is_dir() and path.name != "sources")
-        return [_Work.read(path) for path in sorted(names) if (path / "lock").is_file()]
+        return [_Work.read(path.parent) for path in sorted(self.path.glob("*/lock"))]
 
     @cached_property
     def finished(self) -> dict[Path, set[str]]:

@@ -137,6 +137,12 @@ class Job:
         return self.sequences[0]
 
     @property
+    def may_be_overtaken(self) -> bool:
+        """Whether another job may start before this one, which waits."""
+        most = self.request.max_skips
+        return most is None or self.skips < most
+
+    @property
     def wants_more(self) -> bool:
         """Whether another sample may be launched."""
         if self.launched and self.output.waits:

@@ -55,21 +55,20 @@ class Scheduler:
         """Start waiting jobs that fit, in order; one that does not is overtaken a few times."""
         skipped: list[Job] = []
         while self._waiting and self._free and len(skipped) < LOOK_AHEAD:
+            if not all(job.may_be_overtaken for job in skipped):
+                break
             job = self._waiting.popleft()
             if job.is_done:
                 continue
-            if self._fits(job):
-                for other in skipped:
-                    other.skips += 1
-                for sequence in job.sequences:
-                    sequence.slot = heappop(self._free)
-                self.running.append(job)
-                job.started()
+            if not self._fits(job):
+                skipped.append(job)
                 continue
-            skipped.append(job)
-            max_skips = job.request.max_skips
-            if max_skips is not None and job.skips >= max_skips:
-                break
+            for other in skipped:
+                other.skips += 1
+            for sequence in job.sequences:
+                sequence.slot = heappop(self._free)
+            self.running.append(job)
+            job.started()
         self._waiting.extendleft(reversed(skipped))
 
     def _fits(self, job: Job) -> bool:

@@ -15,6 +15,7 @@ from exl2flow.core.options.config import (
     ConversionConfig,
     FitOptions,
     Options,
+    RoundingOptions,
 )
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.publication import PublishConfig
@@ -178,6 +179,17 @@ def test_output_onto_the_source_is_refused(spelling: str, tmp_path: Path) -> Non
 
     with pytest.raises(ValidationError, match="`out` is the source folder"):
         ConversionConfig(source=tmp_path / "model", out=f"{tmp_path}/{spelling}")
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_fingerprints_know_every_option_of_rounding_but_the_default_of_the_latest(
+    tokens: int,
+) -> None:
+    options = RoundingOptions(rounds=7, expert_tokens=tokens)
+
+    latest = {"expert_tokens"} if tokens == 0 else set()
+    assert options.fingerprinted() == options.model_dump(exclude=latest)
+    assert options.fingerprinted() != RoundingOptions(expert_tokens=tokens).fingerprinted()
 
 
 def test_configuration_cannot_be_changed() -> None:

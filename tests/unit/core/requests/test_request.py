@@ -134,6 +134,15 @@ def test_no_new_tokens_are_enough_with_scores() -> None:
     assert Request("a", top_tokens=21).top_tokens == 21
 
 
+@pytest.mark.parametrize(("name", "more"), [("scores", {}), ("top_tokens", {"raw": True})])
+def test_as_many_of_the_models_likeliest_tokens_as_it_ranks(
+    name: str, more: dict[str, Any]
+) -> None:
+    assert getattr(Request("a", **{name: 20}, **more), name) == 20
+    with pytest.raises(ConfigError, match=f"`{name}` is 21; it must be 20 or less"):
+        Request("a", **{name: 21}, **more)
+
+
 def test_lists_of_the_caller_may_change_afterwards() -> None:
     ids, bans = [1, 2], ["no"]
     stops: list[int | str] = [1, "\n"]
@@ -152,6 +161,7 @@ def test_defaults_change_nothing() -> None:
 
     assert (request.max_new_tokens, request.stops, request.seed) == (None, None, None)
     assert request.settings == SamplingSettings()
+    assert (request.probabilities, request.top_tokens, request.logits) == (False, 0, False)
     assert Request("a", stops=(), max_skips=None) == Request("a", stops=[], max_skips=None)
 
 

@@ -1,12 +1,27 @@
 """What `clean` finds and removes: work roots of toy stages that write real files."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
+from toy_conversions import (
+    FAILING,
+    RAN,
+    STAGES,
+    begun,
+    convert,
+    model,
+    noted,
+    other,
+    paths,
+    places,
+    quantized,
+    stage,
+    stages_of,
+)
 
-from exl2flow.core.errors import ConfigError, WorkDirBusy
+from exl2flow.core.errors import ConfigError, WorkDirBusy, WriteFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store import cleaning
@@ -43,6 +58,34 @@ def test_of_a_finished_conversion_only_the_quantized_tensors_can_go(
     assert (item.path, item.is_tensors) == (made.path("quantize"), True)
     assert TENSORS < item.size < TENSORS + 500  # headers
     assert item.why == "its tensors are in the output, which is complete"
+
+
+@pytest.mark.parametrize("name", ["quantize", "tune", "refine", "measure"])
+def test_tensors_that_the_output_has_too_can_go(
+    name: str, config: ConversionConfig, root: Path
+) -> None:
+    stages = (
+        stage(name, run=quantized),
+        stage("compile", name, options=places, run=noted),
+        stage("validate", "compile"),
+    )
+    pipeline = Pipeline(config, stages, device="cpu")
+    for each in stages:
+        pipeline.run(each.name, progress=silent)
+
+    expected = set() if name == "measure" else stages_of(pipeline, name)
+    assert paths(unneeded(root), tensors=True) == expected
+
+
+def test_conversion_whose_output_is_forgotten_is_not_finished(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    shutil.rmtree(made.path("compile"))
+
+    assert unneeded(root) == []
+    rest = stages_of(made, "measure", "allocate", "quantize", "validate")
+    assert paths(unneeded(root, partial=True)) == rest
 
 
 def test_cleaned_conversion_is_complete_and_nothing_runs_again(
@@ -196,7 +239,11 @@ def test_folders_set_aside_can_go_and_unreadable_ones_only_with_what_is_not_fini
     (lost / "manifest.json").write_text("{}")
 
     assert paths(unneeded(root)) == {aside}
-    assert paths(unneeded(root, partial=True)) == {aside, lost}
+    reasons = {i.path: i.why for i in unneeded(root, partial=True) if not i.is_tensors}
+    assert reasons == {
+        aside: "set aside: damaged, or of another version",
+        lost: "its manifest is damaged",
+    }
 
 
 def test_nothing_is_removed_while_a_run_is_on(config: ConversionConfig, root: Path) -> None:
@@ -228,6 +275,20 @@ def test_removal_that_was_killed_is_finished_by_the_next(
     assert {item.why for item in left} == {"removed"}
     assert len(clean(root)) == len(left) == 5
     assert list(root.rglob("*.removed-*")) == []
+
+
+def test_what_cannot_be_removed_is_named(
+    config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(config)
+
+    def fails(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path / "file"))
+
+    monkeypatch.setattr("shutil.rmtree", fails)
+
+    with pytest.raises(WriteFailed, match=r"cannot remove `.*file`: Permission denied; fix the pe"):
+        clean(root)
 
 
 def test_removal_goes_on_within_the_second_in_which_another_was_killed(

@@ -4,12 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy_conversions import FAILING, RAN, begun, convert, model, other, paths, stages_of
+from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.cleaning import clean, unneeded
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.source import provenance_file
+from exl2flow.core.store.stage import Pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,21 @@ def test_revision_goes_when_its_output_was_made_from_a_newer_one(
     assert all(map(second.is_complete, second.stages))
 
 
+def test_removal_of_a_source_that_was_killed_is_finished_by_the_next(
+    config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fetched(root, "aaaa")
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: pytest.exit("killed"))
+        with pytest.raises(pytest.exit.Exception):
+            clean(root, partial=True)
+
+    [item] = clean(root)
+
+    assert item.why == "removed"
+    assert not source.parent.exists()
+
+
 def test_revision_stays_for_a_finished_conversion_into_another_folder(
     config: ConversionConfig, root: Path
 ) -> None:
@@ -82,3 +98,15 @@ def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(
         whole: "fetched, never converted",
         half: "its download is not finished",
     }
+
+
+def test_model_of_a_conversion_that_ended_before_its_first_stage_is_kept(
+    config: ConversionConfig, root: Path
+) -> None:
+    source = fetched(root, "aaaa")
+    with Pipeline(other(config, source=source), STAGES, device="cpu").work.lock():
+        pass
+
+    assert unneeded(root) == []
+    [item] = unneeded(root, partial=True)
+    assert (item.path, item.why) == (source, "fetched, never converted")

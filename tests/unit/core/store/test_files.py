@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import resource
@@ -11,11 +12,12 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -379,6 +381,32 @@ def test_damaged_file_does_not_match(damage: str, tmp_path: Path) -> None:
         path.mkdir()
 
     assert not record.matches(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [({"size": "7"}, True), ({"sha256": 5}, True), ({"mtime_ns": 1.0}, True), ({"new": 8}, False)],
+    ids=str,
+)
+def test_record_may_have_more_fields_but_no_values_of_other_types(
+    change: dict[str, object], is_refused: bool
+) -> None:
+    record = FileRecord(sha256="0" * 64, size=7, mtime_ns=1, ctime_ns=1)
+    stored = record.model_dump() | change
+
+    with pytest.raises(ValidationError) if is_refused else nullcontext():
+        assert FileRecord.model_validate_json(json.dumps(stored)) == record
+
+
+def test_file_that_cannot_be_read_is_not_reported_as_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("content")
+    record = FileRecord.of(path, sha256=digest(path))
+    path.unlink()
+    path.symlink_to(path)
+
+    with pytest.raises(ReadFailed, match=r"cannot read `.*/a`: Too many levels of symbolic links"):
+        record.matches(path)
 
 
 def test_header_and_layout_predict_every_byte(tmp_path: Path) -> None:

@@ -61,6 +61,30 @@ def test_second_run_executes_nothing(config: ConversionConfig) -> None:
     assert all(map(pipeline.is_complete, pipeline.stages))
 
 
+def test_run_returns_the_result_whether_it_was_there_or_not(config: ConversionConfig) -> None:
+    pipeline = Pipeline(config, CHAIN, device="cpu")
+
+    for _ in range(2):
+        assert pipeline.run("measure", progress=silent) == pipeline.refs["measure"]
+
+
+def test_cleared_stage_is_made_again_with_a_stage_that_reads_it(
+    config: ConversionConfig, tmp_path: Path
+) -> None:
+    pipeline = run_all(config)
+    for name in ("allocate", "compile"):
+        folder, aside = StageFolder.load(pipeline.path(name)), tmp_path / name
+        assert folder is not None
+        aside.mkdir()
+        folder.clear(aside)
+        assert pipeline.is_complete(name) == (name == "allocate")  # nothing reads the last one
+
+    run_all(config)
+
+    assert RAN[3:] == ["allocate", "compile"]
+    assert all(map(pipeline.is_complete, pipeline.stages))
+
+
 def test_changed_option_redoes_what_depends_on_it_and_nothing_else(
     config: ConversionConfig,
 ) -> None:

@@ -207,8 +207,8 @@ def test_text_ends_in_the_answer_only() -> None:
 
 def test_without_an_inner_filter_all_is_free_but_the_end_of_the_thoughts() -> None:
     state = fed(Phases(SPECIAL, False, 3, "Now."), "<think>")
-    assert state.allowed().words is None
     for token in ids_for("one")[:1] * 3:
+        assert state.allowed().words is None
         state.accept(token)
 
     assert forced(state) == "Now.</think>"
@@ -216,7 +216,7 @@ def test_without_an_inner_filter_all_is_free_but_the_end_of_the_thoughts() -> No
 
 
 def test_answer_may_come_without_thoughts() -> None:
-    state = fed(Phases(SPECIAL, False, 3, "", WORD))
+    state = fed(Phases(SPECIAL, budget=3, then=WORD))
     (mark,) = ids_for("<think>")
     first = {*ids_of(state.allowed().words, WIDTH)}
     assert mark in first
@@ -273,6 +273,9 @@ def test_inner_filter_sees_only_what_it_allows() -> None:
     other = fed(Phases(SPELLED, False, 3, "", Strict()), "[[thoughts]]", "so", "[[/thoughts]]")
     assert ids_of(other.allowed().words, WIDTH) == ids_for("a")[:1]
 
+    begun = fed(Phases(Thinking("abc", "]]"), False, 3, "", Strict()), "a", "b")
+    assert {TOKENIZER.pieces[i][0] for i in ids_of(begun.allowed().words, WIDTH)} == {"c"}
+
 
 def test_token_does_not_close_thoughts_and_begin_an_answer() -> None:
     marks = Thinking("[", ".")
@@ -293,6 +296,7 @@ def test_only_a_mark_that_has_begun_bars_what_would_go_beyond_it(
     allowed = {*ids_of(state.allowed().words, WIDTH)}
 
     assert ids & allowed == (set() if is_barred else ids)
+    assert {*ids_for("so")} <= allowed
 
 
 def test_healed_token_comes_before_all_phases() -> None:

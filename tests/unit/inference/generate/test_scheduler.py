@@ -44,6 +44,13 @@ def end(generator: Generator) -> None:
         generator.step()
 
 
+def table_of(generator: Generator, job: Job) -> list[int]:
+    """Return the pages that the device uses for a text."""
+    slots = generator._device_slots
+    row: list[int] = slots.tables[job.lead.slot].tolist()
+    return [page for page in row if page != slots.cache.spare]
+
+
 def ids_of(events: list[Event]) -> list[int]:
     return [token for event in events for token in event.ids]
 
@@ -52,6 +59,12 @@ def ids_of(events: list[Event]) -> list[int]:
 def with_states(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = make_checkpoint("qwen3.5-text", tmp_path_factory.mktemp("model"))
     return load_model(folder, device="cpu", max_tokens=1024)
+
+
+@pytest.fixture(params=["model", "with_states"])
+def any_model(request: pytest.FixtureRequest) -> LoadedModel:
+    loaded: LoadedModel = request.getfixturevalue(request.param)
+    return loaded
 
 
 @pytest.fixture
@@ -98,18 +111,24 @@ def test_texts_that_do_not_fit_are_overtaken_as_far_as_the_scheduler_looks(
     end(four_pages)
 
 
-def test_a_text_is_overtaken_as_often_as_it_allows(four_pages: Generator) -> None:
-    running(four_pages, 300)
-    patient = four_pages.submit(request(TOO_LONG, max_skips=1))
-    first, second = (four_pages.submit(request(5, max_new_tokens=1, tag=i)) for i in range(2))
-    four_pages.step()
+@pytest.mark.parametrize("most", [0, 1, 2, None])
+@pytest.mark.parametrize("slots", [2, 5])
+def test_a_text_is_overtaken_as_often_as_it_allows(
+    slots: int, most: int | None, model: LoadedModel
+) -> None:
+    generator = Generator(model, tokens=8 * PAGE_TOKENS, slots=slots)
+    running(generator, 300)
+    ids = request(1000).prompt
+    pair = {"prompt": (ids, ids[::-1]), "settings": SamplingSettings.greedy(cfg_scale=1.5)}
+    patient = generator.submit(Request(**pair, max_new_tokens=8, stops=(), max_skips=most))
+    shorts = [generator.submit(request(5, max_new_tokens=1, tag=i)) for i in range(3)]
+    for _ in range(12):
+        generator.step()
 
-    assert first.is_done or first in four_pages._scheduler.running
-    assert second not in four_pages._scheduler.running
-    assert not second.is_done
-    assert patient.skips == 1
-    end(four_pages)
-    assert patient.is_done
+    started = [job.is_done or job in generator._scheduler.running for job in shorts]
+    assert started == [most is None or i < most for i in range(3)]
+    assert patient.skips == sum(started)
+    generator.cancel_all()
 
 
 def test_a_prompt_takes_the_pages_of_the_youngest(four_pages: Generator) -> None:
@@ -131,11 +150,13 @@ def test_draft_tokens_take_what_pages_are_left(four_pages: Generator) -> None:
 
     assert scheduler.reserve_ahead(first, PAGE_TOKENS) == PAGE_TOKENS
     assert len(first.lead.held.pages) * PAGE_TOKENS >= length + PAGE_TOKENS
+    assert table_of(four_pages, first) == first.lead.held.pages
     assert scheduler.reserve(second, second.lead, PAGE_TOKENS)
     taken = len(first.lead.held.pages)
-    free = scheduler.page_pool.free
-    assert scheduler.reserve_ahead(first, 4 * PAGE_TOKENS) < 4 * PAGE_TOKENS
-    assert len(first.lead.held.pages) - taken <= free
+    room = taken * PAGE_TOKENS - length
+    assert scheduler.reserve_ahead(first, 4 * PAGE_TOKENS) == room  # the free pages are too few
+    assert scheduler.reserve_ahead(first, room - 1) == room - 1
+    assert len(first.lead.held.pages) == taken
     end(four_pages)
 
 
@@ -145,7 +166,9 @@ def test_scores_come_with_the_tokens_read_and_the_tag(model: LoadedModel) -> Non
     events = [*generator.stream(request(20, scores=1, max_new_tokens=0, tag="mine"))]
 
     [scored] = [event for event in events if event.scores is not None]
-    assert (scored.read, scored.total, scored.tag) == (19, 19, "mine")
+    assert (scored.stage, scored.tag) == ("prompt", "mine")
+    assert (scored.read, scored.total) == (19, 19)
+    assert [event.reason for event in events if event.reason] == ["max_new_tokens"]
 
 
 def test_what_was_launched_is_read_before_a_text_goes_back(four_pages: Generator) -> None:
@@ -228,6 +251,19 @@ def test_the_youngest_goes_back_whoever_needs_a_page(need: str, model: LoadedMod
     assert six_pages.free_pages == six_pages.pages
 
 
+def test_a_text_that_went_back_goes_on_where_it_was(model: LoadedModel, passes: list[int]) -> None:
+    generator = Generator(model, tokens=1024, slots=1)
+    [job] = running(generator, 300, tokens=20)
+    while len(job.output.ids) < 10:
+        generator.step()
+
+    generator._scheduler.preempt(job)
+    end(generator)
+
+    assert passes == [299]  # nothing is read again
+    assert len(job.output.ids) == 20
+
+
 @pytest.mark.parametrize("is_mirostat", [True, False])
 @pytest.mark.parametrize("is_decoding", [True, False])
 def test_mirostat_goes_on_where_it_was(
@@ -251,15 +287,19 @@ def test_mirostat_goes_on_where_it_was(
 
 
 def test_values_that_are_not_finite_are_not_shared(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    any_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator, asked = Generator(model, tokens=2048), request(600, scores=1, max_new_tokens=0)
+    generator = Generator(any_model, tokens=2048)
+    asked = request(600, scores=1, max_new_tokens=0)
     with monkeypatch.context() as broken:
         broken.setattr(PromptScorer, "scores", lambda self: None)
         company = Request((60, 61, 62), max_new_tokens=1)
         events = [*generator.stream(asked, company)]
-    [error] = [event.error for event in events if event.error is not None]
-    assert str(error) == "the logits are not finite; check the files of the model"
+    [failed] = [event for event in events if event.error is not None]
+    assert str(failed.error) == "the logits are not finite; check the files of the model"
+    assert failed.reason == "error"
+    store = generator._scheduler.states.store
+    assert store is None or store.nbytes == 0
 
     [*_, last] = generator.stream(request(600, max_new_tokens=1))
 
@@ -283,24 +323,22 @@ def with_cuts(generator: Generator, asked: Request) -> tuple[list[Event], list[t
 BANS = ("a", "e", "5")
 
 
-@pytest.mark.parametrize("kind", ["model", "with_states"])
 def test_a_text_that_was_cut_goes_on_from_what_is_left(
-    kind: str, passes: list[int], request: pytest.FixtureRequest
+    any_model: LoadedModel, passes: list[int]
 ) -> None:
-    loaded = request.getfixturevalue(kind)
     source = random.Random(0)
     prompt = tuple(source.randrange(5, TOKENIZER_SIZE) for _ in range(20))
     options = {"settings": GREEDY, "stops": (), "logits": True}
     asked = Request(prompt, max_new_tokens=24, banned_strings=BANS, **options)
 
-    events, cuts = with_cuts(Generator(loaded, tokens=1024, slots=1), asked)
+    events, cuts = with_cuts(Generator(any_model, tokens=1024, slots=1), asked)
 
     ids = ids_of(events)
     assert cuts
     assert passes == [19]  # what was left is not read again
     logits = [row for event in events if event.ids for row in event.logits]
     for at, token in cuts[:3]:
-        fresh = Generator(loaded, tokens=1024, slots=1)
+        fresh = Generator(any_model, tokens=1024, slots=1)
         again = Request((*prompt, *ids[:at]), max_new_tokens=1, excluded={token}, **options)
         [first] = [event for event in fresh.stream(again) if event.ids]
         torch.testing.assert_close(logits[at], first.logits[0], rtol=0, atol=1e-4)
@@ -341,6 +379,7 @@ def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedMo
     scheduler.advance(job)
 
     assert (job.is_decoding, job.lead.unread) == (True, 0)
+    assert table_of(generator, job) == job.lead.held.pages
     assert job.lead.held.pages[0] != other.pages[0]
     scheduler.page_pool.release(other)
     end(generator)
@@ -348,9 +387,58 @@ def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedMo
     assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
 
 
-def test_equal_texts_share_the_pages_that_they_fill(model: LoadedModel) -> None:
+@pytest.mark.parametrize("length", [PAGE_TOKENS - 12, PAGE_TOKENS - 6])
+def test_a_text_takes_a_page_when_it_writes_to_it(length: int, model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, length, tokens=PAGE_TOKENS + 1 - length)
+
+    while not generator.is_idle:
+        written = len(job.lead.ids) - 1
+        assert len(job.lead.held.pages) == -(-written // PAGE_TOKENS)
+        generator.step()
+
+    assert len(job.output.ids) == PAGE_TOKENS + 1 - length
+
+
+def test_a_text_takes_no_page_behind_its_last_token(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, PAGE_TOKENS - 6, tokens=7)
+    scheduler, taken = generator._scheduler, len(job.lead.held.pages)
+
+    job.launched = job.output.max_new_tokens - job.output.new_tokens  # as ahead of a GPU
+    scheduler.reserve_pages()
+
+    assert len(job.lead.ids) + job.launched > taken * PAGE_TOKENS
+    assert len(job.lead.held.pages) == taken
+    job.launched = 0
+    end(generator)
+
+
+def test_what_was_taken_back_is_not_penalized(model: LoadedModel) -> None:
+    settings = SamplingSettings.greedy(frequency_penalty=4.0)
+    generator = Generator(model, tokens=1024, slots=1)
+    job = generator.submit(request(5, settings=settings, max_new_tokens=30))
+    while len(job.output.ids) < 15:
+        generator.step()
+
+    del job.output.ids[3:]
+    generator._scheduler.advance(job)
+
+    end(generator)
+    alone = Generator(model, tokens=1024, slots=1)
+    made = alone.stream(request(5, settings=settings, max_new_tokens=30))
+    assert job.output.ids == ids_of([*made])
+
+
+@pytest.mark.parametrize("slots", [(0, 1), (1, 0)])
+def test_equal_texts_share_the_pages_that_they_fill(
+    slots: tuple[int, int], model: LoadedModel
+) -> None:
     generator = Generator(model, tokens=8 * PAGE_TOKENS, slots=2)
+    for _ in range(slots[0]):
+        generator.submit(request(3, max_new_tokens=1))  # leaves the lowest slot to the second
     jobs = running(generator, PAGE_TOKENS - 6, PAGE_TOKENS - 6, tokens=300)
+    assert tuple(job.lead.slot for job in jobs) == slots
     first, second = (job.lead.held.pages for job in jobs)
     assert first[0] != second[0]  # a copy as long as it is not full
 
@@ -359,8 +447,7 @@ def test_equal_texts_share_the_pages_that_they_fill(model: LoadedModel) -> None:
 
     assert first[0] == second[0]
     for job in jobs:
-        table = generator._device_slots.tables[job.lead.slot]
-        assert table[: len(job.lead.held.pages)].tolist() == job.lead.held.pages
+        assert table_of(generator, job) == job.lead.held.pages
     generator.cancel_all()
     assert generator.free_pages == generator.pages
 

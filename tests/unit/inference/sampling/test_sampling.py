@@ -381,12 +381,23 @@ def test_no_setting_takes_a_number_that_is_not_finite(value: float) -> None:
                 SamplingSettings(**{each.name: value})
 
 
+def test_short_help_lists_the_settings_that_are_changed_most() -> None:
+    options = {
+        each.name: each.metadata["option"] for each in fields(SamplingSettings) if each.metadata
+    }
+
+    listed = {name for name, option in options.items() if not option.rare}
+
+    assert listed == {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigError, match="`dry_range` is 20; it must be above `dry_max_ngram`"):
         SamplingSettings(dry_multiplier=1.0, dry_range=20)
     with pytest.raises(ConfigError, match="`dry_range` is 1; it must be above"):
         SamplingSettings(dry_multiplier=1.0, dry_range=1)
     assert SamplingSettings(dry_multiplier=1.0, dry_range=21).dry_range == 21
+    assert SamplingSettings(token_bias=((0, -math.inf),)).token_bias == ((0, -math.inf),)
     for pair in ((-1, 0.0), (3, math.nan), (3, math.inf)):
         with pytest.raises(ConfigError, match="`token_bias`"):
             SamplingSettings(token_bias=(pair,))

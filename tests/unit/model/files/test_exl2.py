@@ -309,6 +309,28 @@ def test_linear_map_is_the_decoded_matrix() -> None:
     torch.testing.assert_close(rows, matrix.dequantize(torch.float32)[:, :50], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_biased", [True, False])
+def test_a_matrix_goes_to_a_device_with_its_bias_and_without_its_table(is_biased: bool) -> None:
+    bias = torch.randn(64) if is_biased else None
+    matrix = random_matrix(THREE_WIDTHS, 480, 64, bias=bias)
+
+    moved = matrix.to("meta")
+
+    assert (moved.bias is not None) == is_biased
+    there = {name for name, tensor in moved.to_tensors("").items() if tensor.is_meta}
+    assert there == {*matrix.to_tensors("")} - {host_names("")[0]}
+    assert moved.groups == matrix.groups
+
+
+def test_laid_out_matrix_has_the_same_values() -> None:
+    matrix = random_matrix(THREE_WIDTHS, 480, 64)
+
+    packed = matrix.laid_out(matrix.order)
+
+    assert (packed.groups, packed.shape) == (matrix.groups, (480, 64))
+    assert torch.equal(TORCH_OPS.decode_packed(packed), matrix.dequantize())
+
+
 def test_quantized_linears_are_known_by_their_names() -> None:
     names = set(tensor_names(KEY)) | {"lm_head.weight"}
 
