@@ -103,7 +103,8 @@ class _Root:
 
     @cached_property
     def works(self) -> list[_Work]:
-        return [_Work.read(path.parent) for path in sorted(self.path.glob("*/lock"))]
+        names = (path for path in self.path.iterdir() if path.is_dir() and path.name != "sources")
+        return [_Work.read(path) for path in sorted(names) if (path / "lock").is_file()]
 
     @cached_property
     def finished(self) -> dict[Path, set[str]]:
