@@ -64,6 +64,7 @@ MORE = {
     "inference/generate/scheduler.py": [
         "tests/unit/inference/generate/test_generator.py",
         "tests/unit/inference/generate/test_rewinds.py",
+        "tests/unit/inference/generate/test_scores.py",
         "tests/property/test_generator.py",
     ],
     "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],

@@ -25,7 +25,6 @@ COLUMN_MULTIPLE = 32  # n is padded to this with zero columns
 SCALE_BITS = 4
 MAX_ROWS = 65535  # permutations are narrowed to unsigned 16 bits by readers
 MOST_ROWS_IN_GROUP = 1 << 31  # that a file may state
-MAX_INT16 = 32767  # group index and first word of a group are signed 16-bit
 
 _NAMES = {
     "packed": "q_weight",
@@ -220,14 +219,13 @@ class QuantizedMatrix:
             bias: (n,) or None.
 
         Raises:
-            TensorShapeError: more rows, groups or words than readers can index.
+            TensorShapeError: more rows than readers can index.
         """
         k, _ = codes.shape
         starts = first_words(groups)
-        if k > MAX_ROWS or len(groups) > MAX_INT16 or starts[-1] > MAX_INT16:
+        if k > MAX_ROWS:  # others have fewer groups and words than signed 16 bits can count, too
             raise TensorShapeError(
-                f"a matrix with {k} rows in {len(groups)} groups exceeds the format's 16-bit "
-                "indices; choose larger groups or fewer bits"
+                f"a matrix with {k} rows cannot be stored: the format has {MAX_ROWS} at most"
             )
         ops = get_ops(codes.device)
         table = [

@@ -286,7 +286,7 @@ def test_token_does_not_close_thoughts_and_begin_an_answer() -> None:
     assert not ids & {*ids_of(state.allowed().words, WIDTH)}
 
 
-@pytest.mark.parametrize(("thoughts", "is_barred"), [("so ", False), ("so ]", True)])
+@pytest.mark.parametrize(("thoughts", "is_barred"), [("", False), ("so ", False), ("so ]", True)])
 def test_only_a_mark_that_has_begun_bars_what_would_go_beyond_it(
     thoughts: str, is_barred: bool
 ) -> None:

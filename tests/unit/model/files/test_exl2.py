@@ -18,6 +18,7 @@ from exl2flow.model.files.exl2 import (
     quantized_layout,
     tensor_names,
 )
+from exl2flow.model.files.group_table import first_words
 
 KEY = "model.layers.3.self_attn.q_proj"
 THREE_WIDTHS = QuantParams(
@@ -293,8 +294,15 @@ def test_more_than_32767_rows_work() -> None:
     assert torch.equal(matrix.dequantize(), decoded_by_row(matrix))
 
 
+@pytest.mark.parametrize(("bits", "size"), [(8, 128), (8, 32), (2, 32)])
+def test_groups_and_words_of_the_most_rows_are_counted_by_16_bits(bits: int, size: int) -> None:
+    groups = QuantParams.uniform(bits, size).groups(65504)
+
+    assert max(len(groups), *first_words(groups)) < 2**15
+
+
 def test_more_rows_than_readers_can_index_are_refused() -> None:
-    with pytest.raises(TensorShapeError, match="65536 rows in 512 groups exceeds"):
+    with pytest.raises(TensorShapeError, match="65536 rows cannot be stored: the format has 65535"):
         random_matrix(FOUR_BITS, 65536, 8)
 
 
