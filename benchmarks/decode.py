@@ -5,8 +5,8 @@ Recorded steps end with a sampled id: the likeliest, or one drawn with default s
     python benchmarks/decode.py [--shape 7b | --model DIR] [--layers N] [--bpw 4] [--uniform]
         [--batch 1 4 16] [--context 512] [--cache fp16] [--limits 132 99]
 
-"Of copies" is the rate at which a recorded step reads all matrices, over that of a large copy. With
-`--limits`, products are divided as on a card with so many multiprocessors and KB for a CTA. Unless
+"Of copies" is the rate at which a recorded step reads all matrices, over that of a large copy.
+`--limits` plans products for a card with that many multiprocessors and KB of shared memory. Unless
 a model is given, writes one of random codes to a temporary folder: with the bit widths and groups
 of `allocations.json`, or with `--uniform` of one width in groups of 128 with a 6-bit head.
 """
@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 from allocations import Allocation, add_allocation, allocation_of
-from safetensors import safe_open
 from shapes import SHAPES, plain, write_config
 
 from exl2flow.core.store.files import write_tensors
@@ -88,14 +87,10 @@ def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
     return folder / "model"
 
 
-def read_bytes(folder: Path) -> int:
-    """Return the bytes of a model that every step reads: all but the embedding."""
-    found = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if "embed" not in name]  # noqa: SIM118
-            found += sum(file.get_tensor(name).nbytes for name in names)
-    return found
+def read_bytes(model: LoadedModel, folder: Path) -> int:
+    """Return the bytes of a model's files that every step reads: all but the embedding."""
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return size - model.decoder.embedding.weight.nbytes
 
 
 @torch.inference_mode()
@@ -138,7 +133,7 @@ def main() -> None:
             "| of copies | drawn ms |"
         )
         print("|---|---|---|---|---|---|---|---|---|")
-        least = 1e-9 * read_bytes(source) / copy_rate()  # seconds of a step
+        least = 1e-9 * read_bytes(model, source) / copy_rate()  # seconds of a step
         for form in arguments.cache:
             for context in arguments.context:
                 for batch in arguments.batch:

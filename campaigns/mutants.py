@@ -43,7 +43,7 @@ MODULES = (
     "inference/generate/scheduler.py",  # preemption
 )
 TURN = 4  # mutants of a file, then it is the turn of another
-MOST_TESTS = 4  # files of tests; those that are named are never left out
+MOST_TESTS = 4  # test files that run for a module, but all that `MORE` names
 SINCE = "killed since"  # survivors, by tests that were written then
 MARKERS = "not slow and not gpu and not multigpu and not network"
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -275,12 +275,11 @@ def prove(publication: Publication, *, progress: Progress = report) -> dict[str,
     file = folder / f"{repository.name.replace('/', '--')}.json"
     newest = repository.branches()
     commits = {branch: newest[branch] for branch in branches}
-    total = len(commits)
+    total, place = len(commits), file.with_suffix("")
     with exclusive(file):
         proved = read_object(file)
         for done, (branch, commit) in enumerate(commits.items()):
             progress(Tick(stage="verify", done=done, total=total, detail=branch))
-            place = file.with_suffix("")
             shutil.rmtree(place, ignore_errors=True)  # of a run that was killed or failed to
             if proved.get(branch) != commit:
                 _prove_branch(publication, branch, commit, place)

@@ -54,9 +54,12 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting jobs that fit, in order; one that does not is overtaken a few times."""
         skipped: list[Job] = []
-        while self._waiting and self._free and len(skipped) < LOOK_AHEAD:
-            if not all(job.may_be_overtaken for job in skipped):
-                break
+        while (
+            self._waiting
+            and self._free
+            and len(skipped) < LOOK_AHEAD
+            and all(job.may_be_overtaken for job in skipped)
+        ):
             job = self._waiting.popleft()
             if job.is_done:
                 continue

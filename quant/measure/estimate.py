@@ -71,6 +71,7 @@ class Estimating(SublayerWork):
         spec, note = sublayer.spec, self.folder.note
         copies = len(single_widths(PROJECTION_OPTIONS))
         runs = runs_together(spec, widest_first(hessians), device_of(sublayer), copies=copies)
+        largest = max(runs, key=lambda run: _weights(spec, run))
 
         def factored(run: Sequence[str]) -> list[HessianFactor]:
             firsts = [spec.reading(capture)[0] for capture in run]
@@ -97,7 +98,6 @@ class Estimating(SublayerWork):
             return estimated(experts[0], PROJECTION_OPTIONS, self.options, gain_first=gain_first)
 
         works = [partial(work, run) for run in runs]
-        largest = max(runs, key=lambda run: _weights(spec, run))
         results: dict[str, list[CandidateResult]] = {}
         for by_key in run_concurrently(works, device_of(sublayer)):
             results |= by_key
