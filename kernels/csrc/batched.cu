@@ -24,11 +24,11 @@ struct Matrix {
 };
 
 struct Stage {  // a product with matrices that share x
-    Matrix of[MOST_MATRICES];
+    Matrix of[MOST_TOGETHER];
     const half_bits* x;     // (rows, k), in the order of the matrices' rows unless lists have one
     const half_bits* norm;  // weights (k) in the order of the rows, if x is to be normalized; or null
-    const float* squares;   // [row][tile] of x, for the norm
-    float* squared;         // [row][tile] of the result, for a norm behind; or null
+    const float* squares;   // [row][tile] of x, for the norm; then sums, if it is centered
+    float* squared;         // [row][tile] of the result, for a norm behind, and sums; or null
     // If the result is normalized, and that is added to hidden states:
     const half_bits* after;   // weights (columns) of that norm; or null
     const half_bits* hidden;  // (rows, columns); or null: zeros
@@ -38,7 +38,8 @@ struct Stage {  // a product with matrices that share x
     int k, matrices;
     int words, list_at;     // ints of a list; where it lies in shared memory
     int gathers;            // whether lists say where rows are in x
-    int activation;         // not 0: y = activation(x Q of the first) · (x Q of the second)
+    int centered, totals;   // whether the norm subtracts the mean of x, and the one behind does
+    int activation;         // not 0: y of the second = activation(x Q of the first) · (x Q of it)
     float eps, multiplier;  // multiplier: of the result, before it is added
     float after_eps, after_multiplier;  // the same of the normalized result
 };
@@ -108,17 +109,17 @@ template <int SCALE_BYTES> struct Fetcher {
     }
 };
 
-// Return the size of a row, 1 / sqrt(mean square + eps), from the squares of its tiles.
-__device__ __forceinline__ float size_of(const float* squares, int columns, float eps) {
+// Return the mean of a row's squares, or of its numbers, from the sums of its tiles.
+__device__ __forceinline__ float mean_of(const float* sums, int columns) {
     float sum = 0.0f;
-    for (int i = threadIdx.x % 32; i < columns / TILE_COLUMNS; i += 32) sum += __ldcg(squares + i);
-    return rsqrtf(sum_of_warp(sum) / columns + eps);
+    for (int i = threadIdx.x % 32; i < columns / TILE_COLUMNS; i += 32) sum += __ldcg(sums + i);
+    return sum_of_warp(sum) / columns;
 }
 
 // Put the part's x, ROWS rows, into shared memory, as `multiply` reads it.
 template <int ROWS>
 __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int rows, byte* xs) {
-    __shared__ float sizes[ROWS];
+    __shared__ float sizes[ROWS], means[ROWS];
     const int count = list[1] * ROWS * 4;
     auto row_of = [&](int i) { return i / 4 % ROWS; };
     auto place = [&](int i) { return (list[0] + i / (4 * ROWS)) * PANEL_ROWS + i % 4 * 8; };
@@ -139,9 +140,14 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
         for (int i = 0; i < PIECES; ++i) v[i] = read(base + i * THREADS);
         if (stage.norm && base == threadIdx.x) {
             for (int row = threadIdx.x / 32; row < rows; row += CTA_WARPS) {
-                const float size =
-                    size_of(stage.squares + row * stage.k / TILE_COLUMNS, stage.k, stage.eps);
-                if (threadIdx.x % 32 == 0) sizes[row] = size;
+                const float* sums = stage.squares + row * stage.k / TILE_COLUMNS;
+                float mean = 0.0f, square = mean_of(sums, stage.k);
+                if (stage.centered) {
+                    mean = mean_of(sums + rows * stage.k / TILE_COLUMNS, stage.k);
+                    square = fmaxf(square - mean * mean, 0.0f);
+                }
+                if (threadIdx.x % 32 == 0)
+                    sizes[row] = rsqrtf(square + stage.eps), means[row] = mean;
             }
             __syncthreads();
         }
@@ -151,7 +157,7 @@ __device__ __forceinline__ void stage_x(const Stage& stage, const int* list, int
             if (at >= count) break;
             if (stage.norm && row_of(at) < rows)
                 v[i] = normed(v[i], sizes[row_of(at)],
-                              __ldg((const uint4*)(stage.norm + place(at))));
+                              __ldg((const uint4*)(stage.norm + place(at))), means[row_of(at)]);
             if constexpr (ROWS == GROUPED_ROWS) put_grouped<ROWS>(xs, at, paired(v[i]));
             else ((uint4*)xs)[at] = paired(v[i]);
         }
@@ -198,12 +204,12 @@ __device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, floa
 template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, int rows) {
     constexpr int UNITS = ROWS / 4;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const bool is_gated = stage.activation;
-    int which = is_gated, first = 0;  // of a matrix, and its first unit
+    int which = stage.activation != 0, first = 0;  // of a matrix, and its first unit
     for (int all = threadIdx.x / 32 * gridDim.x + blockIdx.x;; all += gridDim.x * CTA_WARPS) {
         while (which < stage.matrices && all - first >= stage.of[which].tiles * UNITS)
             first += stage.of[which++].tiles * UNITS;
         if (which == stage.matrices) return;
+        const bool is_gated = stage.activation && which == 1;
         const Matrix &m = stage.of[which], &gating = stage.of[0];
         const int tile = (all - first) / UNITS, u = (all - first) % UNITS, row = u / 2 * 8 + u % 2;
         if (row >= rows) continue;
@@ -219,7 +225,7 @@ template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, i
             if (m.residual) added[c] = is_there[c] ? __ldcg(m.residual + at + column) : 0;
             if (m.copy) to[c] = is_there[c] ? __ldg(stage.to + column) : 0;
         }
-        float sums[4] = {}, gates[4] = {}, square = 0.0f;
+        float sums[4] = {}, gates[4] = {}, square = 0.0f, total = 0.0f;
         if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
         add_parts<ROWS>(m, tile, u, sums);
 #pragma unroll
@@ -239,11 +245,15 @@ template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, i
             if (m.residual) y = to_half(from_half(added[c]) + from_half(y));
             if (m.y) m.y[at + column] = y;
             if (m.copy) m.copy[at + to[c]] = y;
-            square += from_half(y) * from_half(y);
+            square += from_half(y) * from_half(y), total += from_half(y);
         }
         if (!stage.squared) continue;
+        float* squared = stage.squared + own_row * m.tiles + tile;
         for (int o = 4; o < 32; o *= 2) square += __shfl_xor_sync(~0u, square, o);
-        if (g == 0 && own_row < rows) stage.squared[own_row * m.tiles + tile] = square;
+        if (g == 0 && own_row < rows) *squared = square;
+        if (!stage.totals) continue;
+        for (int o = 4; o < 32; o *= 2) total += __shfl_xor_sync(~0u, total, o);
+        if (g == 0 && own_row < rows) squared[rows * m.tiles] = total;
     }
 }
 
@@ -260,7 +270,8 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
         if (is_there) y = __ldcg((const uint4*)(m.y + at));
         if (is_there) weights = __ldg((const uint4*)(stage.after + column));
         if (is_there && stage.hidden) hidden = __ldcg((const uint4*)(stage.hidden + at));
-        const float size = size_of(stage.squared + row * m.tiles, m.columns, stage.after_eps);
+        const float square_mean = mean_of(stage.squared + row * m.tiles, m.columns);
+        const float size = rsqrtf(square_mean + stage.after_eps);
         float old[8], added[8], square = 0.0f;
         pairs_of(hidden, old), pairs_of(normed(y, size, weights), added);
         u32 sum[4];
@@ -301,7 +312,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         const int line = (threadIdx.x * gridDim.x + blockIdx.x) * 32;  // of 128 bytes, for all CTAs
         if (stage.norm && 2 * line < stage.k)
             prefetch(stage.norm + 2 * line);
-        if (stage.to && line < stage.of[stage.matrices - 1].columns)
+        if (stage.to && line < stage.of[stage.activation != 0].columns)
             prefetch(stage.to + line);
         for (int i = threadIdx.x; work.of && i < stage.words; i += THREADS)
             lists[stage.list_at + i] = __ldg(work.of->lists + work.part * stage.words + i);

@@ -36,9 +36,12 @@ __device__ __forceinline__ void pairs_of(const uint4& v, float* x) {
 }
 
 // RN16(x · size) · weight, 8 numbers.
-__device__ __forceinline__ uint4 normed(const uint4& v, float size, const uint4& weights) {
+__device__ __forceinline__ uint4 normed(const uint4& v, float size, const uint4& weights,
+                                        float mean = 0.0f) {
     float x[8];
     pairs_of(v, x);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] -= mean;
     return {times(halves(x[0] * size, x[1] * size), weights.x),
             times(halves(x[2] * size, x[3] * size), weights.y),
             times(halves(x[4] * size, x[5] * size), weights.z),

@@ -27,8 +27,8 @@ from exl2flow.kernels.plans.fill import facts_of
 from exl2flow.kernels.plans.product import (
     MOST_ROWS,
     LaunchPlan,
+    begins_apart,
     fuses_all,
-    norms_apart,
     plan_of,
     splits_epilogue,
 )
@@ -86,10 +86,12 @@ def _by_turns(
     runs: Iterable[Sequence[FusedLinear]], x: torch.Tensor, hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Multiply runs of a chain, each with launches of its own."""
-    results: list[torch.Tensor] = [x]
+    results, beside = [x], list[torch.Tensor]()
     for run in runs:
         results, hidden = _run(results[0], run, hidden)
-    return results, results[0] if hidden is None else hidden
+        count = len(results) - sum(len(product.beside) for product in run)
+        results, beside = results[:count], [*beside, *results[count:]]
+    return [*results, *beside], results[0] if hidden is None else hidden
 
 
 def _halves(products: Sequence[FusedLinear], rows: int) -> bool:
@@ -112,10 +114,10 @@ def _halved(
 
 
 def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLinear]]:
-    """Split a chain before norms and after epilogues that need launches of their own."""
+    """Split a chain before norms and after epilogues that need launches of their own, and so on."""
     run: list[FusedLinear] = []
     for product in products:
-        if run and (splits_epilogue(run[-1], product, rows) or norms_apart(product)):
+        if run and (splits_epilogue(run[-1], product, rows) or begins_apart(product, rows)):
             yield run
             run = []
         run.append(product)
@@ -125,24 +127,25 @@ def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLine
 def _run(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Multiply a chain, with launches for a norm or an epilogue that the kernel does not compute.
+    """Multiply a chain, with launches for what the kernel does not compute.
 
-    Returns the last hidden state, or None if there is none.
+    Returns the results as `Ops.multiply` does, and the last hidden state, or None if there is none.
     """
-    first, last = products[0], products[-1]
-    if first.norm is not None and norms_apart(first):
-        x = norm(x, first.norm)
-    cores = [_core(product, is_last=product is last) for product in products]
+    first, last, beside = products[0], products[-1], list[torch.Tensor]()
+    if begins_apart(first, len(x)):
+        x = x if first.norm is None else norm(x, first.norm)
+        beside = multiply(x, [_beside(first)])[0] if first.beside else []
+    cores = _cores(products, len(x))
     results, states = multiply(x, cores, hidden)
     if any(core.adds for core in cores):
         hidden = states
     if not splits_epilogue(last, None, len(x)):
-        return results, hidden
+        return [*results, *beside], hidden
     [y] = results
     if last.activation is not None and not last.is_gated:
         y = activated(y, last.activation)
     results = cuda_prompts.finished(last, [y], hidden if last.adds else None)
-    return results, results[0] if last.adds else hidden
+    return [*results, *beside], results[0] if last.adds else hidden
 
 
 def launches(products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
@@ -163,26 +166,47 @@ def launches(products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
         if len(products) == 1:
             return []
         runs = [[product] for product in products]
-    cores = ([_core(one, is_last=one is run[-1]) for one in run] for run in runs)
-    return [facts for core in cores for facts in launches(core, rows)]
+    parts = [
+        part
+        for run in runs
+        for part in (
+            *([_beside(run[0])] for _ in run[0].beside[:1] if begins_apart(run[0], rows)),
+            _cores(run, rows),
+        )
+    ]
+    return [facts for part in parts for facts in launches(part, rows)]
 
 
-_CORES: WeakKeyDictionary[FusedLinear, dict[bool, FusedLinear]] = WeakKeyDictionary()
+# parts of products that have launches of their own: one object each, as plans key on it
+_PARTS: WeakKeyDictionary[FusedLinear, dict[object, FusedLinear]] = WeakKeyDictionary()
 
 
-def _core(product: FusedLinear, *, is_last: bool) -> FusedLinear:
-    """Return the part of a product that the kernel computes: one object, as plans key on it."""
-    drops_norm, drops_rest = norms_apart(product), is_last and splits_epilogue(product, None, 1)
-    if not drops_norm and not drops_rest:
+def _cores(run: Sequence[FusedLinear], rows: int) -> list[FusedLinear]:
+    """Return the parts of products that the kernel computes."""
+    return [_core(product, rows, is_last=product is run[-1]) for product in run]
+
+
+def _core(product: FusedLinear, rows: int, *, is_last: bool) -> FusedLinear:
+    drops_first = begins_apart(product, rows)
+    drops_rest = is_last and splits_epilogue(product, None, 1)
+    if not drops_first and not drops_rest:
         return product
-    cores = _CORES.setdefault(product, {})
-    if is_last not in cores:
-        core = replace(product, norm=None) if drops_norm else product
+    parts, key = _PARTS.setdefault(product, {}), (drops_first, is_last)
+    if key not in parts:
+        core = replace(product, norm=None, matrices=product.main) if drops_first else product
         if drops_rest:
             activation = product.activation if product.is_gated else None
             core = replace(core, activation=activation, after=None, multiplier=1.0, adds=False)
-        cores[is_last] = core
-    return cores[is_last]
+        parts[key] = core
+    return parts[key]
+
+
+def _beside(product: FusedLinear) -> FusedLinear:
+    """Return the product of the matrices beside others, without its norm."""
+    parts = _PARTS.setdefault(product, {})
+    if "beside" not in parts:
+        parts["beside"] = FusedLinear(matrices=product.beside)
+    return parts["beside"]
 
 
 def _launched(
@@ -192,7 +216,7 @@ def _launched(
     by = products[0].norm
     if by is not None and not argument["stages"][0]["norm"]:
         x = norm(x, by)
-    results: list[torch.Tensor] = []
+    results, beside = list[torch.Tensor](), list[torch.Tensor]()
     used = [x]  # kept until the launch: stages must not share memory
     before: FusedLinear | None = None
     for of_product, product in zip(plan.stages, products, strict=True):
@@ -212,7 +236,7 @@ def _launched(
             used.append(total)
         before = product
         first = 1 if product.activation else 0  # a gate has no result of its own
-        matrices, entries = product.matrices[first:], stages["of"][:, first:].T
+        matrices, entries = product.main[first:], stages["of"][:, first:].T
         adds = product.adds and product.after is None
         if adds and hidden is not None:
             filled(entries[0], residual=hidden)
@@ -222,6 +246,9 @@ def _launched(
             for entry, result in zip(entries, results, strict=False):
                 filled(entry, **{"exact" if product.exact else "y": result})
             used += results
+        for entry, matrix in zip(entries[len(matrices) :], product.beside, strict=False):
+            beside.append(x.new_empty(len(x), matrix.columns))
+            filled(entry, y=beside[-1])
         if adds:
             hidden = results[0]
         if product is not products[-1]:
@@ -238,7 +265,7 @@ def _launched(
         device=x.device,
         together=plan.meets,
     )
-    return results, results[0] if hidden is None else hidden
+    return [*results, *beside], results[0] if hidden is None else hidden
 
 
 # None: no launch runs all of them or it shall not; or `DECODED`

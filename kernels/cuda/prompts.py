@@ -23,6 +23,7 @@ def multiply(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """See `Ops.multiply`."""
     results, is_own = [x], False  # whether the hidden state was made here
+    beside: list[torch.Tensor] = []
     for p in products:
         x = p.in_natural_order(results[0])
         x = x if p.norm is None else norm(x, p.norm)
@@ -35,10 +36,12 @@ def multiply(
                 hidden = torch.addmm(hidden, x, weight, alpha=p.multiplier)
             results = [hidden]
         else:
-            results = finished(p, _activated(p, _results(x, p)), hidden if p.adds else None)
+            y = _results(x, p.main, exact=p.exact)
+            results = finished(p, _activated(p, y), hidden if p.adds else None)
             hidden = results[0] if p.adds else hidden
+            beside += _results(x, p.beside, exact=p.exact)
         is_own = is_own or p.adds
-    return results, results[0] if hidden is None else hidden
+    return [*results, *beside], results[0] if hidden is None else hidden
 
 
 def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
@@ -46,20 +49,22 @@ def decode_packed(matrix: PackedMatrix) -> torch.Tensor:
     return _decoded([matrix])
 
 
-def _results(x: torch.Tensor, p: FusedLinear) -> list[torch.Tensor]:
+def _results(
+    x: torch.Tensor, matrices: tuple[PackedMatrix, ...], *, exact: bool
+) -> list[torch.Tensor]:
     """Return x Q + bias of each matrix; those of several may be columns of one tensor."""
     results: list[torch.Tensor] = []
-    decoded_bytes = 2 * len(p.order) * sum(map(_width, p.matrices))
-    for matrices in [p.matrices] if decoded_bytes <= MOST_BESIDE else zip(p.matrices):
-        weight = _decoded(matrices)
-        y = torch.mm(x, weight, out_dtype=torch.float32) if p.exact else x @ weight
+    decoded_bytes = 2 * x.shape[1] * sum(map(_width, matrices))
+    for together in [matrices] if 0 < decoded_bytes <= MOST_BESIDE else zip(matrices):
+        weight = _decoded(together)
+        y = torch.mm(x, weight, out_dtype=torch.float32) if exact else x @ weight
         begin = 0
-        for matrix in matrices:
+        for matrix in together:
             results.append(y[:, begin : begin + matrix.columns])
             begin += _width(matrix)
     return [
         y if matrix.bias is None else y + matrix.bias
-        for y, matrix in zip(results, p.matrices, strict=True)
+        for y, matrix in zip(results, matrices, strict=True)
     ]
 
 

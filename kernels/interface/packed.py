@@ -101,7 +101,7 @@ class FusedLinear:
 
     norm: normalizes x first; or None.
     activation: of `ACTIVATIONS`; the result is then activation(x Q₀) · (x Q₁), or activation(x Q)
-        of one matrix.
+        of one matrix. Further matrices are `beside` these: they have results of their own.
     after: normalizes the result, if it is one; or None.
     multiplier: multiplies the result after that.
     adds: add the result, if it is one, to the hidden state; the sum is the next hidden state.
@@ -127,7 +127,17 @@ class FusedLinear:
     @property
     def is_gated(self) -> bool:
         """Whether one matrix gates the other."""
-        return self.activation is not None and len(self.matrices) == 2
+        return self.activation is not None and len(self.matrices) > 1
+
+    @property
+    def main(self) -> tuple[PackedMatrix, ...]:
+        """The matrices whose results the next product reads."""
+        return self.matrices[:2] if self.is_gated else self.matrices
+
+    @property
+    def beside(self) -> tuple[PackedMatrix, ...]:
+        """The others, which read the same x."""
+        return self.matrices[len(self.main) :]
 
     def in_natural_order(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the product is given, (rows, k), in the order of in-features."""

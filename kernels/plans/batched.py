@@ -18,7 +18,6 @@ from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import (
     FIXED_SHARED,
     MOST_CHAINED,
-    MOST_MATRICES,
     LaunchPlan,
     fill_matrix,
     fill_stage,
@@ -36,7 +35,8 @@ MOST_PARTS = 64
 LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
-CHAIN = struct("batched.cu", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_CHAINED=MOST_CHAINED)
+MOST_TOGETHER = 5  # matrices of a product
+CHAIN = struct("batched.cu", "Chain", MOST_TOGETHER=MOST_TOGETHER, MOST_CHAINED=MOST_CHAINED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +289,8 @@ def _join(
         )
         x_squares, name = squares[1], "summed"
     if product.norm is not None:
-        weight = product.norm.weight[product.order].contiguous()
-        filled(stage, **{name: x_squares})
-        tensors += fill(entry, norm=weight, squares=x_squares, eps=product.norm.eps)
+        norm = product.norm
+        weight = norm.weight[product.order].contiguous()
+        filled(stage, **{name: x_squares}, totals=norm.centered)
+        tensors += fill(entry, norm=weight, squares=x_squares, eps=norm.eps, centered=norm.centered)
     return tensors

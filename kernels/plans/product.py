@@ -26,7 +26,7 @@ UNIT = 8  # bytes that belong to a panel of a row of x
 LEAST_SLOTS, MOST_SLOTS = 2, 8  # steps that a warp has in flight
 STEPS = {1: (STEP,), 4: (STEP, STEP // 2)}  # bytes of codes of a step, the first that fits
 FIXED_SHARED = 2 << 10  # bytes of a CTA's shared memory that the kernel keeps for itself
-MOST_MATRICES = 3  # per product
+MOST_MATRICES = 3  # per product, or 2 and 3 beside them
 MOST_TILES = 14  # per CTA, because it holds their sums
 MOST_CHAINED = 4  # products per launch
 MOST_STAGES = 8  # per launch; a product with more tiles than its CTAs hold has several
@@ -66,13 +66,17 @@ def fuses_all(products: Sequence[FusedLinear], rows: int) -> bool:
     """Return whether one launch can run the whole chain at this batch size."""
     pairs = [*zip(products, [*products[1:], None], strict=True)]
     return all(
-        not norms_apart(one) and not splits_epilogue(one, behind, rows) for one, behind in pairs
+        not begins_apart(one, rows) and not splits_epilogue(one, behind, rows)
+        for one, behind in pairs
     )
 
 
-def norms_apart(product: FusedLinear) -> bool:
-    """Return whether the norm before a product needs a launch of its own."""
-    return product.norm is not None and not product.norm.is_plain
+def begins_apart(product: FusedLinear, rows: int) -> bool:
+    """Return whether a product's norm, or what is beside it, needs launches of its own."""
+    norm = product.norm
+    if rows <= MOST_ROWS:
+        return bool(product.beside) or (norm is not None and not norm.is_plain)
+    return norm is not None and (norm.bias is not None or norm.weight.dim() > 1)
 
 
 def splits_epilogue(product: FusedLinear, following: FusedLinear | None, rows: int) -> bool:
@@ -85,7 +89,7 @@ def splits_epilogue(product: FusedLinear, following: FusedLinear | None, rows: i
         return True
     if product.after is None:
         return False
-    if following is None or norms_apart(following):
+    if following is None or (following.norm is not None and not following.norm.is_plain):
         return True
     if not (product.adds and product.after.is_plain):
         return True

@@ -82,15 +82,16 @@ class Ops:
 
         Args:
             x: fp16 (rows, k), in the order of in-features unless the first product `is_ordered`.
-            products: each reads the previous result; up to three matrices each, one
-                result in all but the last.
+            products: each reads the previous result; up to three matrices each, or two and three
+                `beside`, one result in all but the last.
             hidden: fp16 (rows, columns), results are added to it; None: zeros.
 
         Returns:
             The results of the last product, (rows, columns) each, fp32 if it is `exact`, else
-            fp16; and the last hidden state, or the results once more if there is none.
+            fp16, and those of matrices `beside`, in order; and the last hidden state, or the first
+            result once more if there is none.
         """
-        results = [x]
+        results, beside = [x], list[torch.Tensor]()
         for p in products:
             x = p.in_natural_order(results[0])
             x = x if p.norm is None else self.norm(x, p.norm)
@@ -100,7 +101,9 @@ class Ops:
                 y if m.bias is None else y + m.bias
                 for y, m in zip(results, p.matrices, strict=True)
             ]
-            if p.activation is not None and len(results) == 2:
+            results, others = results[: len(p.main)], results[len(p.main) :]
+            beside += others
+            if p.activation is not None and p.is_gated:
                 results = [self.gated(results[0], results[1], p.activation)]
             elif p.activation is not None:
                 results = [self.activated(results[0], p.activation)]
@@ -111,7 +114,7 @@ class Ops:
             if p.adds:
                 results = [results[0] if hidden is None else results[0] + hidden]
                 hidden = results[0]
-        return results, results[0] if hidden is None else hidden
+        return [*results, *beside], results[0] if hidden is None else hidden
 
     def runs_experts(self, bank: ExpertBank) -> bool:
         """Return whether `experts` runs such a layer without waiting for its routes."""

@@ -207,11 +207,7 @@ class AttentionSublayer(Sublayer):
 
     def products(self) -> Products:
         """See `Sublayer.products`."""
-        return self.products_after(self.norms.get("before"))
-
-    def products_after(self, norm: Norm | None) -> Products:
-        """Return the products before and after attention, the first with a norm."""
-        first = product_of(self.with_roles("q", "k", "v"), norm=norm)
+        first = product_of(self.with_roles("q", "k", "v"), norm=self.norms.get("before"))
         return first, self.residual_product("o")
 
     def _positioned(

@@ -11,6 +11,7 @@ Products = tuple[FusedLinear | None, ...]  # before and after attention, or what
 def product_of(
     linears: Sequence[Linear],
     *,
+    beside: Sequence[Linear] = (),
     norm: NormArgs | None = None,
     activation: str | None = None,
     after: NormArgs | None = None,
@@ -21,12 +22,15 @@ def product_of(
     """Return linears of the same input as one `FusedLinear`.
 
     None unless they are packed, share a row order, are at most `MOST_MATRICES`, and products know
-    the activation.
+    the activation. beside: linears of the same input with results of their own, if the others gate.
     """
-    if activation in GATED_ACTIVATIONS:
+    if activation in GATED_ACTIVATIONS or (beside and len(linears) == 1):
         return None
+    if max(len(linears), len(beside)) > MOST_MATRICES:
+        return None
+    linears = [*linears, *beside]
     matrices = tuple(linear.matrix for linear in linears if isinstance(linear, PackedLinear))
-    if len(matrices) < len(linears) or len(matrices) > MOST_MATRICES:
+    if len(matrices) < len(linears):
         return None
     if any(matrix.order is not matrices[0].order for matrix in matrices):
         return None

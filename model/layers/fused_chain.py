@@ -2,9 +2,9 @@
 
 From an attention's output to the next queries, keys and values, each product reads what the one
 before it writes, so a GPU runs the chain of few tokens in one launch (`Ops.multiply`) where its
-kernel knows all of it. Before a parallel block a chain ends with the hidden state, which both of
-its parts read; before experts, too, and another one begins behind them. In a decode step, attention
-writes what a chain reads in the order of its rows.
+kernel knows all of it. A parallel block's MLP comes before its attention: queries, keys and values
+are computed beside it. Before experts a chain ends with hidden states, and another one begins
+behind them. In a decode step, attention writes what a chain reads in the order of its rows.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear, get_ops
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
 from exl2flow.model.layers.delta import DeltaSublayer
 from exl2flow.model.layers.experts import ExpertsSublayer, run_experts
-from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
 from exl2flow.model.layers.sublayer import Sublayer
@@ -41,51 +40,41 @@ class ExpertLink:
 class Link:
     """An attention or a layer with a state, and the chain of products before it.
 
-    The chain ends with what the sublayer computes first, such as queries, keys and values.
+    The chain ends with what the sublayer computes first, such as queries, keys and values; in a
+    parallel block with the MLP, beside which these are computed.
 
     runs: layers of experts before the chain, which then reads hidden states.
-    inputs: of a parallel block, whose chain ends with hidden states; it computes queries, keys and
-    values, and mlp the block's MLP, both from the norm of these.
+    alone: of a parallel block: what computes these, if nobody reads hidden states behind it.
     to: where the elements of an attention output go, see `StepCache`; None: in order.
     """
 
     mixer: AttentionSublayer | DeltaSublayer
     chain: Sequence[FusedLinear]
     runs: Sequence[ExpertLink] = ()
-    norm: Norm | None = None
-    inputs: FusedLinear | None = None
-    mlp: Sequence[FusedLinear] = ()
+    alone: FusedLinear | None = None
     to: torch.Tensor | None = None
 
     @property
     def calls(self) -> list[Sequence[FusedLinear]]:
         """The products of each call of `Ops.multiply`."""
-        inputs = [] if self.inputs is None else [self.inputs]
-        calls = [*(run.chain for run in self.runs), self.chain, inputs, self.mlp]
-        return [products for products in calls if products]
+        return [
+            products for products in (*(run.chain for run in self.runs), self.chain) if products
+        ]
 
     def project(
-        self, x: torch.Tensor, states: torch.Tensor
-    ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-        """Return what the sublayer computes first, what `mlp` reads, and hidden states.
-
-        All are (rows, columns).
+        self, x: torch.Tensor, states: torch.Tensor, chain: Sequence[FusedLinear]
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return what the sublayer computes first, and hidden states, (rows, columns) each.
 
         Args:
             x: what the chain reads, fp16 (rows, k); see `FusedLinear.is_ordered`.
             states: hidden states before it, (rows, hidden).
+            chain: this one's, or what is needed of it.
         """
-        ops = get_ops(x.device)
         for run in self.runs:
             x = states = run(x, states)
-        if self.inputs is None:
-            qkv, states = ops.multiply(x, self.chain, states)
-            return qkv, x, states
-        if self.chain:
-            _, states = ops.multiply(x, self.chain, states)
-        x = states if self.norm is None else self.norm(states)
-        qkv, _ = ops.multiply(x, [self.inputs])
-        return qkv, x, states
+        results, states = get_ops(x.device).multiply(x, chain, states)
+        return results[chain[-1].adds :], states
 
     def attended(
         self,
@@ -104,9 +93,7 @@ class Link:
             start: of all layers, see `Sublayer`.
             cache: of all layers.
         """
-        qkv, x, states = self.project(x, states)
-        if self.mlp:
-            _, states = get_ops(x.device).multiply(x, self.mlp, states)
+        qkv, states = self.project(x, states, self.chain)
         index = self.mixer.spec.layer_index
         layer = None if cache is None else cache.layer(index)
         inner = self.mixer.between(
@@ -127,7 +114,8 @@ class Link:
         cache: KvCache,
     ) -> None:
         """Add the attention's keys and values to a cache; arguments as in `attended`."""
-        qkv, _, states = self.project(x, states)
+        chain = self.chain if self.alone is None else [*self.chain[:-2], self.alone]
+        qkv, states = self.project(x, states, chain)
         index = self.mixer.spec.layer_index
         outputs, table, layer = _viewed(qkv, shape), at_layer(start, index), cache.layer(index)
         self.mixer.keep(outputs, states.view(shape), start=table, cache=layer)
@@ -169,10 +157,10 @@ class Chains:
                 links.append(Link(mixer=sublayer, chain=[*chain, first], runs=runs))
                 chain, runs = [last], []
             elif isinstance(sublayer, ParallelSublayer):
-                first, last, *mlp = products
-                mixer, norm = sublayer.attention, sublayer.norms.get("before")
-                link = Link(mixer=mixer, chain=chain, runs=runs, norm=norm, inputs=first, mlp=mlp)
-                links.append(link)
+                first, down, last = products
+                alone = FusedLinear(matrices=first.beside, norm=first.norm)
+                chain = [*chain, first, down]
+                links.append(Link(mixer=sublayer.attention, chain=chain, runs=runs, alone=alone))
                 chain, runs = [last], []
             else:
                 chain += products

@@ -40,11 +40,7 @@ class MlpSublayer(Sublayer):
 
     def products(self) -> Products:
         """See `Sublayer.products`."""
-        return self.products_after(self.norms.get("before"))
-
-    def products_after(self, norm: Norm | None) -> Products:
-        """Return the products before and after what down reads, the first with a norm."""
-        linears = self.with_roles("gate", "up")
+        norm, linears = self.norms.get("before"), self.with_roles("gate", "up")
         first = product_of(linears, norm=norm, activation=self.activation)
         return first, self.residual_product("down")
 

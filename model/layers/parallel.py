@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
-from exl2flow.model.layers.fuse import Products
+from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.mlp import MlpSublayer, activated
 from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
@@ -45,4 +45,10 @@ class ParallelSublayer(Sublayer):
         """See `Sublayer.products`."""
         if self.together or "after" in self.norms:  # a norm of both parts' sum is no product's
             return (None,)
-        return *self.attention.products_after(None), *self.mlp.products_after(None)
+        first = product_of(
+            self.with_roles("gate", "up"),
+            beside=self.with_roles("q", "k", "v"),
+            norm=self.norms.get("before"),
+            activation=self.mlp.activation,
+        )
+        return first, self.residual_product("down"), self.residual_product("o")

@@ -136,8 +136,9 @@ class Sublayer(ABC):
     def products(self) -> Products:
         """Return the products of each part: before and after attention, or what down reads.
 
-        Those of a parallel block's parts read the norm of hidden states, and both parts are added
-        to them. None where linears are not all packed.
+        Of a parallel block: what both parts read, with the attention's beside the MLP's, and what
+        adds the MLP, both before attention; and what adds attention. None where linears are not all
+        packed.
         """
 
     def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:

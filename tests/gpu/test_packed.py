@@ -272,6 +272,34 @@ def test_chains_of_every_kind_are_what_their_products_are(
         assert (y.double() - z.double()).norm() <= 2 * TOLERANCE * z.double().norm()
 
 
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 8, 9, 16, 32, 40, 64, 70])
+@pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
+def test_matrices_beside_a_gate_read_the_centered_norm_that_it_reads(
+    hidden: int, mlp: int, rows: int, zeros: bool
+) -> None:
+    kinds = [(4, 128), (4, 32), (4, 64)] if zeros else [(4, 128), (3, 32), (6, 64)]
+    widths = [mlp, mlp, 128, 64, 96]
+    matrices = [packed(hidden, n, kinds[i % 3], zeros=zeros) for i, n in enumerate(widths)]
+    weight = torch.rand(hidden, device=DEVICE).half() / 16  # so that GPTQ results fit fp16
+    norm = NormArgs(weight=weight, eps=1e-5, centered=True)
+    chain = [
+        FusedLinear(matrices=(packed(hidden, hidden, (4, 128), zeros=zeros),), adds=True),
+        FusedLinear(
+            matrices=tuple(replace(m, order=matrices[0].order) for m in matrices),
+            norm=norm,
+            activation="silu",
+        ),
+        FusedLinear(matrices=(packed(mlp, hidden, (4, 32), zeros=zeros),), adds=True),
+    ]
+    x = torch.randn(rows, hidden, device=DEVICE).half() / 8
+    states = torch.randn(rows, hidden, device=DEVICE) + torch.arange(rows, device=DEVICE)[:, None]
+
+    for products in (chain, chain[1:]):
+        for y, z in both(x, products, states.half()):
+            assert (y.double() - z.double()).norm() <= 2 * TOLERANCE * z.double().norm()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 8, 20, 40, 70])
 def test_products_without_a_gate_are_activated(activation: str, rows: int) -> None:

@@ -28,8 +28,8 @@ LINKS = {
     "qwen3": [1, 4, 3],  # norms of heads
     "gemma2": [1, 4, 3],  # norms before and after, soft-caps
     "olmo2": [1, 4, 3],  # norms after only
-    "cohere": [0, 1, 1],  # parallel, LayerNorm
-    "cohere-qk-norm": [0, 1, 1],  # a norm for each head
+    "cohere": [2, 3, 1],  # parallel, LayerNorm
+    "cohere-qk-norm": [2, 3, 1],  # a norm for each head
     "granite": [1, 4, 3],  # multipliers
     "starcoder2": [1, 4, 3],  # LayerNorm with biases, no gate
     "nemotron": [1, 4, 3],  # squared ReLU

@@ -57,7 +57,7 @@ def test_decoded_matrices_have_no_launches() -> None:
     [
         ("llama", [4], 4, 1),
         ("llama", [4], 3, 4),
-        ("cohere", [1, 1, 2], 4, 3),  # o; q, k and v; the MLP beside them
+        ("cohere", [3], 4, 1),  # o; the MLP, with q, k and v beside it
     ],
 )
 def test_a_layer_has_the_products_between_two_attentions(

@@ -22,6 +22,16 @@ from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan, kernel_rows
 from exl2flow.kernels.plans.shares import STEP, WARPS, slot_bytes
 
 RTX_3060 = (28, 99 << 10)
+
+
+def parallel(hidden: int, inner: int, outputs: int) -> list[FusedLinear]:
+    """Return a chain in which three matrices are beside a gate, behind a centered norm."""
+    out, gated, down, inputs = chain(hidden, inner, outputs)
+    beside = [replace(matrix, order=gated.order) for matrix in inputs.matrices]
+    norm = NormArgs(weight=torch.randn(hidden).half(), eps=1e-5, centered=True)
+    return [out, replace(gated, matrices=(*gated.matrices, *beside), norm=norm), down]
+
+
 MADE = {
     "one group": ([product(matrix(32, 32, (4, 32)))], 5, H200),
     "one matrix": ([product(matrix(4096, 4096, (4, 128)))], 16, H200),
@@ -50,6 +60,7 @@ MADE = {
     "long chain": (chain(4096, 14336, 1024), 32, H200),
     "few processors": (chain(4096, 14336, 1024), 16, RTX_3060),
     "gptq chain": (chain(1024, 2816, 256, zeros=True), 24, RTX_4090),
+    "beside a gate": (parallel(4096, 14336, 1024), 16, H200),
     "48 rows": (chain(4096, 14336, 1024), 37, A100),
     "64 rows": (chain(4096, 11008, 4096), 64, H200),
     "64 rows, little memory": (chain(4096, 11008, 4096), 49, RTX_4090),
@@ -171,7 +182,8 @@ def test_sums_and_squares_have_places_of_their_own(name: str) -> None:
             for of, _ in zip(stage["of"], of_stage.matrices, strict=False)
         ]
         places += [
-            (int(stage[name]), int(stage[name] + 4 * rows * stage["of"][0]["tiles"]))
+            (int(stage[name]), int(stage[name] + kept * rows * stage["of"][0]["tiles"]))
+            for kept in [8 if stage["totals"] else 4]
             for name in ("squared", "summed")
             if stage[name]
         ]
