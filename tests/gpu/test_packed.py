@@ -273,15 +273,15 @@ def test_chains_of_every_kind_are_what_their_products_are(
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("rows", [1, 4, 8, 9, 16, 32, 40, 64, 70])
-@pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376), (96, 160)])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16, 29, 64, 70])
+@pytest.mark.parametrize(("hidden", "mlp"), [(4096, 11008), (512, 1376)])
 def test_matrices_beside_a_gate_read_the_centered_norm_that_it_reads(
     hidden: int, mlp: int, rows: int, zeros: bool
 ) -> None:
     kinds = [(4, 128), (4, 32), (4, 64)] if zeros else [(4, 128), (3, 32), (6, 64)]
     widths = [mlp, mlp, 128, 64, 96]
     matrices = [packed(hidden, n, kinds[i % 3], zeros=zeros) for i, n in enumerate(widths)]
-    weight = torch.rand(hidden, device=DEVICE).half() / 16  # so that GPTQ results fit fp16
+    weight = torch.rand(hidden, device=DEVICE).half() / 128  # so that GPTQ results fit fp16
     norm = NormArgs(weight=weight, eps=1e-5, centered=True)
     chain = [
         FusedLinear(matrices=(packed(hidden, hidden, (4, 128), zeros=zeros),), adds=True),
