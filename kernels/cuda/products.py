@@ -114,7 +114,7 @@ def _halved(
 
 
 def _runs(products: Sequence[FusedLinear], rows: int) -> Iterator[list[FusedLinear]]:
-    """Split a chain before norms and after epilogues that need launches of their own, and so on."""
+    """Split a chain before products that begin with launches of their own, and after epilogues."""
     run: list[FusedLinear] = []
     for product in products:
         if run and (splits_epilogue(run[-1], product, rows) or begins_apart(product, rows)):
@@ -166,14 +166,11 @@ def launches(products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
         if len(products) == 1:
             return []
         runs = [[product] for product in products]
-    parts = [
-        part
-        for run in runs
-        for part in (
-            *([_beside(run[0])] for _ in run[0].beside[:1] if begins_apart(run[0], rows)),
-            _cores(run, rows),
-        )
-    ]
+    parts: list[Sequence[FusedLinear]] = []
+    for run in runs:
+        if run[0].beside and begins_apart(run[0], rows):
+            parts.append([_beside(run[0])])
+        parts.append(_cores(run, rows))
     return [facts for part in parts for facts in launches(part, rows)]
 
 
