@@ -1,5 +1,6 @@
 """What the tests on a GPU share: they leave torch as they found it."""
 
+import fcntl
 import os
 import sys
 import warnings
@@ -68,11 +69,34 @@ def _limits_of_a_card() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def once(name: str, factory: pytest.TempPathFactory) -> Iterator[tuple[Path, bool]]:
+    """Give a folder that all processes of a run share, and whether this is the first one in it.
+
+    The others wait until the first one has left.
+    """
+    root = factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    folder.mkdir(exist_ok=True)
+    done = folder / "done"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder, not done.exists()
+        done.touch()
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _built(request: pytest.FixtureRequest) -> None:
+def _built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compile all kernels at once, where many tests run: by turns it takes most of their time."""
     if len(request.session.items) < MANY:
         return
+    with once("kernels", tmp_path_factory) as (_, is_first):
+        if is_first:
+            build_all()
+
+
+def build_all() -> None:
+    """Compile all kernels into CuPy's cache on disk."""
     from cuda_instances import INSTANCES, SOURCES  # imports CuPy
 
     from exl2flow.kernels.cuda import compiler
@@ -95,35 +119,40 @@ def _torch_as_it_was() -> Iterator[None]:
     assert torch_state() == before
 
 
-def _converted(family: str, folder: Path, **overrides: object) -> ConversionConfig:
-    source = make_tiny(family, folder / "source", head_dim=64, **overrides)
-    config = small_config(source, folder / "out", bpw=4.0)
-    run_until(config, "compile")
+def _converted(
+    family: str, factory: pytest.TempPathFactory, **overrides: object
+) -> ConversionConfig:
+    with once(family, factory) as (folder, is_first):
+        if is_first:
+            make_tiny(family, folder / "source", head_dim=64, **overrides)
+        config = small_config(folder / "source", folder / "out", bpw=4.0)
+        if is_first:
+            run_until(config, "compile")
     return config
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     """Return a finished conversion, made on the CPU."""
-    return _converted("llama", tmp_path_factory.mktemp("llama"))
+    return _converted("llama", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def mistral(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     """Return the same of a model with windows."""
-    return _converted("mistral", tmp_path_factory.mktemp("mistral"), sliding_window=40)
+    return _converted("mistral", tmp_path_factory, sliding_window=40)
 
 
 @pytest.fixture(scope="session")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     """Return the same of a model with experts."""
-    return _converted("mixtral", tmp_path_factory.mktemp("mixtral"))
+    return _converted("mixtral", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     """Return the same of a model with biases."""
-    return _converted("qwen2", tmp_path_factory.mktemp("qwen2"))
+    return _converted("qwen2", tmp_path_factory)
 
 
 @pytest.fixture
