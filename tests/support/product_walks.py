@@ -183,3 +183,16 @@ def stages(case: Case) -> Iterator[tuple[int, FusedLinear, np.void]]:
     for product, of_product in zip(case.products, case.plan.stages, strict=True):
         for index in range(of_product.start, of_product.stop):
             yield index, product, entries[index]
+
+
+def inputs(rows: int, k: int) -> torch.Tensor:
+    return torch.zeros(rows, k, dtype=torch.float16)
+
+
+def where(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def names(launches: list) -> list[str | int]:
+    """Return the steps by name, and the products by their number in a launch."""
+    return [a if isinstance(a, str) else int(a["count"]) for a, _ in launches]
