@@ -366,6 +366,28 @@ def test_a_text_that_is_cut_while_no_page_is_free_is_read_again(model: LoadedMod
     assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
 
 
+def test_one_token_that_lost_its_page_is_read_again(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=3 * PAGE_TOKENS, slots=1)
+    [job] = running(generator, PAGE_TOKENS + 1, tokens=PAGE_TOKENS + 2)
+    scheduler, others = generator._scheduler, [job.new_pages(), job.new_pages()]
+    assert scheduler.page_pool.reserve(others[0], 1)
+    while len(job.lead.ids) <= 2 * PAGE_TOKENS:
+        generator.step()
+    scheduler._settle(job.lead)
+    assert scheduler.page_pool.share(others[1], job.lead.ids)  # both full pages
+
+    del job.output.ids[1:]
+    scheduler.advance(job)
+
+    assert (job.is_decoding, job.lead.held.filled, job.lead.unread) == (False, PAGE_TOKENS, 1)
+    for held in others:
+        scheduler.page_pool.release(held)
+    end(generator)
+    alone = Generator(model, tokens=1024, slots=1)
+    asked = request(PAGE_TOKENS + 1, max_new_tokens=PAGE_TOKENS + 2)
+    assert job.output.ids == ids_of([*alone.stream(asked)])
+
+
 def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedModel) -> None:
     generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
     [job] = running(generator, PAGE_TOKENS - 6, tokens=12)

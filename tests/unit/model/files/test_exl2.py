@@ -170,6 +170,12 @@ def test_impossible_parameters_are_refused(change: dict[str, object], message: s
         replace(THREE_WIDTHS, **change)
 
 
+def test_a_width_may_have_no_rows() -> None:
+    params = replace(THREE_WIDTHS, proportions=(0.0, 0.25, 0.75))
+
+    assert [group.bits for group in params.groups(256)] == [3, 2, 2, 2]
+
+
 def test_parameters_survive_json_with_its_text_keys() -> None:
     value = THREE_WIDTHS.to_json()
 
