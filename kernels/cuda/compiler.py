@@ -205,7 +205,8 @@ def launch(
         LaunchRefused: it does not fit on the device as it is now.
     """
     device = device or next(a.device for a in arguments if isinstance(a, torch.Tensor))
-    call, words, others = _CALL, _CALL.words, list[tuple[int, np.ndarray]]()
+    call, words, pointers = _CALL, _CALL.words, _CALL.pointers
+    structs: list[np.ndarray] = []
     for place, argument in enumerate(arguments):
         if isinstance(argument, int):
             words[place] = argument
@@ -215,8 +216,10 @@ def launch(
         elif argument.nbytes <= WORD:
             words[place] = int.from_bytes(argument.tobytes(), sys.byteorder)
         else:
-            others.append((place, np.asarray(argument)))
-            call.pointers[place] = others[-1][1].ctypes.data
+            if not structs:  # an interrupted launch must not leave their addresses behind
+                pointers = _Pointers.from_buffer_copy(pointers)
+            structs.append(np.asarray(argument))
+            pointers[place] = structs[-1].ctypes.data
     index, how = device.index, call.how
     how.x, how.y, how.z = (*grid, 1, 1)[:3]
     how.threads, how.shared, how.stream = threads, shared, raw_stream(index)
@@ -224,9 +227,7 @@ def launch(
     how.count = together + _is_early(file, index)
     with cupy.cuda.Device(index):
         kernel = _kernel(file, name, index, shared)
-        status = _driver().cuLaunchKernelEx(call.at, kernel, call.pointers, None)
-    for place, _ in others:
-        call.pointers[place] = call.places[place]
+        status = _driver().cuLaunchKernelEx(call.at, kernel, pointers, None)
     if status:
         message = f"{name} of {file} could not be launched: CUDA error {status}"
         if status in REFUSALS:
@@ -318,14 +319,16 @@ _TOGETHER_AT = ctypes.addressof(_ATTRIBUTES)
 _EARLY_AT = _TOGETHER_AT + ctypes.sizeof(_Attribute)
 
 
+_Pointers = ctypes.c_void_p * MOST_ARGUMENTS
+
+
 class _LaunchCall(threading.local):
     """The launch configuration and argument buffers of a thread, which all its launches reuse."""
 
     def __init__(self) -> None:
         self.words = (ctypes.c_longlong * MOST_ARGUMENTS)()  # tensors and numbers
         first = ctypes.addressof(self.words)
-        self.places = range(first, first + WORD * MOST_ARGUMENTS, WORD)
-        self.pointers = (ctypes.c_void_p * MOST_ARGUMENTS)(*self.places)
+        self.pointers = _Pointers(*range(first, first + WORD * MOST_ARGUMENTS, WORD))
         self.how = _Launch(block_y=1, block_z=1)
         self.at = ctypes.byref(self.how)
 

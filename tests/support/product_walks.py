@@ -1,12 +1,12 @@
 """Plans of products, and what CTAs and warps do by them: what `product.cu` would find."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from exl2flow.kernels import FusedLinear, Group, PackedMatrix
+from exl2flow.kernels import FusedLinear, Group, NormArgs, PackedMatrix
 from exl2flow.kernels.interface.packed import SCALE_WORDS, ZERO_WORDS, laid_panels
 from exl2flow.kernels.plans.product import LaunchPlan, plan_of
 from exl2flow.kernels.plans.shares import HEADER, WARPS
@@ -52,6 +52,14 @@ def chain(hidden: int, mlp: int, kv: int, *, zeros: bool = False) -> list[FusedL
         product(uniform(mlp, hidden, 5), adds=True),
         product(uniform(hidden, hidden), uniform(hidden, kv, 6), uniform(hidden, kv, 2)),
     ]
+
+
+def parallel(hidden: int, mlp: int, kv: int) -> list[FusedLinear]:
+    """Return the products of a parallel block: q, k and v are beside gate and up, for one norm."""
+    out, gated, down, inputs = chain(hidden, mlp, kv)
+    beside = [replace(matrix, order=gated.order) for matrix in inputs.matrices]
+    norm = NormArgs(weight=torch.randn(hidden).half(), eps=1e-5, centered=True)
+    return [out, replace(gated, matrices=(*gated.matrices, *beside), norm=norm), down]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

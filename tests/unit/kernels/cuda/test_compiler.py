@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -86,6 +87,21 @@ def test_a_word_follows_a_struct_in_the_next_launch(calls: list) -> None:
 
     numbers = [int.from_bytes(of[3], "little") & 0xFF for _, of in calls]
     assert numbers == [1, 7, 1, 7]
+
+
+def test_a_launch_that_fails_leaves_no_address_behind(
+    calls: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    struct = np.array([(1, 2)], [("a", "u8"), ("b", "u8")])[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_kernel", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            compiler.launch("any.cu", "any", (1,), torch.zeros(1), 5, 6, struct)
+    compiler.launch("any.cu", "any", (1,), torch.zeros(1), 5, 6, 7)
+
+    [(_, (*_, last))] = calls
+    assert int.from_bytes(last[:8], "little") == 7
 
 
 def test_each_thread_has_arguments_of_its_own() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from product_walks import RTX_4090, chain, matrix, product
+from product_walks import RTX_4090, chain, matrix, parallel, product
 
 from exl2flow.kernels import FEW_ROWS, FusedLinear, NormArgs
 from exl2flow.kernels.cuda import products as cuda_products
@@ -17,6 +17,7 @@ LAYERNORM = NormArgs(weight=torch.rand(64).half(), eps=1e-5, bias=torch.zeros(64
 CALLS = {
     "chain": lambda: chain(64, 96, 32),
     "large": lambda: chain(4096, 14336, 1024),
+    "parallel": lambda: parallel(64, 96, 32),
     "two forms": lambda: [
         product(matrix(64, 64, (4, 32))),
         product(matrix(64, 64, (4, 32), zeros=True)),

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from product_walks import chain, inputs, matrix, names, product, where
+from product_walks import chain, inputs, matrix, names, parallel, product, where
 
-from exl2flow.kernels import FusedLinear, NormArgs
+from exl2flow.kernels import NormArgs
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.products import multiply
 
@@ -163,16 +163,10 @@ def test_norms_with_biases_come_before_a_batched_launch(launches: list) -> None:
     assert names(launches) == [1, "norm", 1]
 
 
-def with_beside() -> list[FusedLinear]:
-    out, gated, down, inputs = chain(64, 96, 32)
-    beside = [replace(matrix, order=gated.order) for matrix in inputs.matrices]
-    return [out, replace(gated, matrices=(*gated.matrices, *beside), norm=CENTERED), down]
-
-
 def test_matrices_beside_a_gate_write_their_results_in_its_stage(launches: list) -> None:
     hidden = inputs(9, 64)
 
-    [last, *beside], states = multiply(inputs(9, 64), with_beside(), hidden)
+    [last, *beside], states = multiply(inputs(9, 64), parallel(64, 96, 32), hidden)
 
     [(argument, _)] = launches
     _, of_gated, of_down, _ = argument["stages"]
@@ -183,7 +177,7 @@ def test_matrices_beside_a_gate_write_their_results_in_its_stage(launches: list)
 
 
 def test_matrices_beside_a_gate_of_few_rows_have_a_launch(launches: list) -> None:
-    [last, *beside], states = multiply(inputs(2, 64), with_beside(), inputs(2, 64))
+    [last, *beside], states = multiply(inputs(2, 64), parallel(64, 96, 32), inputs(2, 64))
 
     assert names(launches) == [1, "norm", 1, 2]
     first, _, (of_beside, _), (of_mlp, _) = launches
@@ -194,7 +188,7 @@ def test_matrices_beside_a_gate_of_few_rows_have_a_launch(launches: list) -> Non
 
 
 def test_launches_of_matrices_beside_a_gate_are_told(launches: list) -> None:
-    products = with_beside()
+    products = parallel(64, 96, 32)
 
     counts = [[facts.products for facts in cuda_products.launches(products, r)] for r in (2, 9)]
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from product_walks import A100, H200, RTX_4090, chain, matrix, product
+from product_walks import A100, H200, RTX_4090, chain, matrix, parallel, product
 
 from exl2flow.kernels import FusedLinear, NormArgs
 from exl2flow.kernels.interface.packed import BLOCK_PANELS
@@ -22,14 +22,6 @@ from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan, kernel_rows
 from exl2flow.kernels.plans.shares import STEP, WARPS, slot_bytes
 
 RTX_3060 = (28, 99 << 10)
-
-
-def parallel(hidden: int, inner: int, outputs: int) -> list[FusedLinear]:
-    """Return a chain in which three matrices are beside a gate, behind a centered norm."""
-    out, gated, down, inputs = chain(hidden, inner, outputs)
-    beside = [replace(matrix, order=gated.order) for matrix in inputs.matrices]
-    norm = NormArgs(weight=torch.randn(hidden).half(), eps=1e-5, centered=True)
-    return [out, replace(gated, matrices=(*gated.matrices, *beside), norm=norm), down]
 
 
 MADE = {
