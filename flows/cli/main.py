@@ -1,5 +1,6 @@
 """The program `exl2flow`: its commands, its options, its exit."""
 
+import faulthandler
 import inspect
 import logging
 import os
@@ -143,6 +144,12 @@ def forbid_cores() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, limit))
 
 
+def show_crashes() -> None:
+    """Let a crash in native code, such as a driver's, show what Python was doing."""
+    if sys.__stderr__ is not None:  # closed by who started the program
+        faulthandler.enable(sys.__stderr__)
+
+
 # How long torch's threads spin while they wait for each other. With the default, stages take twice
 # as long as soon as another process, such as Prefect's server, wants a core.
 SPIN_COUNT = "1000"
@@ -155,6 +162,7 @@ def main() -> None:
     try:
         signal.signal(signal.SIGTERM, _terminate)
         forbid_cores()
+        show_crashes()
         escape_what_cannot_be_encoded()
         app()
     except KeyboardInterrupt:  # while typer puts the commands together

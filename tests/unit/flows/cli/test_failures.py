@@ -216,3 +216,21 @@ def test_a_second_ctrl_c_while_the_program_leaves_shows_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", WHILE_LEAVING], capture_output=True, text=True)
 
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+CRASHES = """
+import os, signal, sys
+import exl2flow.flows.cli
+
+main = sys.modules["exl2flow.flows.cli.main"]
+main.app = lambda: os.kill(os.getpid(), signal.SIGSEGV)
+main.main()
+"""
+
+
+def test_a_crash_in_native_code_shows_what_python_was_doing() -> None:
+    done = subprocess.run([sys.executable, "-c", CRASHES], capture_output=True, text=True)
+
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stderr.startswith("Fatal Python error: Segmentation fault")
+    assert "in main" in done.stderr
