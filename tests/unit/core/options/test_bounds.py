@@ -166,6 +166,7 @@ def test_bound_of_a_sampling_setting_is_where_it_is_documented(
         ("temperature", "hot", "a number"),
         ("temperature", float("nan"), "a finite number"),
         ("temperature", -1, "0 or more"),
+        ("dry_range", -1, "0 or more"),
         ("top_p", 2, "between 0 and 1"),
     ],
 )

@@ -4,6 +4,7 @@ import itertools
 import os
 from pathlib import Path
 
+import jsonschema
 import pytest
 from pydantic import ValidationError
 
@@ -359,6 +360,36 @@ def test_forms_ask_for_a_size_by_one_choice_with_names(
 
     assert [choice["type"] for choice in asked["anyOf"]] == ["string", "integer", *others]
     assert "24GB" in asked["description"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [(ConversionConfig, "max_memory"), (FitOptions, "memory")]
+)
+@pytest.mark.parametrize(
+    ("value", "is_a_size"),
+    [("24GB", True), (" 1.5 GiB", True), (1, True), ("GB", False), ("lots", False), (0, False)],
+)
+def test_forms_tell_sizes_from_other_values(
+    value: object, is_a_size: bool, options: type[Options], name: str
+) -> None:
+    asked = options.model_json_schema()["properties"][name]
+
+    assert jsonschema.Draft202012Validator(asked).is_valid(value) == is_a_size
+
+
+def test_forms_begin_with_what_a_person_decides_first() -> None:
+    names = [*ConversionConfig.model_json_schema()["properties"]]
+
+    assert names[:4] == ["source", "out", "quality", "bpw"]
+    assert {*names} == ConversionConfig.model_fields.keys()
+
+
+def test_a_configuration_is_taken_as_it_is_and_a_value_that_is_none_is_named() -> None:
+    config = ConversionConfig(source="model", out="out", quality="fast", bpw=3)
+
+    assert ConversionConfig.model_validate(config) == config
+    with pytest.raises(ValidationError, match=r"input_value='fast', input_type=str"):
+        ConversionConfig.model_validate("fast")
 
 
 def test_a_measurement_is_the_beginning_of_a_conversion(tmp_path: Path) -> None:

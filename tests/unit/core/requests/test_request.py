@@ -1,4 +1,5 @@
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -174,6 +175,36 @@ def test_texts_go_on_in_loops_and_share_the_cache_unless_told_otherwise() -> Non
         False,
         False,
     )
+
+
+def test_texts_hide_special_tokens_and_use_their_seed_from_its_first_draw() -> None:
+    request = Request("a", seed=5)
+
+    assert (request.decode_special, request.drawn) == (False, 0)
+
+
+def test_a_filter_is_what_can_be_started() -> None:
+    right = SimpleNamespace(start=lambda tokenizer, width, prefix="": None)
+    wrong = SimpleNamespace(start="now")
+
+    assert Request("a", filters=[right]).filters == (right,)
+    with pytest.raises(ConfigError, match="which is no filter"):
+        Request("a", filters=[right, wrong])
+
+
+def test_adapters_differ_in_their_digests() -> None:
+    one, same, other = (SimpleNamespace(digest=digest) for digest in (b"1", b"1", b"2"))
+
+    assert Request("a", adapters=[one, other]).adapters == (one, other)
+    with pytest.raises(ConfigError, match="it takes adapters, each of them once"):
+        Request("a", adapters=[one, same])
+
+
+def test_an_id_without_a_row_is_named_with_its_number() -> None:
+    rows = torch.zeros(3, 4)
+
+    with pytest.raises(ConfigError, match=r"^id 1000000003 in the prompt is row 3 of .* has 3$"):
+        Request((5, 1_000_000_003, 5), embeddings=(rows,))
 
 
 @pytest.mark.parametrize(

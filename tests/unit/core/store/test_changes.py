@@ -1,6 +1,7 @@
 """Which inputs changed since a stage last ran, in the user's words."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -198,9 +199,51 @@ def test_altered_output_is_the_reason(config: ConversionConfig) -> None:
     ]
 
 
+def test_altered_output_is_the_only_reason_whatever_changed_before(
+    config: ConversionConfig,
+) -> None:
+    convert(config)
+    changed = other(config, bpw=2.5)
+    convert(changed)
+    (config.out / "0.safetensors").unlink()
+
+    found = looked(changed)["compile"]
+
+    assert (found.state, found.changes) == ("again", ())
+
+
+def test_results_are_found_beside_those_set_aside(config: ConversionConfig) -> None:
+    made = convert(config)
+    for name in made.stages:
+        folder = made.path(name)
+        shutil.copytree(folder, folder.with_name(f"{folder.name}.damaged-20260101T000000"))
+
+    found = looked(other(config, bpw=2.5))
+
+    assert states(found) == {
+        "measure": "finished",
+        **dict.fromkeys(("allocate", "quantize", "compile", "validate"), "again"),
+    }
+
+
 def test_many_lost_files_are_counted() -> None:
     assert changes._some(["a", "b", "c"]) == "`a`, `b`, `c`"
     assert changes._some(["a", "b", "c", "d", "e"]) == "`a`, `b`, `c` and 2 more"
+
+
+def test_plan_separates_what_it_lists() -> None:
+    found = [
+        Outlook(stage="a", state="continues", detail="after 1 of 2"),
+        Outlook(stage="b", state="continues", detail="after 3 of 4"),
+        Outlook(stage="c", state="again", changes=(change("`x`", "1", "2"),)),
+        Outlook(stage="d", state="again", changes=(change("`x`", "1", "2"), change("y", "3", "4"))),
+    ]
+
+    assert stage_rows(found, {"x": "--x"}) == [
+        ("changed", "`--x` 1 -> 2; y 3 -> 4"),
+        ("again", "c, d"),
+        ("continues", "a after 1 of 2, b after 3 of 4"),
+    ]
 
 
 def test_row_joins_what_there_is_to_say() -> None:
@@ -244,13 +287,16 @@ def test_other_versions_of_packages_are_said_and_redo_nothing(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(config)
-    now = {**changes.versions(), "torch": "99.0"}
-    was = changes.versions()["torch"]
-    monkeypatch.setattr(changes, "versions", lambda: now)
+    was = changes.versions()
+    first, second = [*was][:2]
+    monkeypatch.setattr(changes, "versions", lambda: {**was, first: "98.0", second: "99.0"})
 
     found = looked(config)["measure"]
 
-    assert (found.state, found.detail) == ("finished", f"made with torch {was}, now 99.0")
+    assert found.state == "finished"
+    assert found.detail == (
+        f"made with {first} {was[first]}, now 98.0 and {second} {was[second]}, now 99.0"
+    )
 
 
 def test_manifest_of_a_version_without_runs_shows_its_stored_options(

@@ -326,6 +326,27 @@ def test_folders_that_are_no_stages_stay(name: str, config: ConversionConfig, ro
     assert folder.is_dir()
 
 
+def test_folders_that_are_no_work_directories_stay(config: ConversionConfig, root: Path) -> None:
+    convert(config)
+    notes = root / "notes" / "of" / "mine"
+    notes.mkdir(parents=True)
+
+    assert notes not in paths(unneeded(root, partial=True))
+    clean(root, partial=True)
+
+    assert notes.is_dir()
+
+
+def test_tensors_stay_for_an_unfinished_conversion_unless_it_goes_too(
+    config: ConversionConfig, root: Path
+) -> None:
+    made = convert(config)
+    begun(other(config, out=config.out.with_name("other")), "compile")
+
+    assert paths(unneeded(root), tensors=True) == set()
+    assert paths(unneeded(root, partial=True), tensors=True) == stages_of(made, "quantize")
+
+
 def test_what_an_earlier_version_was_removing_goes(config: ConversionConfig, root: Path) -> None:
     folder = convert(config).path("measure")
     leftover = folder.with_name(f"{folder.name}.removed-20260101T000000")
@@ -380,3 +401,17 @@ def test_cleaning_afterwards_is_an_option_and_harms_no_run(
     assert f"cleaned={root} items=1 size=0.00GB" in caplog.text
     assert paths(kept, tensors=True) == stages_of(made, "quantize")
     assert list(root.rglob("*.safetensors")) == []
+
+
+def test_cleaning_afterwards_leaves_out_what_another_run_uses(
+    config: ConversionConfig, root: Path, tmp_path: Path
+) -> None:
+    mine = convert(config)
+    source = model(tmp_path / "busy", '{"other": 1}')
+    busy = convert(other(config, source=source, out=tmp_path / "out2"))
+
+    with busy.work.lock():
+        clean_after(other(config, clean_after=True))
+
+    assert list(mine.path("quantize").rglob("*.safetensors")) == []
+    assert paths(unneeded(root), tensors=True) == stages_of(busy, "quantize")

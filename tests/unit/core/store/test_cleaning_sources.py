@@ -54,6 +54,21 @@ def test_revision_goes_when_its_output_was_made_from_a_newer_one(
     assert all(map(second.is_complete, second.stages))
 
 
+def test_models_beside_one_that_goes_stay(config: ConversionConfig, root: Path) -> None:
+    source = fetched(root, "aaaa")
+    beside = model(source.with_name("other"))
+    write_json(provenance_file(beside), {"commit": "aaaa"})
+    begun(other(config, source=source), "quantize")
+    convert(other(config, source=beside))
+
+    removed = paths(clean(root, partial=True))
+
+    assert source in removed
+    assert not source.exists()
+    assert beside.is_dir()
+    assert provenance_file(beside).exists()
+
+
 def test_removal_of_a_source_that_was_killed_is_finished_by_the_next(
     config: ConversionConfig, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

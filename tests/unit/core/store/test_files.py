@@ -210,7 +210,7 @@ def test_killed_writer_leaves_the_old_file(tmp_path: Path) -> None:
     assert killed.returncode == -9
     assert path.read_text() == "old"
     leftover, kept = names(tmp_path)
-    assert re.fullmatch(r"\.file\.\w+\.partial", leftover)
+    assert re.fullmatch(r"\.file\.[0-9a-f]{8}\.partial", leftover)
     assert kept == "file"
 
 

@@ -75,6 +75,23 @@ def test_folder_without_an_intact_manifest_is_set_aside(
     assert f"kept as `{kept}`" in caplog.text
 
 
+def test_folder_that_cannot_be_set_aside_is_a_named_error_and_stays(
+    completed: StageFolder, work: WorkDir, ref: StageRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (completed.path / "manifest.json").write_text("")
+
+    def failing(path: Path, target: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", failing)
+
+    with pytest.raises(WriteFailed, match=rf"cannot set `{completed.path}` aside: Permission den"):
+        opened(work, ref)
+
+    assert (completed.path / "a").read_text() == "content of a"
+    assert (completed.path / "manifest.json").read_text() == ""
+
+
 def test_folders_set_aside_in_the_same_second_are_all_kept(
     completed: StageFolder, work: WorkDir, ref: StageRef
 ) -> None:

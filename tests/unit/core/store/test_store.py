@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from exl2flow.core.errors import WorkDirBusy
+from exl2flow.core.errors import StoreError, WorkDirBusy
 from exl2flow.core.store import store
 from exl2flow.core.store.files import digest, digest_of, write_text
 from exl2flow.core.store.manifest import CHECKSUM, StageManifest
@@ -167,6 +168,60 @@ def test_partial_stage_is_resumed(work: WorkDir, ref: StageRef) -> None:
     assert second.valid("a")
     assert (second.manifest.cursor, second.manifest.notes) == (1, ["a remark"])
     assert second.manifest.seconds >= first.manifest.seconds
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda folder: commit(folder, "a", "content", cursor=1),
+        lambda folder: folder.save_states(torch.ones(8), 2),
+        lambda folder: folder.complete(),
+    ],
+    ids=["file", "states", "end"],
+)
+def test_nothing_is_recorded_that_a_check_refuses(
+    record: Callable[[StageFolder], None], work: WorkDir, ref: StageRef
+) -> None:
+    folder = opened(work, ref)
+    folder.save_states(torch.zeros(8), 1)
+    recorded = (folder.path / "manifest.json").read_bytes()
+
+    def refusing() -> None:
+        raise StoreError("the source has changed")
+
+    folder.check = refusing
+    with pytest.raises(StoreError, match="the source has changed"):
+        record(folder)
+
+    assert (folder.path / "manifest.json").read_bytes() == recorded
+    assert opened(work, ref).load_states() is not None
+
+
+def test_a_stage_counts_the_seconds_of_all_its_runs(
+    work: WorkDir, ref: StageRef, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(store.time, "monotonic", lambda: now)
+    found = []
+
+    for start, seconds in ((1000.0, 5), (20.0, 3)):
+        now = start
+        folder = opened(work, ref)
+        now += seconds
+        folder.save()
+        found.append(folder.manifest.seconds)
+
+    assert found == [5, 8]
+
+
+def test_a_file_that_is_named_twice_is_deleted(work: WorkDir, ref: StageRef) -> None:
+    folder = opened(work, ref)
+    commit(folder, "a", "content")
+
+    folder.remove(["a", "a", "never written"])
+
+    assert not (folder.path / "a").exists()
+    assert folder.manifest.files == {}
 
 
 def test_leftovers_of_killed_writers_are_removed(work: WorkDir, ref: StageRef) -> None:
