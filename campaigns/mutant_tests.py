@@ -45,6 +45,7 @@ MORE = {
         "tests/unit/quant/test_interrupts.py",
     ],
     "core/store/store.py": [
+        "tests/unit/core/store/test_locks.py",
         "tests/unit/core/store/test_kept_stages.py",
         "tests/unit/core/store/test_folders.py",
         "tests/unit/core/store/test_cleaning.py",

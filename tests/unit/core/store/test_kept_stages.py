@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stage_folders import commit, opened
 
 from exl2flow.core.errors import ReadFailed, StoreError, WriteFailed
 from exl2flow.core.options.refine import RefinementConfig
@@ -13,35 +14,6 @@ from exl2flow.core.store import files
 from exl2flow.core.store.files import digest, digest_of, write_json, write_text
 from exl2flow.core.store.manifest import RunRecord
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> WorkDir:
-    return WorkDir(tmp_path / "work")
-
-
-@pytest.fixture
-def ref(work: WorkDir) -> StageRef:
-    return work.ref("measure", "0123456789abcdef" * 4)
-
-
-def opened(work: WorkDir, ref: StageRef, *, device: str = "cpu") -> StageFolder:
-    return work.open(ref, schema=1, inputs={"tokenize": "f"}, options={"bpw": 4}, device=device)
-
-
-def commit(folder: StageFolder, name: str, text: str, *, cursor: int | None = None) -> None:
-    write_text(folder.path / name, text)
-    folder.commit(name, digest(folder.path / name), cursor=cursor)
-
-
-@pytest.fixture
-def completed(work: WorkDir, ref: StageRef) -> StageFolder:
-    """A finished stage of two files."""
-    folder = opened(work, ref)
-    for name in ("a", "b"):
-        commit(folder, name, f"content of {name}")
-    folder.complete()
-    return folder
 
 
 def rewritten(folder: StageFolder, **fields: object) -> None:

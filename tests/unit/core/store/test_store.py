@@ -1,9 +1,6 @@
 """Stage folders: commits, resumption, and the lock of a work directory."""
 
-import fcntl
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,52 +9,14 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from stage_folders import commit, opened
 
-from exl2flow.core.errors import StoreError, WorkDirBusy
+from exl2flow.core.errors import StoreError
 from exl2flow.core.store import store
-from exl2flow.core.store.files import digest, digest_of, write_text
+from exl2flow.core.store.files import digest_of
 from exl2flow.core.store.manifest import CHECKSUM, StageManifest
 from exl2flow.core.store.source import SourceFingerprint
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
-
-HOLD = """
-import sys
-from pathlib import Path
-from exl2flow.core.store.store import WorkDir
-
-with WorkDir(Path(sys.argv[1])).lock():
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.fixture
-def work(tmp_path: Path) -> WorkDir:
-    return WorkDir(tmp_path / "work")
-
-
-@pytest.fixture
-def ref(work: WorkDir) -> StageRef:
-    return work.ref("measure", "0123456789abcdef" * 4)
-
-
-def opened(work: WorkDir, ref: StageRef, *, device: str = "cpu") -> StageFolder:
-    return work.open(ref, schema=1, inputs={"tokenize": "f"}, options={"bpw": 4}, device=device)
-
-
-def commit(folder: StageFolder, name: str, text: str, *, cursor: int | None = None) -> None:
-    write_text(folder.path / name, text)
-    folder.commit(name, digest(folder.path / name), cursor=cursor)
-
-
-@pytest.fixture
-def completed(work: WorkDir, ref: StageRef) -> StageFolder:
-    """A finished stage of two files."""
-    folder = opened(work, ref)
-    for name in ("a", "b"):
-        commit(folder, name, f"content of {name}")
-    folder.complete()
-    return folder
 
 
 def test_reference_names_stage_and_beginning_of_the_fingerprint(work: WorkDir) -> None:
@@ -393,124 +352,3 @@ def test_equal_references_are_one_key(work: WorkDir, ref: StageRef) -> None:
     assert {ref: "a"}[work.ref(ref.stage, ref.fingerprint)] == "a"
     with pytest.raises(ValidationError):
         StageRef.model_validate({**ref.model_dump(), "other": 1})
-
-
-def test_second_owner_is_refused_with_the_process_id_of_the_first(work: WorkDir) -> None:
-    with (
-        work.lock(),
-        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is .*another `--work-root`"),
-        WorkDir(work.root).lock(),
-    ):
-        pytest.fail("the lock was given twice")
-
-
-def test_lock_is_free_again_after_the_block(work: WorkDir) -> None:
-    for _ in range(2):
-        with work.lock():
-            assert (work.root / "lock").read_text() == str(os.getpid())
-
-
-def test_lock_of_a_killed_process_is_free(work: WorkDir) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(work.root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(WorkDirBusy, match=f"process {holder.pid}"), work.lock():
-            pytest.fail("the lock was given twice")
-        holder.kill()
-
-    with work.lock():
-        assert (work.root / "lock").read_text() == str(os.getpid())
-
-
-def test_whole_directory_is_refused_with_the_process_that_has_a_stage(
-    work: WorkDir, ref: StageRef
-) -> None:
-    with (
-        work.lock_stage(ref, None),
-        pytest.raises(WorkDirBusy, match=rf"process {os.getpid()} is working in `{work.root}`"),
-        work.lock(),
-    ):
-        pytest.fail("the lock was given twice")
-
-
-def test_stages_of_one_directory_are_locked_one_by_one(work: WorkDir, ref: StageRef) -> None:
-    other = work.ref("measure", "f" * 64)
-    with (
-        work.lock_stage(ref, None),
-        work.lock_stage(other, None),
-        pytest.raises(WorkDirBusy),
-        work.lock_stage(ref, None),
-    ):
-        pytest.fail("the lock was given twice")
-    with work.lock():
-        pass
-
-
-@pytest.mark.parametrize("mode", [fcntl.LOCK_EX, fcntl.LOCK_SH])
-def test_owner_that_has_not_written_its_number_is_unknown(mode: int, work: WorkDir) -> None:
-    work.root.mkdir()
-    with (work.root / "lock").open("wb") as file:
-        fcntl.flock(file, mode)
-        with pytest.raises(WorkDirBusy, match="process unknown is working"), work.lock():
-            pytest.fail("the lock was given twice")
-
-
-@pytest.mark.parametrize("content", [None, "written before", "written meanwhile"])
-def test_output_folder_is_there_while_it_is_locked_and_stays_if_it_is_used(
-    content: str | None, work: WorkDir, tmp_path: Path
-) -> None:
-    out = tmp_path / "new" / "out"
-    if content == "written before":
-        out.mkdir(parents=True)
-
-    with work.lock_output(out):
-        assert out.is_dir()
-        if content == "written meanwhile":
-            (out / "file").touch()
-
-    assert out.is_dir() == (content is not None)
-
-
-def handles() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_output_that_is_refused_leaves_no_handle(work: WorkDir, tmp_path: Path) -> None:
-    out, other = tmp_path / "out", WorkDir(tmp_path / "other")
-    with work.lock_output(out):
-        before = handles()
-        for _ in range(3):
-            with (
-                pytest.raises(WorkDirBusy, match=rf"another process .*`{out}`.*another `--out`"),
-                other.lock_output(out),
-            ):
-                pytest.fail("the lock was given twice")
-        assert handles() == before
-
-
-def test_output_folder_that_its_owner_removes_meanwhile_is_made_again(
-    work: WorkDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, before, removed = tmp_path / "out", handles(), list[Path]()
-    flock = fcntl.flock
-
-    def removing(handle: int, how: int) -> None:
-        if not removed and out.exists():
-            out.rmdir()  # between opening and locking
-            removed.append(out)
-        flock(handle, how)
-
-    monkeypatch.setattr(fcntl, "flock", removing)
-    with work.lock_output(out):
-        assert out.is_dir()
-        with pytest.raises(WorkDirBusy), WorkDir(tmp_path / "other").lock_output(out):
-            pytest.fail("the lock was given twice")
-
-    assert removed
-    assert not out.exists()
-    assert handles() == before

@@ -8,12 +8,23 @@ import pytest
 import torch
 from product_walks import chain, inputs, matrix, names, parallel, product, where
 
-from exl2flow.kernels import NormArgs
+from exl2flow.kernels import FusedLinear, NormArgs
 from exl2flow.kernels.cuda import products as cuda_products
 from exl2flow.kernels.cuda.products import multiply
 
 RMS = NormArgs(weight=inputs(1, 64)[0], eps=1e-5)
 CENTERED = replace(RMS, centered=True)
+
+
+def normed() -> list[FusedLinear]:
+    """Return a chain that normalizes hidden states, and what is added to them."""
+    out, gated, down, last = chain(64, 96, 32)
+    return [
+        replace(out, after=RMS, multiplier=0.5),
+        replace(gated, norm=RMS),
+        replace(down, after=RMS),
+        replace(last, norm=RMS),
+    ]
 
 
 def test_a_multiplier_is_the_kernel_s_work(launches: list) -> None:
@@ -26,13 +37,7 @@ def test_a_multiplier_is_the_kernel_s_work(launches: list) -> None:
 
 
 def test_norms_of_results_are_added_by_what_reads_them(launches: list) -> None:
-    out, gated, down, last = chain(64, 96, 32)
-    products = [
-        replace(out, after=RMS, multiplier=0.5),
-        replace(gated, norm=RMS),
-        replace(down, after=RMS),
-        replace(last, norm=RMS),
-    ]
+    products = normed()
     hidden = inputs(1, 64)
 
     found, states = multiply(inputs(1, 64), products, hidden)
@@ -66,13 +71,7 @@ def test_norms_of_results_of_a_few_rows_are_added_by_themselves(launches: list) 
 
 
 def test_norms_of_batched_results_are_added_in_the_launch(launches: list) -> None:
-    out, gated, down, last = chain(64, 96, 32)
-    products = [
-        replace(out, after=RMS, multiplier=0.5),
-        replace(gated, norm=RMS),
-        replace(down, after=RMS),
-        replace(last, norm=RMS),
-    ]
+    products = normed()
     x, hidden = inputs(9, 64), inputs(9, 64)
 
     found, states = multiply(x, products, hidden)
