@@ -360,10 +360,10 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
                     FOR_BITS(kind & 15, CASE)
                 }
                 x += (kind >> 4 & 7) * ROWS * 64;
-                if (!is_there) continue;
                 __syncwarp();
-                fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
-                if (++slot == c.slots) slot = 0, parity ^= 1;
+                if (is_there) fetcher.next(barrier + 8 * slot, ring_at + slot * SLOT);
+                slot += is_there;  // with a branch, NVRTC 13.0 and 13.1 crash now and then
+                if (slot == c.slots) slot = 0, parity ^= 1;
             } while (!(kind >> 7 & 1));
             if (is_there) keep<ROWS>(work, work.tile + tile, c.rows, total);
         }
