@@ -128,6 +128,19 @@ def test_content_that_was_forgotten_is_not_found_even_in_use() -> None:
     assert third.filled == 0
 
 
+def test_only_what_begins_with_the_same_ids_is_forgotten() -> None:
+    table = PagePool(4, page_tokens=4)
+    for held in (read(table, [7, 8, 9, 10, 11]), read(table, IDS[:4])):
+        table.release(held)
+    table.release(read(table, [*IDS[:3], 7]), keep=False)
+
+    read(table, [1, 2, 3, 4, 5, 6])  # takes the two pages that were forgotten
+
+    again = table.begin()
+    table.match(again, [7, 8, 9, 10, 11])
+    assert again.filled == 4
+
+
 def test_sequences_with_different_salts_share_nothing() -> None:
     table = PagePool(8, page_tokens=4)
     read(table, IDS[:9])

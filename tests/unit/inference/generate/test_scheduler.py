@@ -111,6 +111,40 @@ def test_texts_that_do_not_fit_are_overtaken_as_far_as_the_scheduler_looks(
     end(four_pages)
 
 
+def test_a_text_that_ended_while_it_waited_holds_up_nobody(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4096, slots=2)
+    first, second = (generator.submit(request(n)) for n in (5, 6))
+    first.cancel()
+
+    generator.step()
+
+    assert generator._scheduler.running == [second]
+
+
+def test_a_slot_without_a_text_writes_to_no_page(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=4096, slots=2)
+    *_, second = running(generator, 5, 6)
+
+    generator.cancel(second)
+
+    slots = generator._device_slots
+    assert (slots.tables[1] == slots.cache.spare).all()
+    assert slots.lengths[1] == 0
+
+
+@pytest.mark.parametrize(("texts", "slots"), [(3, [0, 1]), (4, [1, 2, 3])])
+def test_texts_move_to_lower_slots_if_a_smaller_batch_then_serves(
+    texts: int, slots: list[int], model: LoadedModel
+) -> None:
+    generator = Generator(model, tokens=4096, slots=4)  # batches of 1, 2 and 4
+    first, *others = running(generator, *range(5, 5 + texts))
+
+    generator.cancel(first)
+    generator.step()
+
+    assert sorted(job.lead.slot for job in others) == slots
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, None])
 @pytest.mark.parametrize("slots", [2, 5])
 def test_a_text_is_overtaken_as_often_as_it_allows(

@@ -18,7 +18,7 @@ from exl2flow.model.files.exl2 import (
     quantized_layout,
     tensor_names,
 )
-from exl2flow.model.files.group_table import first_words
+from exl2flow.model.files.group_table import BIT_WIDTHS, first_words
 
 KEY = "model.layers.3.self_attn.q_proj"
 THREE_WIDTHS = QuantParams(
@@ -158,6 +158,7 @@ def test_parameters_read_as_the_original_writes_them() -> None:
         ({"bit_widths": (6, 3, 3)}, "must fall"),
         ({"bit_widths": (7, 3, 2)}, "among"),
         ({"bit_widths": (6, 3)}, r"unequal lengths: \(\(6, 3\), "),
+        ({"bit_widths": (), "proportions": (), "group_sizes": ()}, "unequal lengths"),
         ({"proportions": (0.05, 0.2, 0.74)}, "sum to exactly 1"),
         ({"proportions": (0.5, 0.75, -0.25)}, "sum to exactly 1"),
         ({"group_sizes": (32, 64, 48)}, "multiples of 32"),
@@ -174,6 +175,14 @@ def test_a_width_may_have_no_rows() -> None:
     params = replace(THREE_WIDTHS, proportions=(0.0, 0.25, 0.75))
 
     assert [group.bits for group in params.groups(256)] == [3, 2, 2, 2]
+    assert [band.bits for band in params.bands(256)] == [3, 2]
+
+
+def test_a_matrix_may_have_all_widths() -> None:
+    shares = (0.125, 0.125, 0.125, 0.125, 0.25, 0.25)
+    params = QuantParams(bit_widths=BIT_WIDTHS, proportions=shares, group_sizes=(32,) * 6)
+
+    assert [band.bits for band in params.bands(256)] == [*BIT_WIDTHS]
 
 
 def test_parameters_survive_json_with_its_text_keys() -> None:
