@@ -400,6 +400,22 @@ def test_a_text_that_is_cut_while_no_page_is_free_is_read_again(model: LoadedMod
     assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
 
 
+def test_a_text_that_is_cut_before_its_states_is_read_again(with_states: LoadedModel) -> None:
+    generator = Generator(with_states, tokens=1024, slots=2)
+    [job] = running(generator, 20, tokens=60)
+    while len(job.output.ids) < 40:
+        generator.step()
+
+    del job.output.ids[3:]
+    generator._scheduler.advance(job)
+
+    assert (job.is_decoding, job.lead.held.filled) == (False, 0)
+    assert generator._device_slots.lengths[job.lead.slot] == 0  # steps leave it out
+    end(generator)
+    alone = Generator(with_states, tokens=1024, slots=1)
+    assert job.output.ids == ids_of([*alone.stream(request(20, max_new_tokens=60))])
+
+
 def test_one_token_that_lost_its_page_is_read_again(model: LoadedModel) -> None:
     generator = Generator(model, tokens=3 * PAGE_TOKENS, slots=1)
     [job] = running(generator, PAGE_TOKENS + 1, tokens=PAGE_TOKENS + 2)
