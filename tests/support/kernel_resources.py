@@ -1,4 +1,4 @@
-"""Registers, stack and shared memory of every kernel on every architecture, from machine code.
+"""Registers, stack, shared memory and code of every kernel on each architecture, as NVRTC makes it.
 
     python tests/support/kernel_resources.py
 
@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from struct import iter_unpack, unpack_from
 
@@ -30,11 +30,12 @@ START, END = "<!-- kernels -->\n", "<!-- end -->\n"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """registers: of a thread; stack: bytes of a thread, spilled registers included; shared: static
-    bytes of a CTA."""
+    bytes of a CTA; code: bytes of its instructions."""
 
     registers: int
     stack: int
     shared: int
+    code: int
 
 
 def compiled(file: str, instances: Sequence[str], device: int) -> tuple[bytes, list[str]]:
@@ -74,6 +75,7 @@ def resources(cubin: bytes) -> dict[str, Resources]:
             registers=registers,
             stack=known[FRAME].get(name, 0),
             shared=len(sections.get(f".nv.shared.{name}", b"")),
+            code=len(sections[f".text.{name}"]),
         )
         for name, registers in known[REGISTERS].items()
         if f".text.{name}" in sections
@@ -125,8 +127,8 @@ def table() -> str:
 
 
 def _cell(taken: Sequence[Resources]) -> str:
-    most = [max(one.registers for one in taken), max(one.stack for one in taken)]
-    return f"{most[0]}, {most[1]}, {max(one.shared for one in taken)}"
+    registers, stack, shared, code = map(max, zip(*map(astuple, taken), strict=True))
+    return f"{registers}, {stack}, {shared}, {-(-code // 1024)}"
 
 
 if __name__ == "__main__":

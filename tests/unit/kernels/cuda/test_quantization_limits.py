@@ -29,7 +29,7 @@ def table() -> dict[str, list[tuple[int, int]]]:
         file, kernel, _, *cells = (cell.strip(" `") for cell in line.strip("|").split("|"))
         if file in FILES:
             taken = [tuple(map(int, cell.split(", "))) for cell in cells]
-            found[kernel] = [(registers, shared) for registers, _, shared in taken]
+            found[kernel] = [(registers, shared) for registers, _, shared, _ in taken]
     return found
 
 
