@@ -58,7 +58,7 @@ test-cards: $(DEV)
 	    $(BIN)/python -m pytest -m "gpu" $(CARD_TESTS) $(ARGS)
 
 # One small test of each kernel: accesses out of bounds, races in shared memory, misused barriers.
-# Kernels of torch and cuBLAS are left out: they take most of the time. So are, for racecheck, those whose warps meet in
+# Kernels of torch and cuBLAS are left out: they take most of the time. So is, for racecheck, the one whose warps meet in
 # pairs: behind pairs that met unequally often it does not know the CTA's next barrier (docs/concepts/gpu.md).
 SANITIZER := PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20 \
     $(foreach name,at6native cutlass gemm nvjet cublas cub,--kernel-name-exclude kns=$(name))
