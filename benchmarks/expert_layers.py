@@ -7,7 +7,6 @@ Models have random codes as in `decode.py`. Up to 32 rows are replayed as a CUDA
 
 import argparse
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from decode import add_model, model_of
 from exl2flow.inference import load_model
 from exl2flow.inference.bench import seconds
 from exl2flow.kernels import FEW_EXPERT_ROWS, ExpertBank, get_ops
+from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model.layers.experts import ExpertsSublayer
 
 
@@ -25,15 +25,6 @@ def through(banks: list[ExpertBank], hidden: torch.Tensor) -> torch.Tensor:
     for bank in banks:
         hidden = get_ops(hidden.device).experts(hidden, bank)
     return hidden
-
-
-def recorded(work: Callable[[], object]) -> Callable[[], None]:
-    """Return a function that replays work."""
-    work()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 @torch.inference_mode()
@@ -55,7 +46,7 @@ def main() -> None:
         for rows in arguments.rows:
             hidden = torch.randn(rows, len(first.up.order), device="cuda").half()
             work: Callable[[], object] = partial(through, banks, hidden)
-            taken = seconds(recorded(work) if rows <= FEW_EXPERT_ROWS else work) / len(banks)
+            taken = seconds(CudaGraph(work).replay if rows <= FEW_EXPERT_ROWS else work) / len(banks)
             speed = 2 * rows * rule.top * weights / taken / 1e12
             print(f"| {rows} | {1e6 * taken:.1f} | {speed:.1f} |", flush=True)
 

@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from exl2flow.core.runtime.memory import free_memory
+from exl2flow.kernels.cuda.graphs import CudaGraph
 
 COPIED = 1 << 28  # numbers of 32 bits, far more than the chip's cache holds
 
@@ -43,10 +44,7 @@ def _settle() -> None:
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Return the median time of a CUDA graph of the work."""
-    work()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    graph = CudaGraph(work)
     times: list[float] = []
     for _ in range(repeats):
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's

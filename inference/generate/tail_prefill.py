@@ -36,8 +36,9 @@ class TailPrefill:
     def takes(self, segments: Sequence[Segment]) -> bool:
         """Return whether all segments are short tails, and passes are recorded."""
         longest = MOST_STEPS * STEP_TOKENS
-        are_short = all(s.begin and s.count <= longest for s in segments)
-        return self._graphs.records and len(segments) <= MAX_TAILS and are_short
+        if len(segments) > MAX_TAILS or self._graphs.is_launched(_key(bucket(len(segments)))):
+            return False
+        return all(s.begin and s.count <= longest for s in segments)
 
     def read(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
         """Store keys and values of the segments' tokens; return their states (t, hidden)."""
@@ -52,7 +53,7 @@ class TailPrefill:
             self._put(self._ids, [text[at : at + STEP_TOKENS] for text, at in pairs], 0)
             begins = [s.begin + at for s, at in zip(segments, starts, strict=True)]
             self._begins[: len(begins)] = on_device(torch.tensor(begins).int(), self._cache.device)
-            states = self._graphs.replay(("tails", batch), partial(self._pass, batch))
+            states = self._graphs.replay(_key(batch), partial(self._pass, batch))
             for text, of_text, x in zip(texts, hidden, states, strict=False):
                 of_text.append(x[: max(0, len(text) - begin)].clone())
         return torch.cat([x for of_text in hidden for x in of_text])
@@ -61,7 +62,7 @@ class TailPrefill:
         """Record the passes."""
         self._tables.fill_(self._cache.spare)  # the pages of the last pass may belong to others
         for batch in sorted({bucket(count) for count in range(1, MAX_TAILS + 1)}):
-            self._graphs.make(("tails", batch), partial(self._pass, batch))
+            self._graphs.make(_key(batch), partial(self._pass, batch))
 
     def _pass(self, batch: int) -> torch.Tensor:
         view = StepView(self._cache, self._tables[:batch], self._begins[:batch], count=STEP_TOKENS)
@@ -71,3 +72,8 @@ class TailPrefill:
         width = tensor.shape[1]
         values = torch.tensor([[*ids, *[fill] * (width - len(ids))] for ids in lists])
         tensor[: len(lists)] = on_device(values.to(tensor.dtype), tensor.device)
+
+
+def _key(batch: int) -> tuple[str, int]:
+    """Return the key of the recorded pass over so many tails."""
+    return "tails", batch

@@ -5,7 +5,7 @@ order; methods that are not overridden run torch on the device.
 """
 
 import atexit
-import threading
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -31,6 +31,7 @@ from exl2flow.kernels.cuda.compiler import (
     limits,
     whole_warps,
 )
+from exl2flow.kernels.cuda.graphs import CAPTURING, EmptyRecording, not_empty
 from exl2flow.kernels.cuda.packing import panel_table
 from exl2flow.kernels.interface.facts import CardFacts
 from exl2flow.kernels.interface.groups import (
@@ -59,7 +60,7 @@ from exl2flow.kernels.reference.refit import (
 )
 from exl2flow.kernels.streams import device_table
 
-_CAPTURING = threading.Lock()  # captures register with the random number generator
+log = logging.getLogger(__name__)
 
 
 class CudaOps(Ops):
@@ -295,19 +296,24 @@ class CudaOps(Ops):
     def repeat(self, work: Callable[[], None], times: int) -> None:
         """See `Ops.repeat`: launches are recorded, because Python is slower than the device.
 
-        A capture has its own memory; without enough of it, nothing is captured.
+        A capture has its own memory; without enough of it, nothing is captured. Work for another
+        device than the current one is launched.
         """
         if times == 0:
             return
         current = torch.cuda.current_stream()
-        with _CAPTURING, suppress(torch.OutOfMemoryError):
+        with CAPTURING, suppress(torch.OutOfMemoryError):
             stream, first = _recorder(current)
             stream.wait_stream(current)
-            graph = _recorded(work, stream, first.pool())
-            for _ in range(times):
-                graph.replay()
-            del graph  # launches in flight continue
-            return
+            try:
+                graph = _recorded(work, stream, first.pool())
+            except EmptyRecording as error:
+                log.warning("work is launched %d times, not recorded: %s", times, error)
+            else:
+                for _ in range(times):
+                    graph.replay()
+                del graph  # launches in flight continue
+                return
         super().repeat(work, times)
 
 
@@ -407,7 +413,8 @@ def _recorded(
             with suppress(RuntimeError):  # the capture is discarded anyway
                 graph.capture_end()
             raise
-        graph.capture_end()
+        with not_empty(stream.device):
+            graph.capture_end()
     return graph
 
 
