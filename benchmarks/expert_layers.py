@@ -45,8 +45,9 @@ def main() -> None:
         print("|---|---|---|")
         for rows in arguments.rows:
             hidden = torch.randn(rows, len(first.up.order), device="cuda").half()
-            work: Callable[[], object] = partial(through, banks, hidden)
-            taken = seconds(CudaGraph(work).replay if rows <= FEW_EXPERT_ROWS else work) / len(banks)
+            work = partial(through, banks, hidden)
+            repeated = CudaGraph(work).replay if rows <= FEW_EXPERT_ROWS else work
+            taken = seconds(repeated) / len(banks)
             speed = 2 * rows * rule.top * weights / taken / 1e12
             print(f"| {rows} | {1e6 * taken:.1f} | {speed:.1f} |", flush=True)
 

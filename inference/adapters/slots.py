@@ -88,9 +88,10 @@ class AdapterSlots:
             new, free = needed, [*range(len(self._stored))]
         free.sort(key=lambda i: self._stored[i] is not None)  # idle adapters stay if they can
         for i, adapter in zip(free, new, strict=False):
-            self._stored[i] = adapter
+            self._stored[i] = None  # until all of it is there: memory may run out
             for part in self._parts:
                 part.put(adapter.matrices, i * self._width, self._width)
+            self._stored[i] = adapter
         mask = self._rank_mask(self._used.get(slot, ()) for slot in range(self._slots))
         for unused in self._unused.values():
             unused.copy_(mask, non_blocking=True)
@@ -104,12 +105,14 @@ class AdapterSlots:
         width = max(self._width, *(-(-adapter.rank // ALIGNED) * ALIGNED for adapter in needed))
         count = max(len(self._stored), 1 << (len(needed) - 1).bit_length())
         changed = [part for part in self._parts if part.keys & keys]
-        rooms = [part.room(count * width, dtype) for part in changed]  # memory may run out
-        for part, (down, ups) in zip(changed, rooms, strict=True):
-            part.down, part.ups = down, ups
         shape = (self._slots, 1, 1, count * width)
         devices = dict.fromkeys(self._plain.placement.layers)
-        self._unused = {x: torch.ones(shape, dtype=torch.bool, device=x) for x in devices}
+        # Memory may run out, so nothing changes before all of it is there
+        unused = {x: torch.ones(shape, dtype=torch.bool, device=x) for x in devices}
+        rooms = [part.room(count * width, dtype) for part in changed]
+        for part, (down, ups) in zip(changed, rooms, strict=True):
+            part.down, part.ups = down, ups
+        self._unused = unused
         self._stored, self._width, self._keys = [None] * count, width, keys
         for moved in self._moved:
             moved("adapted")

@@ -9,6 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
@@ -105,10 +106,9 @@ class Tiers:
         if page.key in self._ram:
             self._ram.move_to_end(page.key)
         elif self._most or self._may_write(page):
-            try:
-                self._ram[page.key] = self._pages.save(index, page)
-            except RuntimeError:  # no memory is left for a copy
+            if (saved := self._saved(index, page)) is None:
                 return
+            self._ram[page.key] = saved
             while len(self._ram) > self._most:
                 self._write(self._ram.popitem(last=False)[1])
 
@@ -152,7 +152,7 @@ class Tiers:
         """Copy bytes that `read` returned to a page of the cache; False: no memory is left."""
         try:
             self._pages.load(index, data)
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError):
             return False
         return True
 
@@ -166,13 +166,20 @@ class Tiers:
         files, self._files, self._most = self._files, None, 0
         if files is not None and pages is not None:
             for kept in self._ram.values():
-                files.write(kept.page, kept.content)
+                _write(files, kept)
             for index, page in pages:
                 if files.has(page):
                     files.touch(page)
-                elif not files.is_off:
-                    files.write(page, self._pages.save(index, page).content)
+                elif not files.is_off and (saved := self._saved(index, page)) is not None:
+                    _write(files, saved)
         self._ram.clear()
+
+    def _saved(self, index: int, page: FullPage) -> HostPage | None:
+        """Copy a page to the host; None: no memory is left for it."""
+        try:
+            return self._pages.save(index, page)
+        except (RuntimeError, MemoryError):
+            return None
 
     def _has(self, page: FullPage) -> bool:
         if page.key in self._ram or page.key in self._queued:
@@ -193,7 +200,7 @@ class Tiers:
 
     def _write_queued(self, files: PageFiles, kept: HostPage) -> None:
         if kept.page.key in self._queued:  # else it was forgotten
-            files.write(kept.page, kept.content)
+            _write(files, kept)
             self._queued.pop(kept.page.key, None)
 
     def _read(self, files: PageFiles, page: FullPage) -> torch.Tensor | None:
@@ -202,3 +209,9 @@ class Tiers:
         except (RuntimeError, MemoryError):
             return None
         return data if files.read(page, tensor_bytes(data)) else None
+
+
+def _write(files: PageFiles, kept: HostPage) -> None:
+    """Write a page, unless the device failed while it was copied."""
+    with suppress(RuntimeError, MemoryError):
+        files.write(kept.page, kept.content)

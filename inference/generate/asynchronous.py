@@ -158,10 +158,13 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
             raise ConfigError("the generator is closed; make a new `AsyncGenerator`")
 
     def _run(self) -> None:
-        while self._is_needed():
-            self._work(self._generator.step)
-            self.steps += 1
-        self._work(self._generator.cancel_all)
+        try:
+            while self._is_needed():
+                self._work(self._generator.step)
+                self.steps += 1
+            self._work(self._generator.cancel_all)
+        finally:
+            self._is_open = False  # should it end otherwise, requests are refused
 
     def _is_needed(self) -> bool:
         """Wait for work; False: there will be none."""
@@ -173,7 +176,7 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
         """Do a part of the work; an error, for which the thread has no caller, ends all jobs."""
         try:
             work()
-        except Exception as error:
+        except BaseException as error:  # also what would end a program: this is a thread
             if not self._generator.fail(error):
                 log.exception("the generator failed when it had no job")
         now = time.monotonic()

@@ -42,14 +42,25 @@ def allowed_by(
 
 def _leads_on(constraint: Combined, token: int, cut: Cut) -> bool:
     """Return whether a text may go on with a token and then differ from the passages."""
-    rests = [ids[1:] for ids in cut if ids[0] == token]
-    if () in rests:
-        return False
-    constraint.accept(token)
+    todo, depth = [(0, token, cut)], 0  # passages may have thousands of tokens: no recursion
     try:
-        allowed_by(constraint, None, firsts(rests), rests)
-    except FilterDeadEnd:
+        while todo:
+            before, token, cut = todo.pop()
+            if depth > before:
+                constraint.rollback(depth - before)
+            depth = before
+            rests = [ids[1:] for ids in cut if ids[0] == token]
+            if () in rests:
+                continue
+            constraint.accept(token)
+            depth += 1
+            try:
+                constraint.allowed(None, firsts(rests))
+            except FilterDeadEnd:
+                todo += [(depth, first, rests) for first in firsts(rests)]
+            else:
+                return True
         return False
     finally:
-        constraint.rollback(1)
-    return True
+        if depth:
+            constraint.rollback(depth)

@@ -9,13 +9,14 @@ from weakref import WeakMethod
 
 import torch
 
-from exl2flow.core.errors import InferenceError
+from exl2flow.core.errors import InferenceError, TextStuck
 from exl2flow.core.requests.request import Request, Sampled
 from exl2flow.inference.drafts import DraftRequest
 from exl2flow.inference.filters import prepare
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.draft_positions import restored
 from exl2flow.inference.generate.event import Token
+from exl2flow.inference.generate.failures import ENDS_PROGRAM, as_text_error
 from exl2flow.inference.generate.job import FREE, Job
 from exl2flow.inference.generate.pending_result import PendingResult
 from exl2flow.inference.generate.scheduler import Scheduler
@@ -153,8 +154,12 @@ class Decode:
             return False
         try:
             step_job.plan()
-        except Exception as error:  # of a filter
-            event = step_job.job.output.finish("error", error=error)
+            if step_job.is_masked:
+                self._device_slots.sampler.late("allowed")  # here it ends no other text
+        except ENDS_PROGRAM:
+            raise
+        except BaseException as error:  # of a filter, or no memory is left
+            event = step_job.job.output.finish("error", error=as_text_error(error))
         else:
             if not step_job.masks[0].allowed.must_end:
                 return True
@@ -165,7 +170,7 @@ class Decode:
     def _kind(self, step_jobs: list[StepJob]) -> Kind:
         """Return the sampler steps that all running jobs need."""
         jobs = [job for job in self._scheduler.running if job.is_decoding]
-        has_mask = any(mask != TokenMask() for one in step_jobs for mask in one.masks)
+        has_mask = any(one.is_masked for one in step_jobs)
         settings = [job.request.settings for job in jobs]
         return Kind.of(
             {id(s): s for s in settings}.values(),  # a hash reads all of a long bias
@@ -219,8 +224,10 @@ class Decode:
                 break
             try:
                 self._take(job, token, mask.allowed.ends)
-            except Exception as error:  # of a hook
-                self._scheduler.end(job, job.output.finish("error", error=error))
+            except ENDS_PROGRAM:
+                raise
+            except BaseException as error:  # of a hook, or no memory is left to hold a state
+                self._scheduler.end(job, job.output.finish("error", error=as_text_error(error)))
             if job.is_done or len(job.output.ids) <= before:
                 break
 
@@ -236,7 +243,8 @@ class Decode:
                 "no token is left to sample: `excluded`, `token_bias`, bans, and stops before "
                 "`min_new_tokens` rule out all of them; allow more"
             )
-        event = job.output.finish("error", error=InferenceError(message))
+        error = InferenceError(message) if left else TextStuck(message)
+        event = job.output.finish("error", error=error)
         self._scheduler.end(job, event, keep=not left)  # others may not read broken values
 
     def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:

@@ -28,6 +28,7 @@ from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.decode import Decode
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event, Reason
+from exl2flow.inference.generate.failures import ENDS_PROGRAM, as_text_error
 from exl2flow.inference.generate.hidden_states import HiddenStates
 from exl2flow.inference.generate.job import Job
 from exl2flow.inference.generate.output import Output
@@ -137,6 +138,14 @@ class Generator:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.
             InferenceError: the generator has failed.
         """
+        try:
+            return self._prepare(request, deliver)
+        except (Exception, *ENDS_PROGRAM):
+            raise
+        except BaseException as error:  # a panic of an encoder or a grammar
+            raise as_text_error(error) from error
+
+    def _prepare(self, request: Request, deliver: Callable[[Event], None] | None) -> Job:
         self._device_slots.check_works()
         tokenizer, width = self.model.tokenizer, self._device_slots.sampler.width
         prompt = embedded(encoded(request, tokenizer), request.embeddings, self.model.decoder)
@@ -250,7 +259,9 @@ class Generator:
                 self._scheduler.admit()
                 self._prefill.step()
                 self._decode.step()
-            except Exception as error:  # the device may be in any state
+            except ENDS_PROGRAM:
+                raise
+            except BaseException as error:  # the device may be in any state
                 if not self.fail(error):
                     raise
         events = self._events[:]
@@ -266,12 +277,14 @@ class Generator:
             is_good = self.failure is None
             self._tiers.close(self._scheduler.page_pool.full() if is_good else None)
 
-    def fail(self, error: Exception) -> bool:
+    def fail(self, error: BaseException) -> bool:
         """End all jobs with an error, and refuse further ones; False: there was no job."""
+        failure = error if isinstance(error, Exception) else as_text_error(error)
         with self._submitting:
-            self._device_slots.failure, jobs = error, self._scheduler.abandon()
+            self._device_slots.failure = failure  # first: then nothing more runs in any case
+            jobs = self._scheduler.abandon()
         for job in jobs:
-            self._scheduler.end(job, job.output.finish("error", error=error))
+            self._scheduler.end(job, job.output.finish("error", error=failure))
         return bool(jobs)
 
     def cancel(self, job: Job) -> None:

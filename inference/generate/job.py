@@ -13,6 +13,7 @@ from exl2flow.inference.cache.prefix_tree import SequencePages
 from exl2flow.inference.drafts import AcceptanceRate
 from exl2flow.inference.filters import Combined
 from exl2flow.inference.generate.event import Event, Statistics, Token
+from exl2flow.inference.generate.failures import ENDS_PROGRAM, as_text_error
 from exl2flow.inference.generate.output import NONE, Output
 from exl2flow.inference.generate.prompt import Prompt
 from exl2flow.inference.generate.prompt_scorer import PromptScorer
@@ -110,9 +111,11 @@ class Job:
             return
         try:
             self._deliver(event)
-        except Exception as error:
+        except ENDS_PROGRAM:
+            raise
+        except BaseException as error:
             log.exception("the callback of a request failed, which ends the request")
-            self.error = error
+            self.error = as_text_error(error)
             self.cancel()
 
     def change(self, request: Request) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from exl2flow.core.errors import InferenceError
+from exl2flow.core.errors import TextStuck
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.generate.bans import firsts
 from exl2flow.inference.generate.event import Event, Reason, TextPiece, Token, columns
@@ -109,8 +109,8 @@ class Output:
     def push(self, token: Token) -> Event | None:
         """Take the next token, after hooks have seen it; it and others before it may be cut."""
         if self._cut and (token.id,) in self.cut():
-            bans = ", ".join(map(repr, self._request.banned_strings))
-            error = InferenceError(
+            bans = ", ".join(f"{ban!r:.40}" for ban in self._request.banned_strings[:5])
+            error = TextStuck(
                 f"no token is left that does not complete a banned string ({bans}), or a hook "
                 "insists on one that does; ban less"
             )

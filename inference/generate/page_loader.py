@@ -87,7 +87,7 @@ class PageLoader:
             expected = next(pool.following(held, sequence.reusable), None)
             if expected != page:
                 continue  # another sequence has entered it meanwhile
-            if (data := result.result()) is None:
+            if result.cancelled() or (data := result.result()) is None:
                 load.drop()
                 break
             if not self._scheduler.reserve(job, sequence, held.filled + pool.page_tokens):

@@ -35,8 +35,11 @@ class Prefill:
         except torch.OutOfMemoryError as error:
             for chunk in chunks:
                 self._read_alone(chunk, error)
+        else:
+            self._note_read(chunks)
 
     def _read(self, chunks: list[Chunk]) -> None:
+        """Read chunks on the device; until `_note_read` they count as unread."""
         ids, segments, embeddings = list[int](), list[Segment](), list[torch.Tensor]()
         for job, s, count in chunks:
             begin, end = s.held.filled, s.held.filled + count
@@ -51,7 +54,12 @@ class Prefill:
             states = self._device_slots.read(ids, segments, embeddings, adapters, states=is_scoring)
             if is_scoring:
                 self._score(chunks, states)
+
+    def _note_read(self, chunks: list[Chunk]) -> None:
+        """Note that chunks were read, and let jobs whose prompts are read take part in steps."""
         for job, sequence, count in chunks:
+            if job not in self._scheduler.running:
+                continue
             held = sequence.held
             self._scheduler.page_pool.fill(held, sequence.ids[held.filled : held.filled + count])
             self._scheduler.states.has_read(sequence.slot, held)
@@ -71,11 +79,18 @@ class Prefill:
                 s.scorer.add(self._device_slots.scores(of_chunk[-len(ids) :], ids, s.scorer.top))
 
     def _read_alone(self, chunk: Chunk, error: Exception) -> None:
+        """Read a chunk again that was perhaps read in part; end its job if memory ends again."""
         torch.cuda.empty_cache()
-        job, _, count = chunk
+        job, sequence, count = chunk
+        if job not in self._scheduler.running:
+            return
+        if self._scheduler.lose_state(sequence):
+            count = self._chunk_size(sequence, count)
+            if not self._scheduler.reserve(job, sequence, sequence.held.filled + count):
+                return
+        again = [(job, sequence, count)]
         try:
-            if job in self._scheduler.running:
-                self._read([chunk])
+            self._read(again)
         except torch.OutOfMemoryError:
             failure = OutOfDeviceMemory(
                 f"no memory is left on the GPU to read {count} tokens of a prompt; give the "
@@ -83,6 +98,8 @@ class Prefill:
             )
             failure.__cause__ = error
             self._scheduler.end(job, job.output.finish("error", error=failure), keep=False)
+        else:
+            self._note_read(again)
 
     def _next(self) -> list[Chunk]:
         """Return the next chunks, with pages reserved for them.

@@ -121,7 +121,9 @@ class Runner:
         """Record steps of these batch sizes and tokens per slot."""
         if self._tails is not None:
             self._tails.warm_up()
+        self.tables_changed()  # pages of the last step may belong to others
         for batch, count in steps:
+            self._update(batch, count)
             for index, slots in enumerate(self._spans):
                 slots.graphs.make(*self._step(index, batch, count))
 

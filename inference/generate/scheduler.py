@@ -9,10 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 
+import torch
+
 from exl2flow.core.errors import InferenceError
 from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.generate.device_slots import DeviceSlots
 from exl2flow.inference.generate.event import Event
+from exl2flow.inference.generate.failures import as_text_error
 from exl2flow.inference.generate.job import FREE, Job, Sequence
 from exl2flow.inference.generate.sequence_states import SequenceStates
 from exl2flow.kernels.cuda.graphs import bucket
@@ -94,6 +97,14 @@ class Scheduler:
         if not job.output.max_new_tokens:
             self.end(job, job.output.finish("max_new_tokens"))
             return
+        try:
+            self._enter(job)
+        except torch.OutOfMemoryError as error:
+            job.is_decoding = False
+            self.end(job, job.output.finish("error", error=as_text_error(error)))
+
+    def _enter(self, job: Job) -> None:
+        """Give a job's slots what steps need; memory for that is taken here, not in a step."""
         job.is_decoding, job.slot_mask = True, FREE
         for s in job.sequences:
             self._device_slots.enter(
@@ -192,6 +203,13 @@ class Scheduler:
         while (place := self.states.place(held, held.filled)) != held.filled:
             self._device_slots.copy(self.page_pool.cut(held, place))
         self.states.go_back(sequence.slot, held)
+
+    def lose_state(self, sequence: Sequence) -> bool:
+        """Cut a sequence to a place with a known state after a pass failed; False: it has none."""
+        if not self.states.lose(sequence.held):
+            return False
+        self._go_back(sequence)
+        return True
 
     def preempt(self, job: Job) -> None:
         """Put a running job at the front of the queue, unless it ends by itself."""

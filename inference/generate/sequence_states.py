@@ -67,6 +67,14 @@ class SequenceStates:
         if self.store is not None and border - border % self._pool.page_tokens > held.snapshot:
             self.store.put(slot, held.keys)
 
+    def lose(self, held: SequencePages) -> bool:
+        """Note that a pass failed, in which some layers advanced; False: nothing has a state."""
+        if self._states is None:
+            return False
+        held.behind = held.filled + 1  # none of the places that are known
+        held.snapshot = min(held.snapshot, held.filled)
+        return True
+
     def forget(self, held: SequencePages) -> None:
         """Forget snapshots of a sequence whose values may not be finite."""
         if self.store is not None:
@@ -94,5 +102,7 @@ class SequenceStates:
         elif held.filled:
             page = held.filled // self._pool.page_tokens
             self.store.load(slot, held.keys[page - 1], held.filled)
+        else:
+            self._states.clear(slot)
         held.behind = held.filled
         held.snapshot = min(held.snapshot, held.filled)

@@ -34,17 +34,21 @@ class TokenMask(NamedTuple):
         return all_but(without, width) if without else None
 
 
+NO_MASK = TokenMask()
+
+
 class StepJob:
     """A job in a step.
 
     slot: the one that samples; draft: ids to verify; masks: of the first sample, and of the one
-    after each id of the draft.
+    after each id of the draft; is_masked: whether one of them rules ids out.
     """
 
     def __init__(self, job: Job, draft: list[int]) -> None:
         self.job, self.slot, self.draft = job, job.lead.slot, draft
         self.slots = [s.slot for s in job.sequences]
         self.masks: list[TokenMask] = []
+        self.is_masked = False
 
     def plan(self) -> None:
         """Compute the masks, once the last token is known, and cut the draft where the text ends.
@@ -52,6 +56,10 @@ class StepJob:
         Raises:
             Exception: what the constraint raises if nothing may follow the text.
         """
+        self._plan()
+        self.is_masked = any(mask != NO_MASK for mask in self.masks)
+
+    def _plan(self) -> None:
         job, constraint = self.job, self.job.constraint
         if constraint is None:
             drafts = (self.draft[:count] for count in range(len(self.draft) + 1))

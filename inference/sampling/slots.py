@@ -49,12 +49,6 @@ class SamplerSlots:
 
     def state(self, batch: int, kind: Kind) -> SamplerState:
         """Return the state of the first slots that a call of this kind uses."""
-        needed = {
-            "bias": kind.bias,
-            "allowed": kind.masked,
-            "breakers": kind.dry > 0,
-            "ignored": kind.sorts,
-        }
         return SamplerState(
             vocab_size=self.vocab_size,
             table=self.table[:batch],
@@ -64,7 +58,7 @@ class SamplerSlots:
             mu=self.mu[:batch],
             partner=self.partner[:batch],
             lead=self.lead[:batch],
-            **{name: self.late(name)[:batch] for name, is_needed in needed.items() if is_needed},
+            **{name: self.late(name)[:batch] for name in _late_names(kind)},
         )
 
     @torch.inference_mode()
@@ -103,6 +97,8 @@ class SamplerSlots:
         if len(ids) > self.max_tokens:
             raise InferenceError(f"{len(ids)} ids exceed a history of {self.max_tokens}")
         self.check(settings)
+        for name in _late_names(Kind.of([settings])):
+            self.late(name)  # here, where a text that finds no memory for it can end alone
         bias = self._biases(settings.token_bias)
         device = self.table.device
         numbers = torch.tensor([*numbers_of(settings).values()], dtype=torch.float64)
@@ -200,3 +196,14 @@ class SamplerSlots:
         for token, value in pairs:
             bias[token] += max(-STRONGEST, min(value, STRONGEST)) if value > -math.inf else value
         return bias if pairs else None
+
+
+def _late_names(kind: Kind) -> list[str]:
+    """Return the names of the late tensors that a call of this kind reads."""
+    needed = {
+        "bias": kind.bias,
+        "allowed": kind.masked,
+        "breakers": kind.dry > 0,
+        "ignored": kind.sorts,
+    }
+    return [name for name, is_needed in needed.items() if is_needed]
