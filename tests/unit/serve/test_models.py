@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,7 +64,7 @@ class Loader:
         return Models(self(self._folder / "a"), self)
 
 
-def ended(work: Coroutine[Any, Any, T], seconds: float = 30) -> T:
+def ended(work: Coroutine[Any, Any, T], seconds: float = 300) -> T:
     """Run something that ends soon."""
 
     async def run() -> T:
@@ -72,6 +72,12 @@ def ended(work: Coroutine[Any, Any, T], seconds: float = 30) -> T:
             return await work
 
     return asyncio.run(run())
+
+
+async def until(condition: Callable[[], object], *, pause: float = 0.0) -> None:
+    """Wait until a condition holds, which is checked in every turn of the event loop or less."""
+    while not condition():
+        await asyncio.sleep(pause)
 
 
 async def name_of(models: Models, name: str) -> str:
@@ -87,15 +93,15 @@ def test_requests_of_the_next_model_go_together(folder: Path) -> None:
     async def ask(name: str) -> None:
         async with models.using(name) as engine:
             order.append(engine.name)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
 
     async def run() -> None:
         async with AsyncExitStack() as held:
             await held.enter_async_context(models.using("a"))
             asked = [asyncio.create_task(ask("b"))]
-            await asyncio.sleep(0.02)
+            await until(lambda: models.state == "loading")
             asked += [asyncio.create_task(ask(name)) for name in ("a", "b", "a", "b")]
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0)  # each asks
             assert (models.state, order) == ("loading", [])
         await asyncio.gather(*asked)
         await models.close()
@@ -111,8 +117,7 @@ def test_a_client_that_leaves_does_not_stop_a_load(folder: Path) -> None:
 
     async def run() -> str:
         asked = asyncio.create_task(name_of(models, "b"))
-        await asyncio.sleep(0.01)
-        assert models.state == "loading"
+        await until(lambda: models.state == "loading")
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
@@ -161,7 +166,7 @@ def test_a_text_has_some_time_to_end(folder: Path) -> None:
 
     async def run() -> tuple[str | None, float]:
         running = asyncio.create_task(text())
-        await asyncio.sleep(0.05)
+        await until(lambda: models.engine is not None and models.engine.answers, pause=0.01)
         began = time.monotonic()
         assert await name_of(models, "b") == "b"
         waited = time.monotonic() - began
@@ -174,20 +179,20 @@ def test_a_text_has_some_time_to_end(folder: Path) -> None:
 
 
 def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
-    loader = Loader(folder, unload_after=0.001)
+    loader = Loader(folder, unload_after=60)
     models = loader.models()
 
     async def run() -> str:
         models.tick()
-        assert models.engine is not None
+        assert models.state == "ready"
+        models.renew(loader.options.model_copy(update={"unload_after": 1e-6}))
         async with models.using():
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.001)
             models.tick()
             assert models.state == "ready"
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.001)
         models.tick()
-        while models.state != "idle":
-            await asyncio.sleep(0.01)
+        await until(lambda: models.state == "idle", pause=0.01)
         name = await name_of(models, "")
         await models.close()
         return name
@@ -227,7 +232,7 @@ def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
         await models.close()
         return counts
 
-    counts = ended(run(), 5.0 * turns)
+    counts = ended(run(), 300.0 + 5.0 * turns)
     assert len(seen) >= turns
     gc.collect()
     assert not [ref for ref in seen if ref() is not None]
