@@ -20,6 +20,7 @@ from exl2flow.core import words
 from exl2flow.core.errors import ChatTemplateError, ConfigError
 from exl2flow.model.config.fields import Fields
 from exl2flow.model.text.messages import AnyMessage, roles_of, tools_of, values_of
+from exl2flow.model.text.repairs import REPAIRS, Talk
 from exl2flow.model.text.tokenizer import Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -100,8 +101,9 @@ class ChatTemplate:
         Args:
             messages: the turns in order. Mappings have `role` and `content` and, where they apply,
                 `tool_calls`, `tool_call_id`, `name` and `reasoning_content`; other keys reach the
-                template as they are. Arguments of a call may be a mapping or its JSON text; the
-                template gets a mapping.
+                template as they are, unless they are null or empty. Arguments of a call may be a
+                mapping or its JSON text; the template gets a mapping, or the text if it is no JSON
+                object. What it refuses is written in another way (`repairs`) if that helps.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end with what begins the assistant's next turn.
             now: the date for templates that ask for it; the present when None.
@@ -109,38 +111,48 @@ class ChatTemplate:
 
         Raises:
             ChatTemplateError: the template refuses the messages, or fails.
-            ConfigError: a message or a tool is not one, holds an image or what JSON cannot; a call
-                has arguments that are no JSON object; a variable has the name of an argument.
+            ConfigError: a message or a tool is not one, holds an image or what JSON cannot; a
+                variable has the name of an argument.
         """
         if taken := {"messages", "tools", "add_generation_prompt"} & (variables or {}).keys():
             raise ConfigError(f"`{min(taken)}` is no variable; give it as an argument")
-        request = {
-            "now": (now or datetime.now()).isoformat(),
-            "variables": {
-                "messages": values_of(messages),
-                "add_generation_prompt": add_generation_prompt,
-                "tools": tools_of(tools),
-                "documents": None,
-                **self.special_tokens,
-                **(variables or {}),
-            },
+        shared = {
+            "add_generation_prompt": add_generation_prompt,
+            "documents": None,
+            **self.special_tokens,
+            **(variables or {}),
         }
+        talk = Talk(values_of(messages), tools_of(tools))
+        answer = self._answer(talk, shared, now or datetime.now())
+        refusal = answer.get("error", "")
+        for repair in REPAIRS:
+            if "text" in answer or answer.get("is_limit"):
+                break
+            if (changed := repair(talk)) == talk:
+                continue
+            found = self._answer(changed, shared, now or datetime.now())
+            if found != answer:
+                talk, answer = changed, found
+        if "text" in answer:
+            return str(answer["text"])
+        roles = ", ".join(roles_of(messages))
+        raise ChatTemplateError(
+            f"the chat template in `{self.origin}` cannot render turns of {roles}: "
+            f"{refusal}; {self.advice}"
+        )
+
+    def _answer(self, talk: Talk, shared: Mapping[str, object], now: datetime) -> dict[str, Any]:
+        """Return the text of a conversation, or what the template refuses in it."""
+        variables = {**shared, "messages": talk.messages, "tools": talk.tools}
         try:
-            line = json.dumps(request, allow_nan=False)
+            line = json.dumps({"now": now.isoformat(), "variables": variables}, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"a message, a tool or a variable holds what JSON cannot: {error}; give it plain "
                 "values"
             ) from error
         with self._lock:
-            answer = self._started().answer(line)
-        if "text" in answer:
-            return str(answer["text"])
-        roles = ", ".join(roles_of(messages))
-        raise ChatTemplateError(
-            f"the chat template in `{self.origin}` cannot render turns of {roles}: "
-            f"{answer['error']}; {self.advice}"
-        )
+            return self._started().answer(line)
 
     def _started(self) -> "_Process":
         """Return the process that has compiled the template, a new one if the last one ended.
@@ -190,7 +202,8 @@ class _Process:
             raise
         if not answer.endswith(b"\n"):
             self._end()
-            return {"error": "it takes more time or memory than a chat template may have"}
+            why = "it takes more time or memory than a chat template may have"
+            return {"error": why, "is_limit": True}
         parsed: dict[str, Any] = json.loads(answer)
         return parsed
 

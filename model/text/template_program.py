@@ -64,12 +64,13 @@ def rendered(template: jinja2.Template, variables: dict[str, Any], now: str) -> 
     """Return the text of a conversation.
 
     Raises:
-        ValueError: it is too long, or holds what is not Unicode.
+        OverflowError: it is too long.
+        ValueError: it holds what is not Unicode.
     """
     moment = datetime.fromisoformat(now)
     text = template.render(strftime_now=moment.strftime, **variables)
     if len(text) > LONGEST_TEXT:
-        raise ValueError(f"its text has {len(text)} characters, the limit is {LONGEST_TEXT}")
+        raise OverflowError(f"its text has {len(text)} characters, the limit is {LONGEST_TEXT}")
     text.encode()
     return text
 
@@ -96,9 +97,10 @@ def answered(
         else:
             answer["text"] = rendered(template, request["variables"], request["now"])
     except MemoryError:
-        answer["error"] = f"it takes more than {MEMORY >> 20} MiB of memory"
+        answer |= {"error": f"it takes more than {MEMORY >> 20} MiB of memory", "is_limit": True}
     except Exception as error:  # whatever a stranger's code raises
         answer["error"] = (str(error) or type(error).__name__)[:LONGEST_REASON]
+        answer["is_limit"] = isinstance(error, OverflowError)
     return template, answer
 
 
