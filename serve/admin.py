@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
 
+from exl2flow.serve.bounds import LARGEST_NUMBER, Name, Place
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Json
 from exl2flow.serve.models import Models
@@ -15,7 +16,7 @@ from exl2flow.serve.models import Models
 class ModelName(Json):
     """Which model to load, as TabbyAPI's clients say it."""
 
-    name: str = Field(validation_alias=AliasChoices("name", "model_name", "model"))
+    name: Name = Field(validation_alias=AliasChoices("name", "model_name", "model"))
 
 
 class AdapterName(Json):
@@ -27,8 +28,8 @@ class AdapterName(Json):
 class AdapterPlace(AdapterName):
     """Which adapter to load."""
 
-    lora_path: str
-    scaling: float = Field(1.0, gt=0)
+    lora_path: Place
+    scaling: float = Field(1.0, gt=0, le=LARGEST_NUMBER)
 
 
 def admin_router(models: Models) -> APIRouter:

@@ -2,24 +2,33 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain, groupby
+from typing import Annotated, Any, ClassVar, Literal
 
 from exl2flow.inference.chat import CallArguments, CallBegin
 from exl2flow.serve import chats
 from exl2flow.serve.answers import AnswerPlan, Part, Text, Update
+from exl2flow.serve.bounds import MOST_TOOLS, Name, most
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.fields import ChatBody
-from exl2flow.serve.openai import Chunk, Dialect, ended, joined, sse
+from exl2flow.serve.openai import Chunk, Dialect, ended, sse
 
 Json = dict[str, Any]
 
 
 class AgentBody(ChatBody):
-    """A conversation in another form. dropped: tools that are no functions."""
+    """A conversation in another form.
 
-    dropped: tuple[str, ...] = ()
+    dropped: tools that are no functions. left_out: kinds of what the vendor's tools have left in
+    the conversation.
+    """
+
+    dialect: ClassVar[Mapping[str, str]] = {"dropped": "tools", "left_out": "messages"}
+
+    left_out: Annotated[tuple[Name, ...], most(MOST_TOOLS)] = ()
+    dropped: Annotated[tuple[Name, ...], most(MOST_TOOLS)] = ()
 
 
 def plan_of(body: AgentBody, engine: Engine) -> AnswerPlan:
@@ -27,6 +36,10 @@ def plan_of(body: AgentBody, engine: Engine) -> AnswerPlan:
     plan = chats.plan_of(body, engine)
     plan.warnings.extend(
         f"the tool {name} is not a function, so it is left out" for name in body.dropped
+    )
+    plan.warnings.extend(
+        f"what the vendor's tools left in the conversation, {kind}, is not read"
+        for kind in sorted({*body.left_out})
     )
     return plan
 
@@ -40,15 +53,28 @@ def objects(given: object, field: str) -> list[Json]:
     return given
 
 
+def words_of(value: object) -> str:
+    """Return a field that is a text, which may be null or absent."""
+    return "" if value is None else str(value)
+
+
 def turns(parts: Iterable[Json]) -> list[Json]:
     """Return messages, of which an assistant's neighbours are one: thoughts, texts and calls."""
     found = list[Json]()
-    for part in parts:
-        if found and part["role"] == found[-1]["role"] == "assistant":
-            joined(found[-1], {k: v for k, v in part.items() if k != "role"})
-        else:
-            found.append(part)
+    for role, group in groupby(parts, lambda part: part["role"]):
+        if role != "assistant":
+            found += group
+            continue
+        pieces = dict[str, list[Any]]()
+        for name, value in (row for part in group for row in part.items() if row[0] != "role"):
+            pieces.setdefault(name, []).append(value)
+        found.append({"role": role, **{name: _whole(each) for name, each in pieces.items()}})
     return found
+
+
+def _whole(pieces: Sequence[Any]) -> Any:
+    """Return texts or lists as one."""
+    return "".join(pieces) if isinstance(pieces[0], str) else [*chain.from_iterable(pieces)]
 
 
 def call(id_: object, name: object, arguments: object) -> Json:
@@ -59,7 +85,10 @@ def call(id_: object, name: object, arguments: object) -> Json:
 
 @dataclass(slots=True)
 class Block:
-    """A piece of an answer. text: until now, of a call its arguments; sent: characters of it."""
+    """A piece of an answer.
+
+    text: until now, of a call its arguments; sent: characters of it; is_cut: it ends at a limit.
+    """
 
     kind: Literal["thinking", "text", "call"]
     index: int
@@ -67,6 +96,7 @@ class Block:
     name: str = ""
     text: str = ""
     sent: int = 0
+    is_cut: bool = False
 
     @property
     def arguments(self) -> Json | None:
@@ -138,8 +168,14 @@ class AgentDialect(Dialect):
             if update.event.reason is not None:
                 has_calls = self.answer.choices[0].calls > 0
                 self.end = ended(update.event, has_calls=has_calls)
+                self._cut(is_cut=self.end["finish_reason"] == "length")
                 yield from self._close()
         yield from self._send()
+
+    def _cut(self, *, is_cut: bool) -> None:
+        """Note that the block under way has no end of its own; a call that parses has one."""
+        if self._is_open and self.blocks[-1].kind != "call":
+            self.blocks[-1].is_cut = is_cut
 
     def _take(self, part: Part) -> Iterator[Json]:
         match part:

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
 
 from exl2flow.serve import agents, chats, completions
 from exl2flow.serve.admin import admin_router
@@ -25,6 +26,7 @@ from exl2flow.serve.answer_schemas import (
     Tokens,
     told,
 )
+from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import (
     ChatBody,
@@ -42,7 +44,7 @@ from exl2flow.serve.openai import ChatDialect, CompletionDialect
 from exl2flow.serve.page import page
 from exl2flow.serve.reply import AnswerResponse
 from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
-from exl2flow.serve.tabby import ids_of, tabby, text_of
+from exl2flow.serve.tabby import encoded, names_of, tabby, text_of
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
 MISSING += " audio/transcriptions audio/translations"
@@ -62,8 +64,14 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
         "4XX": {"model": ErrorBody},
         "5XX": {"model": ErrorBody},
     }
-    routers = [_answers(models, metrics), _tokens(models), _descriptions(models, metrics)]
-    for router in (*routers, admin_router(models)):
+    routers = [
+        _answers(models, metrics),
+        _tokens(models),
+        tabby(models, metrics, partial(_row, models)),
+        _descriptions(models, metrics),
+        admin_router(models),
+    ]
+    for router in routers:
         app.include_router(router, prefix="/v1", responses=told)
         app.include_router(router, include_in_schema=False)
 
@@ -73,7 +81,9 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 
     if not models.options.no_page:
         app.add_api_route("/", page, response_class=HTMLResponse, include_in_schema=False)
-    for kind in (RequestValidationError, HTTPException, ApiError, Exception):
+    routes = [route for one in (*routers, app) for route in one.routes]
+    metrics.paths = sorted({route.path for route in routes if isinstance(route, Route)})
+    for kind in (RequestValidationError, HTTPException, ApiError):  # `Guard` answers the others
         app.add_exception_handler(kind, _refused)
     app.add_middleware(Guard, options=models.options, keys=keys or Keys(), metrics=metrics)
     return app
@@ -126,19 +136,24 @@ def _tokens(models: Models) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize", responses=told(Tokens))
-    async def tokenize(given: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(given: TokenizeBody) -> Response:
         """Return the ids of a text or a conversation."""
+
+        def row(ids: list[int], engine: Engine) -> dict[str, Any]:
+            told = {"count": len(ids), "max_model_len": engine.room, "tokens": ids}
+            return {
+                **told,
+                "token_strs": names_of(ids, engine) if given.return_token_strs else None,
+            }
+
         async with models.using() as engine:
-            found = await ids_of(given, engine)
-            texts = [engine.tokens.text(i) for i in found] if given.return_token_strs else None
-            told = {"count": len(found), "max_model_len": engine.room}
-            return {**told, "tokens": found, "token_strs": texts}
+            return await encoded(given, engine, row)
 
     @router.post("/detokenize", responses=told(Decoded))
     async def detokenize(given: DetokenizeBody) -> dict[str, str]:
         """Return the text of ids."""
         async with models.using() as engine:
-            text = text_of(given.tokens, engine)
+            text = await engine.in_thread(lambda: text_of(given.tokens, engine))
             return {"prompt": text, "content": text}
 
     @router.get("/tokenizer_info")
@@ -161,8 +176,6 @@ def _tokens(models: Models) -> APIRouter:
 
 def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
     router = APIRouter()
-
-    router.include_router(tabby(models, metrics, partial(_row, models)))
 
     @router.get("/model/list")
     async def folders() -> dict[str, Any]:

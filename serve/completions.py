@@ -1,11 +1,13 @@
 """A completion's body → a plan: prompts as text or ids, fill-in-the-middle, scores."""
 
 from collections.abc import Sequence
+from typing import cast
 
 from exl2flow.serve.answers import AnswerPlan
+from exl2flow.serve.bounds import MOST_PROMPTS
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import MOST_PROMPTS, CompletionBody
+from exl2flow.serve.fields import CompletionBody
 from exl2flow.serve.mapping import grammar_of, planned
 
 # marks before the text, before what follows it, and before what is missing
@@ -50,10 +52,10 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     given = body.prompt
     if isinstance(given, str):
         return [given]
-    prompts = [each for each in given if not isinstance(each, int)]
-    if given and not prompts:
-        return [[each for each in given if isinstance(each, int)]]
-    if len(prompts) < len(given) or not 1 <= len(prompts) <= MOST_PROMPTS:
+    if given and isinstance(given[0], int):
+        return [cast(list[int], given)]
+    prompts = cast(list[str | list[int]], given)
+    if not prompts:
         why = f"`prompt` takes a text, ids, or 1 to {MOST_PROMPTS} of these"
         raise ApiError(400, why, param="prompt")
     return prompts

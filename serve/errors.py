@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -33,11 +34,15 @@ STATUSES: tuple[tuple[type[Exception], int, str | None], ...] = (
     (errors.ContextOverflow, 400, "context_length_exceeded"),
     (errors.CacheFull, 400, "context_length_exceeded"),
     (errors.FilterDeadEnd, 400, "filter_dead_end"),
+    (errors.TextStuck, 400, None),
     (errors.ConfigError, 400, None),
     (errors.ChatTemplateError, 400, None),
     (errors.UnknownPromptFormat, 400, None),
 )
 PARAM = re.compile(r"`([a-z_]+)`")
+# absolute paths: whole, in quotes; else without spaces, from two levels on
+QUOTED_PATH = re.compile(r"([`'\"])(/(?:(?!\1)[^\n])+)\1")
+PLAIN_PATH = re.compile(r"(?<![^\s(=:,])/(?:[\w.@+~-]+/)+([\w.@+~-]+)(?![\w/])")
 
 
 class ApiError(errors.Exl2FlowError):
@@ -57,6 +62,20 @@ class ApiError(errors.Exl2FlowError):
         self.status, self.code, self.param = status, code, param
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
+    def renamed(self, names: Mapping[str, str]) -> "ApiError":
+        """Return the error with the client's names of our fields."""
+        if not names or self.status != 400:
+            return self
+        text = PARAM.sub(lambda found: f"`{names.get(found[1], found[1])}`", str(self))
+        param = self.param and names.get(self.param, self.param)
+        return ApiError(self.status, text, code=self.code, param=param)
+
+
+def shown(error: Exception) -> str:
+    """Return what is wrong as clients may read it: files by their names, without the folders."""
+    text = QUOTED_PATH.sub(lambda at: f"{at[1]}{PurePosixPath(at[2]).name}{at[1]}", str(error))
+    return PLAIN_PATH.sub(r"\1", text)
+
 
 def as_api_error(error: Exception, request_id: str, *, is_input: bool = False) -> ApiError:
     """Return what a client is told of an error; a defect goes to the log, and tells only an id.
@@ -65,13 +84,13 @@ def as_api_error(error: Exception, request_id: str, *, is_input: bool = False) -
     """
     if isinstance(error, ApiError):
         return error
-    found = PARAM.search(str(error))
+    text, found = shown(error), PARAM.search(str(error))
     is_refusal = is_input and type(error) is errors.InferenceError  # such as ids out of range
     if is_refusal:
-        return ApiError(400, str(error), param=found and found[1])
+        return ApiError(400, text, param=found and found[1])
     for kind, status, code in STATUSES:
         if isinstance(error, kind):
-            return ApiError(status, str(error), code=code, param=found and found[1])
+            return ApiError(status, text, code=code, param=found and found[1])
     log.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"internal error; the server's log says more about request {request_id}")
 

@@ -3,59 +3,162 @@
 Ranges are checked where values are used; what is wrong there names the field as well.
 """
 
-import json
+import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    create_model,
+    model_validator,
+)
+from pydantic import ModelWrapValidatorHandler as Handler
+from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.serve.bounds import (
+    DEPTH,
+    LARGEST_COUNT,
+    MOST_ADAPTERS,
+    MOST_CHOICES,
+    MOST_FIELDS,
+    MOST_STOPS,
+    Bans,
+    Biases,
+    Breakers,
+    ChoiceTexts,
+    Constraint,
+    Count,
+    Documents,
+    Id,
+    Ids,
+    IdsOrText,
+    KnownIds,
+    Messages,
+    Name,
+    Number,
+    Prompt,
+    Schema,
+    Seed,
+    Stops,
+    Text,
+    Tools,
+    Variables,
+    Whole,
+    Wishes,
+    most,
+)
 
-MOST_STOPS, MOST_PROMPTS, MOST_CHOICES, MOST_TOOLS = 64, 64, 8, 128
-DEPTH = 64  # of lists and objects within each other
 _TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 ALIASES: Mapping[str, list[str]] = _TABLE["aliases"]
 NAMES = {alias: field for field, aliases in ALIASES.items() for alias in aliases}
 HARMLESS = frozenset(_TABLE["harmless"])
+ALL_THAT_FITS = (-1, -2)  # as lengths in llama.cpp and LM Studio
+# fields that say which form a text must have, and others that may hold them
+FORMS = ("json_schema", "regex_pattern", "guided_choice", "grammar")
+AROUND = ("structured_outputs", "response_format", "output_config", "output_format", "text")
+CONTAINERS = frozenset((dict, list))
+# kinds of problems, the most telling ones first
+TELLING = ("value_error", "too_long", "string_too_long", "less_than_equal", "greater_than_equal")
+UNION_TAG = re.compile(r"(constrained-)?(str|int|float|list|dict)|[a-z-]+[\[(].*")
 
 
 class Json(BaseModel):
-    """A body whose texts can be encoded (JSON can spell half a surrogate pair), of some depth."""
+    """A body whose texts can be encoded (JSON can spell half a surrogate pair), of some depth.
+
+    dialect: fields that clients of this form know by another name. Errors have the client's names.
+    """
 
     model_config = ConfigDict(allow_inf_nan=False)
+    dialect: ClassVar[Mapping[str, str]] = {}
+    _names: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Fields that the client has called otherwise, and its names."""
+        return self._names
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_words_of_the_client(cls, given: Any, read: Handler[Self]) -> Self:
+        names = cls._names_in(given) if isinstance(given, dict) else {}
+        try:
+            found = read(given)
+        except ValidationError as error:
+            raise _renamed(error, names) from None
+        found._names = names
+        return found
+
+    @classmethod
+    def _names_in(cls, given: Mapping[str, Any]) -> dict[str, str]:
+        """Return the names of a client for our fields, where they differ."""
+        used = {name for name in given if given[name] is not None}
+        found = {field: name for field, name in cls.dialect.items() if name in used}
+        found |= {NAMES[name]: name for name in used & NAMES.keys()}
+        around = [name for name in AROUND if name in used]
+        if around and not {*FORMS} & (found.keys() | used):
+            found |= dict.fromkeys((*FORMS, "response_format"), around[0])
+        return {field: name for field, name in found.items() if field not in used}
 
     @model_validator(mode="before")
     @classmethod
     def _is_sound(cls, given: Any) -> Any:
-        try:
-            json.dumps(given, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("a text of the body is broken Unicode: half of a surrogate") from None
         level = [given]
-        for _ in range(DEPTH):
-            inner = [v.values() if isinstance(v, dict) else v for v in level]
-            level = [v for vs in inner if not isinstance(vs, str) for v in vs if _has_items(v)]
+        for _ in range(DEPTH + 1):
+            level = [inner for each in level for inner in _within(each)]
         if level:
             raise ValueError(f"the body is nested more than {DEPTH} levels deep")
+        try:
+            to_json(given)
+        except PydanticSerializationError:
+            raise ValueError("a text of the body is broken Unicode: half of a surrogate") from None
         return given
 
 
-def _has_items(value: object) -> bool:
-    return isinstance(value, dict | list)
+def _within(given: Any) -> Sequence[Any]:
+    """Return lists and objects in one of these."""
+    values = given.values() if type(given) is dict else given if type(given) is list else ()
+    if CONTAINERS.isdisjoint(map(type, values)):  # which is quick for long lists of numbers
+        return ()
+    return [value for value in values if type(value) in CONTAINERS]
 
 
-class Lora(Json):
+def _renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationError:
+    """Return an error with the client's names; the first whose kind fits, of a union."""
+    rows = error.errors(include_url=False, include_context=False, include_input=False)
+    first = min(
+        rows, key=lambda each: (each["type"] not in TELLING, each["type"].endswith("_type"))
+    )
+    words = first["msg"].replace("{", "{{").replace("}", "}}").removeprefix("Value error, ")
+    place = [names.get(str(part), part) for part in first["loc"][:1]]
+    place += [p for p in first["loc"][1:] if isinstance(p, int) or not UNION_TAG.fullmatch(p)]
+    kind = PydanticCustomError(first["type"], words)  # type: ignore[arg-type]  # no literals
+    row: InitErrorDetails = {"type": kind, "loc": (*place,), "input": None}
+    return ValidationError.from_exception_data(error.title, [row])
+
+
+class Lora(BaseModel):
     """An adapter of a request."""
 
-    name: str
-    scale: float = 1.0
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    name: Name
+    scale: Number = 1.0
 
 
+_KINDS: Mapping[Any, Any] = {float: Number, int: Whole, float | None: Number}
 _ROWS: Any = {
-    each.name: (cast(Any, each.type) | None, Field(None, description=each.metadata["description"]))
+    each.name: (
+        _KINDS.get(each.type, each.type) | None,
+        Field(None, description=each.metadata["description"]),
+    )
     for each in fields(SamplingSettings)
     if each.metadata
 }
@@ -68,52 +171,54 @@ class Body(_Sampler, Json):
     model_config = ConfigDict(extra="allow")
     refused: ClassVar[Mapping[str, str]] = {}
 
-    model: str = ""
+    model: Name = ""
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: Wishes = {}
     n: int = Field(1, ge=1, le=MOST_CHOICES)
-    best_of: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = Field(None, ge=0)
-    min_tokens: int = Field(0, ge=0)
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = Field([], max_length=MOST_STOPS)
+    best_of: Whole | None = None
+    seed: Seed | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count = 0
+    stop: Stops = []
+    stop_token_ids: Annotated[list[Id], most(MOST_STOPS)] = []
     ignore_eos: bool = False
     end_loops: bool | None = None
-    cfg_scale: float | None = None
-    dynatemp_range: float | None = None
-    mirostat: int | None = None
-    dry_sequence_breakers: str | list[str] | None = None
-    negative_prompt: str | None = None
-    logit_bias: dict[str, float] = {}
-    banned_tokens: list[int] | str = []
-    allowed_tokens: list[int] | None = None
-    banned_strings: str | list[str] = []
-    lora: list[Lora] | None = None
-    cache_salt: str = ""
+    cfg_scale: Number | None = None
+    dynatemp_range: Number | None = None
+    mirostat: Whole | None = None
+    dry_sequence_breakers: Breakers | None = None
+    negative_prompt: Text | None = None
+    logit_bias: Biases = {}
+    banned_tokens: IdsOrText = []
+    allowed_tokens: KnownIds | None = None
+    banned_strings: Bans = []
+    lora: Annotated[list[Lora], most(MOST_ADAPTERS)] | None = None
+    cache_salt: Name = ""
     logprobs_mode: Literal["raw", "sampled"] = "raw"
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_tokens_as_token_ids: bool = False
     token_healing: bool = False
     skip_special_tokens: bool = True
-    response_format: dict[str, Any] = {}
-    structured_outputs: dict[str, Any] = {}
+    response_format: Constraint = {}
+    structured_outputs: Constraint = {}
     json_object: bool = False
-    json_schema: dict[str, Any] | str | None = None
-    regex_pattern: str | None = None
-    guided_choice: list[str] | None = None
-    grammar: str | None = None
+    json_schema: Constraint | Schema | None = None
+    regex_pattern: Schema | None = None
+    guided_choice: ChoiceTexts | None = None
+    grammar: Schema | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if len(given) > MOST_FIELDS:
+            raise ValueError(f"the body has more than {MOST_FIELDS} fields")
         given = cls.ours(given)
         values, inner = dict[str, Any](), given.get("structured_outputs")
         more = [*(inner.items() if isinstance(inner, dict) else ()), *_form(given)]
         for name, value in [*given.items(), *more]:
-            if value is None:
+            if value is None or (NAMES.get(name, name) == "max_tokens" and value in ALL_THAT_FITS):
                 continue
             if name in cls.refused:
                 raise ValueError(f"`{name}`: {cls.refused[name]}")
@@ -147,9 +252,14 @@ def _form(given: dict[str, Any]) -> list[tuple[str, Any]]:
     if kind not in ("json_object", "json_schema", "regex", "grammar"):
         raise ValueError(f"`response_format` has the type {kind!r:.40}; it takes json_schema, …")
     if kind in ("regex", "grammar"):
-        return [(kind, form.get("pattern", form.get("grammar")))]
+        text = form.get("pattern", form.get("grammar"))
+        if not isinstance(text, str):
+            raise ValueError(f"`response_format` of type `{kind}` has no text of one")
+        return [(kind, text)]
     inner = form.get("json_schema") or form
-    schema = inner.get("schema", {}) if isinstance(inner, dict) else None
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if schema is None and kind == "json_object":
+        schema = {}
     if not isinstance(schema, dict):
         raise ValueError("`response_format` has no `schema`, a JSON schema")
     return [("json_schema", {"type": "object", **schema} if kind == "json_object" else schema)]
@@ -163,22 +273,22 @@ class ChatBody(Body):
         "audio": "this server makes text only",
     }
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: list[dict[str, Any]] = Field([], max_length=MOST_TOOLS)
-    functions: list[dict[str, Any]] = Field([], max_length=MOST_TOOLS)
-    tool_choice: str | dict[str, Any] = "auto"
+    tools: Tools = []
+    functions: Tools = []
+    tool_choice: Name | Wishes = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = None
-    reasoning: dict[str, Any] = {}
+    reasoning_effort: Name | None = None
+    reasoning: Wishes = {}
     enable_thinking: bool | None = None
-    thinking: dict[str, Any] = {}
-    thinking_budget: int | None = Field(None, ge=-1)
+    thinking: Wishes = {}
+    thinking_budget: int | None = Field(None, ge=-1, le=LARGEST_COUNT)
     include_reasoning: bool = True
-    reasoning_format: str | None = None
-    chat_template_kwargs: dict[str, Any] = {}
-    documents: list[dict[str, Any]] | None = None
+    reasoning_format: Name | None = None
+    chat_template_kwargs: Variables = {}
+    documents: Documents | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -186,18 +296,20 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """A request for completions."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: Prompt
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: str | None = None
+    suffix: Text | None = None
     add_bos_token: bool = True
 
 
 class TokenizeBody(Json):
     """A text or a conversation to encode."""
 
-    prompt: str = ""
-    messages: list[dict[str, Any]] | None = None
+    dialect: ClassVar[Mapping[str, str]] = {"prompt": "content"}
+
+    prompt: Text = ""
+    messages: Messages | None = None
     add_special_tokens: bool = True
     parse_special: bool = True
     return_token_strs: bool = False
@@ -215,7 +327,7 @@ class TokenizeBody(Json):
 class DetokenizeBody(Json):
     """Ids to decode."""
 
-    tokens: list[int]
+    tokens: Ids
 
 
 class ErrorDetail(BaseModel):

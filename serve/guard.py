@@ -16,16 +16,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.serve.errors import ApiError, response
+from exl2flow.serve.bounds import LARGEST_BODY, check_body
+from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.keys import Key, Keys
-from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.listening import UNIX
+from exl2flow.serve.metrics import OTHER, Metrics
 
-LARGEST_BODY = 8 << 20  # bytes
 LARGEST_HEADERS = 32 << 10  # bytes
 BODY_SECONDS = 30.0
 OPEN, MEASURES = {"/", "/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-ALLOWED = "authorization, content-type, x-api-key, x-request-id"  # headers of pages
+ALLOWED = ("authorization", "content-type", "x-api-key", "x-request-id")  # headers of pages
+HEADER = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")  # a name that a page may ask for
+MOST_HEADERS = 64  # of a page
+BODILESS = {"/v1/model/unload", "/model/unload"}  # take no body, so none needs a type
+SLASHES = re.compile(r"//+")
 CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}
 
 
@@ -35,6 +40,20 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a host is given as an IP address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_open(host: str) -> bool:
+    """Return whether other machines reach what listens on an address."""
+    return not (host.startswith(UNIX) or is_loopback(host))
 
 
 class Guard:
@@ -50,6 +69,7 @@ class Guard:
     ) -> None:
         self._app, self._keys, self._metrics = app, keys, metrics
         self._hosts, self._origins = {options.host, *options.allow_host}, {*options.origin}
+        self._is_open_to_others = is_open(options.host)
         self._open = OPEN | (MEASURES if options.open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,29 +77,23 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _plainly(scope)
         given = Headers(scope=scope)
         own = given.get("x-request-id", "")
         request_id = own if REQUEST_ID.fullmatch(own) else f"req_{secrets.token_hex(12)}"
         scope.setdefault("state", {}).update(request_id=request_id, key=_anyone(scope))
+        is_begun = False
 
         async def told(message: Message) -> None:
+            nonlocal is_begun
             if message["type"] == "http.response.start":
-                path = getattr(scope.get("route"), "path", "other")
-                self._metrics.add("http_requests", path=path, code=str(message["status"]))
-                if message["status"] >= 400:
-                    self._metrics.refused(scope["state"], scope["path"], message["status"])
-                headers = MutableHeaders(raw=message["headers"])
-                headers["x-request-id"] = headers["request-id"] = request_id
-                if given.get("origin") in self._origins:
-                    headers["access-control-allow-origin"] = given["origin"]
-                    headers["access-control-allow-headers"] = ALLOWED
-                    headers["access-control-expose-headers"] = "*"
-                    headers["vary"] = "origin"
+                is_begun = True
+                self._finish(message, scope, given)
             await send(message)
 
         try:
             is_question = self._is_question(scope, given)
-            body = b"" if is_question else await _read(receive)
+            body = b"" if is_question else check_body(await _read(receive))
         except ApiError as error:
             await response(error, scope, CLOSING.get(error.status))(scope, receive, told)
             return
@@ -91,14 +105,36 @@ class Guard:
             return messages.pop() if messages else await receive()
 
         app = Response(status_code=204) if is_question else self._app
-        await app(scope, read, told)
+        try:
+            await app(scope, read, told)
+        except Exception as error:  # else the framework answers, without our headers and counts
+            if is_begun:
+                raise
+            answer = response(as_api_error(error, request_id, is_input=True), scope)
+            await answer(scope, receive, told)
+
+    def _finish(self, start: Message, scope: Scope, given: Headers) -> None:
+        """Count an answer that begins, log it if it refuses, and add its headers."""
+        path, status = getattr(scope.get("route"), "path", OTHER), start["status"]
+        self._metrics.add("http_requests", path=path, code=str(status))
+        if status >= 400:
+            self._metrics.refused(scope["state"], scope["path"], status)
+        headers = MutableHeaders(raw=start["headers"])
+        headers["x-request-id"] = headers["request-id"] = scope["state"]["request_id"]
+        if given.get("origin") in self._origins:
+            headers["access-control-allow-origin"] = given["origin"]
+            headers["access-control-allow-headers"] = _allowed(given)
+            headers["access-control-expose-headers"] = "*"
+            headers["vary"] = "origin, access-control-request-headers"
 
     def _is_question(self, scope: Scope, given: Headers) -> bool:
         """Refuse a request by its headers; return whether a page asks what it may send."""
         if sum(len(k) + len(v) for k, v in given.raw) > LARGEST_HEADERS:
             raise ApiError(431, f"the headers have more than {LARGEST_HEADERS} bytes")
         host, origin = _host_of(f"//{given.get('host', '')}"), given.get("origin")
-        if not (is_loopback(host) or host in self._hosts):
+        is_ours = is_loopback(host) or host in self._hosts
+        # a page that rebinds its name to this machine needs a name, so an address is none
+        if not (is_ours or (self._is_open_to_others and _is_address(host))):
             raise ApiError(403, f"the host {host!r:.80} is not ours; `--allow-host` adds a name")
         is_own = origin is None or origin.partition("://")[2] == given["host"]
         if not is_own and origin not in self._origins:
@@ -110,11 +146,33 @@ class Guard:
             scope["state"]["key"] = self._keys.find(_plain(given))
         if scope["method"] in ("POST", "PUT", "PATCH"):
             kind = given.get("content-type", "").partition(";")[0].strip().lower()
-            if kind != "application/json":
+            if kind != "application/json" and not (scope["path"] in BODILESS and _is_empty(given)):
                 raise ApiError(415, f"`content-type` is {kind!r:.80}; send application/json")
             if int(given.get("content-length", "0")[:20]) > LARGEST_BODY:  # h11 checks digits
                 raise ApiError(413, f"the body has more than {LARGEST_BODY} bytes")
         return False
+
+
+def _plainly(scope: Scope) -> Scope:
+    """Return a request without doubled and trailing slashes; what GET answers, HEAD does too.
+
+    The server leaves out the body. The root has a route of its own for HEAD.
+    """
+    path = SLASHES.sub("/", scope["path"]).rstrip("/") or "/"
+    is_head = scope["method"] == "HEAD" and path != "/"
+    return {**scope, "path": path, "method": "GET" if is_head else scope["method"]}
+
+
+def _allowed(given: Mapping[str, str]) -> str:
+    """Return the headers that a page of a known origin may send: what it asks for."""
+    asked = given.get("access-control-request-headers", "").lower().split(",")
+    names = [name.strip() for name in asked[:MOST_HEADERS]]
+    return ", ".join(dict.fromkeys([*ALLOWED, *filter(HEADER.fullmatch, names)]))
+
+
+def _is_empty(given: Mapping[str, str]) -> bool:
+    """Return whether a request has no body."""
+    return "transfer-encoding" not in given and given.get("content-length", "0") == "0"
 
 
 def _anyone(scope: Scope) -> Key:

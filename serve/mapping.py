@@ -8,11 +8,11 @@ from typing import Any
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.filters import GrammarFilter, lark_of
+from exl2flow.inference.filters import GrammarFilter
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import MOST_STOPS, Body
+from exl2flow.serve.fields import Body
 from exl2flow.serve.sections import sampler_of
 
 NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -41,7 +41,7 @@ def planned(
         "min_new_tokens": body.min_tokens,
         "settings": settings_of(body, engine),
         "excluded": _excluded(body, engine),
-        "banned_strings": [ban for ban in _several(body.banned_strings) if ban],
+        "banned_strings": [ban for ban in body.banned_strings if ban],
         "heal": body.token_healing,
         "decode_special": not body.skip_special_tokens,
         "raw": body.logprobs_mode == "raw",
@@ -69,11 +69,9 @@ def settings_of(body: Body, engine: Engine) -> SamplingSettings:
         values["min_temp"] = max(middle - body.dynatemp_range, 0.0)
         values["max_temp"] = middle + body.dynatemp_range
     if (breakers := body.dry_sequence_breakers) is not None:
-        if isinstance(breakers, str) and breakers.startswith("["):  # as SillyTavern sends them
-            breakers = _texts(breakers)
-        texts = [text for text in _several(breakers) if text]
-        pieces = enumerate(engine.tokenizer.pieces)
-        values["dry_breakers"] = tuple(i for i, p in pieces if any(t in p for t in texts))
+        pieces = [*enumerate(engine.tokenizer.pieces)]
+        hit = {i for text in {*breakers} - {""} for i, piece in pieces if text in piece}
+        values["dry_breakers"] = tuple(sorted(hit))
     values["token_bias"] = tuple((i, bias) for i, bias in _biases(body) if bias > -100)
     return SamplingSettings(**values | options.forced)
 
@@ -85,22 +83,9 @@ def _biases(body: Body) -> list[tuple[int, float]]:
         raise ConfigError(f"`logit_bias` takes ids as keys: {error}") from error
 
 
-def _several(given: str | Sequence[str]) -> Sequence[str]:
-    return [given] if isinstance(given, str) else given
-
-
-def _texts(given: str) -> list[str]:
-    try:
-        return [str(text) for text in json.loads(given)]
-    except ValueError:
-        return [given]
-
-
 def _excluded(body: Body, engine: Engine) -> set[int]:
     """Return the ids that are never sampled."""
     tokens = body.banned_tokens
-    if isinstance(tokens, str):  # as TabbyAPI takes them
-        tokens = [int(t) for t in tokens.replace(",", " ").split() if t.isdecimal()]
     allowed = [0] if body.allowed_tokens is None else body.allowed_tokens
     if not allowed or not all(0 <= i < engine.width for i in (*tokens, *allowed)):
         why = f"take ids below {engine.width}, and some must be left"
@@ -113,9 +98,7 @@ def _excluded(body: Body, engine: Engine) -> set[int]:
 
 def _stops(body: Body, engine: Engine, own: Sequence[int | str]) -> tuple[int | str, ...]:
     """Return what ends a text: the format's stops and the request's, names of tokens as ids."""
-    strings, tokenizer = [text for text in _several(body.stop) if text], engine.tokenizer
-    if len(strings) > MOST_STOPS:
-        raise ConfigError(f"`stop` has {len(strings)} texts; it takes {MOST_STOPS} at most")
+    strings, tokenizer = [text for text in body.stop if text], engine.tokenizer
     special = {tokenizer.backend.id_to_token(i): i for i in tokenizer.special_ids}
     stops = [special.get(text, text) for text in strings]
     kept = [s for s in own if not (body.ignore_eos and s in tokenizer.eos_token_ids)]
@@ -134,12 +117,12 @@ def _most_new(body: Body, engine: Engine, prompt: int) -> int | None:
 
 
 def grammar_of(body: Body) -> GrammarFilter | None:
-    """Return what the answer must match; raises `ConfigError` if it is broken, or two things."""
+    """Return what the answer must match, not yet tried; raises `ConfigError` for two things."""
     any_object = {"type": "object"} if body.json_object else None
     values: dict[str, Any] = {
         "json_schema": any_object if body.json_schema is None else body.json_schema,
         "regex": body.regex_pattern,
-        "lark": body.grammar,
+        "gbnf": body.grammar,
         "choice": body.guided_choice,
     }
     given = {name: value for name, value in values.items() if value is not None}
@@ -152,7 +135,5 @@ def grammar_of(body: Body) -> GrammarFilter | None:
         if not body.guided_choice:
             raise ConfigError("`choice` is empty; it takes texts")
         texts = [json.dumps(text, ensure_ascii=False) for text in body.guided_choice]
-        return GrammarFilter(lark=f"start: {' | '.join(texts)}")
-    if body.grammar is not None:
-        return GrammarFilter(lark=lark_of(body.grammar))
-    return GrammarFilter(**given) if given else None
+        return GrammarFilter(lark=f"start: {' | '.join(texts)}", check=False)
+    return GrammarFilter(**given, check=False) if given else None

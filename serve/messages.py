@@ -4,13 +4,24 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from exl2flow.serve.agents import AgentBody, AgentDialect, Block, Json, call, objects, turns
+from exl2flow.serve.agents import (
+    AgentBody,
+    AgentDialect,
+    Block,
+    Json,
+    call,
+    objects,
+    turns,
+    words_of,
+)
 from exl2flow.serve.answers import RunningAnswer
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, messages_body
 
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n*", re.MULTILINE)  # new in each request
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# what the vendor's own tools did within a conversation, and what they found
+VENDORS = re.compile(r"(server|mcp)_tool_use|\w+_tool_result")
 ENDS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 EMPTY: Mapping[str, Json] = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -36,7 +47,8 @@ class MessagesBody(AgentBody):
             more["tool_choice"] = CHOICES.get(str(choice.get("type")), name)
             more["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         tools = objects(given.get("tools") or [], "tools")
-        messages = turns(_parts(given))
+        parts = [*_parts(given)]
+        messages = turns(part for part in parts if "left_out" not in part)
         output = given.get("output_config")
         wishes = output if isinstance(output, dict) else {}
         more["response_format"] = wishes.get("format", given.get("output_format"))
@@ -49,20 +61,22 @@ class MessagesBody(AgentBody):
             "messages": messages,
             "continue_final_message": bool(messages and "tool_calls" not in messages[-1]),
             "tools": [_function(tool) for tool in tools if "input_schema" in tool],
+            "left_out": tuple({part["left_out"]: None for part in parts if "left_out" in part}),
             "dropped": tuple(str(t.get("name")) for t in tools if "input_schema" not in t),
         }
 
 
 def _parts(given: Json) -> Iterator[Json]:
-    """Yield the texts, thoughts, calls and results of a conversation."""
+    """Yield the texts, thoughts, calls and results of a conversation, and kinds that are not."""
     for part in objects(given.get("system") or [], "system"):
-        if text := BILLING.sub("", str(part.get("text", ""))):
+        if text := BILLING.sub("", words_of(part.get("text"))):
             yield {"role": "system", "content": text}
     for message in objects(given.get("messages"), "messages"):
-        for part in objects(message.get("content"), "content"):
+        for part in objects(message.get("content") or "", "content"):
             match part.get("type"):
                 case "thinking":
-                    yield {"role": "assistant", "reasoning_content": str(part.get("thinking"))}
+                    thoughts = words_of(part.get("thinking"))
+                    yield {"role": "assistant", "reasoning_content": thoughts}
                 case "redacted_thinking":
                     pass
                 case "tool_use":
@@ -70,13 +84,46 @@ def _parts(given: Json) -> Iterator[Json]:
                 case "tool_result":
                     content = objects(part.get("content") or "", "content")
                     id_ = part.get("tool_use_id")
-                    yield {"role": "tool", "tool_call_id": id_, "content": content}
+                    shown = [*map(_text_part, content)]
+                    yield {"role": "tool", "tool_call_id": id_, "content": shown}
+                case str(kind) if VENDORS.fullmatch(kind):
+                    yield {"role": message.get("role"), "left_out": kind}
                 case _:
-                    yield {"role": message.get("role"), "content": [part]}
+                    yield {"role": message.get("role"), "content": [_text_part(part)]}
+
+
+def _text_part(part: Json) -> Json:
+    """Return a part that holds text in another form as a text; what holds none as it is."""
+    source, about = part.get("source"), [part.get("title"), part.get("context")]
+    match part.get("type"), source:
+        case "document", {"type": "text", "data": str(data)}:
+            found = [data]
+        case "document", {"type": "content", "content": content}:
+            found = [*map(_text, objects(content or "", "source"))]
+        case "search_result", _:
+            about = [part.get("title"), source]
+            found = [*map(_text, objects(part.get("content") or "", "content"))]
+        case "compaction", _:  # a summary of what came before
+            about, found = [], [words_of(part.get("content"))]
+        case _:
+            return part
+    return {
+        "type": "text",
+        "text": "\n\n".join(words_of(text) for text in [*about, *found] if text),
+    }
+
+
+def _text(part: Json) -> str:
+    """Return the text of a part within a document; raises `ValueError` if it is something else."""
+    if part.get("type") != "text":
+        raise ValueError(
+            f"a document has a part of type {part.get('type')!r:.40}; only text is read"
+        )
+    return words_of(part.get("text"))
 
 
 def _function(tool: Json) -> Json:
-    inner = {"name": tool.get("name"), "description": tool.get("description", "")}
+    inner = {"name": tool.get("name"), "description": words_of(tool.get("description"))}
     return {"type": "function", "function": {**inner, "parameters": tool["input_schema"]}}
 
 

@@ -17,7 +17,7 @@ from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import HARMLESS, Body
 from exl2flow.serve.keys import Key
-from exl2flow.serve.metrics import Metrics
+from exl2flow.serve.metrics import OTHER, Metrics
 from exl2flow.serve.models import Models
 from exl2flow.serve.openai import Dialect
 
@@ -65,6 +65,7 @@ class AnswerResponse(Response):
                 task.cancel()
             await asyncio.gather(work, leaving, return_exceptions=True)
             if self._answer is not None:
+                await self._answer.ended()
                 self._metrics.ended(self._answer, scope["state"], scope["path"], code)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> int:
@@ -80,6 +81,7 @@ class AnswerResponse(Response):
         except Exception as error:
             request_id = scope["state"]["request_id"]
             told = as_api_error(error, request_id, is_input=self._answer is None)
+            told = told.renamed(self._given.names)
             self._metrics.add("request_errors", code=str(told.status))
             if self._dialect is not None and self._is_begun:
                 await _send(send, self._dialect.failed(told), more=False)
@@ -116,7 +118,7 @@ class AnswerResponse(Response):
         """Check the names of fields."""
         ignored = sorted(self._given.ignored)
         for field in ignored:
-            shown = field if field in HARMLESS else "other"
+            shown = field if field in HARMLESS else OTHER
             self._metrics.add("ignored_fields", field=shown)
         unknown = [field for field in ignored if field not in HARMLESS]
         if unknown and self._models.options.strict:

@@ -1,16 +1,33 @@
 """OpenAI's Responses: its body as a chat, and blocks of answers as its items. Nothing is stored."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from exl2flow.serve.agents import AgentBody, AgentDialect, Block, Json, call, objects, turns
+from exl2flow.serve.agents import (
+    AgentBody,
+    AgentDialect,
+    Block,
+    Json,
+    call,
+    objects,
+    turns,
+    words_of,
+)
 from exl2flow.serve.answers import RunningAnswer
+from exl2flow.serve.bounds import MOST_TOOLS, Name, most
+from exl2flow.serve.chat_tools import KINDS, as_function
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 
 STORED = "this server stores no answers; send the whole conversation as `input`"
-INPUT: Json = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-INPUT |= {"additionalProperties": False}
+# calls of tools that the client runs, and the field with their arguments
+CALLS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
+RESULTS = {"function_call_output", "custom_tool_call_output", *(f"{kind}_output" for kind in CALLS)}
+# what the vendor's own tools did within a conversation
+VENDORS = {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+VENDORS |= {"mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"}
+VENDORS |= {"tool_search_call", "tool_search_output", "compaction"}
 PREFIXES = {"text": "msg", "thinking": "rs", "call": "fc"}
 NAMES = {"text": "output_text", "thinking": "reasoning_text", "call": "function_call_arguments"}
 ENDS = {"length": "incomplete"}  # of others, `completed`
@@ -24,13 +41,18 @@ class ResponsesBody(AgentBody):
         "background": "every answer is sent to the client that asks for it",
     }
 
-    custom: tuple[str, ...] = ()
+    dialect: ClassVar[Mapping[str, str]] = {
+        "custom": "tools",
+        "dropped": "tools",
+        "messages": "input",
+    }
+    custom: Annotated[tuple[Name, ...], most(MOST_TOOLS)] = ()
 
     @classmethod
     def ours(cls, given: Json) -> Json:
         """See `Body.ours`."""
         tools, text = objects(given.get("tools") or [], "tools"), given.get("text")
-        known = ("function", "custom")
+        parts = [*_parts(given)]
         hidden = {
             "instructions",
             "input",
@@ -40,16 +62,17 @@ class ResponsesBody(AgentBody):
         return {
             **{k: v for k, v in given.items() if k not in hidden},
             "n": 1,
-            "messages": turns(_parts(given)),
+            "messages": turns(part for part in parts if "left_out" not in part),
+            "left_out": tuple({part["left_out"]: None for part in parts if "left_out" in part}),
             "response_format": text.get("format") if isinstance(text, dict) else None,
-            "tools": [_function(tool) for tool in tools if tool.get("type") in known],
+            "tools": [_function(tool) for tool in tools if tool.get("type") in KINDS],
             "custom": tuple(str(t.get("name")) for t in tools if t.get("type") == "custom"),
-            "dropped": tuple(str(t.get("type")) for t in tools if t.get("type") not in known),
+            "dropped": tuple(str(t.get("type")) for t in tools if t.get("type") not in KINDS),
         }
 
 
 def _parts(given: Json) -> Iterator[Json]:
-    """Yield the texts, thoughts, calls and results of a conversation."""
+    """Yield the texts, thoughts, calls and results of a conversation, and kinds that are not."""
     if given.get("instructions"):
         yield {"role": "system", "content": given["instructions"]}
     source = given.get("input")
@@ -57,32 +80,38 @@ def _parts(given: Json) -> Iterator[Json]:
         yield {"role": "user", "content": source}
         return
     for number, item in enumerate(objects(source, "input")):
-        match item.get("type", "message"):
+        match item.get("type") or "message":
             case "message":
-                yield {"role": item.get("role"), "content": objects(item.get("content"), "content")}
+                content = objects(item.get("content") or "", "content")
+                yield {"role": item.get("role"), "content": content}
             case "reasoning":
                 texts = objects(item.get("content") or item.get("summary") or [], "content")
-                thoughts = "\n".join(str(part.get("text", "")) for part in texts)
+                thoughts = "\n".join(words_of(part.get("text")) for part in texts)
                 yield {"role": "assistant", "reasoning_content": thoughts}
             case "function_call":
                 yield call(item.get("call_id"), item.get("name"), item.get("arguments"))
             case "custom_tool_call":
                 arguments = {"input": item.get("input")}
                 yield call(item.get("call_id"), item.get("name"), arguments)
-            case "function_call_output" | "custom_tool_call_output":
+            case str(kind) if kind in CALLS:
+                name, arguments = kind.removesuffix("_call"), item.get(CALLS[kind])
+                yield call(item.get("call_id") or item.get("id"), name, arguments)
+            case str(kind) if kind in RESULTS:
                 output, id_ = objects(item.get("output") or "", "output"), item.get("call_id")
-                yield {"role": "tool", "tool_call_id": id_, "content": output}
+                if any("type" not in part for part in output):  # exit codes and the like
+                    output = objects(json.dumps(output, ensure_ascii=False), "output")
+                yield {"role": "tool", "tool_call_id": id_ or item.get("id"), "content": output}
+            case str(kind) if kind in VENDORS:
+                yield {"role": "assistant", "left_out": kind}
             case kind:
                 raise ValueError(f"`input` [{number}] has the type {kind!r:.40}, which is not read")
 
 
 def _function(tool: Json) -> Json:
-    about, schema = str(tool.get("description") or ""), tool.get("parameters")
     if tool["type"] == "custom":
-        form = tool.get("format")
-        syntax = form.get("definition", "") if isinstance(form, dict) else ""
-        about, schema = f"{about}\n\n{syntax}".strip(), INPUT
-    inner = {"name": tool.get("name"), "description": about, "parameters": schema}
+        return as_function(tool)
+    about = words_of(tool.get("description"))
+    inner = {"name": tool.get("name"), "description": about, "parameters": tool.get("parameters")}
     return {"type": "function", "function": inner}
 
 
@@ -118,7 +147,7 @@ class ResponsesDialect(AgentDialect):
     def closed(self, block: Block) -> Sequence[Json]:
         if block.arguments is None:  # cut off; its source follows as text
             return []
-        item = self._item(block, "completed")
+        item = self._item(block, _status(block))
         last = {"type": "response.output_item.done", "output_index": block.index, "item": item}
         if block.name in self._body.custom:
             kind, text = "custom_tool_call_input", item["input"]
@@ -149,6 +178,7 @@ class ResponsesDialect(AgentDialect):
         return self._response(status) | {"usage": usage, "incomplete_details": why}
 
     def failed(self, error: ApiError) -> bytes:
+        self._cut(is_cut=True)
         told = {"code": error.code or "server_error", "message": str(error)}
         response = self._response("failed") | {"error": told}
         return self.event({"type": "response.failed", "response": response})
@@ -163,7 +193,7 @@ class ResponsesDialect(AgentDialect):
             "status": status,
             "error": None,
             "incomplete_details": None,
-            "output": [self._item(block, "completed") for block in whole],
+            "output": [self._item(block, _status(block)) for block in whole],
             "parallel_tool_calls": body.parallel_tool_calls,
             "tool_choice": body.tool_choice,
             "tools": [],  # the client's, who knows them
@@ -190,6 +220,10 @@ class ResponsesDialect(AgentDialect):
             return {**head, "type": "function_call", "arguments": block.text}
         text = (block.arguments or {}).get("input", block.text)
         return {**head, "type": "custom_tool_call", "input": text}
+
+
+def _status(block: Block) -> str:
+    return "incomplete" if block.is_cut else "completed"
 
 
 def _part(block: Block) -> Json:

@@ -1,27 +1,33 @@
 """What SillyTavern asks of a TabbyAPI and of a llama.cpp server, beside OpenAI's endpoints."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 from fastapi import APIRouter
+from pydantic_core import to_json
 from starlette.responses import Response
 
 from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import chats, completions
 from exl2flow.serve.answers import Update
+from exl2flow.serve.bounds import Ids, Messages, Text
 from exl2flow.serve.engine import Engine
-from exl2flow.serve.errors import ApiError
+from exl2flow.serve.errors import ApiError, shown
 from exl2flow.serve.fields import CompletionBody, Json, TokenizeBody
+from exl2flow.serve.mapping import settings_of
 from exl2flow.serve.metrics import Metrics
 from exl2flow.serve.models import Models
 from exl2flow.serve.openai import Chunk, CompletionDialect, sse, timings_of
 from exl2flow.serve.reply import AnswerResponse
 
+SLICE = 1 << 13  # values that are written as JSON at once
+
 
 class EncodeBody(Json):
     """A text or a conversation, as TabbyAPI takes it."""
 
-    text: str | list[dict[str, Any]]
+    text: Text | Messages
     add_bos_token: bool = True
     encode_special_tokens: bool = True
 
@@ -29,12 +35,14 @@ class EncodeBody(Json):
 class DecodeBody(Json):
     """Ids, as TabbyAPI takes them."""
 
-    tokens: list[int]
+    tokens: Ids
     decode_special_tokens: bool = True
 
 
 class LlamaBody(CompletionBody):
     """A completion in the form of llama.cpp; `false` as a bias excludes the token."""
+
+    dialect: ClassVar[Mapping[str, str]] = {"logprobs": "n_probs"}
 
     @classmethod
     def ours(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -91,26 +99,65 @@ class LlamaDialect(CompletionDialect):
         return shown
 
 
-async def ids_of(given: TokenizeBody, engine: Engine) -> list[int]:
-    """Return the ids of a text or a conversation; raises `ApiError` if there is no way."""
+async def encoded(
+    given: TokenizeBody, engine: Engine, row: Callable[[list[int], Engine], dict[str, Any]]
+) -> Response:
+    """Answer with the ids of a text or a conversation, all of it made in a thread.
 
-    def ids() -> list[int]:
+    Raises:
+        ApiError: there is no way to encode it.
+    """
+
+    def made() -> bytes:
         if given.messages is None:
             bos, special = given.add_special_tokens, given.parse_special
-            return engine.tokenizer.encode(given.prompt, add_bos=bos, special=special)
-        return chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
+            ids = engine.tokenizer.encode(given.prompt, add_bos=bos, special=special)
+        else:
+            ids = chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
+        return b",".join(_json(row(ids, engine))).join((b"{", b"}"))
 
     try:
-        return await engine.in_thread(ids)
+        return Response(await engine.in_thread(made), media_type="application/json")
     except ChatTemplateError as error:
-        raise ApiError(400, str(error), param="messages") from error
+        raise ApiError(400, shown(error), param="messages") from error
+
+
+def _json(row: dict[str, Any]) -> Iterator[bytes]:
+    """Yield the members of an object; long lists in slices, between which others get the GIL."""
+    for name, value in row.items():
+        text = (
+            to_json(value)
+            if not isinstance(value, list)
+            else b"[%s]"
+            % b",".join(to_json(value[at : at + SLICE])[1:-1] for at in range(0, len(value), SLICE))
+        )
+        yield to_json(name) + b":" + text
+
+
+def names_of(ids: list[int], engine: Engine) -> list[str]:
+    """Return the texts of tokens one by one; raises `ApiError` if they are more than a prompt."""
+    if len(ids) > engine.room:
+        why = f"`return_token_strs` takes texts of {engine.room} tokens, not {len(ids)}"
+        raise ApiError(400, why, param="return_token_strs")
+    return [engine.tokens.text(i) for i in ids]
 
 
 def text_of(ids: list[int], engine: Engine, *, special: bool = True) -> str:
-    """Return the text of ids; raises `ApiError` if one is none."""
+    """Return the text of ids; raises `ApiError` if one is none, or they are more than a prompt."""
+    if len(ids) > engine.room:
+        why = f"`tokens` has {len(ids)} ids; it takes {engine.room}, as many as a prompt"
+        raise ApiError(400, why, param="tokens")
     if wrong := [i for i in ids if not 0 <= i < engine.width]:
         raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
     return engine.tokenizer.decode(ids, special=special)
+
+
+def _defaults(engine: Engine) -> dict[str, Any]:
+    """Return what holds for a request without settings, under llama-server's names."""
+    settings = settings_of(LlamaBody.model_validate({"prompt": ""}), engine)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    most = engine.options.max_answer
+    return {**{n: getattr(settings, n) for n in names}, "n_predict": -1 if most is None else most}
 
 
 def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]) -> APIRouter:
@@ -125,7 +172,7 @@ def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]
             return {**row(engine.name), "parameters": about}
 
     @router.post("/token/encode")
-    async def encode(given: EncodeBody) -> dict[str, Any]:
+    async def encode(given: EncodeBody) -> Response:
         """Return the ids of a text or a conversation, as TabbyAPI does."""
         name = "prompt" if isinstance(given.text, str) else "messages"
         same = TokenizeBody.model_validate(
@@ -136,14 +183,15 @@ def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]
             }
         )
         async with models.using() as engine:
-            ids = await ids_of(same, engine)
-            return {"tokens": ids, "length": len(ids)}
+            return await encoded(same, engine, lambda ids, _: {"tokens": ids, "length": len(ids)})
 
     @router.post("/token/decode")
     async def decode(given: DecodeBody) -> dict[str, str]:
         """Return the text of ids, as TabbyAPI does."""
         async with models.using() as engine:
-            return {"text": text_of(given.tokens, engine, special=given.decode_special_tokens)}
+            special = given.decode_special_tokens
+            work = partial(text_of, given.tokens, engine, special=special)
+            return {"text": await engine.in_thread(work)}
 
     @router.get("/props")
     async def props() -> dict[str, Any]:
@@ -151,7 +199,7 @@ def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]
         async with models.using() as engine:
             return {
                 "chat_template": "" if engine.reader is None else engine.reader.format.template,
-                "default_generation_settings": {"n_ctx": engine.room},
+                "default_generation_settings": {"n_ctx": engine.room, "params": _defaults(engine)},
                 "model_alias": engine.name,
                 "total_slots": engine.options.slots,
             }
