@@ -24,13 +24,14 @@ class ChatMessage(BaseModel):
     content: str | None
     reasoning_content: str | None = None
     tool_calls: list[Json] = []
+    function_call: Json | None = None
 
 
 class AnyChoice(BaseModel):
     """One of `n` answers. stop_reason: the string or id that ended it."""
 
     index: int
-    finish_reason: Literal["stop", "length", "tool_calls", "content_filter"]
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
     stop_reason: str | int | None = None
     logprobs: Json | None
 

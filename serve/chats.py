@@ -3,27 +3,27 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from exl2flow.core.errors import ChatTemplateError, ConfigError
+from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import Filter
 from exl2flow.inference.chat import tool_grammar
 from exl2flow.inference.chat.history import Reader
-from exl2flow.inference.chat.tool_grammar import Choice
 from exl2flow.inference.filters import GrammarFilter, Phases
+from exl2flow.model.text import messages as turns
+from exl2flow.model.text.repairs import joined
 from exl2flow.serve.answers import AnswerPlan
+from exl2flow.serve.chat_tools import Tools, has_grammar, tools_of
 from exl2flow.serve.engine import NO_TOOLS, Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import ChatBody
 from exl2flow.serve.mapping import grammar_of, planned
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 GENERIC = (
     "You may call these functions:\n<tools>\n{tools}\n</tools>\nTo call one, write an object with "
     "`name` and `arguments` between <tool_call> and </tool_call>."
 )
-CHOICES: dict[str, Choice] = {"auto": "auto", "required": "required", "none": "none"}
-CHOICES["any"] = "required"
+DESCRIBED = "the grammar of a custom tool is described to the model, not forced"
 
 
 def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
@@ -32,7 +32,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
     Raises:
         ApiError, Exl2FlowError: a field is wrong, or there is no room.
     """
-    reader, tools, warnings = reader_of(engine), _tools(body), list[str]()
+    reader, tools, warnings = reader_of(engine), tools_of(body), list[str]()
     fmt = engine.tool_format if tools.offered else None
     variables, budget = _thinking(body, reader, warnings)
     ids, opened = _prompt(body, engine, tools.offered, variables, warnings)
@@ -60,7 +60,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
         planned(body, engine, [ids], fields),
         marks=None if is_inline else marks,
         opened=opened,
-        tools=tuple(tools.offered),
+        tools=tuple(tools.allowed),
         tool_format=fmt,
         shows_calls=engine.has_grammars and body.stream,
         warnings=warnings,
@@ -70,7 +70,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
 def length_of(body: ChatBody, engine: Engine) -> int:
     """Return the tokens of a prompt; raises as `plan_of`, but not where there is no room."""
     variables, _ = _thinking(body, reader_of(engine), [])
-    return len(_prompt(body, engine, _tools(body).offered, variables, [])[0])
+    return len(_prompt(body, engine, tools_of(body).offered, variables, [])[0])
 
 
 def _prompt(
@@ -88,40 +88,36 @@ def _prompt(
         warnings.append(NO_TOOLS)
         messages = _with_tools(messages, tools)
 
-    def read(given: list[dict[str, Any]]) -> tuple[list[int], bool]:
-        return reader_of(engine).prompt(
-            given,
-            tools=None if is_generic else tools or None,
-            variables=variables,
-            goes_on=_goes_on(body),
-            trusts=engine.options.trust_marks,
-        )
-
-    try:
-        return read(messages)
-    except ChatTemplateError:
-        inner = [m["role"] == "system" and number > 0 for number, m in enumerate(messages)]
-        if not any(inner):
-            raise
-        moved = [{**m, "role": "user"} if i else m for i, m in zip(inner, messages, strict=True)]
-        return read(messages_of(moved))
+    return reader_of(engine).prompt(
+        messages,
+        tools=None if is_generic else tools or None,
+        variables=variables,
+        goes_on=_goes_on(body),
+        trusts=engine.options.trust_marks,
+    )
 
 
 def _grammar(
-    body: ChatBody, engine: Engine, tools: "_Tools", warnings: list[str]
+    body: ChatBody, engine: Engine, tools: Tools, warnings: list[str]
 ) -> GrammarFilter | None:
     """Return what answers must match: valid calls, or text of what else is asked for."""
     answer = grammar_of(body)
+    if any(map(has_grammar, body.tools)):
+        warnings.append(DESCRIBED)
+    if not engine.has_grammars and tools.choice in ("required", "named"):
+        why = "needs grammars, which this server does not have; send `auto`"
+        raise ApiError(400, f"`tool_choice` {why}", param="tool_choice")
     if not tools.offered or not engine.has_grammars:
         return answer
     forced = tool_grammar(
         engine.tool_format,
-        tools.offered,
+        tools.allowed,
         engine.tokenizer,
         choice=tools.choice,
         name=tools.name,
-        parallel=body.parallel_tool_calls,
+        parallel=body.parallel_tool_calls and not body.functions,
         answer=answer,
+        check=False,
     )
     warnings += forced.warnings
     return forced.filter
@@ -139,7 +135,8 @@ def _with_tools(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return messages whose system prompt describes functions."""
-    text = GENERIC.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in tools))
+    shown = turns.tools_of(tools) or []
+    text = GENERIC.format(tools="\n".join(json.dumps(t, ensure_ascii=False) for t in shown))
     if messages[0]["role"] == "system":
         text = f"{messages.pop(0)['content']}\n\n{text}"
     return [{"role": "system", "content": text}, *messages]
@@ -173,33 +170,6 @@ def _goes_on(body: ChatBody) -> bool:
     return last.get("role") == "assistant" and bool(is_asked)
 
 
-class _Tools(NamedTuple):
-    """The functions that a model may call, and which it must."""
-
-    offered: list[dict[str, Any]]
-    choice: Choice
-    name: str = ""
-
-
-def _tools(body: ChatBody) -> _Tools:
-    tools = body.tools or [{"type": "function", "function": f} for f in body.functions]
-    given = body.tool_choice
-    if not isinstance(given, str):
-        inner = given.get("function", given)
-        name = inner.get("name") if isinstance(inner, Mapping) else None
-        if not isinstance(name, str):
-            raise ConfigError("`tool_choice` has no `function` with a `name`")
-        if not tools:
-            raise ConfigError("`tool_choice` needs `tools`")
-        return _Tools(tools, "named", name)
-    if given not in CHOICES:
-        raise ConfigError(f"`tool_choice` is {given!r:.40}; it takes {', '.join(CHOICES)}")
-    choice = CHOICES[given]
-    if choice == "required" and not tools:
-        raise ConfigError("`tool_choice` needs `tools`")
-    return _Tools([] if choice == "none" else tools, choice)
-
-
 def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as templates read them: text only, neighbours of one role joined.
 
@@ -212,29 +182,13 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if not isinstance(role, str):
             raise ApiError(400, f"{where} has no `role`", param="messages")
         role = "system" if role == "developer" else role
-        values = {k: v for k, v in message.items() if k not in ("prefix", "refusal")}
-        values |= {"role": role, "content": _text(message.get("content"), where)}
-        if thoughts := message.get("reasoning_content") or message.get("reasoning"):
-            values["reasoning_content"] = thoughts
-        last = messages[-1] if messages else {}
-        is_plain = not {"tool_calls", "reasoning_content"} & (last.keys() | values.keys())
-        if last.get("role") == role and role in ("system", "user", "assistant") and is_plain:
-            last["content"] = f"{last['content']}\n\n{values['content']}"
-        else:
-            messages.append(values)
-    return messages
+        values = {k: v for k, v in message.items() if k != "prefix"}
+        messages.append(values | {"role": role, "content": _text(message.get("content"), where)})
+    return joined(turns.values_of(messages))
 
 
 def _text(content: object, where: str) -> str:
-    parts = content if isinstance(content, list) else [content or ""]
-    texts = list[str]()
-    for part in parts:
-        shown: Any = part
-        kind: Any = type(part).__name__
-        if isinstance(part, Mapping):
-            kind, shown = part.get("type"), part.get("text", part.get("refusal"))
-        if not isinstance(shown, str) or (shown is not part and kind not in TEXT_PARTS):
-            why = f"{where} has a part of type {kind!r:.40}; only text is read"
-            raise ApiError(400, why, code="unsupported_content", param="messages")
-        texts.append(shown)
-    return "\n".join(texts)
+    try:
+        return turns.text_of(content, where)
+    except ConfigError as error:
+        raise ApiError(400, str(error), code="unsupported_content", param="messages") from error

@@ -10,6 +10,7 @@ from typing import Any
 from exl2flow.inference.chat import CallBegin
 from exl2flow.inference.generate import Event, Statistics
 from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
+from exl2flow.serve.chat_tools import customs_of
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, body
 from exl2flow.serve.fields import Body, ChatBody, CompletionBody
@@ -197,6 +198,8 @@ class ChatDialect(ChunkDialect):
         self._thoughts = fields if body.include_reasoning else ()
         self._has_logs = body.logprobs
         self._numbers: list[dict[str, int]] = [{} for _ in answer.choices]
+        self._is_older, self._customs = bool(body.functions), customs_of(body.tools)
+        self._inputs = dict[str, str]()  # of calls of custom tools: JSON until now
 
     def opening(self, index: int) -> Chunk:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -218,23 +221,50 @@ class ChatDialect(ChunkDialect):
                 return dict.fromkeys(self._thoughts, text)
             case CallBegin(id=id_, name=name):
                 numbers[id_] = len(numbers)
+                if name in self._customs:
+                    self._inputs[id_] = ""
+                    call = {"type": "custom", "custom": {"name": name, "input": ""}}
+                    return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
                 call = {"type": "function", "function": {"name": name, "arguments": ""}}
                 return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
+        if part.id in self._inputs:
+            text = self._input(part.id, part.text)
+            return {"tool_calls": {numbers[part.id]: {"custom": {"input": text}}}} if text else {}
         return {"tool_calls": {numbers[part.id]: {"function": {"arguments": part.text}}}}
 
+    def _input(self, id_: str, more: str) -> str:
+        """Return the text for a custom tool when the JSON around it has ended."""
+        self._inputs[id_] += more
+        if not more.rstrip().endswith("}"):
+            return ""
+        try:
+            return str(json.loads(self._inputs[id_]).get("input", ""))
+        except ValueError:
+            return ""
+
     def streamed(self, chunk: Chunk) -> Chunk:
-        delta = chunk.get("delta", {})
+        chunk, delta = self._in_older_form(chunk), chunk.get("delta", {})
         if "tool_calls" in delta:
             calls = [{"index": index, **call} for index, call in delta["tool_calls"].items()]
             delta = {**delta, "tool_calls": calls}
+            if self._is_older and calls[0]["index"] == 0:
+                delta["function_call"] = calls[0]["function"]
         return {**chunk, "delta": delta}
+
+    def _in_older_form(self, choice: Chunk) -> Chunk:
+        """Return a choice for a client that gives `functions`: it ends in `function_call`."""
+        if self._is_older and choice.get("finish_reason") == "tool_calls":
+            return {**choice, "finish_reason": "function_call"}
+        return choice
 
     def plain(self, choice: Chunk) -> Chunk:
         message = {**choice.pop("delta"), "refusal": None}
         if "tool_calls" in message:
             calls = [*message["tool_calls"].values()]
             message |= {"content": message["content"] or None, "tool_calls": calls}
-        return {**choice, "message": message}
+            if self._is_older:
+                message["function_call"] = calls[0]["function"]
+        return {**self._in_older_form(choice), "message": message}
 
 
 class CompletionDialect(ChunkDialect):

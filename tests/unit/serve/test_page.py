@@ -4,6 +4,7 @@ import hashlib
 import re
 from base64 import b64encode
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -56,6 +57,10 @@ def test_a_conversation_in_a_browser(seen: Browser) -> None:
     page.locator("#key").fill("a-key")
     page.locator("#key").blur()
     page.get_by_text("ready").wait_for()
+    page.locator("#temperature[placeholder='1']").wait_for()
+    page.locator("#most[placeholder='all that fit']").wait_for()
+    bodies = list[dict[str, Any]]()
+    page.on("request", lambda request: bodies.append(request.post_data_json or {}))
     page.locator("#most").fill("24")
     page.locator("#text").fill("Where do <b>horses</b> live?")
     page.locator("#text").press("Enter")
@@ -69,6 +74,8 @@ def test_a_conversation_in_a_browser(seen: Browser) -> None:
     assert page.locator("article.user").inner_text() == "Where do <b>horses</b> live?"
     assert page.locator("article b").count() == 0
     assert page.locator("article.error").count() == 0
+    [body] = [body for body in bodies if "messages" in body]
+    assert {*body} == {"messages", "stream", "stream_options", "max_tokens"}
     page.locator("#most").fill("100000")
     page.locator("#text").fill("Go on.")
     page.locator("#text").press("Enter")

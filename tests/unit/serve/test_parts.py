@@ -262,6 +262,87 @@ def test_blocks_of_streams_join_to_the_plain_answer(
     assert json.loads(deltas[2]) == json.loads(shown(blocks[2])) == {"a": 1}
 
 
+def running(pieces: list[str], reason: Any, plan: AnswerPlan = PLAN) -> RunningAnswer:
+    """Return an answer in pieces that ends for a reason."""
+    events = [Event(stage="text", tag=0, text=piece, ids=(5,)) for piece in pieces]
+    events.append(Event(stage="text", tag=0, reason=reason))
+    plan = replace(plan, requests=(Request("a"),), prompts=((1,),))
+    return Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(events, [1] * 9)
+
+
+def streamed(dialect: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+
+    async def whole() -> str:
+        return b"".join([piece async for piece in dialect.stream()]).decode()
+
+    rows = asyncio.run(whole()).split("\n")
+    return [json.loads(row.removeprefix("data: ")) for row in rows if row.startswith("data: {")]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "statuses"),
+    [
+        (["Text, and"], ["incomplete"]),
+        (["<think>", "\nA thought"], ["incomplete"]),
+        (["<think>\nA thought.</think>\n\n", "Text"], ["completed", "incomplete"]),
+        ([TEXT], ["completed", "completed", "completed"]),
+    ],
+)
+def test_an_item_that_is_cut_off_is_incomplete(
+    engine: Engine, pieces: list[str], statuses: list[str]
+) -> None:
+    body: Any = ResponsesBody.model_validate({"input": "a"})
+
+    def made() -> ResponsesDialect:
+        return ResponsesDialect(running(pieces, "max_new_tokens"), body, engine)
+
+    whole, events = asyncio.run(made().whole()), streamed(made())
+
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert whole["status"] == "incomplete"
+    assert [item["status"] for item in whole["output"]] == statuses
+    assert [item["status"] for item in done] == statuses
+    assert [item["status"] for item in events[-1]["response"]["output"]] == statuses
+
+
+CALL = TEXT[TEXT.index("<tool_call>") :]
+
+
+def test_who_gives_functions_gets_a_function_call(engine: Engine) -> None:
+    body = ChatBody.model_validate({"messages": [{}], "functions": [{"name": "f"}]})
+
+    def made() -> ChatDialect:
+        return ChatDialect(running([CALL[:50], CALL[50:]], "stop_token"), body, engine)
+
+    [choice] = asyncio.run(made().whole())["choices"]
+    chunks = [event["choices"][0] for event in streamed(made())]
+
+    joined = {"name": "", "arguments": ""}
+    for delta in (chunk["delta"] for chunk in chunks):
+        for name, text in delta.get("function_call", {}).items():
+            joined[name] += text
+    assert choice["message"]["function_call"] == joined == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "function_call"
+
+
+def test_calls_of_custom_tools_have_their_text(engine: Engine) -> None:
+    text = CALL.replace('{"a": 1}', '{"input": "a } b"}')
+    custom = {"type": "custom", "custom": {"name": "f"}}
+    body = ChatBody.model_validate({"messages": [{}], "tools": [custom]})
+    plan = replace(PLAN, shows_calls=True)
+
+    def made() -> ChatDialect:
+        return ChatDialect(running([*text], "stop_token", plan), body, engine)
+
+    [call] = asyncio.run(made().whole())["choices"][0]["message"]["tool_calls"]
+    deltas = [event["choices"][0]["delta"] for event in streamed(made())]
+
+    assert (call["type"], call["custom"]) == ("custom", {"name": "f", "input": "a } b"})
+    pieces = [c["custom"]["input"] for d in deltas for c in d.get("tool_calls", ())]
+    assert "".join(pieces) == "a } b"
+
+
 def test_a_call_that_does_not_parse_stays_text() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"a": \n</tool_call>'
 
