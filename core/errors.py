@@ -10,7 +10,7 @@ Exl2FlowError
 ├── StoreError           ─ CorruptCheckpoint · WorkDirBusy · ReadFailed · WriteFailed
 ├── KernelError          ─ BackendUnavailable
 ├── InferenceError       ─ ContextOverflow · CacheFull · OutOfDeviceMemory · FilterDeadEnd ·
-│                          UnknownPromptFormat
+│                          TextStuck · UnknownPromptFormat
 ├── ValidationFailed
 ├── PreflightFailed
 ├── SweepFailed
@@ -136,6 +136,10 @@ class OutOfDeviceMemory(InferenceError):
 
 class FilterDeadEnd(InferenceError):
     """The filters of a text, and what is banned in it, leave no token to sample."""
+
+
+class TextStuck(InferenceError):
+    """A text cannot go on because of what its request asks for, such as bans and a grammar."""
 
 
 class UnknownPromptFormat(InferenceError):

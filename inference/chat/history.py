@@ -10,12 +10,12 @@ import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, lru_cache
+from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
-from exl2flow.core.errors import ChatTemplateError, ContextOverflow
+from exl2flow.core.errors import ContextOverflow
 from exl2flow.core.requests.conversation import Answer, PromptFormat, Turn
 from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.model.text.thoughts import first_of_answer
@@ -182,16 +182,22 @@ class Reader:
         content = message.get("content")
         if message.get("role") not in PLAIN or not isinstance(content, str):
             return message
-        cut = self._spelled.sub(lambda found: f"{self._mark(CUT)}{found[0]}", content)
+        cut = self._spelled.sub(lambda found: f"{found[0]}{self._mark(CUT)}", content)
         return {**message, "content": cut}
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        """Matches names of added tokens, which the backend finds in any text."""
+        """Matches first characters of names of added tokens, which the backend finds in any text.
+
+        Names that begin alike share that part of the pattern, so a search takes the time of a text,
+        not that of a text for each name.
+        """
         added = self._tokenizer.backend.get_added_tokens_decoder().values()
-        names = sorted({t.content for t in added if len(t.content) > 1}, key=len, reverse=True)
-        pairs = "|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names)
-        return re.compile(pairs or "(?!)")
+        rests = dict[str, list[str]]()
+        for name in sorted({t.content for t in added if len(t.content) > 1}):
+            rests.setdefault(name[0], []).append(name[1:])
+        firsts = [f"{re.escape(first)}(?={any_of(names)})" for first, names in rests.items()]
+        return re.compile("|".join(firsts) or "(?!)")
 
     def _opens(self, text: str) -> bool:
         thinking = self.format.thinking
@@ -214,7 +220,7 @@ class Reader:
         return ids
 
     def _rendered(self, system: str, users: Sequence[str], answers: Sequence[str]) -> str:
-        """Render a conversation; without a system turn in the template, its text joins a message.
+        """Render a conversation, in another way where the template refuses it as it is.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails.
@@ -224,17 +230,6 @@ class Reader:
             messages.append(Message(role="user", content=user))
             if index < len(answers):
                 messages.append(Message(role="assistant", content=answers[index]))
-        try:
-            return self._render(messages)
-        except ChatTemplateError:
-            if not system:
-                raise
-            asked = Message(role="user", content=f"{system}\n\n{users[0]}")
-            with suppress(ChatTemplateError):
-                return self._render([asked, *messages[2:]])
-            raise
-
-    def _render(self, messages: Sequence[Message]) -> str:
         return self.template.render(
             messages, add_generation_prompt=True, now=self._now, variables=self._names
         )
@@ -318,3 +313,19 @@ class _Given(NamedTuple):
         if self.spaced and not ends_in_space:
             segment = segment.removesuffix(" ")
         return segment, self.opening or []
+
+
+def any_of(texts: Sequence[str]) -> str:
+    """Return a pattern that matches where one of sorted texts begins, without repeating prefixes.
+
+    Of texts that begin with another one, that one is enough.
+    """
+    if not texts[0]:
+        return ""
+    groups = [[*group] for _, group in groupby(texts, key=lambda text: text[0])]
+    parts = list[str]()
+    for group in groups:
+        pairs = zip(group[0], group[-1], strict=False)
+        size = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        parts.append(re.escape(group[0][:size]) + any_of([text[size:] for text in group]))
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"

@@ -14,7 +14,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.chat.tool_events import functions_of
 from exl2flow.inference.chat.tool_literals import types_of
 from exl2flow.inference.chat.tools import NAME, ToolFormat
-from exl2flow.inference.filters import GrammarFilter, bounded, marks_of
+from exl2flow.inference.filters import Alternatives, GrammarFilter, bounded, marks_of
 from exl2flow.model import Tokenizer
 
 Choice = Literal["auto", "required", "named", "none"]
@@ -23,6 +23,7 @@ Schema = Mapping[str, Any]
 SPACES = r"SPACE: /\n[ ]{0,4}| /"  # between calls
 ANY = r"ANY: /(.|\n)*/"
 MOST_COUNTED = 50  # characters of raw text, added up; llguidance may give up from 100 on
+MOST_SCHEMAS = 4 << 20  # characters of all schemas
 CONSTANTS = '("True" | "False" | "true" | "false")'
 HARMONY = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")  # gpt-oss' marks of turns
 
@@ -44,6 +45,7 @@ def tool_grammar(
     name: str = "",
     parallel: bool = True,
     answer: GrammarFilter | None = None,
+    check: bool = True,
 ) -> ToolGrammar:
     """Return the filter that makes a model's calls valid.
 
@@ -58,9 +60,12 @@ def tool_grammar(
         name: the function that `named` takes.
         parallel: allow several calls; otherwise a call ends the text.
         answer: what a text without a call must match, if `auto` leaves the choice.
+        check: let llguidance read the schemas now; see `GrammarFilter`. Otherwise warnings about
+            schemas that it cannot do are those of the filter, once they are known.
 
     Raises:
-        ConfigError: there are no functions, `name` is not one of them, or llguidance is missing.
+        ConfigError: there are no functions, `name` is not one of them, the schemas are too long,
+            or llguidance is missing.
     """
     functions = functions_of(tools)
     if choice == "named" and name not in functions:
@@ -71,12 +76,14 @@ def tool_grammar(
     inner = answer if choice == "auto" else None
     is_single = choice == "named" or not parallel
     writer = _Writer(fmt, tokenizer, is_single=is_single, has_answer=inner is not None)
-    lines = writer.lines(chosen, choice)
-    return ToolGrammar(GrammarFilter(lark="\n".join(lines), inner=inner), tuple(writer.warnings))
+    lark = "\n".join(writer.lines(chosen, choice))
+    schemas = tuple(writer.schemas)
+    made = GrammarFilter(lark=lark, inner=inner, schemas=schemas, check=check)
+    return ToolGrammar(made, (*writer.warnings, *made.warnings))
 
 
 class _Writer:
-    """Writes the rules of one grammar; `warnings` fills up meanwhile."""
+    """Writes the rules of one grammar; `warnings` and `schemas` fill up meanwhile."""
 
     def __init__(
         self, fmt: ToolFormat, tokenizer: Tokenizer, *, is_single: bool, has_answer: bool
@@ -85,6 +92,7 @@ class _Writer:
         self._special = marks_of(tokenizer)
         self._eos = frozenset(tokenizer.eos_token_ids)
         self._rules, self.warnings, self._counted = list[str](), list[str](), 0
+        self.schemas, self._length = list[Alternatives](), 0
         self._holds_many = fmt.kind in ("json_list", "pythonic") or bool(fmt.call_begin)
 
     def lines(self, functions: Mapping[str, Schema], choice: Choice) -> list[str]:
@@ -248,19 +256,25 @@ class _Writer:
 
     def _json(self, where: str, schema: Schema) -> str:
         """Return a rule for JSON of a schema, of the nearest that llguidance can do, or of any."""
-        for given in (dict(schema), {**schema, "x-guidance": {"coerce_one_of": True}}):
-            try:
-                GrammarFilter(json_schema=given)
-            except ConfigError as error:
-                reason = str(error)
-                continue
-            if "x-guidance" in given and "x-guidance" not in schema:
-                self.warnings.append(f"`{where}`: `oneOf` is held to as `anyOf`")
-            return f"%json {json.dumps(bounded(given))}"
-        GrammarFilter(json_schema={"type": "object"})  # raises if llguidance is missing
         is_inner = "." in where
-        self.warnings.append(f"`{where}`: any {'value' if is_inner else 'object'}; {reason}")
-        return f"%json {json.dumps(bounded({} if is_inner else {'type': 'object'}))}"
+        given = [
+            (dict(schema), ""),
+            (
+                {**schema, "x-guidance": {"coerce_one_of": True}},
+                "" if "x-guidance" in schema else f"`{where}`: `oneOf` is held to as `anyOf`",
+            ),
+            (
+                {} if is_inner else {"type": "object"},
+                f"`{where}`: any {'value' if is_inner else 'object'}; \0",
+            ),
+        ]
+        texts = tuple((json.dumps(bounded(each)), warning) for each, warning in given)
+        self._length += len(texts[0][0])
+        if self._length > MOST_SCHEMAS:
+            why = f"have more than {MOST_SCHEMAS} characters, `$defs` counted for each parameter"
+            raise ConfigError(f"the schemas of `tools` {why}; give fewer functions")
+        self.schemas.append(texts)
+        return f"\0{len(self.schemas) - 1}\0"
 
     def _pieces(self, mark: str) -> list[str]:
         """Cut a mark where special tokens begin and end."""

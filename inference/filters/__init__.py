@@ -4,12 +4,20 @@ from exl2flow.core.requests.request import Filter
 from exl2flow.inference.filters.choice import PrefixFilter, SelectFilter
 from exl2flow.inference.filters.constraint import Allowed, Combined, Constraint
 from exl2flow.inference.filters.foreign import ForeignFilter
-from exl2flow.inference.filters.grammar import GrammarFilter, bounded, lark_of, marks_of, prepare
+from exl2flow.inference.filters.grammar import (
+    Alternatives,
+    GrammarFilter,
+    bounded,
+    lark_of,
+    marks_of,
+    prepare,
+)
 from exl2flow.inference.filters.kept import forget
 from exl2flow.inference.filters.phases import Phases
 
 __all__ = [
     "Allowed",
+    "Alternatives",
     "Combined",
     "Constraint",
     "Filter",

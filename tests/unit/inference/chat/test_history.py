@@ -1,5 +1,7 @@
 """What the model reads: templates, generated ids, thoughts, names; markers never reach it."""
 
+import random
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from spelled import sentencepiece_tokenizer
 
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.inference.chat import Session, all_formats
-from exl2flow.inference.chat.history import Reader
+from exl2flow.inference.chat.history import Reader, any_of
 
 RAW = all_formats()["raw"]
 CHATML = all_formats()["chatml"]
@@ -221,6 +223,28 @@ def test_special_tokens_that_users_spell_are_text_unless_they_are_trusted(trusts
     )
     assert ids.count(mark) == (4 if trusts else 1)
     assert not opened
+
+
+def test_special_tokens_that_overlap_are_text_as_well() -> None:
+    names = ("<a>", "a><b", "<a>>")
+    tokenizer = tokenizer_with(names)
+    reader = Reader(RAW, tokenizer, ("User", "Assistant"), now=datetime(2026, 1, 1))
+
+    for content in ("<a><b", "<<a>>", "a><b<a>", "<a"):
+        ids, _ = reader.prompt([{"role": "user", "content": content}])
+        assert content in tokenizer.decode(ids, special=True)
+        assert not {*ids} & {*map(tokenizer.backend.token_to_id, names)}
+
+
+def test_pattern_of_texts_matches_where_one_begins_and_repeats_no_prefix() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        texts = {"".join(rng.choices("ab<", k=rng.randint(1, 4))) for _ in range(6)}
+        pattern, text = re.compile(any_of(sorted(texts))), "".join(rng.choices("ab<", k=6))
+        assert bool(pattern.match(text)) == text.startswith(tuple(texts)), (texts, text)
+
+    names = sorted(f"<unused{i}>" for i in range(1000))
+    assert any_of(names).count("unused") == 1
 
 
 def test_a_prompt_may_end_within_the_last_answer() -> None:

@@ -15,7 +15,7 @@ from spelled import EOS, sentencepiece_tokenizer, spelled
 from tiny import tiny_tokenizer
 from tokenizers import models
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, TextStuck
 from exl2flow.inference.filters import Combined, Constraint, GrammarFilter, grammar, prepare
 from exl2flow.model import Tokenizer
 
@@ -310,7 +310,10 @@ def test_masks_of_many_texts_are_computed_together(demo: Tokenizer) -> None:
         ({"json_schema": {"enum": [object()]}}, "`json_schema` .* not JSON serializable"),
         ({"regex": 5}, "`regex` of a filter is broken"),
         ({"lark": 5}, "`lark` of a filter is broken"),
-        ({}, "takes one of `json_schema`, `regex` and `lark`"),
+        ({"json_schema": '{"items":' * 3000 + "{}" + "}" * 3000}, "nested too deeply"),
+        ({"gbnf": "root ::= ("}, "neither Lark nor GBNF"),
+        ({"gbnf": "root ::= " + "(" * 5000}, "neither Lark nor GBNF"),
+        ({}, "takes one of `json_schema`, `regex`, `lark` and `gbnf`"),
         ({"regex": "a", "lark": "start: /a/"}, "takes one of"),
     ],
 )
@@ -337,7 +340,7 @@ def test_tokenizer_that_llguidance_cannot_read_is_named() -> None:
 def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
 
-    with pytest.raises(ConfigError, match=r"`pip install exl2flow\[grammar\]`"):
+    with pytest.raises(ConfigError, match=r"`pip install 'llguidance>=1.9.1,<2'`"):
         GrammarFilter(regex="a")
 
 
@@ -359,3 +362,51 @@ def test_threads_that_start_grammars_at_once_read_the_vocabulary_once(
     assert reads == [WIDTH]
     for one, text in zip(filters * 3, texts, strict=True):
         assert same(text, one.start(tiny, WIDTH))
+
+
+def test_a_grammar_that_is_not_checked_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+
+    for kind in ("regex", "lark", "gbnf"):
+        GrammarFilter(**{kind: "("}, check=False)
+    GrammarFilter(json_schema={"$ref": "#/x"}, check=False)
+
+
+def test_first_schema_that_llguidance_can_do_is_taken(tiny: Tokenizer) -> None:
+    schemas = ((('{"not": {}}', ""), ('{"const": 7}', "loose: \0")),)
+
+    given = GrammarFilter(lark='start: "a" \x000\x00', schemas=schemas)
+
+    assert "Unimplemented" in given.warnings[0]
+    ids = walk(given.start(tiny, WIDTH), tiny, seed=0)
+    assert ids is not None
+    assert text_of(tiny, ids) == "a7"
+
+
+def test_text_whose_masks_take_long_ends_and_others_do_not(
+    tiny: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "SLOW", 0.0)
+    slow = GrammarFilter(lark='start: e\ne: e e | "a"').start(tiny, WIDTH)
+    letter = tiny.encode("a")[0]
+    for _ in range(3):  # the first one is measured with the others
+        slow.allowed()
+        slow.accept(letter)
+    assert slow.slow > 0
+
+    monkeypatch.setattr(grammar, "MOST_SLOW", slow.slow / 2)
+
+    with pytest.raises(TextStuck, match="masks take too long"):
+        slow.allowed()
+    other = GrammarFilter(regex="a+").start(tiny, WIDTH)
+    prepare([slow, other])
+    assert ids_of(other.allowed().words, WIDTH)
+
+
+def test_grammar_that_gives_up_is_an_error_of_its_text(tiny: Tokenizer) -> None:
+    many = {f"p{i}": {"type": "string"} for i in range(2000)}
+    schema = {"type": "object", "properties": many, "additionalProperties": False}
+    state = GrammarFilter(json_schema=schema).start(tiny, WIDTH)
+
+    with pytest.raises(TextStuck, match="a grammar gave up"):
+        walk(state, tiny, seed=0, most=5)
