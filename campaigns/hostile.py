@@ -143,6 +143,8 @@ async def read(http: httpx.AsyncClient, found: Found, end: asyncio.Event, number
                 )
                 return
             async for line in answer.aiter_lines():
+                if end.is_set():
+                    return
                 if line.startswith("data: {"):
                     now = time.monotonic()
                     found.gaps += [] if last is None else [now - last]
@@ -168,6 +170,9 @@ async def send(
             continue
         found.statuses.setdefault(path, Counter())[answer.status_code] += 1
         found.slowest[path] = max(found.slowest.get(path, 0.0), time.monotonic() - began)
+        count = sum(each.total() for each in found.statuses.values())
+        if count % 100 == 0 or count < 10:
+            print(f"{count} sent, {len(found.problems)} problems", file=sys.stderr, flush=True)
         if answer.status_code >= 500 and answer.status_code != 503:
             found.problems.append(f"{path} {number}: {answer.status_code} {answer.text:.300}")
 

@@ -32,17 +32,21 @@ class Talk(NamedTuple):
 
 def joined(messages: list[Values]) -> list[Values]:
     """Return messages, of which plain neighbours of one role are one; contents are text."""
-    found = list[Values]()
+    found, texts = list[Values](), list[list[Any]]()
     for message in messages:
         last = found[-1] if found else {}
         is_plain = not {"tool_calls", "reasoning_content"} & (last.keys() | message.keys())
         role = message["role"]
         is_plain &= isinstance(last.get("content"), str) and isinstance(message["content"], str)
         if last.get("role") == role and role in ("system", "user", "assistant") and is_plain:
-            found[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+            texts[-1].append(message["content"])
         else:
             found.append(message)
-    return found
+            texts.append([message["content"]])
+    return [
+        {**message, "content": "\n\n".join(parts)} if len(parts) > 1 else message
+        for message, parts in zip(found, texts, strict=True)
+    ]
 
 
 def _filled_tools(talk: Talk) -> Talk:

@@ -495,3 +495,31 @@ def test_what_clients_open_is_closed(served: Served) -> None:
     for _ in range(20):
         post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
     assert settled() <= before + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/chat/completions", {"messages": HI, "stop_sequences": ["a"] * 65}, "stop_sequences"),
+        ("/v1/completions", {"prompt": "a", "rep_pen": 0}, "rep_pen"),
+        ("/v1/completions", {"prompt": "a", "rep_pen_range": -5}, "rep_pen_range"),
+        ("/v1/completions", {"prompt": "a", "x": [{}] * 70_000}, None),
+        ("/detokenize", {"tokens": [9] * 2049}, "tokens"),
+        ("/v1/token/decode", {"tokens": [9] * 2049}, "tokens"),
+        ("/tokenize", {"prompt": "ab " * 2049, "return_token_strs": True}, "return_token_strs"),
+    ],
+)
+def test_what_is_too_much_is_refused_by_the_clients_name(
+    served: Served, path: str, body: dict[str, Any], name: str | None
+) -> None:
+    error = refused(post(served, path, body), 400)
+
+    assert error["param"] == name
+    assert name is None or f"`{name}`" in error["message"]
+
+
+def test_ids_beyond_a_prompt_are_counted(served: Served) -> None:
+    answer = post(served, "/tokenize", {"prompt": "ab " * 5000}).json()
+
+    assert answer["count"] == len(answer["tokens"]) > 2048
+    assert answer["token_strs"] is None
