@@ -3,6 +3,7 @@
 CuPy is imported only when a CUDA device is requested, so everything else runs without it.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,32 +11,59 @@ from functools import cache
 
 import torch
 
-from exl2flow.core.errors import BackendUnavailable
+from exl2flow.core.errors import BackendUnavailable, ConfigError
+from exl2flow.core.runtime.device_name import device_name, index_of
 from exl2flow.kernels.reference.ops import TORCH_OPS, Ops
 
+log = logging.getLogger(__name__)
+
 LEAST_NVRTC = (12, 4)  # earlier ones refuse some sources, 12.0 ends the process
+OTHERWISE = ", or use `--device cpu`"  # how errors end
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str | torch.device) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda`, or `cuda:1` and the like.
 
     Raises:
-        BackendUnavailable: CUDA is requested but torch finds no device, or not that one.
+        ConfigError: it is no device's name.
+        BackendUnavailable: CUDA is requested but torch finds no device, or not that one, or the
+            kernels cannot be used. `auto` takes the CPU then, and a warning says why.
     """
+    try:
+        name = device_name(name)
+    except ValueError as error:
+        raise ConfigError(f"the device is `{name}`: {error}") from None
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if torch.cuda.is_available() and unused_gpu() is None else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise BackendUnavailable(
             "no CUDA device is visible to torch; check the driver and that a CUDA build of torch "
-            "is installed, or use `--device cpu`"
+            'is installed, or compute on the CPU: `--device cpu`, in Python `device="cpu"`'
         )
-    device = torch.device(name)
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"`{name}` is not visible to torch, which sees {torch.cuda.device_count()} CUDA "
-            "devices; choose another one"
-        )
-    return device
+    index, count = index_of(name), torch.cuda.device_count()
+    if index is not None and index >= count:
+        names = "`cuda:0`" if count == 1 else f"`cuda:0` to `cuda:{count - 1}`"
+        raise BackendUnavailable(f"there is no device `{name}`: torch sees {names}; give one")
+    if name.startswith("cuda"):
+        _cuda_ops()
+    return torch.device(name)
+
+
+@cache
+def unused_gpu() -> str | None:
+    """Return why `auto` takes the CPU although there is a GPU, and what to do; None if it does not.
+
+    The first call in a process warns.
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        _cuda_ops()
+    except BackendUnavailable as error:
+        reason = f"the GPU is not used: {str(error).removesuffix(OTHERWISE)}"
+        log.warning("%s", reason)
+        return reason
+    return None
 
 
 def get_ops(device: torch.device | str) -> Ops:
@@ -55,15 +83,14 @@ def _cuda_ops() -> Ops:
         from exl2flow.kernels.cuda.ptx import nvrtc_version
     except ImportError as error:
         raise BackendUnavailable(
-            f"the kernels need CuPy ({error}): install `exl2flow[cuda13]` or `exl2flow[cuda12]`, "
-            "whichever your driver supports, or use `--device cpu`"
+            f"the kernels need CuPy ({error}): `pip install 'cupy-cuda13x>=14'` or "
+            f"`pip install 'cupy-cuda12x>=14'`, whichever your driver supports{OTHERWISE}"
         ) from error
     if (found := nvrtc_version()) < LEAST_NVRTC:
         least, names = ".".join(map(str, LEAST_NVRTC)), ".".join(map(str, found))
         raise BackendUnavailable(
             f"the kernels need NVRTC {least} or later, and CuPy finds {names}: install a newer "
-            f"CUDA toolkit, or `pip install 'nvidia-cuda-nvrtc-cu12>={least}'`; or use "
-            "`--device cpu`"
+            f"CUDA toolkit, or `pip install 'nvidia-cuda-nvrtc-cu12>={least}'`{OTHERWISE}"
         )
     return CUDA_OPS
 

@@ -20,6 +20,7 @@ from prefect.states import Completed, Failed
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, visible_gpus
+from exl2flow.core.runtime.device_name import index_of
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
 from exl2flow.core.store.stage import Pipeline
@@ -76,6 +77,8 @@ def _made(
 ) -> State[BaseException | None]:
     try:
         with _device(config, share, stop) as slot:
+            if share is not None and index_of(config.device) is not None:
+                config = config.model_copy(update={"device": "cuda"})  # the only one it sees now
             log.info("bitrate=%s slot=%s process=%d", name, slot, os.getpid())
             pipeline = Pipeline(config, STAGES, device=resolve_device(config.device).type)
             run_stages(pipeline, label=name, done=SHARED)

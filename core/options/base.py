@@ -5,10 +5,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+)
 
+from exl2flow.core.runtime.device_name import PATTERN, device_name
+
+MOST_STRETCH = 1_000_000  # of positions or of the base of a rotation; the least is 1 / this
 MEASUREMENT_FILE = "measurement.json"  # its name in a folder
-Device = Literal["auto", "cpu", "cuda"]
+Device = Annotated[
+    str,
+    AfterValidator(device_name),
+    WithJsonSchema({"type": "string", "pattern": PATTERN}),
+]
+LEAST_SIZE = 1_000_000  # bytes; what is below was meant to have a unit
+
+
+def _with_unit(count: ByteSize) -> ByteSize:
+    if 0 < count < LEAST_SIZE:
+        raise ValueError(f"{int(count):,} bytes are too few; give the unit, as {int(count)}GB")
+    return count
+
+
+Size = Annotated[ByteSize, AfterValidator(_with_unit)]  # of memory or of a disk
 CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
 Panel = Literal[  # in the order in which help shows them
     "Files",
@@ -57,9 +82,9 @@ class Option:
 
 
 class Options(BaseModel):
-    """Base of all option groups: immutable, unknown fields are errors."""
+    """Base of all option groups: immutable; unknown fields, infinity and NaN are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
@@ -87,8 +112,11 @@ def user_path(path: Path) -> Path:
 
 DeviceOption = Annotated[
     Device,
-    Option("auto|cpu|cuda", "Running"),
-    Field(description="device to compute on; auto: CUDA if there is a usable GPU, else the CPU"),
+    Option("auto|cpu|cuda…", "Running"),
+    Field(
+        description="device to compute on; auto: a GPU if one is usable, else the CPU; cuda:1: the "
+        "second GPU"
+    ),
 ]
 TokenBlock = Annotated[
     str | None,

@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from pydantic import ByteSize, Field
 
-from exl2flow.core.options.base import CacheName, DeviceOption, Option, Options
+from exl2flow.core.options.base import MOST_STRETCH, CacheName, DeviceOption, Option, Options, Size
 
 MODEL: Final = "Model and cache"
 DRAFTS: Final = "Speculative decoding (same text)"
@@ -14,7 +14,7 @@ DRAFTS: Final = "Speculative decoding (same text)"
 class PlacementOptions(Options):
     """The devices of a model that generates text, and the format of its cache."""
 
-    device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
+    device: Annotated[DeviceOption, Option("auto|cpu|cuda…", MODEL)] = "auto"
     gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
         None,
         description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "
@@ -69,14 +69,14 @@ class LoadOptions(PlacementOptions):
     max_tokens: Annotated[int | None, Option("N", MODEL)] = Field(
         None, ge=1, description="longest text, prompt included; empty: the model's context"
     )
-    cache_ram: Annotated[ByteSize, Option("SIZE", MODEL)] = Field(
+    cache_ram: Annotated[Size, Option("SIZE", MODEL)] = Field(
         ByteSize(0), ge=0, description="host memory for parts of prompts that left the cache"
     )
     cache_disk: Annotated[Path | None, Option("FOLDER", MODEL)] = Field(
         None,
         description="folder that keeps read prompts for later runs, as private as they are",
     )
-    cache_disk_size: Annotated[ByteSize, Option("SIZE", MODEL, rare=True)] = Field(
+    cache_disk_size: Annotated[Size, Option("SIZE", MODEL, rare=True)] = Field(
         "20GB",
         ge=0,
         validate_default=True,
@@ -85,20 +85,26 @@ class LoadOptions(PlacementOptions):
     clear_cache: Annotated[bool, Option(panel=MODEL, rare=True)] = Field(
         False, description="first delete what `cache_disk` keeps, of all models"
     )
-    state_memory: Annotated[ByteSize, Option("SIZE", MODEL, rare=True)] = Field(
+    state_memory: Annotated[Size, Option("SIZE", MODEL, rare=True)] = Field(
         "4GB",
         ge=0,
         validate_default=True,
         description="host memory for states behind prompts, of models whose layers have states",
     )
     rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, gt=0, description="divides positions"
+        None, ge=1 / MOST_STRETCH, le=MOST_STRETCH, description="divides positions"
     )
     rope_alpha: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, gt=0, description="NTK factor, for texts longer than the model's context"
+        None,
+        ge=1 / MOST_STRETCH,
+        le=MOST_STRETCH,
+        description="NTK factor, for texts longer than the model's context",
     )
     rope_yarn: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, ge=1, description="YaRN factor, instead of the model's own way to stretch"
+        None,
+        ge=1,
+        le=MOST_STRETCH,
+        description="YaRN factor, instead of the model's own way to stretch",
     )
     draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
         None, description="folder of a draft model with the same vocabulary"

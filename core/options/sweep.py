@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from exl2flow.core.options.base import Option
 from exl2flow.core.options.config import ConversionConfig, SharedOptions
 from exl2flow.core.options.naming import bitrate_name, model_name
+from exl2flow.core.runtime.device_name import index_of
 
 SWEEP_FILE, REPORT_PAGE = "sweep.json", "report.html"  # in the sweep's folder
 
@@ -54,6 +55,15 @@ class SweepConfig(SharedOptions):
     def _cluster_has_a_runner(self) -> Self:
         if self.cluster and self.runner not in ("dask", "ray"):
             raise ValueError("a cluster needs the runner `dask` or `ray`")
+        return self
+
+    @model_validator(mode="after")
+    def _device_is_of_this_host(self) -> Self:
+        if index_of(self.device) is not None and (self.cluster or self.runner == "ray"):
+            raise ValueError(
+                f"`device` is {self.device}, and Ray and clusters choose GPUs themselves; give "
+                "`cuda`, or another runner"
+            )
         return self
 
     @property

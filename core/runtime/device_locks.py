@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 from urllib.parse import quote
@@ -20,6 +20,7 @@ from urllib.parse import quote
 import torch
 
 from exl2flow.core.errors import WriteFailed
+from exl2flow.core.runtime.device_name import index_of
 from exl2flow.core.runtime.interrupt import look
 
 log = logging.getLogger(__name__)
@@ -35,10 +36,12 @@ TURN_SECONDS = 0.5  # between looks at a stop request while another thread has t
 def visible_gpus(device: str) -> list[str]:
     """Return the names of the GPUs that this process may use, without initializing CUDA."""
     count = 0 if device == "cpu" else torch.cuda.device_count()
-    seen = os.environ.get(VARIABLE)
-    if seen is None or count == 0:
-        return [str(index) for index in range(count)]
-    return [name.strip() for name in seen.split(",") if name.strip()]
+    seen, names = os.environ.get(VARIABLE), [str(index) for index in range(count)]
+    if seen is not None and count:
+        names = [name.strip() for name in seen.split(",") if name.strip()]
+    if (index := index_of(device)) is not None:
+        names = names[index : index + 1] or names  # the latter where it sees only that one by now
+    return names
 
 
 def see_only(gpu: str) -> None:
@@ -49,6 +52,8 @@ def see_only(gpu: str) -> None:
 @contextmanager
 def turn(device: str) -> Iterator[None]:
     """Hold this process's GPU for the block; other threads wait. Those on a CPU never do.
+
+    One that is named by its index is the current device meanwhile.
 
     What is set for a whole process, such as the precision of its products, then holds for one
     stage only, and memory suffices for one as forecast.
@@ -62,7 +67,8 @@ def turn(device: str) -> Iterator[None]:
     while not _gpu.acquire(timeout=TURN_SECONDS):
         look()
     try:
-        yield
+        with nullcontext() if index_of(device) is None else torch.cuda.device(device):
+            yield
     finally:
         _gpu.release()
 

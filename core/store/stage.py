@@ -119,6 +119,12 @@ class Pipeline:
             }
             self.refs[stage.name] = self.work.ref(stage.name, digest_of(identity))
 
+    @property
+    def _place(self) -> str:
+        """The device on which stages compute; results record its class only."""
+        named = self.config.device
+        return named if named.startswith(f"{self.device}:") else self.device
+
     def _fingerprint(self) -> SourceFingerprint:
         memory = self.config.work_dir_root / DIGESTS_FILE
         return SourceFingerprint.of(self.config.source, memory=memory)
@@ -193,12 +199,12 @@ class Pipeline:
                 config=self.config,
                 folder=folder,
                 inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
-                device=self.device,
+                device=self._place,
                 progress=progress,
                 stop=stop,
             )
             try:
-                with turn(self.device):
+                with turn(self._place):
                     stage.run(work)
                 folder.complete()
             except _Touched as touched:

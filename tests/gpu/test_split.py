@@ -21,6 +21,7 @@ pytestmark = pytest.mark.multigpu
 
 A, B = torch.device("cuda", 0), torch.device("cuda", 1)
 LAYERS = 4
+LONG = 1024  # positions, more than the model was made for
 HALVES = Placement(embedding=A, layers=(A, A, B, B), head=B)
 GREEDY = SamplingSettings.greedy()
 TEXT = "The quick brown fox jumps over the lazy dog. Numbers such as 3.14 and 42"
@@ -62,14 +63,13 @@ def test_a_model_may_be_on_another_gpu_than_the_current_one(folder: Path) -> Non
 
 
 def test_texts_share_pages_and_drafts_change_nothing(folder: Path) -> None:
-    draft = Draft(model=load_model(folder, device="cuda:1"), tokens=3)
+    draft = Draft(model=load_model(folder, device="cuda:1", max_tokens=LONG), tokens=3)
+    models = [load_model(folder, placement=HALVES, max_tokens=LONG) for _ in range(2)]
     prompts = [TEXT * 6, TEXT * 6 + " more", "A", TEXT]
     options = {"max_new_tokens": 24, "settings": GREEDY}
 
-    expected = Generator(load_model(folder, placement=HALVES), tokens=4096).generate(
-        prompts, **options
-    )
-    drafted = Generator(load_model(folder, placement=HALVES), tokens=4096, draft=draft)
+    expected = Generator(models[0], tokens=4096).generate(prompts, **options)
+    drafted = Generator(models[1], tokens=4096, draft=draft)
 
     assert drafted.generate(prompts, **options) == expected
 

@@ -77,8 +77,8 @@ class Gpus:
         return self._streams.get(place) or default
 
     @contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self._own.device = self._device, device
+    def device(self, device: torch.device | str) -> Iterator[None]:
+        before, self._own.device = self._device, torch.device(device)
         try:
             yield
         finally:

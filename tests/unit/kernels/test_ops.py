@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from exl2flow.core.errors import BackendUnavailable
+from exl2flow.core.errors import BackendUnavailable, ConfigError
 from exl2flow.kernels import Ops, backend, get_ops, resolve_device
 
 BEYOND_TORCH: dict[str, str] = {}  # public operations of `CudaOps` alone: name → reason
@@ -93,8 +93,25 @@ def test_a_gpu_may_be_named_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(BackendUnavailable, match="`cuda:2` is not visible to torch, which sees 2"):
-        resolve_device("cuda:2")
+    assert resolve_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    for name in ("cuda:2", "cuda:9999"):
+        message = f"there is no device `{name}`: torch sees `cuda:0` to `cuda:1`; give one"
+        with pytest.raises(BackendUnavailable, match=message):
+            resolve_device(name)
+
+
+@pytest.mark.parametrize("available", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["gpu", "", "CUDA", "cuda:", "cuda:-1", "cuda:x", "cuda:01", "cuda:1\n", "cuda:٣", 0, None],
+)
+def test_what_names_no_device_is_refused_in_words(
+    name: object, available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+
+    with pytest.raises(ConfigError, match=r"(?s)the device is `.*`: it must be `auto`, `cpu`, `cuda`"):
+        resolve_device(name)  # type: ignore[arg-type]
 
 
 def test_missing_accelerator_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def test_other_head_bits_are_refused_by_name(bits: int) -> None:
         ("quality", "fine"),
         ("quality", ["fast"]),
         ("device", "tpu"),
+        ("device", "cuda:"),
+        ("device", "cuda:-1"),
         ("calibration.text", ""),
         ("calibration.share", 0),
         ("calibration.share", 1.01),
@@ -407,6 +409,19 @@ def test_a_measurement_is_the_beginning_of_a_conversion(tmp_path: Path) -> None:
     assert (conversion.bpw, conversion.lossy_source, conversion.calibration.rows) == (8.0, True, 7)
     assert conversion.work_dir_root == config.work_dir_root == tmp_path / ".exl2flow"
     assert conversion.work_root == config.work_dir_root
+
+
+def test_a_measurement_may_be_made_into_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    for out in (".", "..", "/", "", tmp_path):
+        config = MeasureConfig(source="model", out=out)
+
+        assert config.file == Path(out) / MEASUREMENT_FILE
+        assert config.conversion().out.name == ".measurement.unused"
+    assert MeasureConfig(source="model", out="own.json").file == Path("own.json")
 
 
 def test_a_measurement_may_be_given_as_its_folder(tmp_path: Path) -> None:

@@ -104,3 +104,12 @@ def test_interruption_passes_between_processes() -> None:
     found = pickle.loads(pickle.dumps(Interrupted("stopped", signum=15)))
 
     assert (str(found), found.signum) == ("stopped", 15)
+
+
+@pytest.mark.parametrize("more", [{"runner": "ray"}, {"runner": "dask", "cluster": "host:1"}])
+def test_a_gpu_of_this_host_is_refused_where_others_choose(more: dict[str, str]) -> None:
+    config = {"source": "model", "out": "out", "bpw": (4.0,), "device": "cuda:1"}
+
+    assert SweepConfig(**config, runner="processes").conversion(4.0).device == "cuda:1"
+    with pytest.raises(ValidationError, match="Ray and clusters choose GPUs themselves"):
+        SweepConfig(**config, **more)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from gpus import stand_in
 
 from exl2flow.core.errors import Interrupted, WriteFailed
 from exl2flow.core.runtime import device_locks as module
@@ -103,6 +104,24 @@ def test_gpus_are_those_that_cuda_is_told_to_show(monkeypatch: pytest.MonkeyPatc
     see_only("3")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
     assert visible_gpus("cpu") == []
+
+
+def test_a_gpu_named_by_its_index_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,3")
+    assert visible_gpus("cuda:1") == ["3"]
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    see_only("3")
+    assert visible_gpus("cuda:1") == ["3"]
+
+
+def test_a_gpu_named_by_its_index_is_current_while_a_stage_runs() -> None:
+    with stand_in() as gpus:
+        with turn("cuda:1"):
+            assert gpus.current_stream().device.index == 1
+        with turn("cuda"):
+            assert gpus.current_stream().device.index == 0
 
 
 def test_waiting_process_continues_when_the_device_is_free(slots: DeviceLocks) -> None:
