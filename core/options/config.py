@@ -10,7 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonValue
 
-from exl2flow.core.options.base import CacheName, DeviceOption, Option, TokenBlock, user_path
+from exl2flow.core.options.base import (
+    MOST_STRETCH,
+    CacheName,
+    DeviceOption,
+    Option,
+    TokenBlock,
+    user_path,
+)
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.naming import model_name
 from exl2flow.core.options.publication import MeasurementPath, PublishOptions
@@ -125,13 +132,15 @@ class RopeOptions(Options):
 
     scale: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-scale")] = Field(
         None,
-        gt=0,
+        ge=1 / MOST_STRETCH,
+        le=MOST_STRETCH,
         description="divide positions by this during conversion (linear context extension); "
         "empty: as config.json says",
     )
     alpha: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-alpha")] = Field(
         None,
-        gt=0,
+        ge=1 / MOST_STRETCH,
+        le=MOST_STRETCH,
         description="NTK factor on the rotary base during conversion; empty: as config.json says",
     )
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from exl2flow.core.options.base import Option
+from exl2flow.core.options.base import Option, measurement_path
 from exl2flow.core.options.config import MOST_BPW, ConversionConfig, LossySource, RunOptions
 
 
@@ -17,9 +17,15 @@ class MeasureConfig(RunOptions):
     )
     lossy_source: LossySource = False
 
+    @property
+    def file(self) -> Path:
+        """The file that receives the measurement; in `out` if that is a folder."""
+        return measurement_path(self.out)
+
     def conversion(self) -> ConversionConfig:
         """Return a conversion whose first stages are this measurement; its target is arbitrary."""
         shared = {name: getattr(self, name) for name in RunOptions.model_fields}
-        fixed = {"out": self.out.with_name(f".{self.out.stem}.unused"), "bpw": MOST_BPW}
+        name = f".{self.file.stem}.unused"
+        fixed = {"out": self.file.with_name(name), "bpw": MOST_BPW}
         fixed["lossy_source"] = self.lossy_source
         return ConversionConfig.model_validate({**shared, **fixed, "work_root": self.work_dir_root})

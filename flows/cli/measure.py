@@ -1,7 +1,6 @@
 """`exl2flow measure`: one measurement for any number of bitrates."""
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.flows.cli.options import RunSwitches, with_options
 from exl2flow.flows.cli.running import run_command
@@ -17,9 +16,9 @@ def measure(*, config: MeasureConfig, switches: RunSwitches) -> None:
     """Measure the size and the error of every bit-width candidate.
 
     The measurement depends on the model and the calibration, not on the bitrate. exllamav2 reads
-    the file, too, if it was made with `--sensitivity error`.
+    the file, too, if it was made with `--sensitivity error` and the model has no experts.
     """
-    target = config.out / MEASUREMENT_FILE if config.out.is_dir() else config.out
+    target = config.file
     if target.suffix != ".json":
         raise ConfigError(f"`--out {target}` is neither a folder nor a name that ends in `.json`")
     config = config.model_copy(update={"out": target})

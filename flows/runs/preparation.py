@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.ignored import tell_ignored
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Config, Stage
@@ -20,6 +21,7 @@ from exl2flow.quant.forecast.fit import Fit, find_fit
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import check_disk, preflight
 from exl2flow.quant.refine.stored_model import check_refinement
+from exl2flow.tasks.stages import stages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +101,10 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
         fit = find_fit(config)
     if fit is not None:
         config = config.model_copy(update=fit.target)
-    plans = {name: preflight(each, stages) for name, each in conversions_of(config).items()}
+    made = stages or stages_of(config)
+    conversions = conversions_of(config).items()
+    plans = {name: preflight(each, made, anew=not stages) for name, each in conversions}
+    tell_ignored(config, next(iter(plans.values())).device)
     if isinstance(config, SweepConfig):
         check_disk(list(plans.values()))
     return Prepared(config=config, plans=plans, fit=fit)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.base import MOST_STRETCH
 from exl2flow.kernels import AttentionRule
 from exl2flow.model.config.delta_spec import DeltaSpec, plain_tensors
 from exl2flow.model.config.experts_spec import (
@@ -220,7 +222,11 @@ class ModelSpec:
 
         YaRN takes the place of the config's own kind, and stretches the original positions. Layers
         without positions stay as they are.
+
+        Raises:
+            ConfigError: a factor is not a number from 1 / `MOST_STRETCH` to `MOST_STRETCH`.
         """
+        _check_stretch(scale=scale, alpha=alpha, yarn=yarn)
         rotating = [rope for rope in self.ropes if rope.rotary_dim]
         ropes = {rope: rope.scaled(scale=scale, alpha=alpha) for rope in rotating}
         reach = self.max_positions
@@ -235,6 +241,16 @@ class ModelSpec:
             for layer in self.attentions
         )
         return replace(self, attentions=tuple(layers), max_positions=reach)
+
+
+def _check_stretch(**factors: float | None) -> None:
+    """Raise `ConfigError` if a factor would make positions or frequencies infinite."""
+    for name, factor in factors.items():
+        if factor is not None and not 1 / MOST_STRETCH <= factor <= MOST_STRETCH:  # nor NaN
+            raise ConfigError(
+                f"the factor `{name}` of the rotary embedding is {factor:g}; it must be from "
+                f"{1 / MOST_STRETCH:g} to {MOST_STRETCH:g}"
+            )
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:

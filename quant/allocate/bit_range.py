@@ -1,6 +1,7 @@
 """The range of targets that the candidates can reach, in bits and in bytes of the output."""
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Self
 
@@ -16,11 +17,13 @@ from exl2flow.quant.allocate.budget import (
     bitrate_unreachable,
     check_measured,
     decoder_numel,
+    projection_params,
     read_candidates,
     size_unreachable,
+    smallest,
     total_target,
 )
-from exl2flow.quant.allocate.layout import carried_bytes, plain_tensors
+from exl2flow.quant.allocate.layout import Choice, carried_bytes, output_bytes, plain_tensors
 from exl2flow.quant.measure.candidates import (
     HEAD_OPTIONS,
     HEAD_PARAMS,
@@ -108,10 +111,34 @@ class BitRange:
             if config.bpw < low:
                 raise bitrate_unreachable(config.bpw, low, high, config.allocate)
             return int((self.numel * min(config.bpw, high) + self.head[0]) / 8)
-        target, (least, most) = total_target(config, spec), self.output_bytes
+        target = total_target(config, spec)
+        least = output_bytes(spec, smallest_choice(config, spec), config.shard_size_mb)
         if target < least:
             raise size_unreachable(target, least, config.allocate)
-        return min(target, most) - self.plain
+        return min(target, self.output_bytes[1]) - self.plain
+
+
+def smallest_choice(config: ConversionConfig, spec: ModelSpec) -> Choice:
+    """Return the parameters with the fewest bits that the allocation of a total can choose."""
+    prefer, fixed = config.allocate.prefer, config.fixed_head_bits
+    head = min(HEAD_OPTIONS, key=partial(projection_bits, spec.head))
+    choice = {spec.head.key: head if fixed is None else HEAD_PARAMS[fixed]}
+    if config.measurement is not None:
+        measured = read_candidates(config, spec, config.measurement)
+        slots = dict(measured.decoder)
+        if fixed is None and measured.head:
+            slots[spec.head.key] = measured.head
+        return choice | projection_params(spec, smallest(slots))
+    if config.sensitivity.kind == "fisher":
+        allowed = [params for params in PROJECTION_OPTIONS if is_allowed(prefer, [params])]
+        return choice | {
+            p.key: min(allowed, key=partial(projection_bits, p)) for p in spec.projections
+        }
+    for part in (part for sublayer in spec.sublayers for part in sublayer.parts):
+        candidates = [c for c in candidates_for(part) if is_allowed(prefer, c.values())]
+        least = min(candidates, key=partial(candidate_bits, part.projections))
+        choice |= {p.key: least[p.name] for p in part.projections}
+    return choice
 
 
 def check_measurement(config: ModelOptions, spec: ModelSpec) -> None:

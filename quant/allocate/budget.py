@@ -145,12 +145,13 @@ def _other_remedy(options: AllocateOptions) -> str:
 
 
 def _objective(slots: Slots, options: AllocateOptions) -> str:
-    if _is_in_nats(slots):
+    if is_in_nats(slots):
         return NATS
     return options.objective + (f" {options.power:g}" if options.objective == "power" else "")
 
 
-def _is_in_nats(slots: Slots) -> bool:
+def is_in_nats(slots: Slots) -> bool:
+    """Return whether all candidates have costs in nats."""
     return all(nats_of(results) is not None for results in slots.values())
 
 
@@ -196,7 +197,7 @@ def check_measured(config: ConversionConfig, measurement: Measurement | None) ->
     """
     in_nats = with_head = config.sensitivity.kind == "fisher"
     if measurement is not None:
-        in_nats = in_nats and _is_in_nats(measurement.decoder)
+        in_nats = in_nats and is_in_nats(measurement.decoder)
         with_head = bool(measurement.head)
     if config.fixed_head_bits is None and not with_head:
         raise ConfigError(
@@ -271,10 +272,7 @@ def allocate_total(
         check_measured(config, measurement)
         slots[spec.head.key] = measurement.head
     target = total_target(config, spec)
-    least = {}
-    for name, results in slots.items():
-        bits = bits_of(results)
-        least[name] = results[bits.index(min(bits))]
+    least = smallest(slots)
     size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb)
     # headers grow by a few digits at most
     overhead = size * 8 - total_bits(least.values())
@@ -301,6 +299,15 @@ def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
     assert config.bpw_total is not None
     weights = sum(map(math.prod, expected_tensors(spec).values()))
     return int(weights * config.bpw_total / 8) + carried_bytes(spec)
+
+
+def smallest(slots: Slots) -> dict[str, CandidateResult]:
+    """Return the candidate with the fewest bits of every slot."""
+    least = {}
+    for name, results in slots.items():
+        bits = bits_of(results)
+        least[name] = results[bits.index(min(bits))]
+    return least
 
 
 def total_bits(results: Iterable[CandidateResult]) -> int:

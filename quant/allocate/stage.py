@@ -12,7 +12,8 @@ from functools import partial
 
 import torch
 
-from exl2flow.core.options.config import TARGETS, ConversionConfig
+from exl2flow.core.options.config import TARGETS, AllocateOptions, ConversionConfig
+from exl2flow.core.options.ignored import has_costs_in_nats, objective_read
 from exl2flow.core.store.files import digest, read_json, write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
@@ -24,6 +25,7 @@ from exl2flow.quant.allocate.budget import (
     Allocation,
     allot,
     check_measured,
+    is_in_nats,
     projection_params,
     read_candidates,
     total_bits,
@@ -36,16 +38,17 @@ from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
     Measurement,
     projection_bits,
+    read_measurement,
 )
 from exl2flow.quant.measure.results import bits_of, candidates_of, nats_of, scaled
-from exl2flow.quant.tokenize.stage import judging_rows, split_rows
+from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, judging_rows, split_rows
+from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.working_memory import working_bytes
 
 log = logging.getLogger(__name__)
 
-HELD_OUT_ROWS = 4  # rows that judge whole allocations
 HESSIAN_ROWS = 16  # approximate number of rows for the Hessians of trials
 CORRECTION_RANGE = (0.25, 8.0)  # of the ratio of a sublayer's measured to its estimated cost
 
@@ -227,7 +230,7 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
     states = sizes.token * tokens * (2 * seen + (3 + len(sizes.spec.sublayers)) * judging)
     working = sizes.walk_memory(sizes.worked_on(SUBLAYER_WEIGHT), tokens)
     work = working_bytes(sizes.spec, sizes.card.memory) if sizes.card else 0
-    return Need(memory_bytes=states + working, **sizes.on_gpu(work))
+    return Need(memory_bytes=states + working, **sizes.on_gpu(work, states))
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
@@ -236,12 +239,23 @@ def _options(config: ConversionConfig) -> dict[str, object]:
         "target": {name: getattr(config, name) for name in TARGETS},
         "head_bits": config.fixed_head_bits,
         "shard_size_mb": config.shard_size_mb if config.bpw is None else None,
-        "allocate": config.allocate.model_dump(exclude={"prefer", "experts"}),
+        "allocate": {"rounds": config.allocate.rounds, **_objective(config)},
         **({} if prefer == "quality" else {"prefer": prefer}),  # as before there was a choice
         **({} if experts == "each" else {"experts": experts}),
         "rounding": estimate_options(config.rounding) if config.allocate.rounds else None,
         "measurement": digest(config.measurement) if config.measurement else None,
     }
+
+
+def _objective(config: ConversionConfig) -> dict[str, object]:
+    """Return the objective that costs are added by; the default if they are in nats."""
+    usual, given = (objective_read(o) for o in (AllocateOptions(), config.allocate))
+    if given == usual or has_costs_in_nats(config):
+        return usual
+    if config.measurement is None:
+        return given
+    measurement = read_measurement(config.measurement, resolve(config.source))
+    return usual if is_in_nats(measurement.decoder) else given
 
 
 ALLOCATE: Stage[ConversionConfig] = Stage(
@@ -251,4 +265,7 @@ ALLOCATE: Stage[ConversionConfig] = Stage(
     options=_options,
     run=allocate,
     files=lambda config: measurement_files(config.measurement) if config.measurement else (),
+    gpu_options=lambda config: (
+        effect_of_limit(config, config.calibration.row_tokens) if config.allocate.rounds else {}
+    ),
 )

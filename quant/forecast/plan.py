@@ -25,14 +25,20 @@ BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
 
 
 def what_is_left(
-    config: RunOptions, stages: Sequence[Stage[Any]], needs: Mapping[str, Need]
+    config: RunOptions,
+    stages: Sequence[Stage[Any]],
+    needs: Mapping[str, Need],
+    *,
+    anew: bool = False,
 ) -> tuple[dict[str, Need], tuple[Outlook, ...]]:
     """Return what the unfinished stages still need, and what a run does with each stage.
 
-    The source is digested only if an earlier run has done so. Without stages all are left.
+    The source is digested only if an earlier run has done so. Without stages all are left;
+    of those that are made `anew`, nothing counts as finished.
     """
     try:
-        remembered = list(read_json(config.work_dir_root / DIGESTS_FILE)) if stages else []
+        is_known = stages and not anew
+        remembered = list(read_json(config.work_dir_root / DIGESTS_FILE)) if is_known else []
     except (StoreError, TypeError):
         remembered = []
     source = f"{config.source.resolve()}/"

@@ -38,13 +38,16 @@ T = TypeVar("T")
 SHARED = ("compose", "tokenize", "sensitivity", "measure")
 
 
-def preflight(config: ModelOptions, stages: Sequence[Stage[Any]] = ()) -> Plan:
+def preflight(
+    config: ModelOptions, stages: Sequence[Stage[Any]] = (), *, anew: bool = False
+) -> Plan:
     """Check a conversion without doing any of it.
 
     Args:
         config: the conversion.
         stages: the stages of the run. Disk and memory must suffice for what is left of them, or
             for a whole conversion if none are given.
+        anew: nothing of them counts as finished.
 
     Raises:
         PreflightFailed: all problems, one per line.
@@ -86,7 +89,7 @@ def preflight(config: ModelOptions, stages: Sequence[Stage[Any]] = ()) -> Plan:
         to_do = () if problems else stages
         plan = None
         if has_layers and is_measured:
-            plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device)))
+            plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device), anew=anew))
         if plan is not None:
             attempt(lambda: check_disk([plan]))
             attempt(lambda: _check_memory(config, plan, spec))
@@ -125,12 +128,13 @@ def _plan(
     stages: Sequence[Stage[Any]],
     *,
     device: str,
+    anew: bool,
 ) -> Plan:
     """Forecast sizes; refuse an unreachable target."""
     reach = BitRange.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = stage_needs(config, spec, card, packed=packed)
-    left, outlooks = what_is_left(config, stages, needs)
+    left, outlooks = what_is_left(config, stages, needs, anew=anew)
     prefer = (config.allocate if isinstance(config, ConversionConfig) else AllocateOptions()).prefer
     return Plan(
         model=spec.source_dir.resolve().name,

@@ -1,6 +1,7 @@
 """The judge stage: whether refining brought a model closer to its reference, on held-out rows.
 
-These rows were not used for Hessians. The old matrices stay unless the KL divergence decreases.
+They were used neither for Hessians nor for Fisher factors. The old matrices stay unless the KL
+divergence decreases.
 """
 
 import logging
@@ -16,6 +17,7 @@ from exl2flow.core.store.store import StageFolder
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import mean_divergence
+from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import advance
 
@@ -119,4 +121,5 @@ JUDGE: Stage[RefinementConfig] = Stage(
     options=_options,
     run=judge,
     files=lambda config: config.model.glob("*"),
+    gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

@@ -55,7 +55,7 @@ from exl2flow.quant.rounding.error_feedback import (
 )
 from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians
 from exl2flow.quant.sensitivity.fisher import shared_factor
-from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.tokenize.stage import held_out_rows, load_rows, unjudged_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
@@ -244,13 +244,15 @@ def measure(run: StageRun[RunOptions]) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
     model = SourceModel.open(run.config, run.device)
     get_ops(run.device).prepare_rounding()
-    rows = load_rows(run.inputs["tokenize"], "measure")
+    folder = run.inputs["tokenize"]
     if "sensitivity" in run.inputs:
+        rows = unjudged_rows(folder, "measure", held_out_rows(run.config))
         compact = is_compact(len(model.spec.projections) + 1)
         files = estimate_all(run, model, rows)
     else:
         run.folder.manifest.total = len(model.spec.sublayers)
         compact = is_compact(sum(len(sublayer.parts) for sublayer in model.spec.sublayers))
+        rows = load_rows(folder, "measure")  # costs that are not in nats are not judged
         work = Measuring(run.folder, run.config.rounding, compact=compact)
         walk(run, model, rows, work, to_end=False)
         files = [work.file(sublayer) for sublayer in model.spec.sublayers]

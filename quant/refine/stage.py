@@ -37,7 +37,7 @@ from exl2flow.quant.rounding.hessian import (
     relative_error,
 )
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
-from exl2flow.quant.tokenize.stage import load_rows, split_rows
+from exl2flow.quant.tokenize.stage import unjudged_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel
@@ -159,11 +159,8 @@ class Refining(MatrixWork):
 
 
 def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
-    """Return the calibration rows int64 (rows, t) without the held-out ones."""
-    ids = load_rows(folder, "quantize")
-    _, judges = split_rows(folder, held_out)
-    is_judge = (ids[:, None] == judges[None]).all(dim=2).any(dim=1)
-    return ids[~is_judge]
+    """Return the calibration rows int64 (rows, t) without the held-out ones and their text."""
+    return unjudged_rows(folder, "quantize", held_out)
 
 
 @tensor_cores()

@@ -46,7 +46,8 @@ from exl2flow.quant.sensitivity.fisher import (
     storing_factors,
     unpacked,
 )
-from exl2flow.quant.tokenize.stage import text_rows
+from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, held_out_rows, split_rows, text_rows
+from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, ModelSizes, Need
 from exl2flow.quant.walk.source_model import DTYPE, SourceModel
 from exl2flow.quant.walk.walk import advance, remedied, save_when_due
@@ -98,12 +99,15 @@ class FactorFiles:
         return self.folder / (HEAD_FILE if index == "head" else factor_file(index))
 
 
-def spread_rows(folder: Path, count: int) -> torch.Tensor:
+def spread_rows(folder: Path, count: int, held_out: int = HELD_OUT_ROWS) -> torch.Tensor:
     """Return `count` rows of text, or all there are, evenly spread over the quantizing mix.
+
+    Rows that judge are left out: factors decide how matrices are rounded and which bits they get.
 
     Args:
         folder: of `tokenize`.
         count: number of rows.
+        held_out: rows that judge.
 
     Returns:
         int64 (rows, t), without rows of random tokens or noise.
@@ -117,8 +121,9 @@ def spread_rows(folder: Path, count: int) -> torch.Tensor:
             f"none of the {len(ids)} calibration rows is text, which gradients need; use "
             "more rows, or set the sensitivity's kind to `error`"
         )
-    count = min(count, len(suited))
-    return ids[[suited[place * len(suited) // count] for place in range(count)]]
+    rows = split_rows(folder, held_out)[0] if len(suited) > 1 else ids[suited]
+    count = min(count, len(rows))
+    return rows[[place * len(rows) // count for place in range(count)]]
 
 
 def head_block(block: int) -> int:
@@ -399,20 +404,23 @@ def sensitivity(run: StageRun[RunOptions]) -> None:
     model = SourceModel.open(run.config, run.device, gradients=True)
     get_ops(run.device).prepare_rounding()
     run.folder.manifest.total = len(model.spec.sublayers) + 1
-    ids = spread_rows(run.inputs["tokenize"], run.config.sensitivity.rows)
+    rows, held_out = run.config.sensitivity.rows, held_out_rows(run.config)
+    ids = spread_rows(run.inputs["tokenize"], rows, held_out)
     remedied(model, lambda model: _WayBack(run, model, ids).walk())
     run.tick(run.folder.manifest.total, run.folder.manifest.total)
 
 
 def _options(config: RunOptions) -> dict[str, object]:
-    return {**config.sensitivity.model_dump(), "rope": config.rope.model_dump()}
+    held_out = {"held_out_rows": held_out_rows(config)}
+    return {**config.sensitivity.model_dump(), "rope": config.rope.model_dump(), **held_out}
 
 
 SENSITIVITY: Stage[RunOptions] = Stage(
     name="sensitivity",
-    schema=1,
+    schema=2,
     inputs=("tokenize",),
     options=_options,
     run=sensitivity,
     enabled=lambda config: config.sensitivity.kind == "fisher",
+    gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
 )

@@ -93,12 +93,16 @@ def joined(first: CalibrationRows, second: CalibrationRows) -> CalibrationRows:
 
 
 def row_counts(request: RowRequest) -> dict[str, int]:
-    """Distribute the rows over the kinds by largest remainder, ties in table order."""
+    """Distribute the rows over the kinds by largest remainder, ties in table order.
+
+    A single row is text, whatever the remainders: nothing can be measured on noise alone.
+    """
     column = ("measure", "quantize").index(request.mix)
     shares = {kind: MIX[kind][column] for kind in MIX if request.noise or kind != "noise"}
     total = sum(shares.values())
     counts = {kind: request.rows * share // total for kind, share in shares.items()}
-    by_remainder = sorted(shares, key=lambda kind: -(request.rows * shares[kind] % total))
+    possible = TEXT_KINDS if request.rows == 1 else shares
+    by_remainder = sorted(possible, key=lambda kind: -(request.rows * shares[kind] % total))
     for kind in by_remainder[: request.rows - sum(counts.values())]:
         counts[kind] += 1
     return counts

@@ -11,6 +11,7 @@ import torch
 from exl2flow import calibration_data
 from exl2flow.core.errors import NotEnoughRows
 from exl2flow.core.options.config import CalibrationOptions, RunOptions
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import (
     digest,
     digest_of,
@@ -25,6 +26,7 @@ from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_t
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
 from exl2flow.quant.walk.needs import TOKEN, Need
 
+HELD_OUT_ROWS = 4  # rows of text that only judge, where options do not say how many
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
@@ -85,11 +87,16 @@ def _maker(run: StageRun[RunOptions], tokenizer: Tokenizer) -> Maker | None:
             return None
 
 
-def text_rows(folder: Path) -> tuple[torch.Tensor, list[int]]:
-    """Return the quantizing rows int64 (rows, t), and the indices of those that are text."""
-    ids = load_rows(folder, "quantize")
-    kinds = read_json(folder / KINDS_FILE)["quantize"]["kinds"]
+def text_rows(folder: Path, mix: Mix = "quantize") -> tuple[torch.Tensor, list[int]]:
+    """Return the rows of a mix, int64 (rows, t), and the indices of those that are text."""
+    ids = load_rows(folder, mix)
+    kinds = read_json(folder / KINDS_FILE)[mix]["kinds"]
     return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
+
+
+def held_out_rows(config: RunOptions) -> int:
+    """Return how many rows judge the matrices of a run, or allocations of its source."""
+    return config.held_out_rows if isinstance(config, RefinementConfig) else HELD_OUT_ROWS
 
 
 def judging_rows(held_out: int, rows: int) -> int:
@@ -116,21 +123,52 @@ def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]
         raise NotEnoughRows(
             f"judging needs two rows of text, the calibration rows have {len(text)}; raise `--rows`"
         )
-    count = judging_rows(held_out, len(text))
-    places = {(2 * i + 1) * len(text) // (2 * count) for i in range(count)}
-    judges = [row for place, row in enumerate(text) if place in places]
-    others = [row for place, row in enumerate(text) if place not in places]
+    judges = _judges(text, held_out)
+    others = [row for row in text if row not in judges]
     return rows_apart(ids[others], ids[judges]), ids[judges]
 
 
-def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
-    """Return the training rows that share no text with a held-out one; all of them if all do.
+def unjudged_rows(folder: Path, mix: Mix, held_out: int) -> torch.Tensor:
+    """Return the rows of a mix, int64 (rows, t), without the judges and text that they share.
 
-    Rows of a text that is too short overlap, and text that was trained on cannot judge.
+    Args:
+        folder: stage folder of `tokenize`.
+        mix: the mix; judges are rows of the quantizing one.
+        held_out: rows that judge.
     """
+    ids, text = text_rows(folder, mix)
+    quantizing, possible = text_rows(folder)
+    judges = _judges(possible, held_out)
+    if not judges:
+        return ids
+    others = [row for row in text if mix != "quantize" or row not in judges]
+    left_out = {*text} - {others[i] for i in _apart(ids[others], quantizing[judges])}
+    return ids[[row for row in range(len(ids)) if row not in left_out]]
+
+
+def _judges(text: list[int], held_out: int) -> list[int]:
+    """Return those of the rows of text that judge, spread over all of them."""
+    count = judging_rows(held_out, len(text))
+    return [text[(2 * i + 1) * len(text) // (2 * count)] for i in range(count)]
+
+
+def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
+    """Return the training rows that share no text with a held-out one.
+
+    Rows of a text that is too short overlap, and text that was trained on cannot judge. If all
+    share some, only those that are equal to a held-out row are left out; if all are equal, none.
+    """
+    return training[_apart(training, held_out)]
+
+
+def _apart(training: torch.Tensor, held_out: torch.Tensor) -> list[int]:
+    """Return the indices of the rows that `rows_apart` returns."""
     known = {piece for row in held_out for piece in _pieces(row, step=1)}
-    apart = [known.isdisjoint(_pieces(row, step=SHARED_TOKENS)) for row in training]
-    return training[torch.tensor(apart)] if any(apart) else training
+    rows = range(len(training))
+    if apart := [i for i in rows if known.isdisjoint(_pieces(training[i], step=SHARED_TOKENS))]:
+        return apart
+    judges = {tuple(row.tolist()) for row in held_out}
+    return [i for i in rows if tuple(training[i].tolist()) not in judges] or [*rows]
 
 
 def _pieces(row: torch.Tensor, *, step: int) -> set[tuple[int, ...]]:
@@ -177,6 +215,10 @@ def _options(config: RunOptions) -> dict[str, object]:
     options = calibration.model_dump(mode="json", exclude={"text", "share"})
     file = calibration.file or calibration_data.standard()
     options |= {"file": digest(file), "own": calibration.file is not None}
+    if calibration.file is not None:
+        options["seed"] = 0  # nothing is drawn
+    elif calibration.measure_rows == 1 and resolve(config.source).family.noise_rows:
+        options["single"] = "text"  # it was noise
     if calibration.special_rows(1):
         options |= {"text": calibration.text, "share": calibration.share}
     if calibration.text == "chat":

@@ -1,13 +1,15 @@
 """The least and the largest value of every bounded option are accepted, those beyond refused."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.base import Options
 from exl2flow.core.options.chat import ChatOptions
 from exl2flow.core.options.config import (
     AllocateOptions,
@@ -42,8 +44,10 @@ CASES: list[tuple[type[BaseModel], str, Any, Any]] = [
     (CalibrationOptions, "share", 1, 1.001),
     (CalibrationOptions, "seed", 0, -1),
     (CalibrationOptions, "text", "x", ""),
-    (RopeOptions, "scale", TINY, 0),
-    (RopeOptions, "alpha", TINY, 0),
+    (RopeOptions, "scale", 1e-6, 0.9e-6),
+    (RopeOptions, "scale", 1e6, 1.1e6),
+    (RopeOptions, "alpha", 1e-6, 0.9e-6),
+    (RopeOptions, "alpha", 1e6, 1.1e6),
     (SensitivityOptions, "rows", 1, 0),
     (SensitivityOptions, "block", 0, -1),
     (SensitivityOptions, "seed", 0, -1),
@@ -95,9 +99,12 @@ CASES: list[tuple[type[BaseModel], str, Any, Any]] = [
     (GenerationOptions, "tokens", 1, 0),
     (GenerationOptions, "slots", 1, 0),
     (GenerationOptions, "max_tokens", 1, 0),
-    (GenerationOptions, "rope_scale", TINY, 0),
-    (GenerationOptions, "rope_alpha", TINY, 0),
+    (GenerationOptions, "rope_scale", 1e-6, 0.9e-6),
+    (GenerationOptions, "rope_scale", 1e6, 1.1e6),
+    (GenerationOptions, "rope_alpha", 1e-6, 0.9e-6),
+    (GenerationOptions, "rope_alpha", 1e6, 1.1e6),
     (GenerationOptions, "rope_yarn", 1, 0.999),
+    (GenerationOptions, "rope_yarn", 1e6, 1.1e6),
     (GenerationOptions, "draft_tokens", 1, 0),
     (GenerationOptions, "draft_tokens", 7, 8),
     (GenerationOptions, "state_memory", 0, -1),
@@ -131,6 +138,40 @@ def test_bound_is_where_it_is_documented(
     assert getattr(found, field) == accepted
     with pytest.raises(ValidationError, match=field):
         options.model_validate({**needed, field: refused})
+
+
+def all_options(base: type[Options]) -> Iterator[type[Options]]:
+    """Yield all option groups below a base."""
+    for group in base.__subclasses__():
+        yield group
+        yield from all_options(group)
+
+
+def takes_float(annotation: object) -> bool:
+    return annotation is float or any(map(takes_float, get_args(annotation)))
+
+
+FLOATS = sorted(
+    {
+        (group.__name__, name): (group, name)
+        for group in all_options(Options)
+        if group.__module__.startswith("exl2flow.")
+        for name, field in group.model_fields.items()
+        if takes_float(field.annotation)
+    }.items()
+)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize(("group", "name"), [found for _, found in FLOATS], ids=str)
+def test_no_option_is_infinite_or_nan(group: type[Options], name: str, value: float) -> None:
+    field = group.model_fields[name]
+    given = [value] if "tuple" in str(field.annotation) else value
+
+    with pytest.raises(ValidationError) as raised:
+        group.model_validate({name: given})
+
+    assert name in {error["loc"][0] for error in raised.value.errors()}
 
 
 # field of the sampling settings, accepted at the bound, refused just beyond it

@@ -10,12 +10,13 @@ from tiny import make_tiny
 from typer.testing import CliRunner
 
 from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.runs import preparation
 from exl2flow.flows.runs.local import run_locally
 from exl2flow.flows.runs.preparation import prepare, reuse_checks
-from exl2flow.tasks.stages import STAGES
+from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
@@ -34,9 +35,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def counted(check: Callable) -> Callable:
         @functools.wraps(check)
-        def counting(*arguments: object) -> object:
+        def counting(*arguments: object, **options: object) -> object:
             made.append(check.__name__)
-            return check(*arguments)
+            return check(*arguments, **options)
 
         return counting
 
@@ -49,6 +50,37 @@ def run(*arguments: object) -> None:
     words = [str(word) for word in (*arguments, *QUICK, "--device", "cpu", "--no-prefect")]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
+
+
+def test_measurement_made_anew_needs_no_more_than_a_new_one(source: Path, tmp_path: Path) -> None:
+    calibration = {"rows": 2, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+    out = tmp_path / "m.json"
+    config = MeasureConfig(source=source, out=out, calibration=calibration, device="cpu")
+
+    usual, anew = (prepare(config, stages).plan for stages in (MEASURE_STAGES, ()))
+
+    assert {*anew.left} == {"tokenize", "sensitivity", "measure"}
+    assert anew.left == usual.left
+
+
+@pytest.mark.parametrize("quality", ["fast", "best", "exllamav2"])
+def test_conversion_made_anew_needs_what_a_new_one_does(
+    source: Path, tmp_path: Path, quality: str
+) -> None:
+    config = small_config(source, tmp_path / "out", quality=quality)
+
+    usual, anew = (prepare(config, stages).plan for stages in (STAGES, ()))
+
+    assert anew.left == usual.left
+    assert anew.stages == ()
+
+
+def test_options_without_effect_are_named_before_any_work(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepare(small_config(source, tmp_path / "out", max_memory="8GB", device="cpu"), STAGES)
+
+    assert "`--max-memory` limits the memory of a GPU" in caplog.text
 
 
 def test_convert_checks_once(source: Path, tmp_path: Path, calls: list[str]) -> None:

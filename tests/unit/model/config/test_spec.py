@@ -6,7 +6,7 @@ import pytest
 from tiny import make_tiny, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
+from exl2flow.core.errors import ConfigError, SourceModelError, UnsupportedArchitecture
 from exl2flow.model import expected_tensors, resolve
 from exl2flow.model.config.rope_spec import RopeKind
 
@@ -118,6 +118,17 @@ def test_rope_overrides_change_only_the_rope(tmp_path: Path) -> None:
     assert changed.attentions[0].rope.position_scale == 2.0
     assert changed.attentions[0].rope.theta == pytest.approx(10_000 * 3.0 ** (16 / 14))
     assert spec.with_rope() == spec
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 5e-324, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["scale", "alpha", "yarn"])
+def test_rope_overrides_that_leave_no_positions_are_refused(
+    tmp_path: Path, name: str, factor: float
+) -> None:
+    spec = resolve(write_config(tmp_path))
+
+    with pytest.raises(ConfigError, match=f"`{name}` of the rotary embedding is "):
+        spec.with_rope(**{name: factor})
 
 
 @pytest.mark.parametrize(

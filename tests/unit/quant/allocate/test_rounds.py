@@ -30,14 +30,13 @@ from exl2flow.quant.allocate.budget import (
 from exl2flow.quant.allocate.layout import output_bytes
 from exl2flow.quant.allocate.stage import (
     CORRECTION_RANGE,
-    HELD_OUT_ROWS,
     corrected,
     uniform_allocation,
 )
 from exl2flow.quant.allocate.trials import Trials
 from exl2flow.quant.measure.candidates import HEAD_PARAMS
 from exl2flow.quant.measure.measurement import Measurement, projection_bits
-from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, split_rows
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.tasks.stages import STAGES
 

@@ -2,7 +2,7 @@
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 import pyarrow as pa
@@ -15,6 +15,7 @@ from exl2flow.core.errors import CalibrationError, NotEnoughRows
 from exl2flow.quant.tokenize import mix as calibration
 from exl2flow.quant.tokenize.mix import (
     MIX,
+    TEXT_KINDS,
     CalibrationRows,
     RowRequest,
     calibration_rows,
@@ -376,3 +377,15 @@ def test_a_file_without_text_is_refused(tmp_path: Path, texts: list[str | None])
     path = written(tmp_path, {"body": pa.array(texts, pa.string())})
 
     refused(path, r"holds no text in `body` \(string\)")
+
+
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("mix", ["measure", "quantize"])
+def test_some_row_is_text_however_few_there_are(
+    mix: Literal["measure", "quantize"], noise: bool
+) -> None:
+    for rows in range(1, 40):
+        counts = row_counts(RowRequest(rows=rows, row_tokens=32, mix=mix, noise=noise))
+
+        assert sum(counts.values()) == rows
+        assert any(counts[kind] for kind in TEXT_KINDS)

@@ -10,14 +10,15 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.errors import ChatTemplateError, SourceModelError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import PRESETS, ConversionConfig, SensitivityOptions
 from exl2flow.core.runtime.progress import silent
-from exl2flow.core.store.files import read_json, read_tensors
-from exl2flow.core.store.stage import Pipeline
+from exl2flow.core.store.files import read_json, read_tensors, write_json, write_tensors
+from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
 from exl2flow.inference.compose.stage import COMPOSE
 from exl2flow.model import Tokenizer
-from exl2flow.quant.tokenize.mix import RowRequest, calibration_rows
-from exl2flow.quant.tokenize.stage import TOKENIZE, load_rows
+from exl2flow.quant.sensitivity.stage import spread_rows
+from exl2flow.quant.tokenize.mix import RowRequest, calibration_rows, row_counts
+from exl2flow.quant.tokenize.stage import TOKENIZE, load_rows, split_rows, unjudged_rows
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 BOS = 0
@@ -135,3 +136,76 @@ def test_what_matters_changes_the_fingerprint_and_nothing_else_does(source: Path
     assert fingerprint() == seen[0]
     seen.append(fingerprint(text="chat"))
     assert len(set(seen)) == len(seen)
+
+
+ROW = 64  # tokens
+
+
+def rows_folder(folder: Path, rows: torch.Tensor, kinds: list[str]) -> Path:
+    """Write a folder of the stage whose mixes both begin with the same rows, as a file's do."""
+    write_tensors(folder / ROWS_FILE, {"quantize": rows, "measure": rows[: len(rows) // 2]})
+    described = {"quantize": kinds, "measure": kinds[: len(rows) // 2]}
+    content = {mix: {"kinds": found, "notes": []} for mix, found in described.items()}
+    write_json(folder / KINDS_FILE, content)
+    return folder
+
+
+def tokens(rows: torch.Tensor) -> set[int]:
+    return {*rows.flatten().tolist()}
+
+
+@pytest.mark.parametrize("held_out", [1, 4, 7])
+@pytest.mark.parametrize("quality", ["fast", "standard", "best"])
+def test_no_row_that_judges_is_used_for_factors_hessians_or_costs(
+    tmp_path: Path, quality: str, held_out: int
+) -> None:
+    counts = row_counts(RowRequest(rows=115, row_tokens=ROW))
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    folder = rows_folder(tmp_path, torch.arange(115 * ROW).view(115, ROW), kinds)
+    count = PRESETS[quality].get("sensitivity", {}).get("rows", SensitivityOptions().rows)
+
+    _, judges = split_rows(folder, held_out)
+    used = [
+        spread_rows(folder, int(str(count)), held_out),
+        unjudged_rows(folder, "quantize", held_out),
+        unjudged_rows(folder, "measure", held_out),
+    ]
+
+    assert [len(rows) for rows in used[:2]] == [count, 115 - held_out]
+    assert all(tokens(rows).isdisjoint(tokens(judges)) for rows in used)
+
+
+def test_rows_that_share_text_with_a_judge_are_used_for_nothing(tmp_path: Path) -> None:
+    text = torch.arange(400)
+    starts = [round(i * (400 - ROW) / 15) for i in range(16)]
+    rows = torch.stack([text[start : start + ROW] for start in starts])
+    folder = rows_folder(tmp_path, rows, ["text"] * 15 + ["random"])
+
+    training, judges = split_rows(folder, 4)
+    used = unjudged_rows(folder, "quantize", 4)
+
+    assert torch.equal(used[:-1], training)
+    assert torch.equal(used[-1], rows[-1])  # random tokens are no text
+    assert torch.equal(spread_rows(folder, 99), training)
+    shared = [len(tokens(row[None]) & tokens(judge[None])) for row in training for judge in judges]
+    assert max(shared) < 32 + 32
+
+
+def test_rows_that_all_share_text_are_used_unless_they_judge(tmp_path: Path) -> None:
+    text = torch.arange(ROW + 6)
+    rows = torch.stack([text[i : i + ROW] for i in (0, 1, 2, 2, 3, 4)])
+    folder = rows_folder(tmp_path, rows, ["text"] * 5 + ["random"])
+
+    _, judges = split_rows(folder, 1)
+    used = unjudged_rows(folder, "quantize", 1)
+
+    assert judges[:, 0].tolist() == [2]
+    assert used[:, 0].tolist() == [0, 1, 3, 4]
+
+
+def test_single_row_of_text_is_used_by_all(tmp_path: Path) -> None:
+    rows = torch.arange(2 * ROW).view(2, ROW)
+    folder = rows_folder(tmp_path, rows, ["text", "random"])
+
+    assert torch.equal(unjudged_rows(folder, "quantize", 4), rows)
+    assert torch.equal(spread_rows(folder, 4), rows[:1])

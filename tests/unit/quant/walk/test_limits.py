@@ -4,18 +4,21 @@ from pathlib import Path
 
 import pytest
 from conversions import small_config
+from pydantic import ByteSize
 from tiny import make_tiny
 
+from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.memory import usable
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model.layers.stream import CALIBRATION_TENSORS, rows_together
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import BYTES
-from exl2flow.tasks.stages import STAGES
+from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
 TIGHT = "1GiB"  # nothing of it is left for tensors
 AMPLE = "24GB"
-WALKS = {"measure", "quantize"}
+WALKS = {"sensitivity", "measure", "allocate", "quantize"}
+REFINING = {"sensitivity", "refine", "judge"}
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fingerprints(source: Path, device: str, max_memory: str | None) -> dict[str, str]:
     config = small_config(source, source.parent / "out", max_memory=max_memory)
     return {n: r.fingerprint for n, r in Pipeline(config, STAGES, device=device).refs.items()}
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_every_stage_that_passes_rows_through_sublayers_knows_the_limit(
+    source: Path, rounds: int
+) -> None:
+    values = {"max_memory": TIGHT, "allocate": {"rounds": rounds}}
+    config = small_config(source, source.parent / "out", **values)
+
+    knowing = {stage.name for stage in STAGES if stage.gpu_options(config)}
+
+    assert knowing == (WALKS if rounds else WALKS - {"allocate"})
+
+
+def test_every_stage_of_a_refinement_that_walks_knows_the_limit(source: Path) -> None:
+    out = source.parent / "out"
+    config = RefinementConfig(source=source, model=source, out=out, max_memory=ByteSize(2**30))
+
+    assert {stage.name for stage in REFINE_STAGES if stage.gpu_options(config)} == REFINING
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(0, 1), (2, 2), (3.9, 3), (4, 4), (100, 4)])
@@ -61,7 +83,7 @@ def test_fingerprints_on_a_gpu_follow_a_limit_that_changes_the_walk(source: Path
 
     changed = {name for name in free if free[name] != tight[name]}
     assert changed >= WALKS
-    assert {"tokenize", "sensitivity"}.isdisjoint(changed)
+    assert "tokenize" not in changed
 
 
 def test_fingerprints_do_not_follow_a_limit_without_effect(source: Path) -> None:
