@@ -169,7 +169,7 @@ def arguments_of(given: object) -> dict[str, Any] | str:
 
 def is_sound(value: object) -> bool:
     """Return whether a value can be written as JSON and encoded: not too deep, whole characters."""
-    level = [value]
+    level: list[Any] = [value]
     for _ in range(DEPTH):
         items = [v.values() if isinstance(v, dict) else v for v in level]
         level = [inner for each in items for inner in each if isinstance(inner, dict | list)]
