@@ -32,7 +32,7 @@ from signals import (
     moment,
 )
 
-from exl2flow.flows.server.lasting import core
+from exl2flow.flows.server.deployments import core
 from exl2flow.flows.server.services import Home, answers
 
 T = TypeVar("T")

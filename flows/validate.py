@@ -2,8 +2,8 @@
 
 from prefect import flow
 
-from exl2flow.core.options.comparison import ComparedModels
-from exl2flow.core.options.config import ValidateOptions, default_work_root
+from exl2flow.core.options.comparison import Comparison as Comparison
+from exl2flow.core.options.config import default_work_root
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import judge
 from exl2flow.kernels import resolve_device
@@ -12,17 +12,6 @@ from exl2flow.tasks.compare import comparison_page, sample_text, score_models
 from exl2flow.tasks.hub_tasks import fetched_in_flow
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.tags import tag_run
-
-
-class Comparison(ComparedModels):
-    """Models to validate, the reference to compare them with, and the text."""
-
-    options: ValidateOptions = ValidateOptions()
-
-    @property
-    def run_name(self) -> str:
-        """The models, for people."""
-        return ", ".join(model.resolve().name for model in self.models)
 
 
 @flow(flow_run_name="{config.run_name}", persist_result=False)
@@ -35,7 +24,7 @@ def validate(config: Comparison) -> list[Score]:
     """
     with logged():
         tag_run(config.reference or config.models[0])
-        device = resolve_device(config.device).type
+        device = str(resolve_device(config.device))
         options = config.options
         reference = config.reference
         if reference is not None:

@@ -1,45 +1,20 @@
 """The flow `watch`: look for new revisions on the Hub, and emit an event for each."""
 
-from pathlib import Path
-from typing import Annotated, Self
+from datetime import UTC, datetime
 
 from prefect import flow
-from pydantic import Field, model_validator
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
+from prefect.context import FlowRunContext
+from prefect.states import Cancelled
 
-from exl2flow.core.options.config import Options
+from exl2flow.core.options.watch import WatchConfig as WatchConfig
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 
-RepoId = Annotated[str, Field(pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
-Author = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 WATCHED = "watched"  # stored as the commit of an author
-
-
-class WatchConfig(Options):
-    """Repositories and authors on the Hugging Face Hub to watch."""
-
-    repositories: tuple[RepoId, ...] = Field((), description="repositories, as org/name")
-    authors: tuple[Author, ...] = Field(
-        (), description="organizations or users; all of their models are watched"
-    )
-    include_existing: bool = Field(
-        False,
-        description="announce what exists at the first look at a repository or author; otherwise "
-        "only remember it",
-    )
-    work_root: Path = Field(Path("watch"), description="folder for the file of last seen revisions")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if not self.repositories and not self.authors:
-            raise ValueError("nothing to watch; name `repositories` or `authors`")
-        return self
-
-    @property
-    def run_name(self) -> str:
-        """Repositories and authors, for people."""
-        return ", ".join([*self.repositories, *self.authors])
 
 
 @flow(flow_run_name="{config.run_name}", persist_result=False)
@@ -54,6 +29,7 @@ def watch(config: WatchConfig) -> list[Revision]:
         CorruptCheckpoint: the file of last seen revisions is damaged.
     """
     with logged():
+        _cancel_overdue()
         file = config.work_root / "revisions.json"
         seen: dict[str, str] = read_json(file) if file.exists() else {}
         revisions = newest_revisions(config.repositories, config.authors)
@@ -64,6 +40,31 @@ def watch(config: WatchConfig) -> list[Revision]:
         looked_at = {_all_of(author): WATCHED for author in config.authors}
         write_json(file, {**seen, **looked_at, **{r.repo_id: r.revision for r in revisions}})
         return new
+
+
+def _cancel_overdue() -> None:
+    """Cancel what is due as well in this run's deployment, see `cancel_same`."""
+    context = FlowRunContext.get()
+    if context is not None and context.flow_run is not None:
+        with get_client(sync_client=True) as client:
+            cancel_same(client, context.flow_run)
+
+
+def cancel_same(client: SyncPrefectClient, run: FlowRun) -> None:
+    """Cancel runs that are due as well and look at the same, because this run does it for them.
+
+    After a long conversion on the only worker, all looks that it held up are due.
+    """
+    if run.deployment_id is None:
+        return
+    where = {
+        "deployment_id": {"any_": [run.deployment_id]},
+        "state": {"type": {"any_": ["SCHEDULED"]}},
+        "expected_start_time": {"before_": datetime.now(UTC)},
+    }
+    for other in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(where)):
+        if other.parameters == run.parameters and other.id != run.id:
+            client.set_flow_run_state(other.id, Cancelled(message=f"`{run.name}` looks for it"))
 
 
 def _all_of(author: str) -> str:

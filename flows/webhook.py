@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from exl2flow.flows.watch import RepoId
+from exl2flow.core.options.watch import RepoId
 from exl2flow.tasks.revisions import Revision, announce
 
 MAIN = "refs/heads/main"

@@ -6,6 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from exl2flow.core.options.base import DeviceOption, Option, Options, TokenBlock
+from exl2flow.core.options.config import ValidateOptions
 
 
 class ComparedModels(Options):
@@ -21,3 +22,14 @@ class ComparedModels(Options):
     )
     token_block: TokenBlock = None
     device: DeviceOption = "auto"
+
+
+class Comparison(ComparedModels):
+    """Models to validate, the reference to compare them with, and the text."""
+
+    options: ValidateOptions = ValidateOptions()
+
+    @property
+    def run_name(self) -> str:
+        """The models, for people."""
+        return ", ".join(model.resolve().name for model in self.models)

@@ -19,9 +19,12 @@ from exl2flow.flows.server.services import (
     POOL,
     Home,
     ServerSettings,
+    installed,
     telling,
 )
 
+# A small model that any machine can fetch
+EXAMPLE = """'config={"source": "Qwen/Qwen3-0.6B", "out": "Qwen3-0.6B-exl2"}'"""
 _whisper = partial(say, style="dim")
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,12 +72,18 @@ def up(
         ),
     ] = None,
     folder: FolderOption = None,
+    sqlite: Annotated[
+        bool, typer.Option("--sqlite", help="Go back to the database in the home.")
+    ] = False,
 ) -> None:
     """Start a Prefect server and a worker per GPU in the background; create what is missing.
 
     Options that are not given are those of the last time. The database is SQLite in the home, or
     what PREFECT_SERVER_DATABASE_CONNECTION_URL names.
     """
+    database = os.environ.get(DATABASE_VARIABLE) or None
+    if sqlite and database is not None:
+        raise ConfigError(f"`--sqlite`: {DATABASE_VARIABLE} names another database; unset it")
     with telling(_whisper, "Prefect's libraries to load"):
         from exl2flow.flows.server import lasting
 
@@ -83,27 +92,50 @@ def up(
     options = {
         "host": host,
         "port": port,
-        "database": os.environ.get(DATABASE_VARIABLE),
+        "database": database,
         "gpus": _gpus(gpus) if gpus is not None or not is_known else None,
         "folder": folder,
     }
     given = {name: value for name, value in options.items() if value is not None}
     before = place.settings().model_dump() if is_known else {"folder": Path.cwd()}
+    if sqlite:
+        before["database"] = None
     try:
         settings = ServerSettings.model_validate({**before, **given})
     except ValidationError as error:
         problem = error.errors(include_input=False)[0]  # the input may hold a password
         raise ConfigError(f"`{problem['loc'][0]}`: {problem['msg']}") from None
-    lasting.up(place, settings, say=_whisper)
+    database = settings.database
+    if database is not None and DATABASE_VARIABLE not in os.environ:
+        _whisper(
+            f"using {lasting.without_password(database)} as the last time; `--sqlite` goes back to "
+            "the database in the home"
+        )
+    kept = lasting.up(place, settings, say=_whisper)
     say(
         f"the server is up: {settings.url}\n"
         f"  {place.command('password')}   (what the browser asks for)\n"
         f"  export PREFECT_API_URL={settings.api_url}\n"
         f"  export PREFECT_API_AUTH_STRING=$({place.command('password')})\n"
-        "  prefect deployment run convert/convert   (or in the browser: Deployments)\n"
+        f"  prefect deployment run convert/convert -p {EXAMPLE}\n"
+        "      (or in the browser: Deployments)\n"
         f"  {place.command('status')}\n"
         f"  {place.command('down')}"
     )
+    for text in (*kept, *_older(place)):
+        say(text, style="yellow")
+
+
+def _older(place: Home) -> list[str]:
+    """Say whether running processes are of an older program than the installed one."""
+    now, programs = installed(), place.programs()
+    older = [name for name, pid in place.listed() if name != "run" and programs.get(pid) != now]
+    if not older:
+        return []
+    return [
+        f"{', '.join(older)}: running an older program than the installed one; "
+        f"`{place.command('down')}`, then `{place.command('up')}` starts it"
+    ]
 
 
 def _gpus(text: str | None) -> tuple[str, ...]:
@@ -143,8 +175,10 @@ def apply(*, folder: FolderOption = None) -> None:
     url = str(PREFECT_API_URL.value())
     if not url.startswith(("http://", "https://")):
         raise ConfigError("set PREFECT_API_URL to an address such as http://127.0.0.1:4200/api")
-    lasting.apply(folder or Path.cwd())
+    kept = lasting.apply(folder or Path.cwd())
     say(f"applied to {url}")
+    for text in kept:
+        say(text, style="yellow")
 
 
 @app.command("password")
@@ -175,7 +209,7 @@ def status(
 
     place = Home(home)
     settings = place.settings()
-    processes, faults = place.listed(), problems(place, settings)
+    processes, programs, faults = place.listed(), place.programs(), problems(place, settings)
     if as_json:
         emit_json(
             {
@@ -186,13 +220,20 @@ def status(
                 "database": settings.database and without_password(settings.database),
                 "pool": POOL,
                 "folder": str(settings.folder),
-                "processes": [{"name": name, "pid": pid} for name, pid in processes],
+                "program": installed(),
+                "processes": [
+                    {"name": name, "pid": pid, "program": programs.get(pid)}
+                    for name, pid in processes
+                ],
             }
         )
     else:
         places = {"address": settings.url, "relative paths": settings.folder, "logs": place.logs}
         rows = [(name, str(where)) for name, where in places.items()]
-        show(plan_table([*rows, *((name, f"process {pid}") for name, pid in processes)]))
+        running = ((name, f"process {pid}, {programs.get(pid)}") for name, pid in processes)
+        show(plan_table([*rows, ("installed", installed()), *running]))
+        for text in _older(place):
+            say(text, style="yellow")
         for problem in faults:
             say(f"problem: {problem}", style="red")
         if faults:

@@ -34,10 +34,10 @@ def webhook(
         raise ConfigError(
             "PREFECT_API_URL is not set; `exl2flow server up` prints the address of its server"
         )
-    from exl2flow.flows.server.services import listen
+    from exl2flow.flows.server.services import in_url, listen
     from exl2flow.flows.webhook import serve
 
     with listen(host, port) as listener:
-        say(f"receiving on http://{host}:{port}/")
+        say(f"receiving on http://{in_url(host)}:{port}/")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ours prints a message about finished work
         serve(listener, secret)

@@ -1,4 +1,4 @@
-"""The application of our servers: Prefect's own, with five changes.
+"""The application of our servers: Prefect's own, with six changes.
 
 Browsers let any web page open a WebSocket, whatever the CORS settings, and Prefect's WebSockets
 carry events and log lines: connections from other pages are refused.
@@ -14,6 +14,10 @@ waits instead. Upstream: https://github.com/PrefectHQ/prefect/issues/18934
 After a restart of the server, its clients send some events again. On SQLite, Prefect 3.8 fails to
 write what holds the same event twice, or none that is new in about 20 that it inserts together, and
 after five attempts drops all that were to be written with them. Only new events are written here.
+
+Prefect's pages lead a browser without a session to the login from `/` only; the address of a run,
+as logs print it, ends in "Page not found". A server cannot see the session, which is in the
+browser's storage, so each page begins with a script that leads to the login and back.
 
 A server that is killed loses the events that it has not processed: `reminders` makes up for them.
 """
@@ -31,15 +35,25 @@ from prefect.server.events.storage import database as storage
 from prefect.server.services.perpetual_services import perpetual_service
 from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
+    PREFECT_SERVER_API_AUTH_STRING,
     PREFECT_SERVER_CORS_ALLOWED_ORIGINS,
     PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED,
     PREFECT_UI_API_URL,
+    PREFECT_UI_SERVE_BASE,
 )
 from sqlalchemy.ext.asyncio import AsyncSession
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl2flow.flows.server.reminders import remind
+
+HEAD = b"<head>"
+# of requests for pages, which would be compressed, or be those that a browser has kept
+NOT_ACCEPTED = (b"accept-encoding", b"if-none-match", b"if-modified-since")
+TO_LOGIN = b"""<script>
+if (!localStorage.getItem("prefect-password") && location.pathname !== "/login")
+  location.replace("/login?redirect=" + encodeURIComponent(location.pathname + location.search));
+</script>"""
 
 
 class PatientSqlite(AioSqliteConfiguration):
@@ -75,6 +89,58 @@ def content_security_policy(api_url: str | None) -> str:
         websocket = api.scheme.replace("http", "ws")
         sources += [f"{scheme}://{api.netloc}" for scheme in (api.scheme, websocket)]
     return f"default-src {' '.join(sources)}; base-uri 'self'; form-action 'self'"
+
+
+class Login:
+    """Middleware that has the pages of the first UI ask for the password before anything else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http" or scope["path"].startswith(("/api", "/docs", "/v2")):
+            await self.app(scope, receive, send)
+            return
+        accepted = [row for row in scope["headers"] if row[0] not in NOT_ACCEPTED]
+        scope = {**scope, "headers": accepted} if _is_navigation(scope) else scope
+        start: Message | None = None  # of a page, held until its body is known
+
+        async def send_with_login(message: Message) -> None:
+            nonlocal start
+            if message["type"] == "http.response.start" and _is_page(message):
+                start = message
+                return
+            if start is not None:
+                _insert_login(start, message)
+                await send(start)
+                start = None
+            await send(message)
+
+        await self.app(scope, receive, send_with_login)
+
+
+def _is_navigation(scope: Scope) -> bool:
+    return "text/html" in Headers(scope=scope).get("accept", "")
+
+
+def _is_page(start: Message) -> bool:
+    return start["status"] == 200 and Headers(raw=start["headers"]).get(
+        "content-type", ""
+    ).startswith("text/html")
+
+
+def _insert_login(start: Message, body: Message) -> None:
+    """Insert the script into the first part of a page, unless it has no head, as for HEAD."""
+    content = body.get("body", b"")
+    if HEAD not in content:
+        return
+    body["body"] = content.replace(HEAD, HEAD + TO_LOGIN, 1)
+    headers = MutableHeaders(scope=start)
+    if "content-length" in headers:
+        headers["content-length"] = str(int(headers["content-length"]) + len(TO_LOGIN))
+    for name in ("etag", "last-modified"):  # those of the file without the script
+        del headers[name]
 
 
 class OwnPages:
@@ -115,5 +181,7 @@ def create_app() -> Any:
     from prefect.server.api import server
 
     app = server.create_app()
+    if PREFECT_SERVER_API_AUTH_STRING.value() and PREFECT_UI_SERVE_BASE.value() == "/":
+        app.add_middleware(Login)
     app.add_middleware(OwnPages)
     return app

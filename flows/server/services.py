@@ -23,15 +23,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from http.client import HTTPException
+from importlib.metadata import version
 from pathlib import Path
 from urllib.request import ProxyHandler, build_opener
 
 import psutil
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from exl2flow.core.errors import ServerFailed
-from exl2flow.core.options.config import Options
+from exl2flow.core.options.base import Options
 
 DATABASE_VARIABLE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
 DATABASE_PATTERN = r"^(postgresql\+asyncpg|sqlite\+aiosqlite)://"
@@ -46,7 +48,12 @@ LOOK_SECONDS = 1.0
 TELL_SECONDS = 5.0  # between two messages of a command that waits
 PAUSE_SECONDS = 10.0  # at least, between two starts of a service
 HOME_VARIABLE, NAME_VARIABLE = "EXL2FLOW_SERVICE_OF", "EXL2FLOW_SERVICE"
+PROGRAM_VARIABLE = "EXL2FLOW_SERVICE_PROGRAM"
+PACKAGE = Path(__file__).parents[2]
+PARTS = ("core", "flows", "inference", "kernels", "model", "quant", "tasks")
 MODULES = "exl2flow.flows.server."
+# Where to reach a server that listens on all interfaces; on `::`, it has no IPv4 address
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 QUIET_ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -65,18 +72,23 @@ SERVER_ENVIRONMENT = {
 class ServerSettings(Options):
     """Options of a lasting server, and its password."""
 
-    host: str = "127.0.0.1"
+    host: str = Field("127.0.0.1", min_length=1)
     port: int = Field(4200, ge=1, le=65535)
     database: str | None = Field(None, pattern=DATABASE_PATTERN)  # None: SQLite in the home
     gpus: tuple[str, ...] = ()  # a worker each; empty: one worker without a GPU
     folder: Path  # where relative paths of deployments start
     auth: str = Field(default_factory=lambda: f"exl2flow:{secrets.token_urlsafe(24)}", repr=False)
 
+    @field_validator("host")
+    @classmethod
+    def _without_brackets(cls, host: str) -> str:
+        """Accept an IPv6 address as it stands in URLs."""
+        return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
     @property
     def url(self) -> str:
         """Address for programs and browsers on this machine."""
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host}:{self.port}"
+        return f"http://{in_url(LOOPBACK.get(self.host, self.host))}:{self.port}"
 
     @property
     def api_url(self) -> str:
@@ -124,7 +136,10 @@ class Home:
         draft = self.path / ".server.json"
         draft.unlink(missing_ok=True)
         draft.touch(mode=0o600, exist_ok=False)
-        draft.write_text(settings.model_dump_json(indent=4))
+        with draft.open("w") as file:
+            file.write(settings.model_dump_json(indent=4))
+            file.flush()
+            os.fsync(file.fileno())
         draft.replace(self.file)
 
     def processes(self) -> dict[str, psutil.Process]:
@@ -152,6 +167,14 @@ class Home:
                     is_ours = parent in services.values()
                     rows.append(("run" if is_ours else "left by a dead worker", pid))
         return rows
+
+    def programs(self) -> dict[int, str]:
+        """Return process id → what `installed` was when it started; unknown of versions before."""
+        programs = {}
+        for process in self.processes().values():
+            with suppress(psutil.Error):
+                programs[process.pid] = process.environ().get(PROGRAM_VARIABLE, "unknown")
+        return programs
 
     def start(self, settings: ServerSettings, service: str) -> subprocess.Popen[bytes]:
         """Start a service that survives the process that calls this."""
@@ -225,6 +248,21 @@ class Home:
             ) from error
 
 
+def in_url(host: str) -> str:
+    """Return a host as it stands in an URL: IPv6 addresses in brackets."""
+    return f"[{host.replace('%', '%25')}]" if ":" in host else host
+
+
+def installed() -> str:
+    """Return the version of the installed program and when its newest file was written.
+
+    A checkout changes without its version.
+    """
+    files = (file for name in PARTS for file in (PACKAGE / name).rglob("*.py"))
+    newest = max(file.stat().st_mtime for file in files)
+    return f"{version('exl2flow')} of {datetime.fromtimestamp(newest, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     """Return True when the condition holds, False if it does not within that time."""
     deadline = time.monotonic() + seconds
@@ -271,6 +309,7 @@ def environment(home: Home, settings: ServerSettings, service: str) -> dict[str,
     variables = {
         HOME_VARIABLE: str(home.path),
         NAME_VARIABLE: service,
+        PROGRAM_VARIABLE: installed(),
         "PREFECT_HOME": str(home.path / "prefect"),
         "PREFECT_API_URL": settings.api_url,
         "PREFECT_API_AUTH_STRING": settings.auth,
@@ -300,7 +339,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python repeats the address after it
         raise ServerFailed(
-            f"cannot listen on `{host}:{port}` ({reason}); choose another `--port`, or end "
+            f"cannot listen on `{in_url(host)}:{port}` ({reason}); choose another `--port`, or end "
             "the program that uses it"
         ) from error
 

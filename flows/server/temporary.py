@@ -7,24 +7,28 @@ equivalent; upstream: https://github.com/PrefectHQ/prefect/issues/15999
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import IO
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.logging.handlers import APILogWorker
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
 from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server.services import MODULES, QUIET_ENVIRONMENT, answers
 
 HOST = "127.0.0.1"
+WARNING = re.compile(r"^\S+:\d+: \w*Warning: ")
+ERROR = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt)\b|^(ERROR|CRITICAL)\b")
 START_SECONDS = 180.0  # the first start creates the database: about 20 s on two cores
 FLUSH_SECONDS = 10.0
 STOP_SECONDS = 5.0  # to store what was received
@@ -98,13 +102,14 @@ class TemporaryServer(Api):
 
     def wait(self) -> None:
         """See `Api`; the socket already listens, so one request suffices."""
+        check_home(PREFECT_HOME.value())
         self._answers = answers(self.url, START_SECONDS)
         if not self._answers:
             self._log.seek(0)
-            lines = self._log.read().decode(errors="replace").strip().splitlines()
+            reason = end_reason(self._log.read().decode(errors="replace"))
             raise ServerFailed(
-                f"the temporary Prefect server did not start: {''.join(lines[-1:]) or 'no output'}"
-                "; set PREFECT_API_URL to a running server, or pass --no-prefect"
+                f"the temporary Prefect server did not start: {reason}; set PREFECT_API_URL to a "
+                "running server, or pass --no-prefect"
             )
 
     def stop(self) -> None:
@@ -114,6 +119,34 @@ class TemporaryServer(Api):
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=STOP_SECONDS)
+
+
+def check_home(home: Path) -> None:
+    """Check that Prefect can write to its home; it only warns if not, and fails later.
+
+    Raises:
+        ServerFailed: it cannot.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise ServerFailed(
+            f"Prefect cannot write to its home `{home}` ({error.strerror}); set PREFECT_HOME to a "
+            "folder that you can write to, or pass --no-prefect"
+        ) from error
+
+
+def end_reason(log: str) -> str:
+    """Return the line of a server's log that says why it ended: its last error, else its last line.
+
+    A warning of Python takes two lines, and the second is source code.
+    """
+    lines = log.strip().splitlines()
+    plain = [line for line in lines if line == line.lstrip() and not WARNING.search(line)]
+    errors = [line for line in plain if ERROR.search(line)]
+    return (errors or plain or lines or ["no output"])[-1].strip()
 
 
 def check(client: SyncPrefectClient, otherwise: str) -> None:

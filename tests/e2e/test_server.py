@@ -32,7 +32,7 @@ from websockets.sync.client import connect
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.flows.runs.local import run_locally
-from exl2flow.flows.server.lasting import core
+from exl2flow.flows.server.deployments import core, marked
 
 CREATE = "/deployments/filter"
 SERVICES = {"supervisor", "server", "worker"}
@@ -100,12 +100,12 @@ def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -
 
 
 def make_old(client: SyncPrefectClient, automation: Automation) -> None:
-    """Replace a rule by one of an older version that is switched off."""
+    """Replace a rule by one that an older version wrote, and that is switched off."""
     then = core(automation)
     assert isinstance(then.trigger, EventTrigger)
     then.trigger.match = ResourceSpecification({"prefect.resource.id": "prefect.flow-run.none"})
     then.description, then.enabled = "of an older version", False
-    client.update_automation(automation.id, then)
+    client.update_automation(automation.id, marked(then))
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from prefect_runs import run_state
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.flows.server.lasting import core
+from exl2flow.flows.server.deployments import core
 from exl2flow.flows.server.services import Home
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
@@ -17,7 +18,8 @@ from typer.testing import CliRunner
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli import server
 from exl2flow.flows.cli.main import app
-from exl2flow.flows.server.services import DATABASE_VARIABLE, Home, ServerSettings
+from exl2flow.flows.server import lasting
+from exl2flow.flows.server.services import DATABASE_VARIABLE, Home, ServerSettings, installed
 
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 
@@ -122,8 +124,54 @@ def test_status_as_json_says_what_is_wrong_without_passwords(free: int, tmp_path
         "database": "postgresql+asyncpg://me:***@127.0.0.1:5432/x",
         "pool": "exl2flow",
         "folder": str(tmp_path),
+        "program": installed(),
         "processes": [],
     }
+
+
+def test_running_process_of_an_older_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Home(tmp_path / "home")
+    monkeypatch.setattr(Home, "listed", lambda home: [("supervisor", 1), ("server", 2), ("run", 3)])
+    monkeypatch.setattr(Home, "programs", lambda home: {1: installed(), 2: "0.0.1", 3: "0.0.1"})
+
+    [said] = server._older(place)
+
+    assert said.startswith("server: running an older program than the installed one; `exl2flow")
+    monkeypatch.setattr(Home, "programs", lambda home: dict.fromkeys((1, 2, 3), installed()))
+    assert server._older(place) == []
+
+
+class Started(Exception):
+    """Ends `up` where it would start something; holds the settings."""
+
+
+def settings_of_up(home: Path, *words: str, monkeypatch: pytest.MonkeyPatch) -> ServerSettings:
+    def start(place: Home, settings: ServerSettings, *, say: object) -> list[str]:
+        raise Started(settings)
+
+    monkeypatch.setattr(lasting, "up", start)
+    result = CliRunner().invoke(app, ["server", "up", "--home", str(home), *words])
+    assert isinstance(result.exception, Started), result.output
+    return cast("ServerSettings", result.exception.args[0])
+
+
+def test_server_goes_back_to_sqlite_on_request_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Home(tmp_path / "home")
+    database = "postgresql+asyncpg://me:secret@127.0.0.1:5432/x"
+    with place.busy(print):
+        place.save_settings(ServerSettings(folder=tmp_path, database=database))
+    monkeypatch.delenv(DATABASE_VARIABLE, raising=False)
+
+    assert settings_of_up(place.path, monkeypatch=monkeypatch).database == database
+    assert settings_of_up(place.path, "--sqlite", monkeypatch=monkeypatch).database is None
+    monkeypatch.setenv(DATABASE_VARIABLE, database)
+    assert "names another database; unset it" in refusal(
+        "server", "up", "--home", place.path, "--sqlite"
+    )
 
 
 def test_gpu_that_does_not_exist_is_refused_or_warned_of(

@@ -9,18 +9,24 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
+from httpx import ASGITransport, AsyncClient, Response
 from prefect.server.database import provide_database_interface
 from prefect.server.database.configurations import AioSqliteConfiguration
 from prefect.server.database.dependencies import temporary_database_config
 from prefect.server.events.schemas.events import ReceivedEvent, Resource
 from prefect.server.events.storage import database as storage
 from prefect.types import DateTime
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.responses import Response as Answer
 
 from exl2flow.flows.server.application import (
+    TO_LOGIN,
+    Login,
     PatientSqlite,
     content_security_policy,
     write_new_events,
@@ -69,7 +75,8 @@ print(database._write_sqlite_events.__name__)
 client = TestClient(app)
 for path in ("/", "/runs", "/v2/", "/v2/runs", "/docs", "/nowhere", "/api/health", "/api/nowhere"):
     answer = client.get(path, headers={"Accept": "text/html"})
-    print(path, answer.status_code, answer.headers.get_list("content-security-policy"))
+    leads = "/login?redirect=" in answer.text
+    print(path, answer.status_code, leads, answer.headers.get_list("content-security-policy"))
 """
 
 
@@ -86,10 +93,13 @@ def test_prefect_refuses_them(tmp_path: Path) -> None:
         asyncio.run(rows_written(AioSqliteConfiguration(connection_url=url_of(tmp_path))))
 
 
-def test_application_uses_them_and_each_page_carries_its_policy(tmp_path: Path) -> None:
+def test_application_uses_them_and_each_page_carries_its_policy_and_leads_to_the_login(
+    tmp_path: Path,
+) -> None:
     """Prefect's `set_database_config` takes effect for the application made after it."""
     env = {**os.environ, "PREFECT_SERVER_DATABASE_CONNECTION_URL": url_of(tmp_path)}
     env["PREFECT_UI_API_URL"] = "http://127.0.0.1:4200/api"
+    env["PREFECT_SERVER_API_AUTH_STRING"] = "exl2flow:secret"
 
     done = subprocess.run([sys.executable, "-c", SHOW], env=env, capture_output=True, text=True)
 
@@ -98,6 +108,34 @@ def test_application_uses_them_and_each_page_carries_its_policy(tmp_path: Path) 
     policy = [content_security_policy(env["PREFECT_UI_API_URL"])]
     assert len(pages) == 8, done.stderr
     assert all(page.endswith(f" {policy}") for page in pages), pages
+    leading = [page.split()[0] for page in pages if page.split()[2] == "True"]
+    assert leading == ["/runs", "/nowhere"]  # `/` is a page of the second UI here
+
+
+PAGE = b"<html><head><title></title></head></html>"
+
+
+async def page(app: Any) -> Response:
+    async with AsyncClient(transport=ASGITransport(app), base_url="http://server") as client:
+        return await client.get("/runs/flow-run/1")
+
+
+def test_page_without_a_session_leads_to_the_login_and_back() -> None:
+    answer = asyncio.run(page(Login(HTMLResponse(PAGE, headers={"etag": "1"}))))
+
+    assert answer.content == PAGE.replace(b"<head>", b"<head>" + TO_LOGIN)
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert "etag" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "other", [HTMLResponse(b"<p>"), PlainTextResponse(PAGE), HTMLResponse(PAGE, 404)]
+)
+def test_what_is_no_page_stays_as_it_is(other: Answer) -> None:
+    answer = asyncio.run(page(Login(other)))
+
+    assert answer.content == bytes(other.body)
+    assert int(answer.headers["content-length"]) == len(answer.content)
 
 
 def test_policy_allows_the_server_and_its_api_and_no_other_host() -> None:

@@ -8,8 +8,8 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import EventTrigger, Posture
 from prefect.server.schemas.states import StateType
 
-from exl2flow.flows.server import lasting
-from exl2flow.flows.server.lasting import RULES, automations
+from exl2flow.flows.server import deployments
+from exl2flow.flows.server.deployments import RULES, rules
 from exl2flow.flows.server.reminders import EVENTS
 from exl2flow.flows.server.services import HEARTBEAT_SECONDS
 
@@ -20,7 +20,7 @@ TAKEN = {"Pending", "Submitting", "InfrastructurePending"}
 def trigger_after(event: str) -> EventTrigger:
     [trigger] = [
         automation.trigger
-        for automation in automations()
+        for automation in rules()
         if isinstance(automation.trigger, EventTrigger)
         and f"{PREFIX}{event}" in automation.trigger.after
     ]
@@ -43,17 +43,17 @@ def test_run_is_lost_after_three_heartbeats() -> None:
 
 
 def test_rules_know_all_reminders() -> None:
-    triggers = [rule.trigger for rule in automations() if isinstance(rule.trigger, EventTrigger)]
+    triggers = [rule.trigger for rule in rules() if isinstance(rule.trigger, EventTrigger)]
 
     known = {event for trigger in triggers for event in trigger.after | trigger.expect}
     assert {event for event in known if not event.startswith(PREFIX)} == set(EVENTS.values())
 
 
 def test_states_that_rules_give_are_those_that_other_rules_wait_for() -> None:
-    given = [a for rule in automations() for a in rule.actions if isinstance(a, ChangeFlowRunState)]
+    given = [a for rule in rules() for a in rule.actions if isinstance(a, ChangeFlowRunState)]
     names = [action.name for action in given]
     assert names == ["Crashed", "Requeued", "Failed", "AwaitingRetry", "Requeued"]
-    for rule in automations():
+    for rule in rules():
         assert isinstance(rule.trigger, EventTrigger)
         assert rule.trigger.for_each == {"prefect.resource.id"}
         assert "prefect.tag.exl2flow" in str(rule.trigger.match_related)
@@ -62,14 +62,14 @@ def test_states_that_rules_give_are_those_that_other_rules_wait_for() -> None:
 def test_description_tells_a_changed_rule_from_that_of_another_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = [rule.description for rule in automations()]
+    before = [rule.description for rule in rules()]
     content = yaml.safe_load(RULES.read_text())
     content[0]["trigger"]["within"] = 120
     changed = tmp_path / "automations.yaml"
     changed.write_text(yaml.safe_dump(content))
-    monkeypatch.setattr(lasting, "RULES", changed)
+    monkeypatch.setattr(deployments, "RULES", changed)
 
-    now = [rule.description for rule in automations()]
+    now = [rule.description for rule in rules()]
 
     assert now[0] != before[0]
     assert now[1:] == before[1:]

@@ -19,7 +19,7 @@ from prefect.server.utilities.messaging.memory import Topic
 from prefect.types import DateTime
 
 from exl2flow.flows.server.application import PatientSqlite
-from exl2flow.flows.server.lasting import automations
+from exl2flow.flows.server.deployments import rules
 from exl2flow.flows.server.reminders import due, remind
 
 PENDING, RUNNING, CRASHED = StateType.PENDING, StateType.RUNNING, StateType.CRASHED
@@ -53,7 +53,7 @@ async def create_rules() -> None:
         await connection.exec_driver_sql("CREATE TABLE artifact (id CHAR(36) PRIMARY KEY)")
         await connection.run_sync(db.Base.metadata.create_all, tables=tables)
     async with db.session_context(begin_transaction=True) as session:
-        for rule in automations():
+        for rule in rules():
             await create_automation(session, Automation.model_validate(rule.model_dump()))
     await triggers.reconcile_automations(force=True)
 

@@ -18,10 +18,12 @@ from exl2flow.flows.server.services import (
     HOME_VARIABLE,
     MODULES,
     NAME_VARIABLE,
+    PROGRAM_VARIABLE,
     Home,
     ServerSettings,
     command,
     environment,
+    installed,
     wait_until,
 )
 
@@ -208,6 +210,37 @@ def test_services_share_the_password_and_pages_of_others_are_refused(
     monkeypatch.setenv("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", "https://mine.test")
     chosen = environment(home, settings, "server")["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
     assert chosen == "https://mine.test"
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("::", "[::1]"),
+        ("::1", "[::1]"),
+        ("[::1]", "[::1]"),
+        ("fe80::1%eth0", "[fe80::1%25eth0]"),
+        ("gpu.lan", "gpu.lan"),
+    ],
+)
+def test_address_is_one_that_clients_understand(host: str, shown: str) -> None:
+    settings = ServerSettings(host=host, folder=Path())
+
+    assert settings.url == f"http://{shown}:4200"
+    assert "[" not in settings.host
+
+
+def test_process_tells_which_program_it_is(
+    home: Home, sleeper: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sleeper("server", f"{MODULES}application")
+    monkeypatch.setenv(PROGRAM_VARIABLE, "0.0.1")
+    old = sleeper("worker", f"{MODULES}worker")
+
+    settings = ServerSettings(folder=home.path)
+    assert environment(home, settings, "worker")[PROGRAM_VARIABLE] == installed()
+    assert home.programs() == {before.pid: "unknown", old.pid: "0.0.1"}
 
 
 def test_end_of_a_log_is_its_last_lines(home: Home) -> None:

@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server import temporary as server
-from exl2flow.flows.server.temporary import TemporaryServer, api
+from exl2flow.flows.server.temporary import TemporaryServer, api, check_home, end_reason
 
 PARENT = """
 import sys, time
@@ -55,6 +55,39 @@ def test_server_that_does_not_start_is_reported_and_leaves_nothing(
 
     temporary.stop()
     assert temporary._process.poll() is not None
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("", "no output"),
+        ("first\nlast\n", "last"),
+        (
+            "OSError: no space left\n"
+            "/lib/prefect/context.py:1113: UserWarning: Failed to create /home/x\n"
+            "  GLOBAL_SETTINGS_CONTEXT: SettingsContext = root_settings_context()\n",
+            "OSError: no space left",
+        ),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "a.py", line 1, in <module>\n    import b\n'
+            "sqlite3.OperationalError: unable to open database file\n"
+            "(Background on this error at: https://sqlalche.me/e/20/e3q8)\n",
+            "sqlite3.OperationalError: unable to open database file",
+        ),
+    ],
+)
+def test_reason_of_an_end_is_its_error_and_no_line_of_source(log: str, reason: str) -> None:
+    assert end_reason(log) == reason
+
+
+def test_home_that_prefect_cannot_make_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    home = tmp_path / "file" / "prefect"
+
+    with pytest.raises(ServerFailed, match=f"its home `{home}` .*set PREFECT_HOME"):
+        check_home(home)
+    check_home(tmp_path / "new" / "prefect")
 
 
 def test_server_ends_with_the_process_that_started_it() -> None:
