@@ -30,6 +30,7 @@ from exl2flow.tasks.stages import STAGES
 
 REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings", "failures")
 # What the runners' extras install
+PACKAGES = {"dask": "prefect-dask>=0.3.7,<0.4", "ray": "prefect-ray>=0.6,<0.7"}
 EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
 CLUSTER_SECONDS = 10.0
 Failures = Mapping[str, BaseException]  # name of a bitrate → its error
@@ -65,7 +66,7 @@ def check_runner(config: SweepConfig) -> None:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ConfigError(
             f"the runner `{config.runner}` is not installed: no {names}; install it with "
-            f"`pip install 'exl2flow[{config.runner}]'`"
+            f"`pip install '{PACKAGES[config.runner]}'`"
         )
     if config.cluster:
         _check_cluster(config.runner, config.cluster)

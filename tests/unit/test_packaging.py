@@ -142,16 +142,31 @@ def test_every_imported_library_is_a_dependency() -> None:
                 elif isinstance(node, ast.ImportFrom):
                     imported.add(str(node.module).partition(".")[0])
 
-    extras = {"cupy", "llguidance", "prefect_dask", "prefect_ray"}
+    extras = {"cupy", "prefect_dask", "prefect_ray"}
     foreign = imported - sys.stdlib_module_names - extras - {"exl2flow"}
 
     names = {CARRIED_BY.get(name, name).lower().replace("_", "-") for name in foreign}
     assert names - {normalized(name) for name in declared} == set()
 
 
-@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "grammar", "dask", "ray", "dev"])
+@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "dask", "ray", "dev"])
 def test_extra_is_offered(extra: str) -> None:
     assert PROJECT["project"]["optional-dependencies"][extra]
+
+
+@pytest.mark.parametrize("extra", ["grammar", "serve"])
+def test_extra_of_an_earlier_version_can_still_be_named(extra: str) -> None:
+    assert PROJECT["project"]["optional-dependencies"][extra] == []
+
+
+def test_messages_and_pages_install_what_a_registry_has() -> None:
+    """The project itself is on no registry; an unquoted bracket fails in zsh."""
+    files = [path for top in TOP for path in (ROOT / top).rglob("*.py")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    wrong = re.compile(r"(?<!/)exl2flow\[\w|pip install (-e )?\.\[")
+
+    for path in [*files, *pages]:
+        assert not wrong.search(path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")

@@ -105,7 +105,7 @@ def test_a_dry_run_refuses_a_runner_that_is_not_installed(
     )
 
     assert result.exit_code == 2
-    assert "pip install 'exl2flow[ray]'" in " ".join(result.stderr.split())
+    assert "pip install 'prefect-ray>=0.6,<0.7'" in " ".join(result.stderr.split())
     assert "model" not in result.stdout  # no plan
 
 

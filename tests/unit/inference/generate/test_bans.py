@@ -1,7 +1,7 @@
 from outputs import Run, run_of
 from spelled import EOS
 
-from exl2flow.core.errors import InferenceError
+from exl2flow.core.errors import InferenceError, TextStuck
 
 
 def test_banned_string_cuts_the_text_back() -> None:
@@ -102,6 +102,15 @@ def test_passage_that_begins_again_is_blocked_where_it_went_on() -> None:
     assert (run.output.cut(), run.output.blocked()) == ([(4,)], {4})
     run.push("iver", "del")
     assert (run.text, run.output.blocked()) == ("I deliver", set())
+
+
+def test_error_of_many_bans_names_some() -> None:
+    run = Run(["a"], banned_strings=("a", *(f"{i}{'x' * 99}" for i in range(500))))
+
+    run.push("a", "a")
+
+    assert isinstance(run.end.error, TextStuck)
+    assert len(str(run.end.error)) < 500
 
 
 def test_hook_that_insists_on_a_banned_string_ends_the_text() -> None:
