@@ -197,12 +197,14 @@ class PagePool:
         pages, their sources, and what was computed from either; who uses such a page keeps it.
         """
         assert not held.released, "the sequence has been released"
-        content = self.pages[held.pages[0]].content if held.pages and not keep else b""
-        if self.below is not None and not keep:
-            self.below.forget(held.keys)
+        content, keys = b"", [*held.keys]
+        if held.pages and not keep:
+            content = self.pages[held.pages[0]].content
         if start := content[: LEAST_COPIED * ID_BYTES]:
             listed = self._listed.after[held.root]
-            self._forget([page for content, page in listed if content.startswith(start)])
+            keys += self._forget([page for content, page in listed if content.startswith(start)])
+        if self.below is not None and not keep:
+            self.below.forget([*dict.fromkeys(keys)])
         self._give_back(held, 0)
         held.filled, held.released = 0, True
 
@@ -296,11 +298,15 @@ class PagePool:
         self._forget([index])
         return self._use(index)
 
-    def _forget(self, pages: list[int]) -> None:
-        """Forget the content of pages and of all that follows them."""
+    def _forget(self, pages: list[int]) -> list[bytes]:
+        """Forget the content of pages and what follows them; return the keys of full ones."""
+        keys = list[bytes]()
         while pages:
             index = pages.pop()
+            if (key := self.pages[index].key) is not None:
+                keys.append(key)
             pages += self._listed.following(index)
             self._listed.put(index, b"")
             if index in self._free:
                 self._free.move_to_end(index, last=False)
+        return keys

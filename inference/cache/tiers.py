@@ -113,8 +113,12 @@ class Tiers:
                 self._write(self._ram.popitem(last=False)[1])
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `LowerTier`."""
-        for key in keys:
+        """See `LowerTier`; what follows the pages in host memory is forgotten, too."""
+        gone = {*keys}
+        kept = [one.page for one in (*self._ram.values(), *self._queued.copy().values())]
+        while following := {page.key for page in kept if page.before in gone} - gone:
+            gone |= following
+        for key in gone:
             self._ram.pop(key, None)
             self._queued.pop(key, None)
             if self._files is not None:

@@ -36,8 +36,10 @@ CHAIN = (
 )
 
 
-def run_all(config: ConversionConfig, stages: tuple[Stage, ...] = CHAIN) -> Pipeline:
-    pipeline = Pipeline(config, stages, device="cpu")
+def run_all(
+    config: ConversionConfig, stages: tuple[Stage, ...] = CHAIN, *, device: str = "cpu"
+) -> Pipeline:
+    pipeline = Pipeline(config, stages, device=device)
     for name in pipeline.stages:
         pipeline.run(name, progress=silent)
     return pipeline

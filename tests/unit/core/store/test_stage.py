@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpus import stand_in
 from toy_stages import CHAIN, RAN, run_all, stage, with_options, write_note
 
 from exl2flow.core.errors import Interrupted, StoreError, WorkDirBusy
@@ -413,3 +414,23 @@ def test_stage_keeps_others_out_of_an_output_that_its_run_writes(
     pipeline.run("measure", progress=silent)
 
     assert refused == [is_busy]
+
+
+@pytest.mark.parametrize(("named", "current"), [("cuda:1", 1), ("cuda", 0)])
+def test_a_stage_computes_on_the_gpu_that_is_named_and_records_only_that_it_is_one(
+    config: ConversionConfig, named: str, current: int
+) -> None:
+    seen = list[object]()
+
+    def run(work: StageRun) -> None:
+        seen.extend((work.device, gpus.current_stream().device.index))
+        write_note(work)
+
+    there = config.model_copy(update={"device": named})
+    with stand_in() as gpus:
+        pipeline = run_all(there, (stage("measure", run=run),), device="cuda")
+
+    assert seen == [named, current]
+    folder = StageFolder.load(pipeline.path("measure"), pipeline.refs["measure"].fingerprint)
+    assert folder is not None
+    assert folder.manifest.device == "cuda"

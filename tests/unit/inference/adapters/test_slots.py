@@ -11,6 +11,7 @@ from tiny import make_tiny
 from exl2flow.inference import Adapter, LoadedModel, load_model
 from exl2flow.inference.adapters import AdapterSlots
 from exl2flow.model import DenseLinear, Sublayer
+from exl2flow.model.layers.low_rank import LowRank
 
 RANKS = (2, 4, 3, 2, 4)
 
@@ -185,3 +186,30 @@ def test_a_pass_over_prompts_uses_the_adapters_of_each(
                 expected = expected + x[:, token] @ down.T @ up
             torch.testing.assert_close(y[:, token], expected)
     check(slots, source, (b,))
+
+
+@pytest.mark.parametrize("where", ["room", "put"])
+def test_adapters_that_find_no_memory_leave_those_in_use_as_they_are(
+    slots: AdapterSlots,
+    adapters: list[Adapter],
+    source: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    slots.enter(0, (adapters[0],))
+    plain, calls = getattr(LowRank, where), list[int]()
+
+    def no_memory(self: LowRank, *given: object) -> object:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, *given)
+
+    monkeypatch.setattr(LowRank, where, no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        slots.enter(1, (adapters[1], adapters[2]))
+    slots.enter(1)
+
+    check(slots, source, (adapters[0],), ())
+    slots.enter(1, (adapters[1],))
+    check(slots, source, (adapters[0],), (adapters[1],))

@@ -391,3 +391,17 @@ def test_values_that_are_not_finite_are_forgotten_below_too() -> None:
 
     assert below.forgotten == keys
     assert table.full() == []
+
+
+def test_pages_of_other_texts_that_follow_are_forgotten_below_too() -> None:
+    table, below = PagePool(6, page_tokens=4), Below()
+    table.below = below
+    other = read(table, [*IDS[:8], *IDS[20:26]])
+    keys = [*other.keys]
+    table.release(other)
+    held = read(table, IDS[:10])
+
+    table.release(held, keep=False)
+
+    assert {*below.forgotten} >= {*keys}
+    assert len(below.forgotten) == len({*below.forgotten})

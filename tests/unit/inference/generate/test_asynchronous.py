@@ -271,3 +271,28 @@ def test_a_loop_that_closes_as_an_event_comes_ends_no_other_stream(
     assert asyncio.run(asyncio.wait_for(run(), 20))
     assert generator.failure is None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, BaseException])
+def test_what_is_no_exception_ends_texts_and_refuses_new_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    made = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=1024, slots=1)
+
+    def fails(*step: object) -> None:
+        raise error("of a step")
+
+    monkeypatch.setattr(made._device_slots, "forward", fails)
+
+    async def run() -> list[BaseException | str]:
+        async with AsyncGenerator(made) as engine:
+            both = [await asyncio.gather(engine.generate(request(0)), return_exceptions=True)]
+            both.append(await asyncio.gather(engine.generate(request(1)), return_exceptions=True))
+            return [one for found in both for one in found]
+
+    first, second = asyncio.run(run())
+
+    assert isinstance(first, InferenceError)
+    assert f"`{error.__name__}`: of a step" in str(first)
+    assert isinstance(second, InferenceError)
+    assert "the generator has failed" in str(second)

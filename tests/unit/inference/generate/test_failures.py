@@ -5,8 +5,9 @@ import threading
 from collections.abc import Callable
 
 import pytest
+import torch
 
-from exl2flow.core.errors import ConfigError, InferenceError
+from exl2flow.core.errors import ConfigError, InferenceError, OutOfDeviceMemory
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings
 
 GREEDY = SamplingSettings.greedy()
@@ -174,3 +175,139 @@ def test_another_thread_may_submit_while_the_queue_is_looked_at(model: LoadedMod
 def test_seed_that_is_no_integer_is_refused(model: LoadedModel, seed: object) -> None:
     with pytest.raises(ConfigError, match=r"`seed` is .*; it must be an integer"):
         Generator(model, tokens=256, slots=1).generate("a", seed=seed)
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+FEW = OutOfDeviceMemory, "no memory is left for what a text's settings, filters or adapters need"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"settings": SamplingSettings(token_bias=((40, 2.0),))},
+        {"settings": SamplingSettings(dry_multiplier=1.0, dry_breakers=(5,))},
+        {"settings": SamplingSettings(dry_multiplier=1.0)},
+        {"settings": SamplingSettings(xtc_probability=0.5, top_k=50)},
+        {"settings": SamplingSettings(typical=0.5)},
+        {"min_new_tokens": 4, "stops": (7,)},
+        {"excluded": (9,)},
+    ],
+    ids=("bias", "breakers", "dry", "xtc", "typical", "minimum", "excluded"),
+)
+def test_a_text_that_finds_no_memory_for_its_settings_ends_alone(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, more: dict[str, object]
+) -> None:
+    generator, mine, others = Generator(model, tokens=2048, slots=2), list[Event](), list[Event]()
+    sampler = generator._device_slots.sampler
+
+    def no_memory(name: str) -> torch.Tensor:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {name}")
+
+    monkeypatch.setattr(sampler, "late", no_memory)
+    generator.submit(request(0, max_new_tokens=8), deliver=others.append)
+    generator.step()
+    generator.submit(request(1, **more), deliver=mine.append)
+
+    drive(generator)
+
+    assert [type(event.error) for event in mine if event.reason] == [FEW[0]]
+    assert FEW[1] in str(mine[-1].error)
+    assert [event.reason for event in others if event.reason] == ["max_new_tokens"]
+    assert generator.failure is None
+    assert is_empty(generator)
+
+
+def test_a_prompt_is_read_once_more_if_memory_ends_in_a_pass_over_several(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, read = Generator(model, tokens=2048, slots=2), list[int]()
+    plain = generator._device_slots.read
+
+    def first_fails(ids: list[int], *given: object, **named: object) -> torch.Tensor:
+        read.append(len(ids))
+        if len(read) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(ids, *given, **named)
+
+    prompts = [(5, 6, 7), (8, 9, 10, 11)]
+    options = {"max_new_tokens": 8, "settings": GREEDY, "stops": ()}
+    expected = Generator(model, tokens=2048, slots=2).generate(prompts, **options)
+    monkeypatch.setattr(generator._device_slots, "read", first_fails)
+
+    assert generator.generate(prompts, **options) == expected
+    assert read == [5, 2, 3]
+
+
+def test_a_panic_in_a_step_ends_all_texts_with_an_error(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, events = Generator(model, tokens=2048, slots=2), list[Event]()
+    generator.submit(request(0), deliver=events.append)
+
+    def panics(*given: object, **named: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(generator._device_slots, "forward", panics)
+    drive(generator)
+
+    assert isinstance(events[-1].error, InferenceError)
+    assert events[-1].error is generator.failure
+    assert "failed with `Panic`: index out of bounds" in str(generator.failure)
+    assert isinstance(generator.failure.__cause__, Panic)
+
+
+@pytest.mark.parametrize("where", ["hook", "callback"])
+def test_a_panic_in_what_a_text_brings_along_ends_that_text(model: LoadedModel, where: str) -> None:
+    generator, others, mine = Generator(model, tokens=2048, slots=2), list[Event](), list[Event]()
+
+    def panics(seen: object) -> None:
+        raise Panic("of this text")
+
+    def deliver(event: Event) -> None:
+        mine.append(event)
+        if where == "callback":
+            panics(event)
+
+    generator.submit(request(0), deliver=others.append)
+    hooks = (panics,) if where == "hook" else ()
+    generator.submit(request(1, hooks=hooks), deliver=deliver)
+    drive(generator)
+
+    assert isinstance(mine[-1].error, InferenceError)
+    assert "`Panic`: of this text" in str(mine[-1].error)
+    assert [event.reason for event in others if event.reason] == ["max_new_tokens"]
+    assert generator.failure is None
+
+
+def test_a_panic_while_a_request_is_prepared_refuses_it(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = Generator(model, tokens=2048, slots=2)
+
+    def panics(*given: object) -> None:
+        raise Panic("of the encoder")
+
+    monkeypatch.setattr(generator, "_check", panics)
+
+    with pytest.raises(InferenceError, match="`Panic`: of the encoder"):
+        generator.submit(request(0))
+    assert is_empty(generator)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_is_no_failure_of_the_generator(
+    model: LoadedModel, error: type[BaseException]
+) -> None:
+    generator = Generator(model, tokens=2048, slots=2)
+
+    def ends(seen: object) -> None:
+        raise error
+
+    with pytest.raises(error):
+        generator.generate([(5, 6)], max_new_tokens=3, hooks=(ends,))
+
+    assert generator.failure is None
+    assert generator.generate([(5, 6)], max_new_tokens=3)

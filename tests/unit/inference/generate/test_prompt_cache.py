@@ -11,10 +11,12 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import kept
 import pytest
+import torch
 from adapters import make_adapter
 from tiny import VOCAB_SIZE, make_tiny
 
@@ -31,6 +33,7 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
+from exl2flow.inference.cache.prefix_tree import FullPage
 from exl2flow.inference.drafts import Drafter
 from exl2flow.kernels import PAGE_TOKENS
 
@@ -401,3 +404,25 @@ def test_two_processes_share_a_folder(folder: Path, model: LoadedModel, tmp_path
         finally:
             process.kill()
     assert os.listdir(where).count("secret") == 1
+
+
+def test_reads_that_are_cancelled_while_a_text_waits_for_them_are_computed(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep, one = PromptCache(disk=tmp_path / "pages"), [request(1)]
+    expected = run(model, one, keep=keep)
+    generator = Generator(model, tokens=ROOM, slots=2, keep=keep)
+    tiers = generator._tiers
+    assert tiers is not None
+
+    def cancelled(page: FullPage) -> tuple[str, Future[torch.Tensor | None]]:
+        result = Future[torch.Tensor | None]()
+        result.cancel()
+        return "disk", result
+
+    monkeypatch.setattr(tiers, "read", cancelled)
+    found = results(generator, one)
+    generator.close()
+
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    assert generator.failure is None

@@ -155,3 +155,78 @@ def test_states_are_counted_as_they_are_reserved(folder: Path, slots: int) -> No
     assert cache.nbytes - pages == cache.states.nbytes
     one = cache_bytes(spec, context=512, cache_format="fp16") - pages * 2 // 3
     assert cache.states.nbytes * 2 == one * (slots + 1)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_piece_of_a_prompt_that_runs_out_of_memory_is_in_the_state_once(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    ids = prompt(3, 2 * PAGE_TOKENS + 40)
+    expected = run(Generator(model, slots=1, chunk=PAGE_TOKENS), ids)[0]
+    last, passes = [s for s in model.decoder.sublayers if hasattr(s, "fill")][-1], list[int]()
+    plain = type(last).fill
+
+    def fill(self: object, *given: object, **named: object) -> object:
+        if self is last:
+            passes.append(1)
+            if len(passes) == fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(type(last), "fill", fill)
+    generator = Generator(model, slots=1, chunk=PAGE_TOKENS)
+
+    assert run(generator, ids)[0] == expected
+    assert len(passes) == 4
+    # nor is it in the snapshots that others start from
+    assert (
+        run(generator, (*ids[: 2 * PAGE_TOKENS], 9, 8, 7))[0]
+        == (run(Generator(model, slots=1), (*ids[: 2 * PAGE_TOKENS], 9, 8, 7))[0])
+    )
+
+
+def test_a_piece_whose_snapshot_is_gone_is_read_from_the_beginning(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, reads = prompt(4, 2 * PAGE_TOKENS + 40), list[int]()
+    expected = run(Generator(model, slots=1), ids)[0]
+    generator = Generator(model, slots=1, chunk=PAGE_TOKENS, keep=PromptCache(states=0))
+    plain = generator._device_slots.read
+
+    def read(tokens: list[int], *given: object, **named: object) -> torch.Tensor:
+        reads.append(len(tokens))
+        found = plain(tokens, *given, **named)
+        if len(reads) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    monkeypatch.setattr(generator._device_slots, "read", read)
+
+    assert run(generator, ids)[0] == expected
+    assert reads == [PAGE_TOKENS] * 4 + [39]
+
+
+def test_a_text_cut_to_a_prompt_of_one_token_forgets_the_state_of_what_was_cut(
+    model: LoadedModel,
+) -> None:
+    ids, plain = (7,), run(Generator(model, slots=1), (7,), new=12)[0]
+    ban = model.tokenizer.decode(plain[:3])
+    request = Request(
+        ids,
+        max_new_tokens=12,
+        settings=GREEDY,
+        stops=(),
+        banned_strings=(ban,),
+        end_loops=False,
+    )
+    expected = [token for e in Generator(model, slots=1).stream(request) for token in e.ids]
+    generator, found = Generator(model, slots=1), list[int]()
+    job, preempted = generator.submit(request, deliver=lambda e: found.extend(e.ids)), False
+    while not generator.is_idle:
+        generator.step()
+        if not preempted and job.is_decoding and job.output.may_rewind:
+            generator._scheduler.preempt(job)
+            preempted = True
+
+    assert preempted
+    assert found == expected != plain

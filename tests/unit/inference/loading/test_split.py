@@ -405,3 +405,17 @@ def test_the_device_with_least_room_per_page_limits_a_cache(
     tokens = fitting(10**6, [(spec, split)], "fp16", 1)
 
     assert tokens == int(0.7 * 4 * 10**6) // (2 * page) * 256
+
+
+def test_a_warm_up_writes_to_the_pages_that_slots_have_now(
+    folder: Path, placement: Placement, fakes: Devices
+) -> None:
+    generator = Generator(loaded(folder, placement), slots=2, tokens=1024)
+    generator.generate([TEXT], max_new_tokens=3, settings=GREEDY)
+    steps = generator._device_slots
+
+    generator.warmup()
+
+    for slots in steps._runner._spans:
+        assert torch.equal(slots.tables.cpu(), steps.tables.cpu())
+        assert torch.equal(slots.lengths.cpu(), steps.lengths.cpu())
