@@ -113,10 +113,7 @@ def user_path(path: Path) -> Path:
 DeviceOption = Annotated[
     Device,
     Option("auto|cpu|cuda…", "Running"),
-    Field(
-        description="device to compute on; auto: a GPU if one is usable, else the CPU; cuda:1: the "
-        "second GPU"
-    ),
+    Field(description="auto: a GPU if one is usable, else the CPU; cuda:1: the second GPU"),
 ]
 TokenBlock = Annotated[
     str | None,
