@@ -55,8 +55,8 @@ class Case(NamedTuple):
 # Made-up costs know nothing of the model, so that every outcome is to be had
 CASES = {
     "the estimate": Case({"bpw": 3.5}, 1, "estimate", False),
-    "the first correction": Case({"bpw": 5.0}, 2, "corrected 1", True),
-    "the second correction": Case({"bpw": 3.5}, 4, "corrected 2", True),
+    "the first correction": Case({"bpw": 3.5}, 6, "corrected 1", True),
+    "the second correction": Case({"bpw": 3.5}, 2, "corrected 2", True),
     "the same for all": Case({"bpw": 5.0}, 3, "uniform", True),
     "the second correction within a total": Case({"bpw_total": 9.0}, 5, "corrected 2", True),
     "the same for all within a total": Case({"bpw_total": 9.0}, 3, "uniform", True),
