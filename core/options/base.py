@@ -112,7 +112,7 @@ def user_path(path: Path) -> Path:
 
 DeviceOption = Annotated[
     Device,
-    Option("auto|cpu|cuda…", "Running"),
+    Option("auto|cpu|cuda", "Running"),
     Field(description="auto: a GPU if one is usable, else the CPU; cuda:1: the second GPU"),
 ]
 TokenBlock = Annotated[

@@ -14,7 +14,7 @@ DRAFTS: Final = "Speculative decoding (same text)"
 class PlacementOptions(Options):
     """The devices of a model that generates text, and the format of its cache."""
 
-    device: Annotated[DeviceOption, Option("auto|cpu|cuda…", MODEL)] = "auto"
+    device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
     gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
         None,
         description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "

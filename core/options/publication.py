@@ -70,7 +70,7 @@ class PublishConfig(PublishOptions):
     measurement: Annotated[MeasurementPath | None, Option("FILE", "Publishing")] = Field(
         None, description="measurement.json to publish on `main`, or its folder; empty: none"
     )
-    device: Annotated[Device, Option("auto|cpu|cuda…", "Publishing")] = Field(
+    device: Annotated[Device, Option("auto|cpu|cuda", "Publishing")] = Field(
         "auto", description="where to try the downloaded models: auto, cpu, cuda or cuda:N"
     )
     token_block: Annotated[str | None, Option("NAME", "Publishing")] = Field(

@@ -71,7 +71,7 @@ def test_every_command_shows_that_it_takes_one() -> None:
         if "--device" in parameter.opts
     }
 
-    assert {*found.values()} == {"auto|cpu|cuda…"}
+    assert {*found.values()} == {"auto|cpu|cuda"}
     wanted = "convert measure sweep refine validate generate chat serve bench publish"
     assert found.keys() >= {*wanted.split()}
     assert len(settings_of(ConversionConfig)) > 1
