@@ -23,6 +23,7 @@ Exl2FlowError
 A message says what is wrong, where, and what to do.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 NO_JSON = (OSError, ValueError, RecursionError)  # raised by files that hold no JSON
@@ -151,7 +152,12 @@ class ValidationFailed(Exl2FlowError):
 
 
 class PreflightFailed(Exl2FlowError):
-    """Problems found before any work was done; the message lists all of them."""
+    """Problems found before any work was done; the message lists all of them.
+
+    plan: rows (what, value) of what would be done, if the problems leave a plan.
+    """
+
+    plan: Sequence[tuple[str, str]] = ()
 
 
 class SweepFailed(Exl2FlowError):

@@ -4,6 +4,7 @@ Sizes are decimal, as disks and the Hub count them: 1 GB is 10⁹ bytes.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -58,6 +59,12 @@ def size(count: float) -> str:
     """Return a number of bytes in kB, MB or GB."""
     name, width = unit(count)
     return f"{count:.0f} B" if name == "B" else f"{count / width:.2f} {name}"
+
+
+def size_to_ask_for(count: float) -> str:
+    """Return a size as an option takes it, rounded up to a tenth of its unit: `11.1GB`."""
+    name, width = unit(max(count, 1e6))
+    return f"{math.ceil(10 * count / width) / 10:.1f}{name}"
 
 
 def cause(error: BaseException) -> str:

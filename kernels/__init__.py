@@ -1,6 +1,6 @@
 """Operations on a device: the interface `Ops`, its torch implementation and its CUDA kernels."""
 
-from exl2flow.kernels.backend import get_ops, resolve_device, tensor_cores
+from exl2flow.kernels.backend import get_ops, resolve_device, tensor_cores, unused_gpu
 from exl2flow.kernels.interface.activations import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
@@ -139,5 +139,6 @@ __all__ = [
     "slots_of",
     "tensor_cores",
     "times_output",
+    "unused_gpu",
     "whole_tiles",
 ]

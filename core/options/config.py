@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.config import JsonValue
 
 from exl2flow.core.options.base import (
@@ -15,6 +15,7 @@ from exl2flow.core.options.base import (
     CacheName,
     DeviceOption,
     Option,
+    Size,
     TokenBlock,
     user_path,
 )
@@ -286,14 +287,17 @@ class ValidateOptions(Options):
 class FitOptions(Options):
     """The GPU memory that the result must fit, with the cache of a context."""
 
-    memory: Annotated[ByteSize, Option("SIZE", "Result", flag="fit", rare=False)] = Field(
+    memory: Annotated[Size, Option("SIZE", "Result", flag="fit", rare=False)] = Field(
         gt=0,
         description="instead of `bpw`: memory of the GPU that will run the model, as 24GB; makes "
         "the largest model that fits beside its cache and working memory",
         json_schema_extra={"anyOf": SIZE_CHOICES},
     )
-    context: Annotated[int, Option("N", "Result")] = Field(
-        8192, ge=1, description="context length whose cache must fit, in tokens"
+    context: Annotated[int | None, Option("N", "Result")] = Field(
+        None,
+        ge=1,
+        description="context length whose cache must fit, in tokens; empty: 8192, or the model's "
+        "positions if it has fewer",
     )
     cache: Annotated[CacheName, Option("FORMAT", "Result")] = Field(
         "fp16", description="format of that cache: fp16, fp8, q8, q6 or q4"
@@ -326,7 +330,7 @@ class RunOptions(Options):
         description="how much work to spend on a small error: fast, standard or best; exllamav2: "
         "the original program's algorithm; options you give override the preset",
     )
-    max_memory: Annotated[ByteSize | None, Option("SIZE", "Running")] = Field(
+    max_memory: Annotated[Size | None, Option("SIZE", "Running")] = Field(
         None,
         gt=0,
         description="GPU memory to use at most, as 24GB; hidden states move to main memory if "

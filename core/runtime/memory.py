@@ -4,6 +4,7 @@ import math
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 BESIDE_TENSORS = 2**30  # bytes of a GPU for CUDA itself, libraries and kernels; approximate
@@ -48,6 +49,23 @@ def free_memory(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_allocated(device)
     return min(free + torch.cuda.memory_reserved(device) - used, limit_of(device) - used)
+
+
+def pinned_block(count: int) -> int:
+    """Return how many bytes of main memory torch pins for a tensor of `count` bytes."""
+    return 1 << max(0, count - 1).bit_length()
+
+
+def give_back_pinned() -> None:
+    """Free the pinned memory that nothing uses, if less than half of main memory is available.
+
+    torch keeps it for later, and pinning takes a second per GB.
+    """
+    if psutil.virtual_memory().available > psutil.virtual_memory().total / 2:
+        return
+    empty = getattr(torch.accelerator, "empty_host_cache", None)
+    if torch.cuda.is_available():
+        (empty or getattr(torch._C, "_host_emptyCache"))()  # noqa: B009  # torch before 2.12
 
 
 def _indexed(device: torch.device) -> torch.device:

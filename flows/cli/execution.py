@@ -9,6 +9,7 @@ from typing import Any
 
 from exl2flow.core.errors import (
     HubError,
+    PreflightFailed,
     PublicationDamaged,
     PublicationRefused,
     SweepFailed,
@@ -67,7 +68,12 @@ def execute(
         check_runner(config)
     check_release(config)
     fetched = partial(fetched_with_progress, plain=switches.as_json, renew=switches.restart)
-    prepared = prepare(with_folder(config, fetched), () if switches.restart else stages)
+    try:
+        prepared = prepare(with_folder(config, fetched), () if switches.restart else stages)
+    except PreflightFailed as error:
+        if switches.dry_run and error.plan and not switches.as_json:
+            show(plan_table(error.plan))
+        raise
     if not switches.as_json:
         show(plan_table(_plan_rows(prepared)))
     if switches.dry_run:

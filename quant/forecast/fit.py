@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.source import WANTED
-from exl2flow.core.words import size
+from exl2flow.core.words import size, size_to_ask_for
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint
 from exl2flow.quant.allocate.bit_range import BitRange
 
+USUAL_CONTEXT = 8192  # tokens
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 
@@ -57,20 +58,22 @@ def find_fit(config: ConversionConfig) -> Fit | None:
     if options is None:
         return None
     spec = resolve(config.source, wanted=WANTED)
-    if options.context > spec.max_positions:
+    context = options.context or min(USUAL_CONTEXT, spec.max_positions)
+    if context > spec.max_positions:
         raise ConfigError(
-            f"`--context {options.context}` exceeds the model's {spec.max_positions} positions"
+            f"`--context {context}` exceeds the model's {spec.max_positions} positions"
         )
-    needs = Footprint.of(spec, context=options.context, cache_format=options.cache)
+    needs = Footprint.of(spec, context=context, cache_format=options.cache)
     reach = BitRange.of(config, spec)
     smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
     left = int(options.memory) - needs.total
     if left < smallest:
         raise BudgetUnreachable(
             f"nothing fits {size(options.memory)}: the smallest model takes "
-            f"{size(smallest)}, the {options.cache} cache of {options.context:,} tokens "
+            f"{size(smallest)}, the {options.cache} cache of {context:,} tokens "
             f"{size(needs.cache)}, all else {size(needs.total - needs.cache)}; use "
-            f"`--fit {smallest + needs.total}`, a shorter `--context` or a smaller `--cache`"
+            f"`--fit {size_to_ask_for(smallest + needs.total)}`, a "
+            "shorter `--context` or a smaller `--cache`"
         )
     weights = min(left, largest)
     bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]

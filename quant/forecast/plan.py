@@ -22,6 +22,12 @@ from exl2flow.quant.walk.needs import Card, Need
 
 MOST_NAMES = 8  # of files or tensors that are listed
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
+CUDA_MEMORY = 800 * 2**20  # what CUDA, its libraries and kernels add to it
+
+
+def base_memory(card: Card | None) -> int:
+    """Return the main memory of a process that has done nothing yet, in bytes."""
+    return BASE_MEMORY + (CUDA_MEMORY if card else 0)
 
 
 def what_is_left(
@@ -75,6 +81,7 @@ def _less(need: Need, stored: int) -> Need:
 class Plan:
     """Forecast of a run and of what is left to do; sizes in bytes.
 
+    unused_gpu: why `auto` took the CPU although there is a GPU;
     left: what the unfinished stages still need; stages: what a run does with each of them, if an
     earlier run has digested the source; carried, left_out: files of the source;
     not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
@@ -86,6 +93,7 @@ class Plan:
     layers: int
     weights: int
     device: str
+    unused_gpu: str | None
     calibration: str
     target: str
     prefer: str
@@ -115,13 +123,13 @@ class Plan:
         count = f"{self.layers} layers, {self.weights / 1e6:.1f} M weights"
         named = {name: need for name, need in self.needs.items() if name != "tokenize"}
         memory = [
-            f"{name} {(BASE_MEMORY + need.memory_bytes) / 1e9:.2f}"
+            f"{name} {(base_memory(self.card) + need.memory_bytes) / 1e9:.2f}"
             for name, need in named.items()
             if need.memory_bytes
         ]
         rows = [
             ("model", f"{self.model} ({self.architecture}, {count})"),
-            ("device", self.device),
+            ("device", f"{self.device}; {self.unused_gpu}" if self.unused_gpu else self.device),
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
             *self._preference(),

@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.store.source import DIGESTS_FILE, WANTED
 from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
-from exl2flow.kernels import resolve_device
+from exl2flow.kernels import resolve_device, unused_gpu
 from exl2flow.model import ModelSpec, expected_tensors, resolve
 from exl2flow.model.files.source_tensors import (
     check_claimed,
@@ -27,12 +28,16 @@ from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.gpu_fit import check_gpu, gpu_fits
+from exl2flow.quant.forecast.least import WHOLE
+from exl2flow.quant.forecast.main_memory import beside_gpu
 from exl2flow.quant.forecast.needs import stage_needs, work_bytes
-from exl2flow.quant.forecast.plan import BASE_MEMORY, Plan, calibration_in_words, what_is_left
+from exl2flow.quant.forecast.plan import Plan, base_memory, calibration_in_words, what_is_left
 from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
 from exl2flow.quant.walk.needs import Card, Need
 
 T = TypeVar("T")
+
+FEW_ROWS = 16  # of calibration, which are tried where memory does not suffice
 
 # Stages that do not depend on the target
 SHARED = ("compose", "tokenize", "sensitivity", "measure")
@@ -74,7 +79,7 @@ def preflight(
     attempt(lambda: _check_output(config))
     attempt(lambda: check_files(config))
     attempt(lambda: carried_files(config.source))
-    spec = attempt(lambda: resolve(config.source, wanted=WANTED))
+    spec, plan = attempt(lambda: resolve(config.source, wanted=WANTED)), None
     if spec is not None:
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
         attempt(lambda: check_tokenizer(config, spec))
@@ -87,7 +92,6 @@ def preflight(
         if is_measured:  # else `check_files` says so
             attempt(lambda: check_measurement(config, spec))
         to_do = () if problems else stages
-        plan = None
         if has_layers and is_measured:
             plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device), anew=anew))
         if plan is not None:
@@ -95,7 +99,9 @@ def preflight(
             attempt(lambda: _check_memory(config, plan, spec))
             if not problems:
                 return plan
-    raise PreflightFailed("\n".join(problems))
+    failed = PreflightFailed("\n".join(problems))
+    failed.plan = plan.rows() if plan is not None else ()
+    raise failed
 
 
 def _check_output(config: ModelOptions) -> None:
@@ -134,6 +140,8 @@ def _plan(
     reach = BitRange.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = stage_needs(config, spec, card, packed=packed)
+    if card is not None:
+        needs = beside_gpu(config, spec, card, needs)
     left, outlooks = what_is_left(config, stages, needs, anew=anew)
     prefer = (config.allocate if isinstance(config, ConversionConfig) else AllocateOptions()).prefer
     return Plan(
@@ -142,13 +150,14 @@ def _plan(
         layers=spec.num_layers,
         weights=sum(map(prod, expected_tensors(spec).values())),
         device=device,
+        unused_gpu=unused_gpu() if config.device == "auto" else None,
         calibration=calibration_in_words(config, spec),
         target=config.target,
         prefer=prefer,
         reachable_bpw=reach.bpw,
         output_bytes=needs["compile"].output_bytes,
         work_bytes=work_bytes(needs.values()),
-        memory_bytes=BASE_MEMORY + max(need.memory_bytes for need in needs.values()),
+        memory_bytes=base_memory(card) + max(need.memory_bytes for need in needs.values()),
         needs=needs,
         left=left,
         finished=tuple(each.stage for each in outlooks if each.state == "finished"),
@@ -189,19 +198,63 @@ def check_disk(plans: Sequence[Plan]) -> None:
 
 def _check_memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
-    needs, card = plan.left, plan.card
-    main = {name: BASE_MEMORY + n.memory_bytes for name, n in needs.items() if n.memory_bytes}
-    memories = [("memory", available_memory(), main)]
-    if card is not None:
-        on_gpu = {name: need.gpu_memory_bytes for name, need in needs.items()}
-        memories.append(("the GPU's memory", card.memory, on_gpu))
-    for memory, free, sizes in memories:
-        name = max(sizes, key=sizes.__getitem__, default="")
-        if name and free is not None and sizes[name] > free:
-            raise StoreError(
-                f"the stage `{name}` may need {size(sizes[name])} of {memory}, "
-                f"{size(free)} may be used; reduce `--rows` or `--row-tokens`, or choose "
-                "another `--quality`, `--calibration` or `--device`"
-            )
-    if card is not None:
-        check_gpu(config, spec, card.memory, needs)
+    card, free = plan.card, available_memory()
+    main = {name: need.memory_bytes for name, need in plan.left.items() if need.memory_bytes}
+    stage = max(main, key=main.__getitem__, default="")
+    base = base_memory(card)
+    if stage and free is not None and base + main[stage] > free:
+        raise StoreError(
+            f"the stage `{stage}` may need {size(base + main[stage])} of memory, {size(free)} may "
+            f"be used; {_memory_advice(config, plan, spec, stage, free - base)}"
+        )
+    if card is None:
+        return
+    on_gpu = {name: need.gpu_memory_bytes for name, need in plan.left.items()}
+    stage = max(on_gpu, key=on_gpu.__getitem__, default="")
+    if stage and on_gpu[stage] > card.memory:
+        raise StoreError(
+            f"the stage `{stage}` may need {size(on_gpu[stage])} of the GPU's memory, "
+            f"{size(card.memory)} may be used; choose another `--quality`, `--calibration` or "
+            "`--device`"
+        )
+    check_gpu(config, spec, card.memory, plan.left)
+
+
+def _memory_advice(config: ModelOptions, plan: Plan, spec: ModelSpec, stage: str, room: int) -> str:
+    """Return what most of the memory is for, and which options leave so little that it suffices."""
+    parts = {s.name: sum(p.numel for p in s.projections) for s in spec.sublayers}
+    parts[spec.head.key] = spec.head.numel
+    part = max(parts, key=parts.__getitem__)
+    helpful = [
+        option for option, changed in _smaller(config) if _memory(changed, plan, spec) <= room
+    ]
+    largest = f"the largest part of the model, `{part}`, has {parts[part] / 1e6:,.1f} M weights"
+    if stage in WHOLE:
+        largest = f"it holds the whole model, {plan.weights / 1e6:,.1f} M weights"
+    if not helpful:
+        return f"{largest}, and no option lowers that enough: use a machine with more memory"
+    return f"{largest}; {' or '.join(helpful)} would lower it enough"
+
+
+def _smaller(config: ModelOptions) -> Iterator[tuple[str, ModelOptions]]:
+    """Yield options that may lower the memory of a run, and the run with them."""
+    rows = config.calibration
+    for option, values in (
+        ("--rows", {"rows": min(FEW_ROWS, rows.rows), "measure_rows": FEW_ROWS // 6}),
+        ("--row-tokens", {"row_tokens": 512, "measure_row_tokens": 512}),
+    ):
+        changed = rows.model_copy(update=values)
+        value = next(iter(values.values()))
+        yield f"`{option} {value}`", config.model_copy(update={"calibration": changed})
+    given = config.model_dump(exclude_unset=True)
+    for quality in ("fast", "exllamav2"):
+        with suppress(ValueError):
+            yield f"`--quality {quality}`", type(config)(**given | {"quality": quality})
+
+
+def _memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> int:
+    """Return the most memory that a stage of a run needs beside the process itself."""
+    needs = stage_needs(config, spec, plan.card, packed=plan.output_bytes)
+    if plan.card is not None:
+        needs = beside_gpu(config, spec, plan.card, needs)
+    return max(need.memory_bytes for need in needs.values())

@@ -5,6 +5,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
@@ -357,7 +358,8 @@ def upper_factor(turned: torch.Tensor) -> torch.Tensor:
         invert_lower(lower)
     upper: torch.Tensor = lower.flip(0, 1).float()
     del lower
-    if not upper.isfinite().all() or not upper.diagonal().all():
+    largest = torch.linalg.vector_norm(upper, math.inf)  # `isfinite` makes copies of the matrix
+    if not largest.isfinite() or not upper.diagonal().all():
         raise SingularHessian("no Cholesky factor")
     return upper
 

@@ -18,7 +18,7 @@ import torch
 from exl2flow.core.errors import CalibrationError
 from exl2flow.core.options.config import RunOptions, SensitivityOptions
 from exl2flow.core.runtime.background import Background, HostTensors, helpers, to_host
-from exl2flow.core.runtime.memory import available_memory
+from exl2flow.core.runtime.memory import available_memory, give_back_pinned, pinned_block
 from exl2flow.core.store.files import read_tensors, write_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import get_ops, tensor_cores
@@ -204,7 +204,7 @@ class InputStates:
         self.ids = ids
         self.order = model.spec.sublayers
         self.every = states_between(len(self.order))
-        size = ids.numel() * model.spec.hidden_size * DTYPE.itemsize
+        size = pinned_block(ids.numel() * model.spec.hidden_size * DTYPE.itemsize)
         room = KEPT_SHARE * (available_memory() or 0)
         self.in_memory = model.device.type == "cuda" and kept_states(len(self.order)) * size < room
         self.kept: dict[int, HostTensors] = {}
@@ -407,6 +407,7 @@ def sensitivity(run: StageRun[RunOptions]) -> None:
     rows, held_out = run.config.sensitivity.rows, held_out_rows(run.config)
     ids = spread_rows(run.inputs["tokenize"], rows, held_out)
     remedied(model, lambda model: _WayBack(run, model, ids).walk())
+    give_back_pinned()
     run.tick(run.folder.manifest.total, run.folder.manifest.total)
 
 

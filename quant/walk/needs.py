@@ -62,7 +62,7 @@ class ModelSizes:
     """Sizes of a model's parts, and the memory that stages need for them on a machine.
 
     Main memory is forecast as if there were no GPU, except for stages that hold the whole model
-    where they compute.
+    where they compute; for the others see `quant/forecast/main_memory.py`.
 
     packed: bytes of all quantized matrices; factors: of the largest Fisher factors on disk, 0
     without them.

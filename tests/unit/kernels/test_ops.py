@@ -48,9 +48,40 @@ def test_kernels_are_those_of_every_operation() -> None:
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
     """Ask for the kernels of a GPU as in a new process, and let later tests do the same."""
-    backend._cuda_ops.cache_clear()
+    caches = (backend._cuda_ops, backend.unused_gpu)
+    for each in caches:
+        each.cache_clear()
     yield
-    backend._cuda_ops.cache_clear()
+    for each in caches:
+        each.cache_clear()
+
+
+@pytest.fixture
+def without_cupy(monkeypatch: pytest.MonkeyPatch, asked_anew: None) -> None:
+    """A machine whose GPU torch sees, and on which CuPy is not installed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.ops", raising=False)
+    monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.compiler", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_auto_takes_the_cpu_where_kernels_cannot_run_and_says_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    devices = {resolve_device("auto") for _ in range(2)}
+
+    assert devices == {torch.device("cpu")}
+    assert caplog.text.count("the GPU is not used") == 1
+    assert "pip install 'cupy-cuda13x" in caplog.text
+
+
+@pytest.mark.usefixtures("without_cupy")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_a_gpu_without_kernels_is_refused_by_name(name: str) -> None:
+    with pytest.raises(BackendUnavailable, match=r"need CuPy.*pip install.*--device cpu"):
+        resolve_device(name)
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -71,7 +102,7 @@ def test_a_device_without_cupy_names_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(sys.modules, "exl2flow.kernels.cuda.compiler", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
-    with pytest.raises(BackendUnavailable, match=r"CuPy.*exl2flow\[cuda13\]"):
+    with pytest.raises(BackendUnavailable, match=r"CuPy.*cupy-cuda13x"):
         get_ops("cuda")
 
 

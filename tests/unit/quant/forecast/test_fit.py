@@ -1,5 +1,6 @@
 """What fits a GPU: the total, the largest target, and what would suffice if nothing does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,27 @@ def test_error_names_the_memory_that_would_suffice(source: Path, tmp_path: Path)
     ) as caught:
         find_fit(config)
 
-    enough = int(str(caught.value).partition("`--fit ")[2].partition("`")[0])
+    enough = str(caught.value).partition("`--fit ")[2].partition("`")[0]
+    assert re.fullmatch(r"\d\.\dGB", enough)
     assert find_fit(small_config(source, tmp_path, fit={"memory": enough, "context": 2048}))
+    less = f"{float(enough[:-2]) - 0.1:.1f}GB"
     with pytest.raises(BudgetUnreachable):
-        find_fit(small_config(source, tmp_path, fit={"memory": enough - 1, "context": 2048}))
+        find_fit(small_config(source, tmp_path, fit={"memory": less, "context": 2048}))
+
+
+def test_usual_context_is_no_longer_than_the_model_reads(source: Path, tmp_path: Path) -> None:
+    fit = find_fit(small_config(source, tmp_path, fit={"memory": "24GB"}))
+
+    assert fit is not None
+    assert fit.needs.context == 2048
+
+
+@pytest.mark.parametrize("memory", [24, "24", "999999", "24kB"])
+def test_sizes_without_their_unit_are_refused(
+    memory: int | str, source: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="too few; give the unit"):
+        small_config(source, tmp_path, fit={"memory": memory})
 
 
 def test_context_beyond_the_model_is_refused(source: Path, tmp_path: Path) -> None:

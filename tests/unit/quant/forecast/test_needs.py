@@ -129,7 +129,7 @@ def test_too_little_memory_names_the_stage(source: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
     with pytest.raises(
-        PreflightFailed, match=r"^the stage `tune` may need .* another `--quality`, "
+        PreflightFailed, match=r"^the stage `tune` may need .* the whole model, .* no option lowers"
     ):
         preflight(config)
 

@@ -283,7 +283,7 @@ def test_too_little_memory_is_a_problem(source: Path, monkeypatch: pytest.Monkey
     (problem,) = problems_of(config_of(source))
 
     assert "of memory" in problem
-    assert "reduce `--rows`" in problem
+    assert "the largest part of the model, `lm_head`" in problem
 
 
 def test_available_memory_is_read_from_the_kernel() -> None:
@@ -341,3 +341,41 @@ def test_rows_longer_than_the_positions_cause_a_warning(
         preflight(config_of(source, calibration=longer))
 
     assert "rows of 512 tokens exceed the model's 256" in caplog.text
+
+
+def test_a_gpu_that_is_not_used_is_in_the_plan(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reason = "the GPU is not used: the kernels need CuPy"
+    monkeypatch.setattr(preflight_module, "unused_gpu", lambda: reason)
+
+    rows = dict(preflight(config_of(source, device="auto")).rows())
+
+    assert rows["device"] == f"cpu; {reason}"
+    assert dict(preflight(config_of(source, device="cpu")).rows())["device"] == "cpu"
+
+
+def test_too_little_memory_leaves_the_plan_to_be_shown(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: 1)
+
+    with pytest.raises(PreflightFailed) as caught:
+        preflight(config_of(source))
+
+    assert dict(caught.value.plan).keys() >= {"model", "memory", "GPU fit"}
+    assert "no option lowers that enough" in str(caught.value)
+
+
+def test_only_what_lowers_memory_enough_is_advised(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = {"rows": 20_000, "row_tokens": 32, "measure_rows": 1, "measure_row_tokens": 32}
+    config = config_of(source, calibration=many)
+    need = preflight(config).memory_bytes
+    monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
+
+    (problem,) = problems_of(config)
+
+    assert "`--rows 16`" in problem
+    assert "--row-tokens" not in problem
