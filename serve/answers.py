@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from exl2flow.model.text.thoughts import Splitter
 
 WRITE_SECONDS = 0.02  # between two writes of a stream
 PING_SECONDS = 10.0
+LAST_SECONDS = 10.0  # in which the texts of an answer end that nobody reads any more
 BROKEN = "a call of a function does not parse, so it stays text"
 
 
@@ -132,7 +134,8 @@ class RunningAnswer:
         written = 0.0
         while len(self.ends) < len(self.choices):
             try:
-                events = [await asyncio.wait_for(self._events.get(), PING_SECONDS)]
+                async with asyncio.timeout(PING_SECONDS):  # `wait_for` may swallow a cancellation
+                    events = [await self._events.get()]
             except TimeoutError:
                 yield []
                 continue
@@ -159,6 +162,19 @@ class RunningAnswer:
         for index, job in enumerate(self._jobs):
             if index not in self.ends:
                 job.cancel()
+
+    def let_go(self) -> None:
+        """Forget the generator of texts that end there; their events are still read."""
+        self._jobs = ()
+
+    async def ended(self) -> None:
+        """Wait until cancelled texts have ended, so that all of their tokens are counted."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_SECONDS):
+                while len(self.ends) < len(self.choices):
+                    event = await self._events.get()
+                    if event.reason is not None and isinstance(event.tag, int):
+                        self.ends[event.tag] = event
 
     def _read(self, event: Event) -> list[Update]:
         index = event.tag

@@ -81,7 +81,7 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 
     if not models.options.no_page:
         app.add_api_route("/", page, response_class=HTMLResponse, include_in_schema=False)
-    routes = [route for one in (*routers, app) for route in one.routes]
+    routes = [*app.routes, *(route for router in routers for route in router.routes)]
     metrics.paths = sorted({route.path for route in routes if isinstance(route, Route)})
     for kind in (RequestValidationError, HTTPException, ApiError):  # `Guard` answers the others
         app.add_exception_handler(kind, _refused)

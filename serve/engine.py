@@ -1,18 +1,26 @@
 """A loaded model as a server needs it: its generator, formats and adapters, and what it admits."""
 
 import asyncio
+import ctypes
+import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, Literal, TypeVar
+
+import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import PromptFormat
+from exl2flow.core.runtime.turns import Turns
 from exl2flow.inference import Adapter, AsyncGenerator, Event, Generator, LoadedModel
 from exl2flow.inference.chat import named_tool_format, tool_format
 from exl2flow.inference.chat.history import Reader
@@ -20,7 +28,7 @@ from exl2flow.inference.filters import GrammarFilter, forget
 from exl2flow.inference.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
-from exl2flow.serve.errors import ApiError
+from exl2flow.serve.errors import ApiError, shown
 from exl2flow.serve.fair_queue import AHEAD, Admission, FairQueue
 from exl2flow.serve.fields import Lora
 from exl2flow.serve.keys import Key
@@ -30,6 +38,7 @@ log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once
 PAUSE = 0.01  # seconds between two looks at running texts; a stream writes each 20 ms
 SCALED = 16  # adapters with a scale of a request that are kept
+SOUND_SECONDS = 3600.0  # a generator that fails sooner after the last failure is not made anew
 ANYONE = Key("-", waiting=None)
 NAMES = ("User", "Assistant")  # in format `raw`
 NO_TOOLS = "the template shows no tools; they go into the system prompt"
@@ -58,18 +67,17 @@ class Engine:
     ) -> None:
         """Make the generator; `make` is called again after a failure."""
         self.model, self.options, self.defaults = model, options, defaults
-        self.adapters = {one.folder.name: (one, 1.0) for one in adapters}
+        self.adapters = {one.folder.name: one for one in adapters}
         self.default_adapters = [*self.adapters]
         self.name, self.created = model.spec.source_dir.resolve().name, int(time.time())
         self.tokenizer, self.width = model.tokenizer, model.spec.vocab_size
         self.load_seconds, self.tokens = 0.0, Names(model.tokenizer)
-        self._make, self._is_remade, self.generator = make, False, make()
+        self._make, self._failed_at, self.generator = make, -math.inf, make()
+        self._recovery: asyncio.Task[None] | None = None
         self.pages = self.generator.pages
         self.room = min(self.generator.context, self.pages * PAGE_TOKENS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
-        self._scaled = lru_cache(SCALED)(
-            lambda folder, scale: Adapter.load(folder, model, scaling=scale)
-        )
+        self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal
         self.reader, template = None, ""
         if fmt is not None:
             self.reader = Reader(fmt, self.tokenizer, NAMES, now=datetime.now())
@@ -82,6 +90,7 @@ class Engine:
         self.has_grammars, self._entering = False, 0
         self.state: State = "ready"
         self.answers = dict[RunningAnswer, Admission]()
+        self._turns = Turns(PREPARING)
         self._queue = FairQueue(options.slots + AHEAD)
         self._pool = ThreadPoolExecutor(PREPARING, "exl2flow-serve")
 
@@ -97,7 +106,7 @@ class Engine:
                 GrammarFilter(regex="a").start(self.tokenizer, self.width)
                 self.has_grammars = True
             except ConfigError as error:  # llguidance is missing, or cannot read the tokenizer
-                self.warnings.append(f"no grammars: {error}")
+                self.warnings.append(f"no grammars: {shown(error)}")
         self._running = AsyncGenerator(self.generator, pause=PAUSE)
 
     @property
@@ -142,14 +151,12 @@ class Engine:
         known, named = self.adapters, model.rpartition(":")[2]
         if lora is None:
             is_one = named in known and model != self.name
-            return tuple(known[n][0] for n in ([named] if is_one else self.default_adapters))
+            return tuple(known[n] for n in ([named] if is_one else self.default_adapters))
         if unknown := [row.name for row in lora if row.name not in known]:
             there = ", ".join(f"`{name}`" for name in known) or "none"
             raise ConfigError(f"`lora` has {unknown[0]!r:.80}; there is {there}")
-        rows = [(*known[row.name], row.scale) for row in lora if row.scale]
-        return tuple(
-            a if scale == 1 else self._scaled(a.folder, own * scale) for a, own, scale in rows
-        )
+        rows = [(known[row.name], row.scale) for row in lora if row.scale]
+        return tuple(one if scale == 1 else self._scaled(one, scale) for one, scale in rows)
 
     def load_adapter(self, name: str, folder: Path, scaling: float) -> None:
         """Let requests name another adapter, or another one of that name.
@@ -158,16 +165,17 @@ class Engine:
             ConfigError: it is none of this model.
         """
         loaded = Adapter.load(folder, self.model, scaling=scaling)
-        self.adapters = {**self.adapters, name: (loaded, scaling)}
+        self.adapters = {**self.adapters, name: loaded}
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; running texts keep it."""
-        self.adapters = {n: row for n, row in self.adapters.items() if n != name}
+        self.adapters = {n: one for n, one in self.adapters.items() if n != name}
         self.default_adapters = [n for n in self.default_adapters if n != name]
         self._scaled.cache_clear()
 
     def check_ready(self) -> None:
         """Raise 503 if the engine takes no requests."""
+        self.look()
         if self.state != "ready":
             raise ApiError(503, f"the server is {self.state}; try again later", code=self.state)
 
@@ -186,28 +194,19 @@ class Engine:
         if self.count >= self.options.slots + self.options.waiting:
             why = f"{self.count} requests are running or waiting; try again later"
             raise ApiError(429, why, retry_after=self._queue.advice)
-        loop, events, began = asyncio.get_running_loop(), asyncio.Queue[Event](), time.monotonic()
+        began, turn = time.monotonic(), None
         self._entering += 1
-        turn = None
         try:
-            plan = await self.in_thread(make)
+            async with self._turns.of(key.name):
+                plan = await self.in_thread(make)
             for given in plan.requests[0].filters:
                 given = getattr(given, "then", given)  # behind thoughts
                 if isinstance(given, GrammarFilter):
-                    await self.trial.check(given)
+                    plan.warnings.extend(await self.trial.check(given, key.name))
             limit = self.options.wait_seconds
             asked = time.monotonic()
             turn = await self._queue.enter(key, len(plan.requests), seconds=limit)
-            waited = time.monotonic() - asked
-            self.check_ready()
-            running = self._running
-            jobs = await self.in_thread(
-                lambda: [running.prepare(one, events, loop) for one in plan.requests]
-            )
-            self.check_ready()
-            answer = RunningAnswer(plan, jobs, events, began=began, waited=waited)
-            for job in jobs:
-                running.add(job)
+            answer = await self._started(plan, began=began, waited=time.monotonic() - asked)
         except BaseException:
             if turn is not None:
                 self._queue.leave(turn)
@@ -217,25 +216,57 @@ class Engine:
         self.answers[answer] = turn
         return answer
 
+    async def _started(self, plan: AnswerPlan, *, began: float, waited: float) -> RunningAnswer:
+        """Start the texts of a plan whose turn has come."""
+        self.check_ready()
+        loop, events, running = asyncio.get_running_loop(), asyncio.Queue[Event](), self._running
+        try:
+            jobs = await self.in_thread(
+                lambda: [running.prepare(one, events, loop) for one in plan.requests]
+            )
+            self._check_runs(running)
+            for job in jobs:
+                running.add(job)
+        except Exception:
+            self._check_runs(running)  # what a failed generator refuses is no fault of the client
+            raise
+        return RunningAnswer(plan, jobs, events, began=began, waited=waited)
+
     def end(self, answer: RunningAnswer) -> None:
-        """Forget an answer, and make a failed generator anew, once."""
+        """Forget an answer, whose texts end within a step."""
         answer.cancel()
+        answer.let_go()
         if turn := self.answers.pop(answer, None):
             self._queue.leave(turn)
+        self.look()
+
+    def look(self) -> None:
+        """Make a generator that has failed anew, unless another one failed within the hour."""
         failure = None if self._made is None else self._made.failure
-        if failure is not None and self.state in ("ready", "draining"):
-            log.error("the generator failed: %s", failure)
-            self.state = "failed" if self._is_remade else "recovering"
-            if not self._is_remade:
-                self._is_remade = True
-                self._recovery = asyncio.get_running_loop().create_task(self._recover())
+        if failure is None or self.state != "ready":
+            return
+        log.error("the generator failed: %s", "".join(format_exception(failure)).rstrip())
+        before, self._failed_at = self._failed_at, time.monotonic()
+        if self._failed_at - before < SOUND_SECONDS:
+            self.state = "failed"
+            return
+        self.state = "recovering"
+        self._recovery = asyncio.get_running_loop().create_task(self._recover())
+
+    def _check_runs(self, running: AsyncGenerator) -> None:
+        """Raise 503 if a generator that was to run a request has failed since."""
+        self.check_ready()
+        if running is not self._running:
+            raise ApiError(503, "the generator was made anew; try again", code="recovering")
 
     async def _recover(self) -> None:
+        """Free the cache, then make a generator, unless the engine is to be closed."""
         try:
-            await self._running.close()
-            await asyncio.to_thread(self.generator.close)
-            del self.generator, self._running  # frees the cache
-            self.generator = await asyncio.to_thread(self._make)
+            await self._close_generator()
+            await asyncio.to_thread(collect)
+            if self.state != "recovering":
+                return
+            self.generator = await asyncio.to_thread(self._warm)
             self._running = AsyncGenerator(self.generator, pause=PAUSE)
             if self.state == "recovering":
                 self.state = "ready"
@@ -243,17 +274,60 @@ class Engine:
             log.exception("no new generator can be made; restart the server")
             self.state = "failed"
 
+    def _warm(self) -> Generator:
+        generator = self._make()
+        try:
+            generator.warmup()
+        except BaseException:
+            generator.close()
+            raise
+        return generator
+
+    async def _close_generator(self) -> None:
+        """End the generator and its thread, and all that refers to it, so that its cache goes."""
+        running, generator = vars(self).pop("_running", None), vars(self).pop("generator", None)
+        if running is not None:
+            await running.close()
+        for answer in self.answers:  # their clients may be slow
+            answer.let_go()
+        if generator is not None:
+            if generator.failure is not None:
+                _forget_frames(generator.failure)
+            await asyncio.to_thread(generator.close)
+
     def cancel(self) -> None:
         """End all texts, within a step."""
         for answer in self.answers:
             answer.cancel()
 
     async def close(self) -> None:
-        """End all texts and the threads."""
-        if hasattr(self, "_running"):
-            await self._running.close()
-        if self._made is not None:
-            await asyncio.to_thread(self._made.close)
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self.trial.close()
-        forget()
+        """End all texts and the threads, also of a generator that is being made."""
+        self.state = "draining"
+        try:
+            if self._recovery is not None:
+                await asyncio.wait({self._recovery})
+            await self._close_generator()
+        finally:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self.trial.close()
+            forget()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an error and its causes: their frames hold a generator."""
+    seen, rest = set[int](), [error]
+    while rest:
+        one = rest.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            rest += [each for each in (one.__cause__, one.__context__) if each is not None]
+
+
+def collect() -> None:
+    """Give the memory of what is gone back to the device and to the system."""
+    gc.collect()
+    with suppress(AttributeError):  # glibc keeps what threads have freed, unless it is told
+        ctypes.CDLL(None).malloc_trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

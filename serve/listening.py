@@ -12,6 +12,10 @@ from exl2flow.core.errors import ConfigError
 
 UNIX = "unix:"  # before a path
 OWN = 0o177  # mask of what others may do
+EVERYWHERE = (  # the address of all interfaces, and one in another network, for documents only
+    ("0.0.0.0", socket.AF_INET, "192.0.2.1"),
+    ("::", socket.AF_INET6, "2001:db8::1"),
+)
 
 
 @contextmanager
@@ -39,11 +43,28 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
             why = f"cannot listen on {where}: {words.cause(error)}"
             raise ConfigError(f"{why}; choose another {remedy}") from error
         try:
-            shown = host if path else f"http://{host}:{listener.getsockname()[1]}/v1"
-            yield listener, shown
+            yield listener, host if path else url_of(host, listener.getsockname()[1])
         finally:
             if path is not None:
                 path.unlink(missing_ok=True)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the address of a server for its clients."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
+def own_address(host: str) -> str | None:
+    """Return how others reach this machine if a server listens on all addresses; None: unknown.
+
+    It is the address that packets to other networks would have; none is sent.
+    """
+    for everywhere, family, other in EVERYWHERE:
+        if host == everywhere:
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((other, 9))
+                return str(probe.getsockname()[0])
+    return None
 
 
 def _bind(listener: socket.socket, path: Path) -> None:

@@ -3,16 +3,21 @@
 import logging
 import time
 import tomllib
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from exl2flow.inference.chat import all_tool_formats
+from exl2flow.inference.generate.event import Reason
 from exl2flow.serve.answers import BROKEN, RunningAnswer
+from exl2flow.serve.fields import HARMLESS
 from exl2flow.serve.models import Models
 
 log = logging.getLogger("exl2flow.serve")
-PREFIX, LABEL = "exl2flow_", "model_name"
+PREFIX, LABEL, OTHER = "exl2flow_", "model_name", "other"
 TABLE = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text(encoding="utf-8"))
 LINE = (
     "%(request)s key=%(key)s %(path)s model=%(model)s prompt=%(prompt)d cached=%(cached)d "
@@ -20,15 +25,27 @@ LINE = (
 )
 
 TIERS = ("gpu", "ram", "disk")  # where parts of prompts are found
+# values of labels that are known before they are counted
+KNOWN = {
+    "tier": TIERS,
+    "finished_reason": get_args(Reason),
+    "format": tuple(all_tool_formats()),
+    "parsed": ("True", "False"),
+    "field": (*sorted(HARMLESS), OTHER),
+}
 REFUSED = "%(request)s key=%(key)s %(path)s refused %(status)d"
 
 
 class Metrics:
-    """What one server counts."""
+    """What one server counts; all of it begins with 0, so that rates see the first event.
+
+    paths: of the server's endpoints.
+    """
 
     def __init__(self, models: Models) -> None:
-        self._models, self._registry = models, CollectorRegistry()
-        into = self._registry
+        self._models, self.registry = models, CollectorRegistry()
+        self.paths, self._begun = list[str](), set[str]()
+        into = self.registry
         self._gauges = {n: Gauge(PREFIX + n, n, [LABEL], registry=into) for n in self._now()}
         self._counters = {
             name: Counter(PREFIX + name, name, [LABEL, *more], registry=into)
@@ -41,6 +58,7 @@ class Metrics:
 
     def add(self, name: str, value: float = 1, **labels: str) -> None:
         """Add to a counter, or to a histogram."""
+        self._begin()
         if name in self._counters:
             self._counters[name].labels(**self._label, **labels).inc(value)
         else:
@@ -48,10 +66,11 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics, as Prometheus reads them."""
+        self._begin()
         for name, value in self._now().items():
             self._gauges[name].clear()  # of another model
             self._gauges[name].labels(**self._label).set(value)
-        return bytes(generate_latest(self._registry))
+        return bytes(generate_latest(self.registry))
 
     def status(self) -> dict[str, Any]:
         """Return what runs, for people."""
@@ -123,9 +142,25 @@ class Metrics:
         }
         log.info(LINE, line)
 
+    def _begin(self) -> None:
+        """Let the series of a model that was not loaded before begin with 0."""
+        if self._models.name in self._begun:
+            return
+        self._begun.add(self._models.name)
+        for name, metric in (self._counters | self._histograms).items():
+            labels = TABLE["counters"].get(name, [])
+            for values in product(*(self._known(name, label) for label in labels)):
+                metric.labels(**self._label, **dict(zip(labels, values, strict=True)))
+
+    def _known(self, name: str, label: str) -> Sequence[str]:
+        """Return the values that a label of a counter is known to have."""
+        if label == "code":
+            return tuple(TABLE["codes"][name])
+        return [*self.paths, OTHER] if label == "path" else KNOWN[label]
+
     def _hits(self, tier: str) -> int:
         name, labels = f"{PREFIX}prefix_cache_hits_total", {**self._label, "tier": tier}
-        return int(self._registry.get_sample_value(name, labels) or 0)
+        return int(self.registry.get_sample_value(name, labels) or 0)
 
     @property
     def _label(self) -> dict[str, str]:

@@ -1,20 +1,18 @@
 """The models of a server: one is loaded at a time, and another replaces it when asked for."""
 
 import asyncio
-import ctypes
-import gc
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.errors import ApiError
+from exl2flow.serve.engine import Engine, collect
+from exl2flow.serve.errors import ApiError, shown
 
 log = logging.getLogger("exl2flow.serve")
 REFUSED_SECONDS = 60.0  # before a model that failed to load is tried again
@@ -48,6 +46,7 @@ class Models:
             return "loading"
         if self.engine is None:
             return "unloaded" if self._is_parked else "idle"
+        self.engine.look()
         return self.engine.state
 
     @property
@@ -103,7 +102,7 @@ class Models:
         if name not in self.folders:
             raise _unknown(name, self.folders)
         self._failed.pop(name, None)
-        while self.engine is None or self.engine.name != name:
+        while self.engine is None or self.engine.name != name or self.engine.state == "failed":
             self._check(name)
             await self._changed(name)
         self._is_parked = False
@@ -121,7 +120,9 @@ class Models:
             self.engine.options = options
 
     def tick(self) -> None:
-        """Free a model that nobody has used for long; called several times a second."""
+        """Look for failures, and free a model that nobody has used for long; called often."""
+        if self.engine is not None:
+            self.engine.look()
         limit = self.options.unload_after
         is_old = limit is not None and time.monotonic() - self._used_at > 60 * limit
         if is_old and self.engine is not None and not self._users and self._change is None:
@@ -142,9 +143,9 @@ class Models:
         """End all texts and threads."""
         if self._change is not None:
             await asyncio.wait({self._change})
-        if self.engine is not None:
-            await self.engine.close()
-            self.engine = None
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await _close(engine)
 
     def _check(self, name: str) -> None:
         """Raise `ApiError` if a model cannot be had now."""
@@ -201,6 +202,8 @@ class Models:
                 return
             if not await self._load(name) and name != before:
                 await self._load(before)
+        except Exception:
+            log.exception("the loaded model cannot be changed")
         finally:
             self._change = None
 
@@ -212,38 +215,46 @@ class Models:
             self._is_free.clear()
             if self._users:
                 try:
-                    await asyncio.wait_for(self._is_free.wait(), seconds)
+                    async with asyncio.timeout(seconds):
+                        await self._is_free.wait()
                 except TimeoutError:
                     self.engine.state = "draining"
                     self.engine.cancel()
         engine, self.engine = self.engine, None
-        await engine.close()
+        await _close(engine)
         del engine
-        await asyncio.to_thread(_collect)
+        await asyncio.to_thread(collect)
         log.info("unloaded %s", self.name)
 
     async def _load(self, name: str) -> bool:
         """Load a model; return whether it runs."""
-        began, folder = time.monotonic(), self.folders.get(name)
+        began = time.monotonic()
         try:
+            folder = self.folders.get(name)
             if folder is None:
                 raise Exl2FlowError("its folder is gone")
             self.engine = await asyncio.to_thread(self._make, folder)
         except Exception as error:
-            why = str(error)
-            if isinstance(error, torch.OutOfMemoryError):
-                why = "the GPU has too little memory; load a smaller one, or give fewer `--tokens`"
-            elif not isinstance(error, Exl2FlowError):
-                log.exception("loading %s failed", name)
-                why = "see the server's log"
-            log.error("%s cannot be loaded: %s", name, why)
-            self._failed[name] = time.monotonic(), why
-            await asyncio.to_thread(_collect)
+            self._refuse(name, error)
+        if self.engine is None:  # and the error is gone, whose frames held what was loaded
+            await asyncio.to_thread(collect)
             return False
         self.name, self._used_at = name, time.monotonic()
         self.load_seconds = time.monotonic() - began
         log.info("loaded %s in %.1f s", name, self.load_seconds)
         return True
+
+    def _refuse(self, name: str, error: Exception) -> None:
+        """Write why a model cannot be loaded, and tell it to clients for some time."""
+        why, told = str(error), shown(error)
+        if isinstance(error, torch.OutOfMemoryError):
+            why = "the GPU has too little memory; load a smaller one, or give fewer `--tokens`"
+            told = why
+        elif not isinstance(error, Exl2FlowError):
+            log.error("loading %s failed", name, exc_info=error)
+            why = told = "see the server's log"
+        log.error("%s cannot be loaded: %s", name, why)
+        self._failed[name] = time.monotonic(), told
 
 
 def _unknown(name: str, known: Iterable[str]) -> ApiError:
@@ -251,10 +262,9 @@ def _unknown(name: str, known: Iterable[str]) -> ApiError:
     return ApiError(404, why, code="model_not_found", param="model")
 
 
-def _collect() -> None:
-    """Give the memory of what is gone back to the device and to the system."""
-    gc.collect()
-    with suppress(AttributeError):  # glibc keeps what threads have freed, unless it is told
-        ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+async def _close(engine: Engine) -> None:
+    """Close an engine; what fails goes to the log, for nobody can do anything about it."""
+    try:
+        await engine.close()
+    except Exception:
+        log.exception("%s was not closed cleanly", engine.name)

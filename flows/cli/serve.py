@@ -92,9 +92,9 @@ def serve(
 def _run(model: Path, configuration: "Configuration") -> None:
     from exl2flow.flows.cli.loading import prompt_cache  # imports torch
     from exl2flow.serve.app import create_app
-    from exl2flow.serve.guard import is_loopback
+    from exl2flow.serve.guard import is_open
     from exl2flow.serve.keys import Keys
-    from exl2flow.serve.listening import UNIX, listening
+    from exl2flow.serve.listening import listening, own_address, url_of
     from exl2flow.serve.models import Models
     from exl2flow.serve.running import run
 
@@ -102,23 +102,32 @@ def _run(model: Path, configuration: "Configuration") -> None:
     if options.swap and options.models is None:
         raise ConfigError("`--swap` goes with `--models`")
     keys = Keys(options.keys, os.environ.get(KEY_VARIABLE))
-    if not (keys or options.host.startswith(UNIX) or is_loopback(options.host)):
+    if not keys and is_open(options.host):
         why = f"`--host` is {options.host}, which others can reach"
         raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
     with listening(options.host, options.port) as (listener, address):
-        keep = prompt_cache(options)
+        keep = prompt_cache(_absolute(options))
 
         def make(folder: Path) -> "Engine":
-            now, is_first = configuration.options, folder.resolve() == model.resolve()
-            return _engine(folder, now if is_first else _of_any(now), keep)
+            now, is_first = _absolute(configuration.options), folder.resolve() == model.resolve()
+            return _engine(folder.absolute(), now if is_first else _of_any(now), keep)
 
         models = Models(make(model), make)  # nothing else holds the engine, which may be freed
         configuration.on_reload += [lambda: models.renew(configuration.options), keys.look]
         _log_requests(options)
         listener.listen(BACKLOG)
         say(f"serving on {address}")
+        if (own := own_address(options.host)) is not None:
+            say(f"for other machines: {url_of(own, listener.getsockname()[1])}", style="dim")
         is_reread = not (options.keys is None and configuration.path is None)
         run(create_app(models, keys), models, listener, configuration if is_reread else None)
+
+
+def _absolute(options: ServeOptions) -> ServeOptions:
+    """Return options whose paths are absolute, so that messages for clients can leave them out."""
+    rows = ((name, value) for name, value in options if name != "model")
+    paths = {name: value.absolute() for name, value in rows if isinstance(value, Path)}
+    return options.model_copy(update=paths | {"lora": [one.absolute() for one in options.lora]})
 
 
 def _of_any(options: ServeOptions) -> ServeOptions:

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self, cast
@@ -62,18 +62,38 @@ class Adapter:
         if model.ranks is not None:
             raise ConfigError(f"`{folder}` needs a whole model, not one that ranks share")
         folder, spec, dtype = Path(folder), model.spec, model.decoder.embedding.weight.dtype
-        config, digest, matrices = _config(folder), blake2b(digest_size=16), dict[str, Any]()
+        config, matrices = _config(folder), dict[str, tuple[Tensor, Tensor]]()
         rank: int = config["r"]
         scale = scaling * config["lora_alpha"] / rank ** (0.5 if config.get("use_rslora") else 1)
         for key, (a, b) in _halves(folder, spec, rank).items():
             matrices[key] = a.to(dtype).contiguous(), (scale * b.float()).T.to(dtype).contiguous()
-            digest.update(f"{key} {rank} {dtype}".encode())
-            for half in matrices[key]:
-                digest.update(half.numpy())
-                if not half.isfinite().all():
-                    why = f"is not finite in {dtype} after scaling; fetch it again"
-                    raise ConfigError(f"`{key}` in the adapter `{folder}` {why}")
-        return cls(digest.digest(), folder, spec.source_dir, rank, matrices)
+        digest = _digest(matrices, rank, folder, "fetch it again")
+        return cls(digest, folder, spec.source_dir, rank, matrices)
+
+    def scaled(self, scale: float) -> Self:
+        """Return the adapter with its effect multiplied, whatever its files hold by now.
+
+        Raises:
+            ConfigError: a value overflows.
+        """
+        matrices = {k: (a, (scale * b.float()).to(b.dtype)) for k, (a, b) in self.matrices.items()}
+        digest = _digest(matrices, self.rank, self.folder, f"the scale {scale:g} is too large")
+        return replace(self, digest=digest, matrices=matrices)
+
+
+def _digest(
+    matrices: Mapping[str, tuple[Tensor, Tensor]], rank: int, folder: Path, advice: str
+) -> bytes:
+    """Return the digest of finite matrices; raises `ConfigError` if some are not."""
+    digest = blake2b(digest_size=16)
+    for key, halves in matrices.items():
+        digest.update(f"{key} {rank} {halves[0].dtype}".encode())
+        for half in halves:
+            digest.update(half.numpy().data)
+            if not half.isfinite().all():
+                why = f"is not finite in {half.dtype} after scaling; {advice}"
+                raise ConfigError(f"`{key}` in the adapter `{folder}` {why}")
+    return digest.digest()
 
 
 def adapters_of(adapters: Sequence[object], model: LoadedModel) -> tuple[Adapter, ...]:

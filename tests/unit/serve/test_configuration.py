@@ -178,7 +178,7 @@ def test_a_forced_temperature_leaves_no_dynamic_one(engine: Engine, file: Path) 
 
 
 def test_an_alias_stands_for_an_adapter(engine: Engine, file: Path) -> None:
-    folder, (one, two) = engine.model.spec.source_dir, [row[0] for row in engine.adapters.values()]
+    folder, (one, two) = engine.model.spec.source_dir, engine.adapters.values()
     file.write_text(f'[aliases]\nb = "{folder.name}:two"\nall = "{folder.name}"')
     engine.options = read(file, model=folder, lora=[one.folder, two.folder])
 

@@ -1,0 +1,320 @@
+"""The life of an engine: failures that nobody sees, what is freed, what closing ends."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import make_adapter
+from tiny import make_tiny
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.serving import ServeOptions
+from exl2flow.core.requests.request import Request
+from exl2flow.inference import Adapter, Generator, LoadedModel, load_model
+from exl2flow.serve import engine as module
+from exl2flow.serve.answers import AnswerPlan
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.errors import ApiError
+from exl2flow.serve.fields import Lora
+from exl2flow.serve.models import Models
+
+LONG, SHORT = (
+    AnswerPlan(requests=(Request([5], max_new_tokens=n, stops=(), tag=0),), prompts=((5,),))
+    for n in (200, 4)
+)
+THREADS = {"exl2flow-generator"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
+
+
+def started(model: LoadedModel, make: Callable[[], Generator] | None = None) -> Engine:
+    options = ServeOptions(slots=2, tool_grammar="off")
+    make = make or (lambda: Generator(model, slots=2))
+    engine = Engine(model, make, options, fmt=None, defaults={})
+    engine.start()
+    return engine
+
+
+def break_device(generator: Generator) -> None:
+    """Let steps fail from now on, with an error that a client could have caused as well."""
+
+    def fail(*_: Any) -> None:
+        raise ConfigError("`prompt` is broken")
+
+    generator._device_slots.forward = fail  # type: ignore[method-assign, assignment]
+
+
+async def text_of(engine: Engine) -> str | None:
+    """Return why a text ended."""
+    answer = await engine.begin(lambda: SHORT)
+    try:
+        async for _ in answer.updates():
+            pass
+    finally:
+        engine.end(answer)
+    return answer.ends[0].reason
+
+
+async def fail(engine: Engine) -> None:
+    """Let the generator fail after its last client has left."""
+    answer = await engine.begin(lambda: LONG)
+    async for _ in answer.updates():
+        break
+    break_device(engine.generator)
+    failed = engine.generator
+    engine.answers.pop(answer)  # a client that leaves without a look at the generator
+    while failed.failure is None:
+        await asyncio.sleep(0)
+
+
+async def recovered(engine: Engine) -> None:
+    assert engine._recovery is not None
+    await engine._recovery
+
+
+@pytest.mark.parametrize("seen_by", ["begin", "tick", "state"])
+def test_a_failure_without_clients_is_seen(model: LoadedModel, seen_by: str) -> None:
+    engine = started(model)
+    models = Models(engine, lambda _: engine)
+
+    async def run() -> str | None:
+        await fail(engine)
+        match seen_by:
+            case "begin":
+                with pytest.raises(ApiError) as told:
+                    await engine.begin(lambda: LONG)
+                assert told.value.status == 503
+            case "tick":
+                models.tick()
+            case _:
+                assert models.state == "recovering"
+        assert engine.state == "recovering"
+        await recovered(engine)
+        reason = await text_of(engine)
+        await engine.close()
+        return reason
+
+    assert asyncio.run(run()) == "max_new_tokens"
+
+
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_what_a_failing_generator_refuses_is_no_fault_of_the_client(
+    model: LoadedModel, is_anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails, and may be made anew, while a request is being prepared for it."""
+    engine = started(model)
+    loop = asyncio.new_event_loop()
+
+    async def fails() -> None:
+        engine.generator.fail(RuntimeError("the device is gone"))
+        engine.look()
+        if is_anew:
+            await recovered(engine)
+
+    def prepare(*_: Any) -> None:
+        asyncio.run_coroutine_threadsafe(fails(), loop).result(30)
+        raise ConfigError("`prompt` is refused")
+
+    async def run() -> int:
+        monkeypatch.setattr(engine._running, "prepare", prepare)
+        with pytest.raises(ApiError) as told:
+            await engine.begin(lambda: LONG)
+        await engine.close()
+        return told.value.status
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert runner.run(run()) == 503
+
+
+def test_the_cache_is_free_before_another_is_reserved(model: LoadedModel) -> None:
+    caches, alive = list[weakref.ref[Any]](), list[int]()
+
+    def make() -> Generator:
+        alive.append(sum(one() is not None for one in caches))
+        made = Generator(model, slots=2)
+        caches.append(weakref.ref(made._device_slots.cache))
+        return made
+
+    async def run() -> None:
+        engine = started(model, make)
+        slow, quick = [await engine.begin(lambda: LONG) for _ in range(2)]
+        break_device(engine.generator)
+        with pytest.raises(ConfigError):
+            [_ async for _ in quick.updates()]
+        engine.end(quick)
+        await recovered(engine)
+        assert engine.state == "ready"
+        engine.end(slow)  # its client has read nothing
+        await engine.close()
+
+    asyncio.run(run())
+    assert alive == [0, 0]
+
+
+def test_a_generator_that_is_made_anew_is_warm(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warm, warmup = list[Generator](), Generator.warmup
+
+    def warmed(self: Generator) -> None:
+        warm.append(self)
+        warmup(self)
+
+    monkeypatch.setattr(Generator, "warmup", warmed)
+
+    async def run() -> None:
+        engine = started(model)
+        await fail(engine)
+        engine.look()
+        await recovered(engine)
+        assert warm[1:] == [engine.generator]
+        await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("close", ["engine", "unload", "models"])
+def test_closing_ends_what_a_recovery_makes(model: LoadedModel, close: str) -> None:
+    is_made, may_go_on, made = threading.Event(), threading.Event(), list[Generator]()
+
+    def make() -> Generator:
+        if made:
+            is_made.set()
+            may_go_on.wait(30)
+        made.append(Generator(model, slots=2))
+        return made[-1]
+
+    async def run() -> Engine:
+        engine = started(model, make)
+        models = Models(engine, lambda _: started(model))
+        await fail(engine)
+        engine.look()
+        await asyncio.to_thread(is_made.wait, 30)
+        closing = asyncio.ensure_future(
+            {
+                "engine": engine.close,
+                "unload": models.unload,
+                "models": models.close,
+            }[close]()
+        )
+        await asyncio.sleep(0)
+        assert not closing.done()
+        may_go_on.set()
+        await closing
+        return engine
+
+    before = generators()
+    engine = asyncio.run(run())
+    assert engine.state == "draining"
+    assert generators() == before
+    assert not vars(engine).keys() & {"generator", "_running"}
+
+
+def generators() -> int:
+    """Return how many threads run generators."""
+    return sum(one.name in THREADS for one in threading.enumerate())
+
+
+def test_nothing_is_made_for_an_engine_that_closes(model: LoadedModel) -> None:
+    made = list[Generator]()
+
+    def make() -> Generator:
+        made.append(Generator(model, slots=2))
+        return made[-1]
+
+    async def run() -> None:
+        engine = started(model, make)
+        await fail(engine)
+        engine.look()
+        await engine.close()
+
+    asyncio.run(run())
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3600.0])
+def test_a_failure_counts_for_an_hour(
+    model: LoadedModel, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SOUND_SECONDS", seconds)
+
+    async def run() -> str:
+        engine = started(model)
+        for _ in range(2):
+            await fail(engine)
+            engine.look()
+            await recovered(engine)
+        state = engine.state
+        await engine.close()
+        return state
+
+    assert asyncio.run(run()) == ("failed" if seconds else "ready")
+
+
+def test_an_admin_loads_a_model_anew_that_failed_for_good(model: LoadedModel) -> None:
+    async def run() -> str:
+        engine = started(model)
+        models = Models(engine, lambda _: started(model))
+        engine.state = "failed"
+        await models.load(engine.name)
+        state = models.state
+        assert models.engine is not engine
+        await models.close()
+        return state
+
+    assert asyncio.run(run()) == "ready"
+
+
+def test_an_engine_is_closed_whole_though_its_generator_is_not(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, ended = started(model), list[str]()
+
+    def refuse() -> None:
+        raise MemoryError("too little")
+
+    async def run() -> None:
+        monkeypatch.setattr(engine.generator, "close", refuse)
+        monkeypatch.setattr(engine.trial, "close", lambda: ended.append("trial"))
+        models = Models(engine, lambda _: started(model))
+        await models.unload()
+        assert models.engine is None
+
+    asyncio.run(run())
+    assert engine._pool._shutdown
+    assert ended == ["trial"]
+    assert "was not closed cleanly" in caplog.text
+    assert "too little" in caplog.text
+
+
+def test_a_scaled_adapter_is_of_the_files_that_were_loaded(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    source, half = model.spec.source_dir, [Lora(name="b", scale=0.5)]
+    engine = started(model)
+    make_adapter(tmp_path / "a", source, seed=1)
+    engine.load_adapter("a", tmp_path / "a", 1.0)
+    [before] = engine.adapters_for("x", [Lora(name="a", scale=0.5)])
+    make_adapter(tmp_path / "a", source, seed=2)
+    [same] = engine.adapters_for("x", [Lora(name="a", scale=0.5)])
+    engine.load_adapter("b", tmp_path / "a", 1.0)
+    [after] = engine.adapters_for("x", half)
+    asyncio.run(engine.close())
+
+    assert same is before
+    assert after == Adapter.load(tmp_path / "a", model, scaling=0.5)
+    assert after != before
+
+
+def test_a_scale_that_overflows_is_refused(model: LoadedModel, tmp_path: Path) -> None:
+    adapter = Adapter.load(make_adapter(tmp_path, model.spec.source_dir), model)
+
+    with pytest.raises(ConfigError, match=r"the scale 1e\+39 is too large"):
+        adapter.scaled(1e39)
