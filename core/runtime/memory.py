@@ -4,7 +4,6 @@ import math
 import sys
 from pathlib import Path
 
-import psutil
 import torch
 
 BESIDE_TENSORS = 2**30  # bytes of a GPU for CUDA itself, libraries and kernels; approximate
@@ -61,7 +60,7 @@ def give_back_pinned() -> None:
 
     torch keeps it for later, and pinning takes a second per GB.
     """
-    if psutil.virtual_memory().available > psutil.virtual_memory().total / 2:
+    if (available_memory() or 0) > _memory_fields().get("MemTotal", 0) / 2:
         return
     empty = getattr(torch.accelerator, "empty_host_cache", None)
     if torch.cuda.is_available():
@@ -74,9 +73,14 @@ def _indexed(device: torch.device) -> torch.device:
 
 def available_memory() -> int | None:
     """Return the kernel's estimate of available main memory, None where there is none."""
+    return _memory_fields().get("MemAvailable")
+
+
+def _memory_fields() -> dict[str, int]:
+    """Return what the kernel tells of main memory, in bytes; empty where it tells nothing."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None
+        return {}
+    fields = (line.replace(":", "").split() for line in lines)
+    return {name: int(count) * 1024 for name, count, *_ in fields}
