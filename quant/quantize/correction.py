@@ -23,6 +23,7 @@ from exl2flow.quant.walk.source_model import device_of, relative_distance, row_b
 
 log = logging.getLogger(__name__)
 
+SOLVED_TOGETHER = 1 << 29  # elements, 2 GiB; a larger solution is found in pieces
 PAIRED_ROWS = 40  # most rows that run through the source beside the quantized model
 JUDGE_STEP = 8  # every eighth of them judges a correction
 
@@ -165,7 +166,7 @@ class Correction:
 
         Args:
             hessian: mean over rows of `X̂ᵀX̂`, fp32 (k, k).
-            cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k).
+            cross: mean over rows of `X̂ᵀ(X - X̂)`, fp32 (k, k); a large one is overwritten.
             name: the activation, for the note.
         """
         damped = hessian.clone()
@@ -178,7 +179,11 @@ class Correction:
             self.note(f"{name}: no correction, the damped Hessian has no Cholesky factor")
             log.warning("projection=%s remedy=no correction", name)
             return None
-        return torch.cholesky_solve(cross, lower).mul_(self.strength)
+        if cross.numel() <= SOLVED_TOGETHER:
+            return torch.cholesky_solve(cross, lower).mul_(self.strength)
+        for columns in cross.split(SOLVED_TOGETHER // len(cross), dim=1):  # has no use for copies
+            columns.copy_(torch.cholesky_solve(columns, lower))
+        return cross.mul_(self.strength)
 
     def sublayer_targets(
         self,

@@ -379,3 +379,16 @@ def test_least_damping_is_relative_to_the_hessian(scale: float) -> None:
     assert plain is not None
     assert scaled is not None
     torch.testing.assert_close(scaled, plain)
+
+
+def test_a_large_correction_is_solved_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 24, generator=generator)
+    hessian, cross = x.T @ x / 64, torch.randn(24, 24, generator=generator)
+    correction = Correction(strength=0.5, damping=0.01)
+    whole = correction.move(hessian, cross.clone(), name="x")
+
+    monkeypatch.setattr("exl2flow.quant.quantize.correction.SOLVED_TOGETHER", 5 * 24)
+    pieces = correction.move(hessian, cross.clone(), name="x")
+
+    torch.testing.assert_close(pieces, whole)
