@@ -22,6 +22,7 @@ from allocations import Allocation, add_allocation, allocation_of
 from shapes import SHAPES, plain, write_config
 
 from exl2flow.core.store.files import write_tensors
+from exl2flow.core.store.model_files import weights_size
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
 from exl2flow.inference.bench import DecodeBatch, copy_rate, seconds
 from exl2flow.kernels.cuda import products
@@ -89,8 +90,7 @@ def model_of(arguments: argparse.Namespace, folder: Path) -> Path:
 
 def read_bytes(model: LoadedModel, folder: Path) -> int:
     """Return the bytes of a model's files that every step reads: all but the embedding."""
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return size - model.decoder.embedding.weight.nbytes
+    return weights_size(folder) - model.decoder.embedding.weight.nbytes
 
 
 @torch.inference_mode()

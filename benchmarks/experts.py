@@ -37,6 +37,7 @@ from safetensors.torch import load_file, save_file
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.files import read_json, write_tensors
+from exl2flow.core.store.model_files import weights_size
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.flows.runs.local import run_locally
@@ -103,7 +104,7 @@ def convert(
         except ValidationFailed as error:  # a bad model is a result, too
             print(f"{config.out.name}: {error}", file=sys.stderr)
     kl = read_json(pipeline.path("validate") / "report.json")["score"]["kl_divergence"]
-    size = sum(path.stat().st_size for path in config.out.glob("*.safetensors"))
+    size = weights_size(config.out)
     print(f"{config.out.name}: KL {kl:.5f}, {size:,} bytes", file=sys.stderr)
     return Made(kl=kl, size=size, pipeline=pipeline)
 

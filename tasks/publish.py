@@ -23,6 +23,7 @@ from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.runtime.progress import Progress, Tick, report
 from exl2flow.core.store.damage import check_output
 from exl2flow.core.store.files import digest, exclusive, write_json
+from exl2flow.core.store.model_files import is_shard
 from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.card import render_card
@@ -232,7 +233,7 @@ def _published_already(repository: Repository, ours: set[str], folder: Path) -> 
         files = repository.files(commit)
         names = [name for name in ("config.json", RECORD_FILE, SCORE_FILE) if name in files]
         repository.download(commit, folder / branch, names)
-        weights = sum(f.size for name, f in files.items() if name.endswith(".safetensors"))
+        weights = sum(f.size for name, f in files.items() if is_shard(name))
         others.append(replace(describe(folder / branch, weight_bytes=weights), branch=branch))
     return others
 

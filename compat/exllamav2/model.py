@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.store.model_files import weights_size
 from exl2flow.inference import Adapter, LoadedModel, load_model
 from exl2flow.inference.loading.layer_split import Split
 from exl2flow.model import resolve
@@ -99,7 +100,7 @@ class ExLlamaV2:
     ) -> None:
         """Load the model; `lazy`: read its layers from disk in every pass, on one device."""
         folder, split = Path(self.config.model_dir), None
-        nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        nbytes = weights_size(folder)
         if gpu_split and torch.cuda.device_count() > 1:
             split = Split(sizes=tuple(int(size * 2**30) for size in gpu_split))
         elif gpu_split is not None and (not gpu_split or gpu_split[0] * 2**30 < nbytes):

@@ -29,6 +29,7 @@ GROUPS = {"tokenize": "calibration", "sensitivity": "sensitivity", "validate": "
 NAMES = {
     "tokenize.file": "`calibration.text`",
     "tokenize.own": "`calibration.text`",
+    "compile.dataset": "`calibration.text`",
     "tokenize.dialogues": "the built-in dialogues",
     "tokenize.template": "the model's chat template",
     "compose.rows": "how many rows the model writes",

@@ -15,7 +15,8 @@ from exl2flow.core.errors import SourceModelError
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE, TEKKEN_FILE = "tokenizer.json", "tekken.json"
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+SHARDS = "*.safetensors"
+WEIGHTS = (SHARDS, "*.safetensors.index.json")
 SECOND_COPIES = "consolidated*"  # the same weights in another layout
 MEASURED = "measurement.safetensors"  # numbers of `measurement.json`, which may be put beside them
 CARRIED = frozenset(
@@ -50,10 +51,39 @@ def is_carried(name: str) -> bool:
     return name in CARRIED or TERMS.fullmatch(name) is not None
 
 
+def is_second_copy(name: str) -> bool:
+    """Tell whether a file repeats the weights in another layout, if there are others."""
+    return fnmatchcase(name, SECOND_COPIES)
+
+
 def is_weights(name: str) -> bool:
     """Tell whether a file at the top of the folder holds the weights, or is their index."""
-    is_other = "/" in name or name == MEASURED or fnmatchcase(name, SECOND_COPIES)
+    is_other = "/" in name or name == MEASURED or is_second_copy(name)
     return not is_other and any(fnmatchcase(name, pattern) for pattern in WEIGHTS)
+
+
+def is_shard(name: str) -> bool:
+    """Tell whether a file at the top of the folder holds weights."""
+    return is_weights(name) and fnmatchcase(name, SHARDS)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files at the top of a folder that hold its model's weights, sorted.
+
+    A second copy counts only if it is the only one; numbers of a measurement never do.
+    """
+    paths = sorted(path for path in folder.glob(SHARDS) if path.name != MEASURED)
+    return [path for path in paths if is_weights(path.name)] or paths
+
+
+def second_copies(folder: Path) -> list[Path]:
+    """Return the files that repeat weights of a folder in another layout."""
+    return sorted({*folder.glob(SHARDS)} - {*weight_files(folder), folder / MEASURED})
+
+
+def weights_size(folder: Path) -> int:
+    """Return the size of a model's weights on disk."""
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def is_of_model(name: str) -> bool:

@@ -5,8 +5,9 @@ Digests cover all files that determine a conversion; they are remembered between
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from typing import Any
 from exl2flow.core.errors import NO_JSON, SourceModelError, WriteFailed
 from exl2flow.core.store.files import FileRecord, digest, digest_of, exclusive, write_json
 from exl2flow.core.store.manifest import CHECKSUM
-from exl2flow.core.store.model_files import MEASURED, TEKKEN_FILE, has_only_tekken
+from exl2flow.core.store.model_files import (
+    TEKKEN_FILE,
+    has_only_tekken,
+    is_second_copy,
+    second_copies,
+    weight_files,
+)
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
@@ -57,18 +64,60 @@ class SourceFingerprint:
             SourceModelError: the folder or its weights cannot be read, or a file keeps changing.
         """
         source = source.resolve()
-        try:
-            paths = sorted({*source.glob("*.safetensors")} - {source / MEASURED})
+        with _readable(source):
+            paths = weight_files(source)
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
             paths += [source / TEKKEN_FILE] * has_only_tekken(source)
-            files = {path.name: sha256 for path, sha256 in digests(paths, memory).items()}
-        except OSError as error:
-            raise SourceModelError(
-                f"cannot read `{error.filename or source}`: {error.strerror}; "
-                "check the folder and its permissions"
-            ) from error
+            files = _by_name(digests(paths, memory))
         slug = re.sub(r"[^A-Za-z0-9._-]+", "-", source.name).strip("-.").lower() or "model"
+        files = _begun_with(files, memory) or files
         return cls(slug=slug, fingerprint=digest_of(files), files=files)
+
+    def is_named(self, fingerprint: object, source: Path, *, memory: Path) -> bool:
+        """Return whether a record's fingerprint is this one, or what it was with second copies."""
+        if fingerprint == self.fingerprint:
+            return True
+        with _readable(source):
+            copies = digests(second_copies(source.resolve()), memory)
+        return fingerprint == digest_of({**self.files, **_by_name(copies)})
+
+
+@contextmanager
+def _readable(source: Path) -> Iterator[None]:
+    """Name the file of a model that cannot be read."""
+    try:
+        yield
+    except OSError as error:
+        raise SourceModelError(
+            f"cannot read `{error.filename or source}`: {error.strerror}; "
+            "check the folder and its permissions"
+        ) from error
+
+
+def _by_name(found: Mapping[Path, str]) -> dict[str, str]:
+    return {path.name: sha256 for path, sha256 in found.items()}
+
+
+def _begun_with(files: Mapping[str, str], memory: Path) -> dict[str, str] | None:
+    """Return a source's files together with second copies if a work root knows it by these.
+
+    They counted in older versions, whose stages go on. Their digests are remembered, so it does not
+    matter whether the copies are still there, or where they were.
+    """
+    copies: dict[Path, dict[str, str]] = {}
+    for path, record in _load(memory).items():
+        if is_second_copy(Path(path).name):
+            copies.setdefault(Path(path).parent, {})[Path(path).name] = str(record.sha256)
+    for beside in copies.values():
+        known = {**files, **beside}
+        if any(memory.parent.glob(f"*{end_of_name(digest_of(known))}")):
+            return known
+    return None
+
+
+def end_of_name(fingerprint: str) -> str:
+    """Return how the name of a source's folder in a work root ends."""
+    return f"-{fingerprint[:12]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from exl2flow.core.store.files import (
 )
 from exl2flow.core.store.manifest import SavedStates, StageManifest
 from exl2flow.core.store.manifest import versions as versions
-from exl2flow.core.store.source import SourceFingerprint
+from exl2flow.core.store.source import SourceFingerprint, end_of_name
 
 log = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class WorkDir:
     @classmethod
     def of(cls, work_root: Path, source: SourceFingerprint) -> Self:
         """Return a source's folder in a work root; a source that was renamed keeps its folder."""
-        end = f"-{source.fingerprint[:12]}"
+        end = end_of_name(source.fingerprint)
         path = work_root / f"{source.slug}{end}"
         earlier = [] if path.is_dir() else sorted(work_root.glob(f"*{end}"))
         return cls(earlier[0] if earlier else path)

@@ -9,6 +9,7 @@ from exl2flow import kernels
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.environment import virtual_architecture
 from exl2flow.core.store.files import digest, digest_of
+from exl2flow.core.store.model_files import weight_files
 from exl2flow.core.store.source import digests
 from exl2flow.inference.cache.page_files import NAME_LENGTH, SCHEMA, PageFiles, secret_of
 from exl2flow.inference.cache.tiers import PageBytes, Tiers
@@ -93,7 +94,7 @@ def _namespace(
 def _model(folder: Path, model: LoadedModel) -> dict[str, object]:
     """Return what the values of a model's pages depend on; where its files are does not matter."""
     source = model.spec.source_dir.resolve()
-    weights = digests(sorted(source.glob("*.safetensors")), folder / DIGESTS)
+    weights = digests(weight_files(source), folder / DIGESTS)
     return {
         "weights": {path.name: sha256 for path, sha256 in weights.items()},
         "config": digest(source / "config.json"),

@@ -13,7 +13,12 @@ from typing import Any
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.naming import BITRATE, bitrate_name
-from exl2flow.core.store.model_files import check_links, is_of_model, public_content
+from exl2flow.core.store.model_files import (
+    check_links,
+    is_of_model,
+    public_content,
+    weights_size,
+)
 from exl2flow.core.store.stage import FILES, RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.comparison import Rise, compared, rises
 from exl2flow.inference.report.licences import licence_problem
@@ -45,7 +50,7 @@ class Origin:
 class Bitrate:
     """A converted model, as its files describe it.
 
-    bpw: bits per weight of the decoder's matrices; weight_bytes: of all *.safetensors.
+    bpw: bits per weight of the decoder's matrices; weight_bytes: of its weights on disk.
     score: of the validation, None without one or without a reference.
     """
 
@@ -80,7 +85,7 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
             "`exl2flow convert` wrote"
         )
     if weight_bytes is None:
-        weight_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weight_bytes = weights_size(folder)
     score = None
     if known.score is not None and known.score.get("kl_divergence") is not None:
         score = Score.of(str(folder), known.score)

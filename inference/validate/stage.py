@@ -26,6 +26,7 @@ from exl2flow.core.store.files import (
     write_tensors,
     write_text,
 )
+from exl2flow.core.store.model_files import weights_size
 from exl2flow.core.store.stage import (
     KINDS_FILE,
     RECORD_FILE,
@@ -191,7 +192,7 @@ def _report(run: StageRun[ModelOptions]) -> None:
         "tuning": record.get("tuning"),
         "calibration_rows": record.get("calibration"),
         "not_quantized": record.get("not_quantized"),
-        "source_bytes": sum(p.stat().st_size for p in config.source.glob("*.safetensors")),
+        "source_bytes": weights_size(config.source),
         "score": asdict(score),
         "calibration": None if cross_check is None else asdict(cross_check),
         "experts": experts,
@@ -274,7 +275,8 @@ def _write_scores(
     run: StageRun[ModelOptions], fingerprint: str, scores: Mapping[str, Score | None]
 ) -> None:
     """Write the scores to the output, with the fingerprint of the files they apply to."""
-    content: dict[str, object] = {"fingerprint": fingerprint}
+    options = run.folder.manifest.options  # of the text they are from
+    content: dict[str, object] = {"fingerprint": fingerprint, "options": options}
     for name, score in scores.items():
         values = {} if score is None else asdict(score)
         content[name] = {key: value for key, value in values.items() if key != "model"} or None

@@ -26,7 +26,7 @@ from exl2flow.core.errors import (
     TensorShapeError,
 )
 from exl2flow.core.runtime.background import helpers, send_async
-from exl2flow.core.store.model_files import is_weights
+from exl2flow.core.store.model_files import weight_files
 from exl2flow.model.config.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 from exl2flow.model.files import fp8, mxfp4
 from exl2flow.model.files.entry import TensorEntry
@@ -57,8 +57,7 @@ class TensorFiles:
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
-        paths = sorted(folder.glob("*.safetensors"))
-        self.files = tuple(path for path in paths if is_weights(path.name)) or tuple(paths)
+        self.files = tuple(weight_files(folder))
         if not self.files:
             raise SourceModelError(
                 advice(folder)

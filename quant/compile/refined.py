@@ -13,11 +13,12 @@ from safetensors import safe_open
 
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import digest, read_json
-from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links
+from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links, is_weights
 from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import RECORD_FILE, Stage, StageRun
 from exl2flow.model import TensorFiles
 from exl2flow.quant.allocate.layout import Shard
+from exl2flow.quant.compile.recorded_options import name_of_text, recorded_options
 from exl2flow.quant.compile.stage import (
     carry_all,
     check_output_folder,
@@ -33,27 +34,6 @@ from exl2flow.quant.quantize.routing import experts_entry
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.refine.stored_model import StoredModel
 
-ALLOTTING = (
-    "bpw",
-    "bpw_total",
-    "target_bytes",
-    "fit",
-    "head_bits",
-    "measurement",
-    "allocate",
-    "tune",
-)
-NOT_RECORDED = {
-    "work_root",
-    "out",
-    "token_block",
-    "publish",
-    "clean_after",
-    "quality",
-    "shard_size_mb",
-    *ALLOTTING,
-}
-
 
 def other_files(model: Path) -> list[Path]:
     """Return the files of a model to copy: all except weights and record.
@@ -61,7 +41,7 @@ def other_files(model: Path) -> list[Path]:
     Raises:
         SourceModelError: one of them links out of the model.
     """
-    indexes = sorted(model.glob("*.safetensors.index.json"))
+    indexes = sorted(path for path in model.glob("*.index.json") if is_weights(path.name))
     check_links(indexes)
     return [*carried_files(model), model / CONFIG_FILE, *indexes]
 
@@ -117,7 +97,7 @@ def _record(
     weights = sum(layer["bits"] / layer["bpw"] for layer in decoder)
     return {
         **made_from(run, files),
-        "options": config.model_dump(mode="json", exclude=NOT_RECORDED),
+        "options": recorded_options(config, without={"quality"}),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},
         "predicted_kl": predicted_kl(layers),
@@ -143,6 +123,7 @@ def _options(config: RefinementConfig) -> dict[str, object]:
         "source": str(config.source.resolve()),
         "model": str(model.resolve()),
         "files": {path.name: digest(path) for path in other_files(model) if path.is_file()},
+        **name_of_text(config),
     }
 
 

@@ -40,6 +40,7 @@ from exl2flow.core.store.model_files import (
     carried_files,
     has_only_tekken,
     is_carried,
+    is_weights,
     left_out,
     public_content,
     without_origin,
@@ -70,6 +71,7 @@ from exl2flow.quant.allocate.layout import (
     plan_shards,
     tensor_bytes,
 )
+from exl2flow.quant.compile.recorded_options import name_of_preset, name_of_text, recorded_options
 from exl2flow.quant.quantize.routing import experts_entry
 from exl2flow.quant.quantize.stage import (
     read_report,
@@ -82,7 +84,6 @@ from exl2flow.quant.walk.needs import HALF, ModelSizes, Need
 
 log = logging.getLogger(__name__)
 
-NOT_RECORDED = {"work_root", "out", "token_block", "publish", "clean_after"}
 DECODING = 3  # bytes per weight that each thread holds on a GPU to compare
 LEFTOVERS = f".*{TEMPORARY_SUFFIX}"
 INDEX_FILE = "model.safetensors.index.json"
@@ -106,7 +107,8 @@ def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
         return
     record = _earlier_record(out)
     place, known = record.get("source"), record.get(SOURCE_FINGERPRINT)
-    is_same = known is not None and known == SourceFingerprint.of(source, memory=memory).fingerprint
+    found = SourceFingerprint.of(source, memory=memory) if known is not None else None
+    is_same = found is not None and found.is_named(known, source, memory=memory)
     if place == str(source.resolve()):
         if known is not None and not is_same:
             text = "the output `%s` was made from other files in `%s`; this run replaces it"
@@ -249,22 +251,26 @@ def carry(source: Path, target: Path) -> Path:
 
 
 def remove_others(out: Path, names: set[str]) -> None:
-    """Delete leftovers of an earlier or killed conversion.
+    """Delete leftovers of an earlier or killed conversion, and only these; name what is similar.
 
-    These are shards, indexes, partial files and what the earlier one recorded as its own. Call
-    before a new record is written.
+    These are partial files and what the earlier one recorded as its own. A record of an older
+    version lists no files: then they are the weights. Call before a new record is written.
     """
-    leftovers = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *out.glob(LEFTOVERS)]
     record = _earlier_record(out)
-    recorded = set(record[FILES]) if isinstance(record.get(FILES), list) else set()
-    others = [path for path in sorted(out.glob("*")) if path.name not in names]
-    for path in others:
-        if record and FILES not in record and is_carried(path.name):  # an older version wrote it
-            log.warning("`%s` is not in the source; delete it unless it is yours", path)
-    leftovers += [path for path in others if path.name in recorded and path.is_file()]
-    for path in leftovers:
-        if path.name not in names | {RECORD_FILE}:
+    is_listed = isinstance(record.get(FILES), list)
+    recorded = {name for name in record[FILES] if isinstance(name, str)} if is_listed else set()
+    for path in sorted(out.glob("*")):
+        name = path.name
+        if name in names | {RECORD_FILE} or path.is_dir():
+            continue
+        is_own = name in recorded if is_listed else bool(record) and is_weights(name)
+        if is_own or path.match(LEFTOVERS):
             path.unlink(missing_ok=True)
+        elif is_weights(name):
+            text = "`%s` is not of this conversion and stays; move it away: programs read it, too"
+            log.warning(text, path)
+        elif record and not is_listed and is_carried(name):
+            log.warning("`%s` is not in the source; delete it unless it is yours", path)
 
 
 def made_from(run: StageRun[RunOptions], names: set[str]) -> dict[str, object]:
@@ -287,7 +293,7 @@ def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -
     record = {
         **made_from(run, names),
         "source_form": source_form(spec, CanonicalTensors(spec)),
-        "options": run.config.model_dump(mode="json", exclude=NOT_RECORDED),
+        "options": recorded_options(run.config),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "calibration": _calibration(run),
         "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
@@ -430,6 +436,8 @@ def _options(config: ConversionConfig) -> dict[str, object]:
         "source": str(config.source.resolve()),
         "shard_size_mb": config.shard_size_mb,
         "files": {path.name: digest(path) for path in files if path.is_file()},
+        **name_of_text(config),
+        **name_of_preset(config),
     }
 
 

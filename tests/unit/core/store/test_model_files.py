@@ -15,6 +15,9 @@ from exl2flow.core.store.model_files import (
     is_weights,
     left_out,
     public_content,
+    second_copies,
+    weight_files,
+    weights_size,
 )
 
 
@@ -100,6 +103,37 @@ def test_weights_at_the_top_and_their_index_belong_to_a_model(name: str) -> None
 )
 def test_measurements_and_second_copies_are_no_weights(name: str) -> None:
     assert not is_weights(name)
+
+
+@pytest.mark.parametrize(
+    ("names", "weights"),
+    [
+        (["model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
+        (["b.safetensors", "a.safetensors", "config.json"], ["a.safetensors", "b.safetensors"]),
+        (["consolidated.00.safetensors"], ["consolidated.00.safetensors"]),
+        (["measurement.safetensors"], []),
+        (["model.safetensors", "model.safetensors.index.json"], ["model.safetensors"]),
+        ([], []),
+    ],
+)
+def test_weight_files_are_those_that_a_loader_reads(
+    names: list[str], weights: list[str], tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_bytes(b"123")
+
+    assert [path.name for path in weight_files(tmp_path)] == weights
+    assert weights_size(tmp_path) == 3 * len(weights)
+    rest = {name for name in names if name.startswith("consolidated")} - {*weights}
+    assert {path.name for path in second_copies(tmp_path)} == rest
+
+
+def test_nobody_else_looks_for_weights_by_a_pattern() -> None:
+    root = Path(__file__).parents[4]
+    packages = ("compat", "core", "flows", "inference", "model", "quant", "serve", "tasks")
+    files = {path for name in packages for path in (root / name).rglob("*.py")}
+
+    assert [path for path in files if '.glob("*.safetensors' in path.read_text()] == []
 
 
 @pytest.mark.parametrize(

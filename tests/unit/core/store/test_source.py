@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.store import source as source_module
-from exl2flow.core.store.files import digest
+from exl2flow.core.store.files import digest, digest_of
 from exl2flow.core.store.source import (
     DIGESTS_FILE,
     PROVENANCE,
@@ -21,6 +21,7 @@ from exl2flow.core.store.source import (
     provenance,
     provenance_file,
 )
+from exl2flow.core.store.store import WorkDir
 
 
 @pytest.fixture
@@ -71,6 +72,64 @@ def test_measurements_beside_the_weights_are_not_the_source(model: Path, memory:
     save_file({"a": torch.zeros(8)}, model / "measurement.safetensors")
 
     assert fingerprint(model, memory) == before
+
+
+SECOND_COPY = "consolidated.safetensors"
+
+
+def test_second_copy_of_the_weights_is_neither_the_source_nor_read(
+    model: Path, memory: Path
+) -> None:
+    before = SourceFingerprint.of(model, memory=memory)
+
+    save_file({"a": torch.ones(8)}, model / SECOND_COPY)
+
+    assert SourceFingerprint.of(model, memory=memory) == before
+    assert SECOND_COPY not in memory.read_text()
+
+
+def test_second_copy_that_is_the_only_one_is_the_source(model: Path, memory: Path) -> None:
+    (model / "model.safetensors").rename(model / SECOND_COPY)
+
+    assert SECOND_COPY in SourceFingerprint.of(model, memory=memory).files
+
+
+def older(model: Path, memory: Path) -> str:
+    """Return the fingerprint of older versions, in which second copies counted."""
+    paths = [path for path in sorted(model.iterdir()) if path.is_file()]
+    found = source_module.digests(paths, memory)
+    return digest_of({path.name: sha256 for path, sha256 in found.items()})
+
+
+@pytest.mark.parametrize("now", ["there", "deleted", "moved"])
+def test_work_root_that_knows_a_second_copy_goes_on(model: Path, memory: Path, now: str) -> None:
+    save_file({"a": torch.ones(8)}, model / SECOND_COPY)
+    begun = older(model, memory)
+    made = memory.parent / f"{model.name}-{begun[:12]}"
+    assert fingerprint(model, memory) != begun  # nothing was made with it
+    made.mkdir()
+
+    if now == "deleted":
+        (model / SECOND_COPY).unlink()
+    if now == "moved":
+        model = model.rename(model.with_name("elsewhere"))
+
+    found = SourceFingerprint.of(model, memory=memory)
+    assert found.fingerprint == begun == digest_of(found.files)
+    assert WorkDir.of(memory.parent, found).root == made
+
+
+def test_record_from_when_second_copies_counted_names_the_same_source(
+    model: Path, memory: Path
+) -> None:
+    save_file({"a": torch.ones(8)}, model / SECOND_COPY)
+    recorded = older(model, memory.with_name("other.json"))
+    found = SourceFingerprint.of(model, memory=memory)
+
+    assert found.is_named(recorded, model, memory=memory)
+    assert found.is_named(found.fingerprint, model, memory=memory)
+    (model / SECOND_COPY).write_bytes(b"other")
+    assert not found.is_named(recorded, model, memory=memory)
 
 
 def test_digests_have_their_documented_name() -> None:

@@ -193,6 +193,7 @@ def test_score_lies_beside_the_model_it_holds_for(config: ConversionConfig) -> N
     assert record.score == {k: v for k, v in report["score"].items() if k != "model"}
     assert record.calibration == {k: v for k, v in report["calibration"].items() if k != "model"}
     assert str(config.out) not in (config.out / SCORE_FILE).read_text()
+    assert read_json(config.out / SCORE_FILE)["options"]["rows"] == config.validate_options.rows
     (config.out / SCORE_FILE).unlink()
     assert not pipeline.is_complete("validate")
 

@@ -157,6 +157,36 @@ def test_files_that_an_older_version_may_have_left_are_named(
     assert len([*tmp_path.iterdir()]) == 4
 
 
+FOREIGN = (
+    "measurement.safetensors",
+    "consolidated.safetensors",
+    "pytorch_model.bin.index.json",
+)
+
+
+@pytest.mark.parametrize("version", ["this", "an older one"])
+def test_only_what_a_conversion_wrote_is_deleted(
+    version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    content: dict[str, object] = {"source": "/model"}
+    if version == "this":
+        content["files"] = [RECORD_FILE, *written, {}]
+    (tmp_path / RECORD_FILE).write_text(json.dumps(content))
+    for name in (*written, *FOREIGN, "lora.safetensors", ".model.safetensors.0.partial"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "folder.safetensors").mkdir()
+
+    remove_others(tmp_path, {"config.json"})
+
+    left = {path.name for path in tmp_path.iterdir()} - {"folder.safetensors", RECORD_FILE}
+    if version == "this":
+        assert left == {*FOREIGN, "lora.safetensors"}
+        assert [r.args for r in caplog.records] == [(tmp_path / "lora.safetensors",)]
+    else:  # its record does not say what it wrote
+        assert left == {*FOREIGN}
+
+
 def test_refining_takes_over_the_files_of_the_model_only(source: Path, tmp_path: Path) -> None:
     (source / "model.safetensors.index.json").write_text("{}")
     (source / "pytorch_model.bin.index.json").write_text("{}")

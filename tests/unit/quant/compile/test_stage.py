@@ -212,6 +212,7 @@ def test_record_tells_source_options_and_errors(converted: Any) -> None:
 
     assert record["source"] == str(converted.config.source.resolve())
     assert record["options"]["bpw"] == 4.0
+    assert not {"validate_options", "device", "max_memory"} & record["options"].keys()
     assert record["allocation"]["used_bits"] > 0
     assert [layer["name"] for layer in record["layers"]] == [
         *(sublayer.name for sublayer in converted.spec.sublayers),

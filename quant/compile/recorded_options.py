@@ -1,0 +1,88 @@
+"""The options that a record states: those that the fingerprint of `compile` and its inputs covers.
+
+Others may differ between two runs of which the second finds everything finished: its options would
+not be those of the record.
+"""
+
+from collections.abc import Container, Iterator
+from typing import Any
+
+from exl2flow.core.options.config import (
+    PRESETS,
+    ConversionConfig,
+    RunOptions,
+    SensitivityOptions,
+    TuneOptions,
+)
+from exl2flow.quant.allocate.stage import ALLOCATE
+
+NOT_RECORDED = {  # places, what changes no file, and what other files record
+    "out",
+    "work_root",
+    "token_block",
+    "publish",
+    "clean_after",
+    "device",
+    "max_memory",
+    "measurement",
+    "lossy_source",
+    "validate_options",
+}
+
+
+def recorded_options(config: RunOptions, *, without: Container[str] = ()) -> dict[str, Any]:
+    """Return the options that decided the files.
+
+    Args:
+        config: of a conversion or refinement.
+        without: further fields to leave out.
+    """
+    options = config.model_dump(mode="json", exclude=NOT_RECORDED)
+    for group, name in _unused(config):
+        options[group].pop(name, None)
+    if config.calibration.file is not None:
+        options["calibration"]["text"] = config.calibration.dataset
+    if isinstance(config, ConversionConfig):
+        options["head_bits"] = config.fixed_head_bits
+        options["allocate"].update(ALLOCATE.options(config)["allocate"])
+    return {name: value for name, value in options.items() if name not in without}
+
+
+def _unused(config: RunOptions) -> Iterator[tuple[str, str]]:
+    """Yield (group, option) of the options that another one switches off."""
+    if not config.calibration.special_rows(1):
+        yield "calibration", "share"
+    if config.calibration.file is not None:
+        yield "calibration", "seed"
+    if config.sensitivity.kind == "error":
+        yield from (
+            ("sensitivity", name) for name in SensitivityOptions.model_fields if name != "kind"
+        )
+    if isinstance(config, ConversionConfig) and not config.tune.steps:
+        yield from (("tune", name) for name in TuneOptions.model_fields if name != "steps")
+
+
+def name_of_text(config: RunOptions) -> dict[str, str]:
+    """Return an entry for `compile`'s fingerprint: a file's name; others cover contents only."""
+    return {} if config.calibration.file is None else {"dataset": config.calibration.dataset}
+
+
+def name_of_preset(config: RunOptions) -> dict[str, str]:
+    """Return an entry for `compile`'s fingerprint: a preset whose values are rather another's.
+
+    Others cover the values only, from which the name follows in all other cases.
+    """
+    nearest = min(PRESETS, key=lambda name: _differing(config, name))
+    return {} if config.quality == nearest else {"quality": config.quality}
+
+
+def _differing(config: RunOptions, preset: str) -> int:
+    """Return how many of the options that presets set differ from one of them."""
+    options = {(g, name) for groups in PRESETS.values() for g in groups for name in groups[g]}
+    count = 0
+    for group, name in options:
+        values = getattr(config, group, None)
+        if values is not None:
+            default = type(values).model_fields[name].default
+            count += getattr(values, name) != PRESETS[preset].get(group, {}).get(name, default)
+    return count
