@@ -72,7 +72,8 @@ def _parts(given: Json) -> Iterator[Json]:
         if text := BILLING.sub("", words_of(part.get("text"))):
             yield {"role": "system", "content": text}
     for message in objects(given.get("messages"), "messages"):
-        for part in objects(message.get("content") or "", "content"):
+        nothing = [] if message.get("role") == "system" else ""  # of others it is a turn
+        for part in objects(message.get("content") or nothing, "content"):
             match part.get("type"):
                 case "thinking":
                     thoughts = words_of(part.get("thinking"))

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    AllowInfNan,
     BaseModel,
     ByteSize,
     ConfigDict,
@@ -24,6 +25,7 @@ Device = Annotated[
     AfterValidator(device_name),
     WithJsonSchema({"type": "string", "pattern": PATTERN}),
 ]
+Duration = Annotated[float, AllowInfNan()]  # of infinity, too: for ever; bounds refuse NaN
 LEAST_SIZE = 1_000_000  # bytes; what is below was meant to have a unit
 
 

@@ -4,7 +4,9 @@ import math
 import sys
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import AllowInfNan
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.base import Option
@@ -105,7 +107,7 @@ class SamplingSettings:
     mirostat_eta: float = _value(
         0.1, "Mirostat's learning rate; 0: the bound stays at twice tau", "ETA", low=0
     )
-    token_bias: tuple[tuple[int, float], ...] = ()
+    token_bias: tuple[tuple[int, Annotated[float, AllowInfNan()]], ...] = ()
     cfg_scale: float | None = _value(
         None, "weight of the prompt against the second one; 1: the prompt alone; empty: off", "S"
     )
