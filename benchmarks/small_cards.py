@@ -2,6 +2,7 @@
 
     python benchmarks/small_cards.py [--shapes 7b 70b] [--sizes 8 24] [--quality standard]
 
+The last column is the main memory that a conversion on the largest of these GPUs takes at most.
 The verdicts are those of the row `GPU fit` of a plan (`quant/forecast/gpu_fit.py`).
 """
 
@@ -13,16 +14,21 @@ from pathlib import Path
 from shapes import SHAPES, write_config
 
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.memory import usable
 from exl2flow.quant.forecast.gpu_fit import fit_on
+from exl2flow.quant.forecast.main_memory import beside_gpu
+from exl2flow.quant.forecast.needs import stage_needs
+from exl2flow.quant.forecast.plan import base_memory
+from exl2flow.quant.walk.needs import Card
 
-MODELS = ("1b", "3b", "7b", "8b", "13b", "14b", "32b", "70b", "gemma3-12b", "command-r7b")
+MODELS = ("1b", "3b", "7b", "8b", "13b", "14b", "24b", "32b", "70b", "gemma3-12b", "command-r7b")
 SIZES = (8, 12, 16, 24, 32)  # GB
 MARKS = {"fewer rows at a time": "r", "states in main memory": "s", "head in main memory": "h"}
 MARKS["states and head in main memory"] = "sh"
 
 
 def cells(shape: str, sizes: Sequence[int], quality: str) -> list[str]:
-    """Return a model's verdict for each size in GB, with marks for what is reduced."""
+    """Return verdicts by size in GB, with marks for what is reduced, and the main memory."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / shape
         spec = write_config(source, shape)
@@ -30,11 +36,15 @@ def cells(shape: str, sizes: Sequence[int], quality: str) -> list[str]:
             {"source": source, "out": Path(folder) / "out", "bpw": 4, "quality": quality}
         )
         fits = [fit_on(config, spec, gigabytes) for gigabytes in sizes]
+    card = Card(name="", memory=usable(max(sizes) * 10**9))
+    needs = beside_gpu(config, spec, card, stage_needs(config, spec, card, packed=0))
+    main = base_memory(card) + max(need.memory_bytes for need in needs.values())
     marks = ["".join(MARKS[each] for each in fit.reductions) for fit in fits]
-    return [
+    verdicts = [
         f"{fit.verdict} {mark}".strip() if fit.verdict != "no" else "no"
         for fit, mark in zip(fits, marks, strict=True)
     ]
+    return [*verdicts, f"{main / 1e9:.0f} GB"]
 
 
 def main() -> None:
@@ -45,8 +55,8 @@ def main() -> None:
     qualities = ("fast", "standard", "exllamav2")  # `best` tunes, which needs the files
     parser.add_argument("--quality", default="standard", choices=qualities)
     arguments = parser.parse_args()
-    print("| model |", " | ".join(f"{gigabytes} GB" for gigabytes in arguments.sizes), "|")
-    print("|---|" + "---|" * len(arguments.sizes))
+    print("| model |", " | ".join(f"{gigabytes} GB" for gigabytes in arguments.sizes), "| RAM |")
+    print("|---|" + "---|" * (len(arguments.sizes) + 1))
     for shape in arguments.shapes:
         found = cells(shape, arguments.sizes, arguments.quality)
         print(f"| {shape} |", " | ".join(found), "|")

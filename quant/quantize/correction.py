@@ -23,7 +23,7 @@ from exl2flow.quant.walk.source_model import device_of, relative_distance, row_b
 
 log = logging.getLogger(__name__)
 
-SOLVED_TOGETHER = 1 << 29  # elements, 2 GiB; a larger solution is found in pieces
+SOLVED_TOGETHER = 1 << 29  # elements, 2 GiB; a larger solution is found in pieces of a quarter
 PAIRED_ROWS = 40  # most rows that run through the source beside the quantized model
 JUDGE_STEP = 8  # every eighth of them judges a correction
 
@@ -181,7 +181,7 @@ class Correction:
             return None
         if cross.numel() <= SOLVED_TOGETHER:
             return torch.cholesky_solve(cross, lower).mul_(self.strength)
-        for columns in cross.split(SOLVED_TOGETHER // len(cross), dim=1):  # has no use for copies
+        for columns in cross.split(SOLVED_TOGETHER // 4 // len(cross), dim=1):  # saves two copies
             columns.copy_(torch.cholesky_solve(columns, lower))
         return cross.mul_(self.strength)
 

@@ -37,8 +37,8 @@ def test_options_choose_rows_columns_and_the_preset(
     table = printed(monkeypatch, capsys, *words)
 
     assert table == [
-        "| model | 16 GB | 80 GB |",
-        "|---|---|---|",
-        "| 32b | perhaps rs | yes |",
-        "| 7b | yes | yes |",
+        "| model | 16 GB | 80 GB | RAM |",
+        "|---|---|---|---|",
+        "| 32b | perhaps rs | yes | 27 GB |",
+        "| 7b | yes | yes | 11 GB |",
     ]

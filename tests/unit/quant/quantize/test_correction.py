@@ -388,7 +388,7 @@ def test_a_large_correction_is_solved_in_pieces(monkeypatch: pytest.MonkeyPatch)
     correction = Correction(strength=0.5, damping=0.01)
     whole = correction.move(hessian, cross.clone(), name="x")
 
-    monkeypatch.setattr("exl2flow.quant.quantize.correction.SOLVED_TOGETHER", 5 * 24)
+    monkeypatch.setattr("exl2flow.quant.quantize.correction.SOLVED_TOGETHER", 20 * 24)
     pieces = correction.move(hessian, cross.clone(), name="x")
 
     torch.testing.assert_close(pieces, whole)
