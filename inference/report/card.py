@@ -25,7 +25,8 @@ from exl2flow.inference.report.tables import (
 from exl2flow.model.memory.footprint import cache_bytes
 
 TEMPLATE = "card.md.j2"
-TAGS = ("exl2", "exllamav2", "exl2flow", "quantized")
+EXLLAMAV2 = "exllamav2"
+TAGS = ("exl2", EXLLAMAV2, "exl2flow", "quantized")
 FORMS = ("fp16", "q8", "q6", "q4")  # of the cache, that the card lists
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)
 SHORT = 12  # digits of digests for people
@@ -61,8 +62,9 @@ def render_card(
     scores = [bitrate.score for bitrate in ordered if bitrate.score is not None]
     example = min(ordered, key=lambda bitrate: abs(bitrate.bpw - 4))
     name = repo.rpartition("/")[2]
+    is_loaded = all(map(_exllamav2_loads, ordered))
     return environment.get_template(TEMPLATE).render(
-        metadata=_metadata(origin),
+        metadata=_metadata(origin, [tag for tag in TAGS if is_loaded or tag != EXLLAMAV2]),
         name=name.removesuffix("-exl2"),
         repo=repo,
         source=_source(origin),
@@ -75,6 +77,8 @@ def render_card(
         scored_on=scored_on(scores[0]) if scores else "",
         forms=[{"name": form, "table": _memory(form, ordered)} for form in FORMS],
         example=example.branch,
+        is_in_exllamav2=is_loaded,
+        architecture=example.spec.family.architecture,
         folder=f"{name.removesuffix('-exl2')}-{example.branch}",
         experts=_experts(ordered, of=example),
         facts=_facts(ordered, origin),
@@ -99,7 +103,13 @@ def _figures(bitrate: Bitrate) -> Compared:
     )
 
 
-def _metadata(origin: Origin) -> dict[str, object]:
+def _exllamav2_loads(bitrate: Bitrate) -> bool:
+    """Return whether exllamav2 knows the architecture and all that its files hold."""
+    declared = mapping(bitrate.spec.config.get("quantization_config")).get("extension")
+    return bitrate.spec.family.is_in_exllamav2 and not (declared or bitrate.spec.extension)
+
+
+def _metadata(origin: Origin, tags: Sequence[str]) -> dict[str, object]:
     """Return the metadata that the Hub reads, without unknown entries."""
     metadata = {
         "base_model": origin.repo,
@@ -108,7 +118,7 @@ def _metadata(origin: Origin) -> dict[str, object]:
         "license_name": origin.license_name,
         "license_link": _absolute(origin),
         "pipeline_tag": "text-generation",
-        "tags": list(TAGS),
+        "tags": list(tags),
     }
     return {key: value for key, value in metadata.items() if value is not None}
 

@@ -26,7 +26,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 TIED = ("tie_word_embeddings", True)
 
-LLAMA = Family(architecture="LlamaForCausalLM", mlp_bias="mlp_bias")
+LLAMA = Family(architecture="LlamaForCausalLM", is_in_exllamav2=True, mlp_bias="mlp_bias")
 MISTRAL = replace(
     LLAMA,
     architecture="MistralForCausalLM",
@@ -64,6 +64,7 @@ QWEN3_MOE = replace(
 QWEN2_MOE = replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
+    is_in_exllamav2=False,
     experts=Experts(
         default_count=60,
         shared="mlp.shared_expert",
@@ -93,6 +94,7 @@ MIXTRAL = replace(
 MINIMAX_M2 = replace(
     MIXTRAL,
     architecture="MiniMaxM2ForCausalLM",
+    is_in_exllamav2=False,
     window_rule=WindowRule.NONE,
     head_norms=HeadNorms.WHOLE,
     known=("use_qk_norm",),
@@ -111,6 +113,7 @@ MINIMAX_M2 = replace(
 OLMOE = replace(
     LLAMA,
     architecture="OlmoeForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     head_norms=HeadNorms.WHOLE,
     clip_key="clip_qkv",
@@ -134,6 +137,7 @@ SIGMOID_EXPERTS = Experts(
 DOTS1 = replace(
     LLAMA,
     architecture="Dots1ForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     head_norms=HeadNorms.HEAD,
     window_rule=WindowRule.UPPER_LAYERS,
@@ -146,6 +150,7 @@ DOTS1 = replace(
 MINISTRAL = replace(
     MISTRAL,
     architecture="MinistralForCausalLM",
+    is_in_exllamav2=False,
     window_rule=WindowRule.LAYER_TYPES,
 )
 MINISTRAL3_ROPE = {
@@ -160,6 +165,7 @@ MINISTRAL3_ROPE = {
 MINISTRAL3 = replace(
     MISTRAL,
     architecture="Ministral3ForCausalLM",
+    is_in_exllamav2=False,
     default_window=None,
     default_head_dim=128,
     default_norm_eps=1e-5,
@@ -177,6 +183,7 @@ PHI3 = replace(
 SEED_OSS = replace(
     LLAMA,
     architecture="SeedOssForCausalLM",
+    is_in_exllamav2=False,
     o_bias="attention_out_bias",
     default_head_dim=128,
     defaults=(("attention_bias", True),),
@@ -219,6 +226,7 @@ GEMMA2 = replace(
 GEMMA3 = replace(
     GEMMA2,
     architecture="Gemma3ForCausalLM",
+    is_in_exllamav2=False,
     head_norms=HeadNorms.HEAD,
     default_window_pattern=6,
     softcap_key=None,
@@ -236,6 +244,7 @@ GEMMA3 = replace(
 GLM = replace(
     LLAMA,
     architecture="GlmForCausalLM",
+    is_in_exllamav2=False,
     o_bias=False,
     mlp_bias=False,
     default_head_dim=128,
@@ -248,11 +257,13 @@ GLM = replace(
 GLM4 = replace(
     GLM,
     architecture="Glm4ForCausalLM",
+    is_in_exllamav2=True,
     post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
 GLM4_MOE = replace(
     LLAMA,
     architecture="Glm4MoeForCausalLM",
+    is_in_exllamav2=False,
     o_bias=False,
     mlp_bias=False,
     head_norms=("use_qk_norm", HeadNorms.HEAD),
@@ -316,6 +327,7 @@ GRANITE_EXPERTS = Experts(
 GRANITE_MOE = replace(
     GRANITE,
     architecture="GraniteMoeForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     experts=GRANITE_EXPERTS,
     defaults=(("attention_multiplier", 1.0), ("num_experts_per_tok", 2)),
@@ -332,6 +344,7 @@ GRANITE_MOE_SHARED = replace(
 GRANITE_HYBRID = replace(
     GRANITE,
     architecture="GraniteMoeHybridForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     keys=(("intermediate_size", "shared_intermediate_size"),),
     nope_rule=NopeRule.POSITION_TYPE,
@@ -341,6 +354,7 @@ GRANITE_HYBRID = replace(
 OLMO2 = replace(
     LLAMA,
     architecture="Olmo2ForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     norms=None,
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -370,6 +384,7 @@ EXAONE4 = replace(
 SMOLLM3 = replace(
     LLAMA,
     architecture="SmolLM3ForCausalLM",
+    is_in_exllamav2=False,
     window_rule=WindowRule.NOPE_LAYERS,
     default_theta=2_000_000.0,
     nope_rule=NopeRule.LISTED,
@@ -378,6 +393,7 @@ SMOLLM3 = replace(
 ERNIE = replace(
     LLAMA,
     architecture="Ernie4_5ForCausalLM",
+    is_in_exllamav2=False,
     known=("use_bias",),
     qkv_bias="use_bias",
     o_bias="use_bias",
@@ -415,6 +431,7 @@ ERNIE_MOE = replace(
 HUNYUAN = replace(
     LLAMA,
     architecture="HunYuanDenseV1ForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     head_norms=HeadNorms.HEAD,
     qk_norms=("query_layernorm", "key_layernorm"),
@@ -442,6 +459,7 @@ HUNYUAN_MOE = replace(
 ARCEE = replace(
     LLAMA,
     architecture="ArceeForCausalLM",
+    is_in_exllamav2=False,
     is_gated=False,
     default_activation="relu2",
     default_norm_eps=1e-5,
@@ -521,6 +539,7 @@ INDEX = replace(
 GPT_OSS = replace(
     LLAMA,
     architecture="GptOssForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     fixed=(("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_SLOPE)),
     default_head_dim=64,
@@ -558,6 +577,7 @@ DBRX = replace(
 LLAMA4 = replace(
     LLAMA,
     architecture="Llama4ForCausalLM",
+    is_in_exllamav2=False,
     mlp_bias=False,
     known=("use_qk_norm",),
     default_head_dim=128,
@@ -631,6 +651,7 @@ def wrapped(
 
 LLAVA_LLAMA = replace(
     wrapped(LLAMA, "llama", "LlavaForConditionalGeneration"),
+    is_in_exllamav2=False,
     defaults=(
         ("hidden_size", 4096),
         ("intermediate_size", 11_008),
@@ -648,7 +669,7 @@ MISTRAL3_MISTRAL = replace(LLAVA_MISTRAL, architecture="Mistral3ForConditionalGe
 MISTRAL3_MINISTRAL3 = wrapped(MINISTRAL3, "ministral3", "Mistral3ForConditionalGeneration")
 SIGLIP = "vision_tower.vision_model."  # in published files; transformers 5 leaves the second out
 GEMMA3_VL = wrapped(
-    GEMMA3,
+    replace(GEMMA3, is_in_exllamav2=True),
     "gemma3_text",
     "Gemma3ForConditionalGeneration",
     renames=(
@@ -681,6 +702,7 @@ QWEN2_5_VL = replace(
 QWEN3_VL = replace(
     QWEN3,
     architecture="Qwen3VLForConditionalGeneration",
+    is_in_exllamav2=False,
     text_type="qwen3_vl_text",
     window_rule=WindowRule.NONE,
     default_theta=500_000.0,
@@ -715,6 +737,7 @@ QWEN3_NEXT_EXPERTS = Experts(
 QWEN3_NEXT = replace(
     QWEN3,
     architecture="Qwen3NextForCausalLM",
+    is_in_exllamav2=False,
     window_rule=WindowRule.NONE,
     default_head_dim=256,
     default_partial=0.25,

@@ -144,6 +144,7 @@ class Family:
     default_norm_eps: float = 1e-6
     default_inner: int = 0  # MLP width in hidden sizes where the config omits it; 0: it may not
     needs_bos: bool = False  # scored texts begin with BOS, without which the model is incoherent
+    is_in_exllamav2: bool = False  # 0.3.2 loads the architecture's EXL2 files
     noise_rows: bool = False  # calibrate on rows of noise too, as vision-language families need
 
     # attention

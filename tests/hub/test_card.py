@@ -23,6 +23,7 @@ from exl2flow.inference.report.publication import (
     origin_problems,
     without_paths,
 )
+from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.memory.footprint import cache_bytes
 from exl2flow.quant.quantize.routing import experts_summary
 
@@ -227,3 +228,33 @@ def test_figures_that_are_no_numbers_are_left_out(bitrates: list[Bitrate]) -> No
     card = render_card("org/tiny-exl2", changed, ORIGIN)
 
     assert "| not quantized | none |" in card
+
+
+OTHER_PROGRAMS = ("test_inference.py", "TabbyAPI")
+
+
+def test_programs_that_load_the_model_are_named(bitrates: list[Bitrate]) -> None:
+    _, text = parts(render_card("org/tiny-exl2", bitrates, ORIGIN))
+
+    assert [name for name in OTHER_PROGRAMS if name not in text] == []
+
+
+@pytest.mark.parametrize("reason", ["architecture", "extension"])
+def test_programs_that_cannot_load_the_model_are_not_named(
+    reason: str, bitrates: list[Bitrate]
+) -> None:
+    spec = bitrates[0].spec
+    if reason == "architecture":
+        row = FAMILIES["Olmo2ForCausalLM", None]
+        spec = replace(spec, family=row)
+    else:
+        block = {"quantization_config": {"extension": ["linear_attention"]}}
+        spec = replace(spec, config={**spec.config, **block})
+    odd = [bitrates[0], *(replace(bitrate, spec=spec) for bitrate in bitrates[1:])]
+
+    metadata, text = parts(render_card("org/tiny-exl2", odd, ORIGIN))
+
+    assert [name for name in OTHER_PROGRAMS if name in text] == []
+    assert "exllamav2" not in str(metadata["tags"])
+    assert "exllamav2 does not know" in text
+    assert "exl2flow generate" in text

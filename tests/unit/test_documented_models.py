@@ -21,6 +21,14 @@ def test_every_mark_is_the_result_of_a_test(column: Column) -> None:
     assert marks == {row: PASSED if cases(column, row) else WITHOUT for row in FAMILIES}
 
 
+def test_rows_know_which_models_exllamav2_loads() -> None:
+    [place] = [i for i, column in enumerate(COLUMNS) if column.title == "exllamav2's names"]
+
+    listed_there = {row for row, (_, marks) in ROWS.items() if marks[place] == PASSED}
+
+    assert {row for row, family in FAMILIES.items() if family.is_in_exllamav2} == listed_there
+
+
 def test_every_family_is_compared_with_transformers_and_converted() -> None:
     titles = ("logits", "steps", "converts", "tunes", "resumes")
     columns = [column for column in COLUMNS if column.title in titles]
