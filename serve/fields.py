@@ -139,7 +139,7 @@ def _renamed(error: ValidationError, names: Mapping[str, str]) -> ValidationErro
     words = first["msg"].replace("{", "{{").replace("}", "}}").removeprefix("Value error, ")
     place = [names.get(str(part), part) for part in first["loc"][:1]]
     place += [p for p in first["loc"][1:] if isinstance(p, int) or not UNION_TAG.fullmatch(p)]
-    kind = PydanticCustomError(first["type"], words)  # type: ignore[arg-type]  # no literals
+    kind = PydanticCustomError(first["type"], words)  # no literals
     row: InitErrorDetails = {"type": kind, "loc": (*place,), "input": None}
     return ValidationError.from_exception_data(error.title, [row])
 
@@ -165,7 +165,7 @@ _ROWS: Any = {
 _Sampler: Any = create_model("_Sampler", __base__=Json, **_ROWS)
 
 
-class Body(_Sampler, Json):
+class Body(_Sampler, Json):  # type: ignore[misc]  # made of rows
     """Fields that chat completions and completions share; a null is as good as no field."""
 
     model_config = ConfigDict(extra="allow")

@@ -1,22 +1,22 @@
 """Options of a comparison: the models to validate, and what they are compared with."""
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from exl2flow.core.options.base import DeviceOption, Option, Options, TokenBlock
 from exl2flow.core.options.config import ValidateOptions
+from exl2flow.core.options.given import EMPTY, OptionalPath, Paths
 
 
 class ComparedModels(Options):
     """Models to validate, and the reference to compare them with."""
 
-    models: Annotated[tuple[Path, ...], Option("MODEL...", is_argument=True)] = Field(
+    models: Annotated[Paths, Option("MODEL...", is_argument=True)] = Field(
         min_length=1, description="model folders, EXL2 or plain"
     )
-    reference: Annotated[Path | None, Option("SOURCE")] = Field(
-        None,
+    reference: Annotated[OptionalPath, Option("SOURCE")] = Field(
+        default=EMPTY,
         description="unquantized model to compare with: a folder, or org/name on the Hub; without "
         "it, only perplexity is computed; empty: none",
     )

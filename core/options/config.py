@@ -20,8 +20,9 @@ from exl2flow.core.options.base import (
     user_path,
 )
 from exl2flow.core.options.base import Options as Options
+from exl2flow.core.options.given import EMPTY, Given, OptionalPath, PathField
 from exl2flow.core.options.naming import model_name
-from exl2flow.core.options.publication import MeasurementPath, PublishOptions
+from exl2flow.core.options.publication import MeasurementField, PublishOptions
 
 ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
@@ -38,6 +39,7 @@ SIZE_CHOICES: list[JsonValue] = [
     {"type": "integer", "minimum": 1},
 ]
 DEFAULT_HEAD_BITS = 6
+MemorySize = Given[Size, int | str]
 LossySource = Annotated[
     bool,
     Option(panel="Source", rare=True),
@@ -74,32 +76,35 @@ class CalibrationOptions(Options):
     BUILT_IN: ClassVar[tuple[str, ...]] = ("standard", "chat", "self")
 
     text: Annotated[str, Option("TEXT", "Calibration", flag="calibration", rare=False)] = Field(
-        "standard",
+        default="standard",
         min_length=1,
         description="standard: the built-in set; chat: a share of it as dialogues in the model's "
         "chat template; self: a share written by the model; else a Parquet file with text columns",
     )
     share: Annotated[float, Option("X", "Calibration", flag="calibration-share")] = Field(
-        0.5,
+        default=0.5,
         gt=0,
         le=1,
         description="share of `chat` or `self` rows, above 0 and at most 1; the rest is the "
         "standard set",
     )
     rows: Annotated[int, Option("N", "Calibration", rare=False)] = Field(
-        115, ge=1, description="calibration rows for quantization"
+        default=115, ge=1, description="calibration rows for quantization"
     )
     row_tokens: Annotated[int, Option("N", "Calibration")] = Field(
-        2048, ge=32, multiple_of=32, description="tokens per row; a multiple of 32"
+        default=2048, ge=32, multiple_of=32, description="tokens per row; a multiple of 32"
     )
     measure_rows: Annotated[int, Option("N", "Calibration")] = Field(
-        19, ge=1, description="calibration rows for measurement"
+        default=19, ge=1, description="calibration rows for measurement"
     )
     measure_row_tokens: Annotated[int, Option("N", "Calibration")] = Field(
-        2048, ge=32, multiple_of=32, description="tokens per measurement row; a multiple of 32"
+        default=2048,
+        ge=32,
+        multiple_of=32,
+        description="tokens per measurement row; a multiple of 32",
     )
     seed: Annotated[int, Option("N", "Calibration")] = Field(
-        0, ge=0, description="seed for shuffled, random-token and self-written rows"
+        default=0, ge=0, description="seed for shuffled, random-token and self-written rows"
     )
 
     @field_validator("text", mode="before")
@@ -132,14 +137,14 @@ class RopeOptions(Options):
     """Overrides for the rotary position embedding, during conversion only."""
 
     scale: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-scale")] = Field(
-        None,
+        default=None,
         ge=1 / MOST_STRETCH,
         le=MOST_STRETCH,
         description="divide positions by this during conversion (linear context extension); "
         "empty: as config.json says",
     )
     alpha: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-alpha")] = Field(
-        None,
+        default=None,
         ge=1 / MOST_STRETCH,
         le=MOST_STRETCH,
         description="NTK factor on the rotary base during conversion; empty: as config.json says",
@@ -152,50 +157,50 @@ class SensitivityOptions(Options):
     kind: Annotated[
         Literal["fisher", "error"], Option("fisher|error", "Quality", flag="sensitivity")
     ] = Field(
-        "fisher",
+        default="fisher",
         description="cost by which bits are allocated; fisher: expected KL divergence of each "
         "matrix, from one backward pass; error: relative error of each sublayer, without gradients",
     )
     rows: Annotated[int, Option("N", "Quality", flag="sensitivity-rows")] = Field(
-        16, ge=1, description="calibration rows for the backward pass"
+        default=16, ge=1, description="calibration rows for the backward pass"
     )
     block: int = Field(
-        512, ge=0, description="out-features per block of the output factors; 0: one block"
+        default=512, ge=0, description="out-features per block of the output factors; 0: one block"
     )
-    seed: int = Field(0, ge=0, description="seed of the sampled labels")
+    seed: int = Field(default=0, ge=0, description="seed of the sampled labels")
 
 
 class RoundingOptions(Options):
     """How matrices are rounded once their quantization parameters are chosen."""
 
     scale_search: ScaleSearch = Field(
-        "column",
+        default="column",
         description="column: every column chooses its scale code; grid: one multiplier per group",
     )
-    damping: float = Field(0.05, gt=0, description="added to a Hessian, in mean diagonals")
+    damping: float = Field(default=0.05, gt=0, description="added to a Hessian, in mean diagonals")
     rounds: Annotated[int, Option("N", "Quality")] = Field(
-        3,
+        default=3,
         ge=0,
         description="rounds of scale refitting and coordinate descent after rounding; 0: none",
     )
-    sweeps: int = Field(2, ge=1, description="sweeps of coordinate descent in each round")
+    sweeps: int = Field(default=2, ge=1, description="sweeps of coordinate descent in each round")
     output_damping: float = Field(
-        0.3, gt=0, description="added to an output factor, in mean diagonals"
+        default=0.3, gt=0, description="added to an output factor, in mean diagonals"
     )
     correction: float = Field(
-        0.5,
+        default=0.5,
         ge=0,
         le=1,
         description="how far matrices compensate for errors of earlier layers, where that helps",
     )
     expert_tokens: Annotated[int, Option("N", "Quality")] = Field(
-        0,
+        default=0,
         ge=0,
         description="tokens below which an expert also learns from tokens that nearly chose it; 0: "
         "as many as it has in-features",
     )
     fisher_share: float = Field(
-        0.5,
+        default=0.5,
         ge=0,
         le=1,
         description="share of the gradient-weighted Hessian in the Hessian used for rounding",
@@ -213,94 +218,101 @@ class TuneOptions(Options):
     Learning rates are Adam's for an initial divergence of 0.25 nats; they scale with its root.
     """
 
-    steps: int = Field(0, ge=0, description="steps of distillation; 0: none")
-    tokens: int = Field(512, ge=32, description="tokens per step")
+    steps: int = Field(default=0, ge=0, description="steps of distillation; 0: none")
+    tokens: int = Field(default=512, ge=32, description="tokens per step")
     norm_rate: float = Field(
-        2e-3, ge=0, description="rate of norms and biases, in units of their root mean square"
+        default=2e-3,
+        ge=0,
+        description="rate of norms and biases, in units of their root mean square",
     )
-    scale_rate: float = Field(3e-3, ge=0, description="rate of the groups' scales, relative")
+    scale_rate: float = Field(
+        default=3e-3, ge=0, description="rate of the groups' scales, relative"
+    )
     embedding_rate: float = Field(
-        2e-3, ge=0, description="rate of the embedding, in units of its root mean square"
+        default=2e-3, ge=0, description="rate of the embedding, in units of its root mean square"
     )
-    code_rate: float = Field(0, ge=0, description="rate of the codes, in code units; 0: they stay")
-    held_out_rows: int = Field(4, ge=1, description="rows of text that are only evaluated")
-    interval: int = Field(50, ge=1, description="steps between evaluations")
-    patience: int = Field(20, ge=1, description="evaluations without improvement before stopping")
-    seed: int = Field(0, ge=0, description="seed of the crops used by steps")
+    code_rate: float = Field(
+        default=0, ge=0, description="rate of the codes, in code units; 0: they stay"
+    )
+    held_out_rows: int = Field(default=4, ge=1, description="rows of text that are only evaluated")
+    interval: int = Field(default=50, ge=1, description="steps between evaluations")
+    patience: int = Field(
+        default=20, ge=1, description="evaluations without improvement before stopping"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the crops used by steps")
 
 
 class AllocateOptions(Options):
     """How bits are allocated."""
 
     prefer: Annotated[Preference, Option("quality|speed", "Bit allocation")] = Field(
-        "quality",
+        default="quality",
         description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
         "groups of 128, which decode a little faster on a GPU; the error grows",
     )
     experts: Annotated[Experts, Option("each|layer", "Bit allocation")] = Field(
-        "each",
+        default="each",
         description="each: every expert gets bits of its own; layer: matrices of one role get the "
         "same bits in all experts of a layer; models without experts are allocated alike",
     )
     objective: Annotated[Objective, Option("log|sum|power", "Bit allocation")] = Field(
-        "power",
+        default="power",
         description="quantity to minimize over all sublayers: the sum of ln(error), of error, or "
         "of error to a power",
     )
     power: Annotated[float, Option("P", "Bit allocation", flag="objective-power")] = Field(
-        2.0, gt=0, le=8, description="exponent of the objective `power`; above 0, at most 8"
+        default=2.0, gt=0, le=8, description="exponent of the objective `power`; above 0, at most 8"
     )
     rounds: int = Field(
-        0, ge=0, description="further rounds, which try whole allocations and correct them"
+        default=0, ge=0, description="further rounds, which try whole allocations and correct them"
     )
 
 
 class ValidateOptions(Options):
     """Which text the result is evaluated on, and when it is refused."""
 
-    text: Annotated[Path | None, Option("FILE", "Validation", grouped="validate-text")] = Field(
-        None, description="UTF-8 text file to evaluate on; empty: built-in held-out text"
+    text: Annotated[OptionalPath, Option("FILE", "Validation", grouped="validate-text")] = Field(
+        default=EMPTY, description="UTF-8 text file to evaluate on; empty: built-in held-out text"
     )
     rows: Annotated[int, Option("N", "Validation", grouped="validate-rows")] = Field(
-        8, ge=1, description="maximum number of rows of that text"
+        default=8, ge=1, description="maximum number of rows of that text"
     )
     row_tokens: Annotated[int, Option("N", "Validation", grouped="validate-row-tokens")] = Field(
-        2048, ge=2, description="tokens per row; capped at the model's positions"
+        default=2048, ge=2, description="tokens per row; capped at the model's positions"
     )
     warn_perplexity_ratio: Annotated[float, Option("X", "Validation", flag="warn-ratio")] = Field(
-        1.3, gt=0, description="warn if perplexity exceeds this multiple of the source's"
+        default=1.3, gt=0, description="warn if perplexity exceeds this multiple of the source's"
     )
     fail_perplexity_ratio: Annotated[float, Option("X", "Validation", flag="fail-ratio")] = Field(
-        3.0, gt=0, description="fail if perplexity exceeds this multiple of the source's"
+        default=3.0, gt=0, description="fail if perplexity exceeds this multiple of the source's"
     )
     sample_prompt: Annotated[str, Option("TEXT", "Validation", only_grouped=True)] = Field(
-        "One morning", description="prompt for the sample text in the report"
+        default="One morning", description="prompt for the sample text in the report"
     )
     sample_tokens: Annotated[int, Option("N", "Validation", only_grouped=True)] = Field(
-        64, ge=0, description="length of the sample in tokens; 0: no sample"
+        default=64, ge=0, description="length of the sample in tokens; 0: no sample"
     )
     sample_seed: Annotated[int, Option("N", "Validation", only_grouped=True)] = Field(
-        0, ge=0, description="seed for the sample"
+        default=0, ge=0, description="seed for the sample"
     )
 
 
 class FitOptions(Options):
     """The GPU memory that the result must fit, with the cache of a context."""
 
-    memory: Annotated[Size, Option("SIZE", "Result", flag="fit", rare=False)] = Field(
+    memory: Annotated[MemorySize, Option("SIZE", "Result", flag="fit", rare=False)] = Field(
         gt=0,
         description="instead of `bpw`: memory of the GPU that will run the model, as 24GB; makes "
         "the largest model that fits beside its cache and working memory",
         json_schema_extra={"anyOf": SIZE_CHOICES},
     )
     context: Annotated[int | None, Option("N", "Result")] = Field(
-        None,
+        default=None,
         ge=1,
-        description="context length whose cache must fit, in tokens; empty: 8192, or the model's "
-        "positions if it has fewer",
+        description="tokens whose cache must fit; empty: 8192, or the model's if it has fewer",
     )
     cache: Annotated[CacheName, Option("FORMAT", "Result")] = Field(
-        "fp16", description="format of that cache: fp16, fp8, q8, q6 or q4"
+        default="fp16", description="format of that cache: fp16, fp8, q8, q6 or q4"
     )
 
 
@@ -319,33 +331,33 @@ class RunOptions(Options):
 
     model_config = ConfigDict(json_schema_extra=_sort_form)
 
-    source: Annotated[Path, Option("SOURCE", is_argument=True)] = Field(
+    source: Annotated[PathField, Option("SOURCE", is_argument=True)] = Field(
         description="folder of a Hugging Face model: config.json, tokenizer.json or "
         "tokenizer.model, *.safetensors in fp16, bf16, fp32 or fp8; or a model on the Hugging Face "
         "Hub, which is fetched, as org/name or org/name@revision"
     )
-    out: Path = Field(description="what receives the result")
+    out: PathField = Field(description="what receives the result")
     quality: Annotated[Quality, Option("PRESET", "Quality")] = Field(
-        "standard",
+        default="standard",
         description="how much work to spend on a small error: fast, standard or best; exllamav2: "
         "the original program's algorithm; options you give override the preset",
     )
-    max_memory: Annotated[Size | None, Option("SIZE", "Running")] = Field(
-        None,
+    max_memory: Annotated[Given[Size | None, int | str | None], Option("SIZE", "Running")] = Field(
+        default=EMPTY,
         gt=0,
         description="GPU memory to use at most, as 24GB; hidden states move to main memory if "
         "needed; empty: all there is",
         json_schema_extra={"anyOf": [*SIZE_CHOICES, {"type": "null"}]},
     )
-    work_root: Annotated[Path | None, Option("DIR", "Running")] = Field(
-        None,
+    work_root: Annotated[OptionalPath, Option("DIR", "Running")] = Field(
+        default=EMPTY,
         description="folder for checkpoints, in which runs over one model share tokens and "
         "measurement; empty: `.exl2flow` beside the output",
     )
     device: DeviceOption = "auto"
     token_block: TokenBlock = None
     clean_after: bool = Field(
-        False,
+        default=False,
         description="when all is finished, remove from the work root what no finished conversion "
         "needs: quantized tensors that are in the output, stages of replaced outputs",
     )
@@ -387,19 +399,19 @@ class SharedOptions(RunOptions):
 
     lossy_source: LossySource = False
     head_bits: Annotated[int | None, Option("BITS", "Result", rare=True)] = Field(
-        None,
+        default=None,
         description="bits of the output head: 2, 3, 4, 5, 6 or 8; empty: 6 with `bpw`, else chosen",
     )
-    measurement: Annotated[MeasurementPath | None, Option("FILE", "Bit allocation")] = Field(
-        None,
+    measurement: Annotated[MeasurementField, Option("FILE", "Bit allocation")] = Field(
+        default=EMPTY,
         description="use this measurement.json, or the one in this folder, written by "
         "`exl2flow measure` or exllamav2; empty: measure",
     )
     publish: PublishOptions | None = Field(
-        None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
+        default=None, description="where the result goes on the Hugging Face Hub; empty: nowhere"
     )
     shard_size_mb: Annotated[int, Option("MIB", "Result", rare=True)] = Field(
-        8192, description="maximum size of an output file in MiB; 0 or less: a single file"
+        default=8192, description="maximum size of an output file in MiB; 0 or less: a single file"
     )
     tune: TuneOptions = TuneOptions()
     allocate: AllocateOptions = AllocateOptions()
@@ -415,31 +427,31 @@ class SharedOptions(RunOptions):
 class ConversionConfig(SharedOptions):
     """One conversion: a Hugging Face folder in, an EXL2 folder and a report out."""
 
-    out: Annotated[Path, Option("DIR")] = Field(
+    out: Annotated[PathField, Option("DIR")] = Field(
         description="folder for the converted model: new, empty, or left by an earlier conversion "
         "of the same source"
     )
     bpw: Annotated[float | None, Option("BITS", "Result")] = Field(
-        None,
+        default=None,
         ge=2,
         le=8,
         description="average bits per weight of the decoder's matrices, from 2 to 8; embedding and "
         "head are not counted; empty: 4",
     )
     bpw_total: Annotated[float | None, Option("BITS", "Result", rare=True)] = Field(
-        None,
+        default=None,
         ge=2,
         le=16,
         description="instead of `bpw`: bits per weight of the whole output, embedding and head "
         "included; allocation then chooses the head's bits, too",
     )
     target_bytes: Annotated[int | None, Option("N", "Result", rare=True)] = Field(
-        None,
+        default=None,
         gt=0,
         description="instead of `bpw`: maximum size of all weight files together, in bytes",
     )
     fit: FitOptions | None = Field(
-        None, description="instead of `bpw`: a GPU that the result must fit; empty: none"
+        default=None, description="instead of `bpw`: a GPU that the result must fit; empty: none"
     )
 
     @model_validator(mode="before")

@@ -16,21 +16,21 @@ class PlacementOptions(Options):
 
     device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
     gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
-        None,
+        default=None,
         description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "
         "what is free; empty: one GPU",
     )
     reserve: Annotated[str | None, Option("BYTES,…", MODEL, rare=True)] = Field(
-        None,
+        default=None,
         description="bytes that an automatic split leaves free, one number or one for each GPU; "
         "empty: 192 MiB of the first one, 64 MiB of the others",
     )
     devices: Annotated[str | None, Option("N,…", MODEL, rare=True)] = Field(
-        None,
+        default=None,
         description="GPUs to split the model among, in the order of its layers; empty: all",
     )
     cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
-        None,
+        default=None,
         description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",
     )
 
@@ -39,10 +39,10 @@ class BenchOptions(PlacementOptions):
     """Options of `exl2flow bench`."""
 
     context: Annotated[int, Option("N", MODEL)] = Field(
-        512, ge=1, description="tokens before the decoded ones"
+        default=512, ge=1, description="tokens before the decoded ones"
     )
     rows: Annotated[str, Option("N,…", MODEL)] = Field(
-        "1,4,16", description="numbers of texts that are decoded at once, with commas"
+        default="1,4,16", description="numbers of texts that are decoded at once, with commas"
     )
 
 
@@ -50,13 +50,13 @@ class DrawOptions(Options):
     """Seed and greedy sampling, which `SamplingSettings` does not hold."""
 
     seed: Annotated[int | None, Option("N", "Sampling")] = Field(
-        None,
+        default=None,
         ge=0,
         description="seed for sampling: the same seed gives the same text; empty: a new one every "
         "time",
     )
     greedy: Annotated[bool, Option(panel="Sampling")] = Field(
-        False, description="always take the likeliest token, whatever the other options say"
+        default=False, description="always take the likeliest token, whatever the other options say"
     )
 
 
@@ -64,56 +64,58 @@ class LoadOptions(PlacementOptions):
     """How `generate`, `chat` and `serve` load a model, what changes it and what drafts for it."""
 
     lora: Annotated[list[Path], Option("FOLDER", MODEL)] = Field(
-        [], description="folder of an adapter that changes the model"
+        default=[], description="folder of an adapter that changes the model"
     )
     max_tokens: Annotated[int | None, Option("N", MODEL)] = Field(
-        None, ge=1, description="longest text, prompt included; empty: the model's context"
+        default=None, ge=1, description="longest text, prompt included; empty: the model's context"
     )
     cache_ram: Annotated[Size, Option("SIZE", MODEL)] = Field(
-        ByteSize(0), ge=0, description="host memory for parts of prompts that left the cache"
+        default=ByteSize(0),
+        ge=0,
+        description="host memory for parts of prompts that left the cache",
     )
     cache_disk: Annotated[Path | None, Option("FOLDER", MODEL)] = Field(
-        None,
+        default=None,
         description="folder that keeps read prompts for later runs, as private as they are",
     )
     cache_disk_size: Annotated[Size, Option("SIZE", MODEL, rare=True)] = Field(
-        "20GB",
+        default="20GB",
         ge=0,
         validate_default=True,
         description="size of `cache_disk` at most; what was used least recently goes first",
     )
     clear_cache: Annotated[bool, Option(panel=MODEL, rare=True)] = Field(
-        False, description="first delete what `cache_disk` keeps, of all models"
+        default=False, description="first delete what `cache_disk` keeps, of all models"
     )
     state_memory: Annotated[Size, Option("SIZE", MODEL, rare=True)] = Field(
-        "4GB",
+        default="4GB",
         ge=0,
         validate_default=True,
         description="host memory for states behind prompts, of models whose layers have states",
     )
     rope_scale: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None, ge=1 / MOST_STRETCH, le=MOST_STRETCH, description="divides positions"
+        default=None, ge=1 / MOST_STRETCH, le=MOST_STRETCH, description="divides positions"
     )
     rope_alpha: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None,
+        default=None,
         ge=1 / MOST_STRETCH,
         le=MOST_STRETCH,
         description="NTK factor, for texts longer than the model's context",
     )
     rope_yarn: Annotated[float | None, Option("X", MODEL, rare=True)] = Field(
-        None,
+        default=None,
         ge=1,
         le=MOST_STRETCH,
         description="YaRN factor, instead of the model's own way to stretch",
     )
     draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
-        None, description="folder of a draft model with the same vocabulary"
+        default=None, description="folder of a draft model with the same vocabulary"
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
-        False, description="draft tokens by n-grams of the text so far"
+        default=False, description="draft tokens by n-grams of the text so far"
     )
     draft_tokens: Annotated[int, Option("N", DRAFTS, rare=True)] = Field(
-        4, ge=1, le=7, description="most draft tokens per step"
+        default=4, ge=1, le=7, description="most draft tokens per step"
     )
 
 
@@ -121,13 +123,13 @@ class SlotOptions(LoadOptions):
     """Room for several texts at once, besides how a model is loaded."""
 
     tokens: Annotated[int | None, Option("N", MODEL)] = Field(
-        None,
+        default=None,
         ge=1,
         description="cache capacity in tokens, shared by all texts; empty: one context, or as many "
         "as fit",
     )
     slots: Annotated[int, Option("N", MODEL)] = Field(
-        16, ge=1, description="texts that are generated at once"
+        default=16, ge=1, description="texts that are generated at once"
     )
 
 
@@ -135,16 +137,16 @@ class ModelOptions(LoadOptions):
     """What all texts must and must not hold, besides how a model is loaded."""
 
     ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
-        [], description="text that must not appear, in upper or lower case"
+        default=[], description="text that must not appear, in upper or lower case"
     )
     json_schema: Annotated[str | None, Option("FILE|JSON", "Constraints")] = Field(
-        None, description="JSON schema of the answer: a file, or the schema itself"
+        default=None, description="JSON schema of the answer: a file, or the schema itself"
     )
     regex: Annotated[str | None, Option("REGEX", "Constraints")] = Field(
-        None, description="regular expression that the whole answer matches"
+        default=None, description="regular expression that the whole answer matches"
     )
     grammar: Annotated[Path | None, Option("FILE", "Constraints")] = Field(
-        None, description="file with a grammar of the answer, in Lark"
+        default=None, description="file with a grammar of the answer, in Lark"
     )
 
 
@@ -152,40 +154,41 @@ class GenerationOptions(ModelOptions, SlotOptions, DrawOptions):
     """Options of `exl2flow generate` besides those of the sampler."""
 
     prompts: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
-        None, description="file of prompts to continue at once, a JSON object per line"
+        default=None, description="file of prompts to continue at once, a JSON object per line"
     )
     out: Annotated[Path | None, Option("FILE", "Prompt")] = Field(
-        None,
+        default=None,
         description="file for the answers to them, a JSON object per line as each one ends; "
         "empty: stdout",
     )
     negative_prompt: Annotated[str | None, Option("TEXT", "Prompt")] = Field(
-        None, description="prompt to steer away from; needs `--cfg-scale`"
+        default=None, description="prompt to steer away from; needs `--cfg-scale`"
     )
     heal: Annotated[bool, Option(panel="Prompt")] = Field(
-        False, description="choose the prompt's last token again, if it may end inside a word"
+        default=False,
+        description="choose the prompt's last token again, if it may end inside a word",
     )
     no_bos: Annotated[bool, Option(panel="Prompt", rare=True)] = Field(
-        False, description="do not begin with the model's BOS token"
+        default=False, description="do not begin with the model's BOS token"
     )
     special: Annotated[bool, Option(panel="Prompt")] = Field(
-        False, description="read special tokens in prompts, and show those of the answer"
+        default=False, description="read special tokens in prompts, and show those of the answer"
     )
     max_new_tokens: Annotated[int, Option("N", "Stopping")] = Field(
-        128, ge=1, description="tokens at most"
+        default=128, ge=1, description="tokens at most"
     )
     min_new_tokens: Annotated[int, Option("N", "Stopping")] = Field(
-        0, ge=0, description="least number of new tokens before an end-of-text token counts"
+        default=0, ge=0, description="least number of new tokens before an end-of-text token counts"
     )
     stop: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
-        [], description="text that ends the answer, and is not shown"
+        default=[], description="text that ends the answer, and is not shown"
     )
     ignore_eos: Annotated[bool, Option(panel="Stopping")] = Field(
-        False, description="go on after the model's end-of-text tokens"
+        default=False, description="go on after the model's end-of-text tokens"
     )
     end_loops: Annotated[bool, Option(panel="Stopping", rare=True)] = Field(
-        False, description="end a text that repeats itself without end"
+        default=False, description="end a text that repeats itself without end"
     )
     prefer_end: Annotated[bool, Option(panel="Constraints", rare=True)] = Field(
-        False, description="end the answer as soon as these allow it"
+        default=False, description="end the answer as soon as these allow it"
     )

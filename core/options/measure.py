@@ -7,12 +7,13 @@ from pydantic import Field
 
 from exl2flow.core.options.base import Option, measurement_path
 from exl2flow.core.options.config import MOST_BPW, ConversionConfig, LossySource, RunOptions
+from exl2flow.core.options.given import PathField
 
 
 class MeasureConfig(RunOptions):
     """One measurement: a Hugging Face folder in, `measurement.json` out."""
 
-    out: Annotated[Path, Option("FILE")] = Field(
+    out: Annotated[PathField, Option("FILE")] = Field(
         description="file for the measurement, or a folder, which receives `measurement.json`"
     )
     lossy_source: LossySource = False

@@ -1,12 +1,12 @@
 """A refinement: new codes and scales for an existing EXL2 model."""
 
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
 from exl2flow.core.options.base import Option
 from exl2flow.core.options.config import ConversionConfig, RunOptions, ValidateOptions
+from exl2flow.core.options.given import PathField
 from exl2flow.core.options.naming import model_name
 
 
@@ -16,18 +16,18 @@ class RefinementConfig(RunOptions):
     `source` is the reference.
     """
 
-    model: Annotated[Path, Option("MODEL", is_argument=True)] = Field(
+    model: Annotated[PathField, Option("MODEL", is_argument=True)] = Field(
         description="folder of the EXL2 model, made by exl2flow or exllamav2"
     )
-    source: Annotated[Path, Option("SOURCE", flag="reference")] = Field(
+    source: Annotated[PathField, Option("SOURCE", flag="reference")] = Field(
         description="the unquantized model it was made from: a folder, or org/name on the Hub"
     )
-    out: Annotated[Path, Option("DIR")] = Field(
+    out: Annotated[PathField, Option("DIR")] = Field(
         description="folder for the refined model: new, empty, or left by an earlier run with the "
         "same reference"
     )
     held_out_rows: int = Field(
-        4, ge=1, description="rows of text that only judge; at most half of all"
+        default=4, ge=1, description="rows of text that only judge; at most half of all"
     )
     validate_options: ValidateOptions = ValidateOptions()
 

@@ -1,13 +1,13 @@
 """A sweep: conversions of one model that differ only in bits per weight."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from exl2flow.core.options.base import Option
 from exl2flow.core.options.config import ConversionConfig, SharedOptions
+from exl2flow.core.options.given import Given, PathField
 from exl2flow.core.options.naming import bitrate_name, model_name
 from exl2flow.core.runtime.device_name import index_of
 
@@ -20,26 +20,27 @@ Bits = Annotated[float, Field(ge=2, le=8)]
 class SweepConfig(SharedOptions):
     """One sweep: a Hugging Face folder in, a folder per bitrate, a comparison and a report out."""
 
-    out: Annotated[Path, Option("DIR")] = Field(
+    out: Annotated[PathField, Option("DIR")] = Field(
         description="folder for the results: one folder per bitrate (`4.0bpw`), `sweep.json` and "
         "`report.html`"
     )
-    bpw: Annotated[tuple[Bits, ...], Option("BITS,…")] = Field(
+    bpw: Annotated[Given[tuple[Bits, ...], Sequence[float]], Option("BITS,…")] = Field(
         min_length=1, description="bitrates to make, in bits per weight, each from 2 to 8"
     )
     runner: Annotated[Runner, Option("NAME", "Running")] = Field(
-        "threads",
+        default="threads",
         description="what makes the bitrates: threads of one process, processes with one GPU each, "
         "or the workers of dask or ray",
     )
     workers: Annotated[int | None, Option("N", "Running")] = Field(
-        None,
+        default=None,
         ge=1,
         description="how many bitrates to make at the same time; empty: one per GPU; 1 with "
         "threads",
     )
     cluster: Annotated[str | None, Option("ADDRESS", "Running")] = Field(
-        None, description="address of a running Dask or Ray cluster; empty: one for this sweep"
+        default=None,
+        description="address of a running Dask or Ray cluster; empty: one for this sweep",
     )
 
     @field_validator("bpw", mode="before")

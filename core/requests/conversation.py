@@ -117,12 +117,12 @@ class _StoredMessage(Options):
     role: Literal["system", "user", "assistant"]
     content: str
     dropped: bool = False
-    cut: int = Field(0, ge=0)
+    cut: int = Field(default=0, ge=0)
     thinking: str = ""
     ids: tuple[int, ...] = ()
     first: int = 0
     seed: int = 0
-    drawn: int = Field(0, ge=0)
+    drawn: int = Field(default=0, ge=0)
     ended: bool = False
     alternatives: tuple[Answer, ...] = ()
 
@@ -139,7 +139,7 @@ class Conversation(Options):
     system: str | None  # None: the format's
     started: datetime
     seed: int
-    asked: int = Field(0, ge=0)
+    asked: int = Field(default=0, ge=0)
     settings: SamplingSettings
     max_answer_tokens: int
     reserve: int

@@ -1,6 +1,6 @@
 """`Request`: what to generate; refuses values that no model could use."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from operator import index
 from typing import Any, Protocol, TypeGuard, cast
@@ -14,6 +14,9 @@ EMBEDDING = "{{EMBED_HERE}}"  # stands for the next tensor in a prompt given as 
 FIRST_EMBEDDING = 1_000_000_000  # id of the first row of all tensors in a prompt given as ids
 MOST_TOKENS = 2**31  # of a request
 MOST_RANKED = 20  # likeliest tokens of the model itself
+NO_PROMPTS = (bytes, bytearray, Mapping, Set)  # they have elements, but are neither text nor ids
+WHAT_PROMPTS_ARE = "give a text, or a list of texts, of lists of ids, or of tuples of two prompts"
+FOR_MESSAGES = "for messages use `Session` of `exl2flow.inference.chat`"
 MOST_SHOWN = 60  # characters of a refused value
 # Sequences of a `Request`: whether an element is right, and why it is refused
 ELEMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -249,6 +252,31 @@ def check_integer(name: str, value: object) -> None:
         raise ConfigError(f"`{name}` is {value!r}; it must be an integer")
 
 
+def listed(prompts: object) -> list[Any]:
+    """Return the prompts of a call that takes one text or several prompts.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, NO_PROMPTS) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"`prompts` is {_shown(prompts)}; {WHAT_PROMPTS_ARE}{_talk(prompts)}")
+    several = [*prompts]
+    if several and all(map(_is_id, several)):
+        raise ConfigError(f"`prompts` is {_shown(prompts)}; put the ids of a prompt in a list")
+    return several
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _talk(prompt: object) -> str:
+    """Return how to generate from messages, if a prompt looks like one."""
+    return f"; {FOR_MESSAGES}" if isinstance(prompt, Mapping) and "role" in prompt else ""
+
+
 def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:
     if not isinstance(prompt, tuple) or len(prompt) != 2:
         return False
@@ -266,11 +294,18 @@ def _frozen_text(prompt: object) -> str | tuple[int, ...]:
         return prompt
     refuse_images(prompt, "`prompt`")
     try:
+        if isinstance(prompt, NO_PROMPTS):
+            raise TypeError
         return tuple(map(index, prompt))  # type: ignore[call-overload]
     except TypeError as error:
         raise ConfigError(
             f"`prompt` is {_shown(prompt)}; it must be text, token ids, or a tuple of two prompts"
+            f"{_talk(_first(prompt))}"
         ) from error
+
+
+def _first(prompt: object) -> object:
+    return prompt[0] if isinstance(prompt, list) and prompt else prompt
 
 
 def _several(name: str, values: object) -> tuple[object, ...]:

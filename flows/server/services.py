@@ -72,9 +72,9 @@ SERVER_ENVIRONMENT = {
 class ServerSettings(Options):
     """Options of a lasting server, and its password."""
 
-    host: str = Field("127.0.0.1", min_length=1)
-    port: int = Field(4200, ge=1, le=65535)
-    database: str | None = Field(None, pattern=DATABASE_PATTERN)  # None: SQLite in the home
+    host: str = Field(default="127.0.0.1", min_length=1)
+    port: int = Field(default=4200, ge=1, le=65535)
+    database: str | None = Field(default=None, pattern=DATABASE_PATTERN)  # None: SQLite in the home
     gpus: tuple[str, ...] = ()  # a worker each; empty: one worker without a GPU
     folder: Path  # where relative paths of deployments start
     auth: str = Field(default_factory=lambda: f"exl2flow:{secrets.token_urlsafe(24)}", repr=False)

@@ -18,15 +18,15 @@ class RunSwitches(Options):
     """Switches of a command that runs stages in this process."""
 
     restart: Annotated[bool, Option(panel="Running")] = Field(
-        False,
+        default=False,
         description="delete the checkpoints of this run, shared ones as well, and start over",
     )
     no_prefect: bool = True
     dry_run: Annotated[bool, Option(panel="Running")] = Field(
-        False, description="check everything, print the plan or all problems, and stop"
+        default=False, description="check everything, print the plan or all problems, and stop"
     )
     as_json: Annotated[bool, Option(panel="Running", flag="json")] = Field(
-        False, description="print one JSON object on stdout instead of tables"
+        default=False, description="print one JSON object on stdout instead of tables"
     )
 
 
@@ -34,7 +34,7 @@ class FlowSwitches(RunSwitches):
     """Switches of a command that runs a Prefect flow, unless `--no-prefect` is given."""
 
     no_prefect: Annotated[bool, Option(panel="Running")] = Field(
-        False,
+        default=False,
         description="run the stages directly, not as a Prefect flow. By default the flow runs on "
         "the server of PREFECT_API_URL, or on a temporary one",
     )

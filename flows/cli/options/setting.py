@@ -159,7 +159,7 @@ def _fields(model: Any) -> dict[str, FieldInfo]:
     for field in dataclasses.fields(model):
         if field.metadata:
             kind: Any = Annotated[hints[field.name], field.metadata["option"]]
-            default = Field(field.default, description=field.metadata["description"])
+            default = Field(default=field.default, description=field.metadata["description"])
             infos[field.name] = FieldInfo.from_annotated_attribute(kind, default)
     return infos
 
