@@ -24,6 +24,7 @@ from exl2flow.core.runtime.progress import Progress, Tick, report
 from exl2flow.core.store.damage import check_output
 from exl2flow.core.store.files import digest, exclusive, write_json
 from exl2flow.core.store.model_files import is_shard
+from exl2flow.core.store.reading import reading
 from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.card import render_card
@@ -78,6 +79,7 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
     """Check, upload, download again, try, and release.
 
     Raises:
+        WorkDirBusy: a conversion is writing one of the models.
         CorruptCheckpoint: a file of a model is not what was compiled.
         ConfigError: the folders cannot be published together.
         PublicationRefused: because of quality, licence or missing facts.
@@ -85,9 +87,10 @@ def publish(config: PublishConfig, hub: Hub, *, progress: Progress = report) -> 
         PublicationDamaged: the Hub's bytes differ from those sent; the repository stays private.
     """
     disable_progress_bars()
-    publication = prepare(config, hub)
-    sent = upload(publication, progress=progress)
-    commits = prove(publication, progress=progress)
+    with reading(config.models):  # until all that was sent has been compared with it
+        publication = prepare(config, hub)
+        sent = upload(publication, progress=progress)
+        commits = prove(publication, progress=progress)
     publication.repository.set_private(config.private)
     return Published(
         url=f"{hub.api.endpoint}/{config.repo}",
@@ -173,9 +176,10 @@ def _root(config: PublishConfig) -> Path:
 
 def _described(config: PublishConfig) -> tuple[Bitrate, ...]:
     """Return the models as their files describe them; each has a branch of its own."""
-    for model in config.models:
-        check_output(model, _root(config))
-    bitrates = tuple(describe(folder) for folder in config.models)
+    with reading(config.models):
+        for model in config.models:
+            check_output(model, _root(config))
+        bitrates = tuple(describe(folder) for folder in config.models)
     branches = [bitrate.branch for bitrate in bitrates]
     twice = sorted({name for name in branches if branches.count(name) > 1})
     if twice:

@@ -23,8 +23,8 @@ class Record:
     blocks: matrix → the experts that it belongs to; matrices: its report. Only matrices of experts
     and of parallel blocks are listed, whose names do not tell.
     experts: tokens of experts by layer, empty if there are none.
-    series: quality preset, plus the head's bits and the preference where they differ from the
-    preset's default.
+    series: quality preset, plus the head's bits, the preference and the choice for experts where
+    they differ from the preset's default.
     allocated_kl: what allocation expected for the matrices whose bits it chose.
     predicted_kl: sum of the costs of all final matrices, before any tuning.
     score: validation's fields of `Score` for these very files; calibration: the same for the
@@ -82,7 +82,9 @@ def read_record(folder: Path) -> Record | None:
         blocks={item["key"]: block_name(layer) for layer, item in keyed if is_group(layer)},
         matrices={item["key"]: item for _, item in keyed},
         experts=mapping(record.get("experts")),
-        series=_series(mapping(record.get("options"))),
+        series=_series(
+            mapping(record.get("options")), has_experts=bool(mapping(record.get("experts")))
+        ),
         allocated_kl=number(allocation.get("value"))
         if allocation.get("objective") == NATS
         else None,
@@ -120,8 +122,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: number(v) if k in numbers else v for k, v in known.items()}
 
 
-def _series(options: Mapping[str, Any]) -> str | None:
-    """Return the options that conversions of one series share: all but their bits."""
+def _series(options: Mapping[str, Any], *, has_experts: bool) -> str | None:
+    """Return the options that conversions of one series share: all but their bits.
+
+    Without experts it does not matter how their bits were to be chosen.
+    """
     quality = options.get("quality")
     if quality is None:
         return None
@@ -130,6 +135,9 @@ def _series(options: Mapping[str, Any]) -> str | None:
         parts.append(f"head {head or 'free'}")
     elif head not in (None, DEFAULT_HEAD_BITS):
         parts.append(f"head {head}")
-    if mapping(options.get("allocate")).get("prefer") == "speed":
+    allocate = mapping(options.get("allocate"))
+    if allocate.get("prefer") == "speed":
         parts.append("speed")
+    if has_experts and allocate.get("experts") == "layer":
+        parts.append("experts alike")
     return ", ".join(parts)

@@ -23,6 +23,7 @@ from exl2flow.quant.compile.stage import (
     carry_all,
     check_output_folder,
     check_same,
+    earlier_record,
     made_from,
     predicted_kl,
     remove_others,
@@ -30,7 +31,7 @@ from exl2flow.quant.compile.stage import (
     write_shard,
 )
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
-from exl2flow.quant.quantize.routing import experts_entry
+from exl2flow.quant.quantize.routing import EXPERTS, experts_entry
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.refine.stored_model import StoredModel
 
@@ -91,8 +92,11 @@ def _record(
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
     layers: list[dict[str, Any]] = [read_report(run.inputs["refine"] / name) for name in names]
+    experts = experts_entry(layers) if judgement["refined"] else {}
     if not judgement["refined"]:
-        layers = [_before(layer) for layer in layers]
+        known = earlier_record(stored.folder)
+        layers = [_before(layer, known) for layer in layers]
+        experts = {EXPERTS: known[EXPERTS]} if isinstance(known.get(EXPERTS), dict) else {}
     decoder = layers[: len(stored.spec.sublayers)]
     weights = sum(layer["bits"] / layer["bpw"] for layer in decoder)
     return {
@@ -101,19 +105,32 @@ def _record(
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},
         "predicted_kl": predicted_kl(layers),
-        **experts_entry(layers),
+        **experts,
         "layers": layers,
     }
 
 
-def _before(layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report for a sublayer that keeps its old matrices."""
+def _before(layer: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the report for a sublayer that keeps its old matrices, made as a record knows.
+
+    The tokens of its experts are those of that record, none if it does not tell them.
+    """
     projections = {
         name: {key: entry[key] for key in ("key", "params", "bits", "bpw") if key in entry}
         | entry["before"]
         for name, entry in layer["projections"].items()
     }
-    return {**layer, "rel_err": layer["before"]["rel_err"], "projections": projections}
+    report = {**layer, "rel_err": layer["before"]["rel_err"], "projections": projections}
+    return report | ({EXPERTS: _tokens(known, report["name"])} if EXPERTS in report else {})
+
+
+def _tokens(known: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return what a record tells of a sublayer's experts."""
+    layers = known.get("layers")
+    for layer in layers if isinstance(layers, list) else ():
+        if isinstance(layer, dict) and layer.get("name") == name:
+            return layer[EXPERTS] if isinstance(layer.get(EXPERTS), dict) else {}
+    return {}
 
 
 def _options(config: RefinementConfig) -> dict[str, object]:

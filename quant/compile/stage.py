@@ -105,7 +105,7 @@ def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
     """
     if not out.exists() or (out.is_dir() and set(out.iterdir()) <= set(out.glob(LEFTOVERS))):
         return
-    record = _earlier_record(out)
+    record = earlier_record(out)
     place, known = record.get("source"), record.get(SOURCE_FINGERPRINT)
     found = SourceFingerprint.of(source, memory=memory) if known is not None else None
     is_same = found is not None and found.is_named(known, source, memory=memory)
@@ -123,7 +123,7 @@ def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
         raise StoreError(f"the output `{out}` {fact}; choose another `--out` or delete it")
 
 
-def _earlier_record(out: Path) -> dict[str, Any]:
+def earlier_record(out: Path) -> dict[str, Any]:
     """Return the record of an output, empty if there is none.
 
     Raises:
@@ -256,7 +256,7 @@ def remove_others(out: Path, names: set[str]) -> None:
     These are partial files and what the earlier one recorded as its own. A record of an older
     version lists no files: then they are the weights. Call before a new record is written.
     """
-    record = _earlier_record(out)
+    record = earlier_record(out)
     is_listed = isinstance(record.get(FILES), list)
     recorded = {name for name in record[FILES] if isinstance(name, str)} if is_listed else set()
     for path in sorted(out.glob("*")):

@@ -8,10 +8,12 @@ import pytest
 from hub_server import Hub
 from typer.testing import CliRunner
 
-from exl2flow.core.errors import ConfigError, PublicationRefused
+from exl2flow.core.errors import ConfigError, PublicationRefused, WorkDirBusy
 from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store.files import digest
 from exl2flow.core.store.stage import RECORD_FILE
+from exl2flow.core.store.store import WorkDir
 from exl2flow.flows.cli.main import app
 from exl2flow.tasks import hub as hub_tasks
 from exl2flow.tasks.publish import PublicationDraft, draft, publish
@@ -59,6 +61,29 @@ def test_the_arrays_of_a_measurement_go_along(models: list[Path], tmp_path: Path
     arrays.unlink()
     with pytest.raises(ConfigError, match=r"given\.safetensors`, which .* is missing"):
         draft_of(models, measurement=measurement)
+
+
+def test_model_that_is_being_written_is_not_published(models: list[Path], tmp_path: Path) -> None:
+    with WorkDir(tmp_path / "work").lock_output(models[0]), pytest.raises(WorkDirBusy):
+        draft_of(models)
+
+
+def test_models_are_not_written_until_they_are_verified(
+    hub: Hub, models: list[Path], tmp_path: Path
+) -> None:
+    seen = set[str]()
+
+    def check(tick: Tick) -> None:
+        work = WorkDir(tmp_path / "work")
+        for model in models:
+            with pytest.raises(WorkDirBusy), work.lock_output(model):
+                pytest.fail("it is read")
+        seen.add(tick.stage)
+
+    config = PublishConfig(models=tuple(models), repo=REPO, device="cpu", max_kl=100)
+    publish(config, hub_tasks.Hub.open(), progress=check)
+
+    assert seen == {"upload", "verify"}
 
 
 def test_draft_is_refused_like_a_publication(models: list[Path]) -> None:

@@ -87,6 +87,20 @@ def test_series_names_preset_head_bits_and_preference(
     assert found.series == series
 
 
+@pytest.mark.parametrize(
+    ("experts", "series"), [({"layers": []}, "best, experts alike"), ({}, "best"), (3, "best")]
+)
+def test_experts_with_bits_by_layer_are_a_series_of_their_own(
+    experts: object, series: str, tmp_path: Path
+) -> None:
+    options = {"quality": "best", "bpw": 3.0, "allocate": {"experts": "layer"}}
+
+    found = read(tmp_path, {**RECORD, "options": options, "experts": experts})
+
+    assert found is not None
+    assert found.series == series
+
+
 @pytest.mark.parametrize("key", ["layers", "allocation", "options", "predicted_kl", "tuning"])
 @pytest.mark.parametrize("value", [3, "x", [3, {"name": []}], {"a": [1]}, 10**400])
 def test_entries_of_foreign_types_count_as_absent(tmp_path: Path, key: str, value: object) -> None:
