@@ -215,7 +215,7 @@ def test_a_group_that_may_be_missing_says_what_its_options_go_with() -> None:
 
     assert found["publish.repo"].default == "nowhere"
     assert found["publish.private"].help.startswith("With `--publish`: keep ")
-    assert found["fit.context"].help.startswith("With `--fit`: context ")
+    assert found["fit.context"].help.startswith("With `--fit`: tokens ")
 
 
 def test_an_option_of_a_group_has_its_own_name_where_the_group_is_the_command() -> None:
