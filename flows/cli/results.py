@@ -84,7 +84,9 @@ def print_report(report: Mapping[str, Any]) -> None:
     _print_warnings(report["warnings"])
     tell(f"model   {report['model']}")
     tell(f"report  {report['report_folder']}/report.md")
-    tell(f"page    exl2flow report {quote(str(report['model']))}")
+    model = quote(str(report["model"]))
+    tell(f"to talk to it:         exl2flow chat {model}")
+    tell(f"to write a web page:   exl2flow report {model}")
 
 
 def _print_experts(layers: Sequence[LayerExperts]) -> None:

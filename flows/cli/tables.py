@@ -24,11 +24,19 @@ def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
             justify="right" if index and not is_folded else "left",
             no_wrap=not is_folded,
             overflow="fold" if is_folded else "ellipsis",
-            min_width=None if is_folded else max(len(row[column]) for row in rows),
+            # of a cell that is not cut, or of a header's longest word, which does not wrap
+            min_width=max(
+                map(len, column.split() if is_folded else [row[column] for row in rows]),
+                default=None,
+            ),
         )
     for row in rows:
         table.add_row(*map(plain, row.values()))
     return table
+
+
+def _cells(rows: Sequence[Mapping[str, str]], column: str) -> list[str]:
+    return [row[column] for row in rows]
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> Table:

@@ -144,6 +144,32 @@ def test_a_report_replaces_control_characters_of_files(
     assert text.count("[b]\ufffd]0;owned\ufffd\ufffd2J") >= 7
 
 
+def test_a_report_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    empty = {
+        "score": SCORE,
+        "calibration": None,
+        "source_bytes": 10**7,
+        "sample": "",
+        "warnings": [],
+    }
+    layers = [{"name": "lm_head", "bpw": 3.0, "projections": {}}]
+
+    print_report({**empty, "layers": layers, "model": "my out", "report_folder": "w"})
+
+    text = capsys.readouterr().out
+    assert "exl2flow chat 'my out'" in text
+    assert "to write a web page:   exl2flow report 'my out'" in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_headers_do_not_break_in_words(width: int) -> None:
+    row = {"matrix": "layers.0.self_attn.q_proj", "parameters": "0.1:4b_32g/0.9:3b_32g s4", "": "x"}
+
+    found = lines(table_of([row | {"what": "one two three " * 9, "cost (nats)": "0.12345"}]), width)
+
+    assert any("parameters" in line for line in found)
+
+
 def known(label: str, size: int, shift: float) -> Compared:
     """Return a model with 8 rows, whose divergences differ."""
     sums = RowSums(
