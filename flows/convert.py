@@ -4,12 +4,12 @@ from prefect import flow
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.flows.runs.conversion import Conversion
-from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
+from exl2flow.flows.runs.endings import ending
+from exl2flow.flows.runs.in_flow import run_in_flow
 
 
-@flow(
-    flow_run_name="{config.run_name}", on_failure=[cancelled_if_interrupted], persist_result=False
-)
+@flow(flow_run_name="{config.run_name}", persist_result=False)
+@ending
 def convert(config: ConversionConfig) -> Conversion:
     """Run all enabled stages in order, then publish; finished stages are cached.
 

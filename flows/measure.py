@@ -8,15 +8,16 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.flows.runs.conversion import Conversion
-from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
+from exl2flow.flows.runs.endings import ending
+from exl2flow.flows.runs.in_flow import run_in_flow
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 
 
 @flow(
     flow_run_name="{config.source.name}",
-    on_failure=[cancelled_if_interrupted],
     persist_result=False,
 )
+@ending
 def measure(config: MeasureConfig | ConversionConfig) -> Path:
     """Run the stages up to `measure`, and return the path of its `measurement.json`.
 

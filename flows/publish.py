@@ -3,13 +3,16 @@
 from prefect import flow
 
 from exl2flow.core.options.publication import PublishConfig
-from exl2flow.flows.runs.in_flow import cancelled_if_interrupted
+from exl2flow.flows.runs.endings import ending
+from exl2flow.flows.runs.local import PUBLISHING
+from exl2flow.tasks.artifacts import run_artifact
 from exl2flow.tasks.hub_tasks import publish_models
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.publish import Published
 
 
-@flow(flow_run_name="{config.repo}", on_failure=[cancelled_if_interrupted], persist_result=False)
+@flow(flow_run_name="{config.repo}", persist_result=False)
+@ending
 def publish(config: PublishConfig) -> Published:
     """Check, upload, download again, try and release; a repeated run continues where it stopped.
 
@@ -18,5 +21,8 @@ def publish(config: PublishConfig) -> Published:
         PublicationDamaged: the Hub has other bytes than were sent; the repository stays private.
         HubError: the Hub refuses or cannot be reached.
     """
-    with logged():
-        return publish_models(config)
+    with logged(), run_artifact(config.repo.replace("/", "-"), f"`{config.repo}`") as watcher:
+        watcher.expect(PUBLISHING)
+        published: Published = publish_models(config)
+        watcher.finish(published.url)
+        return published

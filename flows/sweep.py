@@ -4,12 +4,12 @@ from prefect import flow
 
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.runs.bitrates import Sweep
-from exl2flow.flows.runs.in_flow import cancelled_if_interrupted, run_in_flow
+from exl2flow.flows.runs.endings import ending
+from exl2flow.flows.runs.in_flow import run_in_flow
 
 
-@flow(
-    flow_run_name="{config.run_name}", on_failure=[cancelled_if_interrupted], persist_result=False
-)
+@flow(flow_run_name="{config.run_name}", persist_result=False)
+@ending
 def sweep(config: SweepConfig) -> Sweep:
     """Measure once, make every bitrate, compare and publish them; finished stages are cached.
 

@@ -4,10 +4,14 @@ from prefect import flow
 
 from exl2flow.core.options.comparison import Comparison as Comparison
 from exl2flow.core.options.config import default_work_root
+from exl2flow.core.runtime.progress import Tick, report
+from exl2flow.flows.runs.conversion import in_a_line
+from exl2flow.flows.runs.endings import ending
+from exl2flow.inference.report.comparison import compared
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import judge
 from exl2flow.kernels import resolve_device
-from exl2flow.tasks.artifacts import Artifacts
+from exl2flow.tasks.artifacts import Artifacts, run_artifact
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
 from exl2flow.tasks.hub_tasks import fetched_in_flow
 from exl2flow.tasks.logs import logged
@@ -15,6 +19,7 @@ from exl2flow.tasks.tags import tag_run
 
 
 @flow(flow_run_name="{config.run_name}", persist_result=False)
+@ending
 def validate(config: Comparison) -> list[Score]:
     """Score all models, generate a sample from each, publish both as artifacts, and judge.
 
@@ -22,8 +27,11 @@ def validate(config: Comparison) -> list[Score]:
         HubError: the reference cannot be fetched.
         ValidationFailed: a model is above a limit.
     """
-    with logged():
-        tag_run(config.reference or config.models[0])
+    base = config.reference or config.models[0]
+    models = ", ".join(f"`{model}`" for model in config.models)
+    with logged(), run_artifact(base.resolve().name, f"scores of {models}") as watcher:
+        tag_run(base)
+        watcher.expect(("score", "sample"))
         device = str(resolve_device(config.device))
         options = config.options
         reference = config.reference
@@ -31,9 +39,13 @@ def validate(config: Comparison) -> list[Score]:
             root = default_work_root(config.models[0])
             reference = fetched_in_flow(reference, root, config.token_block)
         scores = score_models(config.models, reference, options, device=device)
-        samples = [sample_text(model, options, device=device) for model in config.models]
-        artifacts = Artifacts((reference or config.models[0]).resolve().name)
+        samples = []
+        for done, model in enumerate(config.models):
+            report(Tick(stage="sample", done=done, total=len(config.models), detail=model.name))
+            samples.append(sample_text(model, options, device=device))
+        artifacts = Artifacts((reference or base).resolve().name)
         page = comparison_page(scores, samples)
         artifacts.markdown("validation", page, f"Figures, plot and samples of `{config.run_name}`")
         judge(scores, options)
+        watcher.finish("; ".join(in_a_line(m.label, m) for m in compared(scores)))
         return scores

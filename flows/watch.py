@@ -11,6 +11,7 @@ from prefect.states import Cancelled
 
 from exl2flow.core.options.watch import WatchConfig as WatchConfig
 from exl2flow.core.store.files import read_json, write_json
+from exl2flow.flows.runs.endings import ending
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.revisions import Revision, announce, newest_revisions
 
@@ -18,6 +19,7 @@ WATCHED = "watched"  # stored as the commit of an author
 
 
 @flow(flow_run_name="{config.run_name}", persist_result=False)
+@ending
 def watch(config: WatchConfig) -> list[Revision]:
     """Announce the revisions that are new since the last run by an event each, and return them.
 

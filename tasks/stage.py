@@ -9,8 +9,10 @@ from contextlib import closing
 from functools import partial
 
 from prefect import Task
-from prefect.states import Completed
+from prefect.states import Cancelled, Completed
+from prefect.transactions import get_transaction
 
+from exl2flow.core.errors import Interrupted
 from exl2flow.core.store.changes import outlook
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageRef
@@ -44,8 +46,12 @@ def stage_task(
     def run(inputs: Mapping[str, StageRef]) -> StageRef:
         if complete:
             return Completed(name="Cached", data=ref)  # type: ignore[return-value]  # Prefect unwraps
-        with closing(ProgressArtifact(artifacts, name)) as progress:
-            return pipeline.run(name, progress=progress)
+        try:
+            with closing(ProgressArtifact(artifacts, name)) as progress:
+                return pipeline.run(name, progress=progress)
+        except Interrupted as stop:
+            get_transaction().rollback()  # or the state would be cached as a result
+            return Cancelled(message=str(stop), data=stop)  # type: ignore[return-value]
 
     return Task(
         run,
@@ -85,7 +91,8 @@ def run_stages(
     def run(name: str) -> None:
         task = stage_task(pipeline, name, artifacts, label=label)
         inputs = pipeline.stages[name].inputs
-        refs[name] = task({key: refs[key] for key in inputs if key in refs})
+        state = task({key: refs[key] for key in inputs if key in refs}, return_state=True)
+        refs[name] = state.result()  # raises what ended the stage
         if name in PUBLISHERS and pipeline.is_complete(name):
             artifacts.attempt(partial(PUBLISHERS[name], pipeline, artifacts))
 

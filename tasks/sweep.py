@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from prefect import task
 from prefect.client.schemas.objects import State
-from prefect.states import Completed, Failed
+from prefect.states import Cancelled, Completed, Failed
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import ConversionConfig
@@ -62,7 +62,7 @@ def make_bitrate(
         share: how this process takes a device; None in the process of the flow.
 
     Returns:
-        Completed, or failed with the error: `Interrupted` if a signal arrived.
+        Completed, failed with the error, or cancelled with `Interrupted` if a signal arrived.
     """
     with logged(), labelled(name), listening() as stop:
         state = _made(name, config, share, stop)
@@ -83,6 +83,8 @@ def _made(
             pipeline = Pipeline(config, STAGES, device=resolve_device(config.device).type)
             run_stages(pipeline, label=name, done=SHARED)
             check_verdict(pipeline.path("validate"))
+    except Interrupted as stop:
+        return Cancelled(message=str(stop), data=stop)
     except Exl2FlowError as error:
         return Failed(message=str(error), data=error)
     except Exception as error:  # a defect, which other bitrates may not hit

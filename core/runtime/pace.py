@@ -1,11 +1,12 @@
 """Speed and remaining time of a stage, for the command line and the Prefect pages alike."""
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from exl2flow.core.runtime.progress import Tick
 
 UNKNOWN_TIME = "-:--:--"
+DATED_SECONDS = 12 * 3600  # from then on the hour alone could be today's or tomorrow's
 
 
 @dataclass(slots=True)
@@ -58,3 +59,9 @@ class Pace:
 def clock(seconds: float | None) -> str:
     """Return h:mm:ss."""
     return UNKNOWN_TIME if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def time_of_day(seconds: float) -> str:
+    """Return the time in so many seconds as h:mm UTC, with the date if that is far away."""
+    end = datetime.now(UTC) + timedelta(seconds=seconds)
+    return f"{end:%H:%M} UTC" if seconds < DATED_SECONDS else f"{end:%d %b %H:%M} UTC"

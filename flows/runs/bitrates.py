@@ -15,7 +15,7 @@ from exl2flow.core.runtime.device_locks import visible_gpus
 from exl2flow.core.store.files import read_json, write_json, write_text
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import versions
-from exl2flow.flows.runs.conversion import open_pipeline
+from exl2flow.flows.runs.conversion import in_a_line, open_pipeline
 from exl2flow.inference.report.comparison import (
     check_bitrates,
     compared,
@@ -45,6 +45,11 @@ class Sweep:
     samples: tuple[str, ...]
     warnings: tuple[str, ...]
     published: Published | None = None
+
+    def __str__(self) -> str:
+        """Return a line per bitrate for people; `repr` has everything."""
+        models = compared(self.scores)
+        return "\n".join([f"`{self.out}`", *(in_a_line(m.label, m) for m in models)])
 
     def record(self, published: Published) -> Self:
         """Record in the sweep's files where it was published, and return this with it."""

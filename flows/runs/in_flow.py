@@ -1,19 +1,22 @@
 """A run inside a Prefect flow: its steps are tasks, its results also artifacts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from prefect import Flow, Task
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import FlowRun, State
-from prefect.states import Cancelled
+from prefect import Task, task
+from prefect.client.schemas.objects import State
+from prefect.states import Failed
 
-from exl2flow.core.errors import Interrupted
+from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.runtime.whole_run import Watcher
 from exl2flow.flows.runs.bitrates import Sweep, check_runner
-from exl2flow.flows.runs.local import RUNS, Steps, carry_out
+from exl2flow.flows.runs.local import RUNS, Steps, carry_out, output_of
 from exl2flow.flows.runs.release import check_release, target_of
 from exl2flow.flows.runs.runners import make_all
+from exl2flow.tasks.artifacts import run_artifact
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.hub_tasks import branch_links, fetched_in_flow, publish_models
 from exl2flow.tasks.logs import logged
@@ -43,6 +46,27 @@ def _show(config: SweepConfig, sweep: Sweep) -> None:
     publish_comparison(config.source, config.run_name, sweep.scores, sweep.samples, links=links)
 
 
+MOST_LETTERS = 191  # of a reason in a graph
+
+
+@contextmanager
+def _watched(config: RunOptions) -> Iterator[Watcher]:
+    """Show how far the run is on its page, also why it was refused before it had a task."""
+    with run_artifact(config.source.resolve().name, output_of(config)) as watcher:
+        try:
+            yield watcher
+        except Exl2FlowError as error:
+            if not watcher.run.stages and not isinstance(error, Interrupted):
+                refused(str(error).partition("\n")[0][:MOST_LETTERS])
+            raise
+
+
+@task(name="refused", task_run_name="refused: {reason}", persist_result=False)
+def refused(reason: str) -> State[None]:
+    """Fail with a reason, which the graph of a run without other tasks then shows."""
+    return Failed(message=reason)
+
+
 TASKS = Steps(
     check=_check,
     fetched=fetched_in_flow,
@@ -50,6 +74,7 @@ TASKS = Steps(
     make_bitrates=make_all,
     show=_show,
     publish=publish_models,
+    watch=_watched,
 )
 
 
@@ -58,11 +83,3 @@ def run_in_flow(name: str, config: RunOptions, *tags: str) -> Any:
     with logged():
         tag_run(config.source, *tags)
         return carry_out(RUNS[name], config, TASKS)
-
-
-def cancelled_if_interrupted(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """Mark a failed run as cancelled if a signal ended it; a hook of flows."""
-    error = state.result(raise_on_failure=False)
-    if isinstance(error, Interrupted):
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(flow_run.id, Cancelled(message=str(error)), force=True)

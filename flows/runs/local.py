@@ -4,6 +4,7 @@ This process runs them without Prefect; `flows.runs.in_flow` runs the same rows 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,18 @@ from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import ModelOptions, RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.interrupt import StopRequest, listening
-from exl2flow.core.runtime.progress import labelled
+from exl2flow.core.runtime.progress import Progress, labelled, reporting_to
+from exl2flow.core.runtime.whole_run import Watcher, logging_progress
 from exl2flow.core.store.cleaning import clean_after
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.flows.runs.bitrates import Sweep, conclude_sweep, raise_failures
 from exl2flow.flows.runs.conversion import Conversion, conversions_of, open_pipeline, result_of
 from exl2flow.flows.runs.preparation import prepare, with_folder
-from exl2flow.flows.runs.release import check_release, hub_of, release_of
+from exl2flow.flows.runs.release import check_release, hub_of, release_of, target_of
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_order
+
+PUBLISHING = ("upload", "verify")  # what publishing reports as stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,8 @@ class Steps:
 
     check: refuses what could not be published or made, before any work; fetched: returns the folder
     of a source, given its work root and token block; run: runs all stages; make_bitrates: returns
-    the errors of those that failed; show: shows a sweep beside the run; publish: uploads results.
+    the errors of those that failed; show: shows a sweep beside the run; publish: uploads results;
+    watch: shows how far the run inside its block is.
     """
 
     check: Callable[[RunOptions], None]
@@ -40,6 +45,7 @@ class Steps:
     make_bitrates: Callable[[SweepConfig, StopRequest], Mapping[str, BaseException]]
     show: Callable[[SweepConfig, Sweep], None]
     publish: Callable[[PublishConfig], Published]
+    watch: Callable[[RunOptions], AbstractContextManager[Watcher]]
 
 
 def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
@@ -69,7 +75,14 @@ HERE = Steps(
     make_bitrates=_make_in_turn,
     show=lambda config, sweep: None,
     publish=lambda release: publish(release, hub_of(release.token_block)),
+    watch=lambda config: logging_progress(output_of(config)),
 )
+
+
+def output_of(config: RunOptions) -> str:
+    """Return for people where the result of a run goes."""
+    to = getattr(config, "publish", None)
+    return f"`{config.out.resolve()}`" + (f" and `{to.repo}` on the Hub" if to else "")
 
 
 def _make_model(config: RunOptions, stages: Sequence[Stage[Any]], steps: Steps) -> Conversion:
@@ -111,23 +124,61 @@ def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
     Returns:
         a `Sweep` of a sweep, else a `Conversion`.
     """
-    publishes = "validate" in [stage.name for stage in run.stages]
-    if publishes:
-        steps.check(config)
-    config = prepare(with_folder(config, steps.fetched), run.stages).config
-    result = run.make(config, run.stages, steps)
-    clean_after(config)
-    release = release_of(config) if publishes else None
-    if release is None:
+    with steps.watch(config) as watcher:
+        publishes = "validate" in [stage.name for stage in run.stages]
+        if publishes:
+            steps.check(config)
+        config = prepare(with_folder(config, steps.fetched), run.stages).config
+        watcher.expect(stages_in_order(run, config))
+        result = run.make(config, run.stages, steps)
+        clean_after(config)
+        release = release_of(config) if publishes else None
+        if release is not None:
+            result = result.record(steps.publish(release))
+            if isinstance(config, SweepConfig):
+                steps.show(config, result)
+        watcher.finish(result)
         return result
-    result = result.record(steps.publish(release))
-    if isinstance(config, SweepConfig):
-        steps.show(config, result)
-    return result
 
 
-def run_locally(config: ModelOptions, *, stages: Sequence[Stage[Any]] | None = None) -> Conversion:
+def is_finished(name: str, config: RunOptions) -> bool:
+    """Return whether a run of `RUNS` has neither a stage to run nor anything to publish."""
+    if target_of(config) is not None:
+        return False
+    stages = RUNS[name].stages
+    pipelines = [open_pipeline(each, stages) for each in conversions_of(config).values()]
+    return all(pipeline.is_complete(stage) for pipeline in pipelines for stage in pipeline.stages)
+
+
+def stages_in_order(run: Run, config: RunOptions) -> list[str]:
+    """Return the names of all stages of a checked run, as their ticks name them."""
+    shared = MEASURE_STAGES if isinstance(config, SweepConfig) else ()
+    names = []
+    for label, each in conversions_of(config).items():
+        own = [stage.name for stage in run.stages if stage.enabled(each) and stage not in shared]
+        if shared:
+            names = names or [stage.name for stage in shared if stage.enabled(each)]
+            own = [f"{label} {name}" for name in own]
+        names += own
+    publishes = "validate" in [stage.name for stage in run.stages]
+    return [*names, *(PUBLISHING if publishes and target_of(config) else ())]
+
+
+def run_locally(
+    config: ModelOptions,
+    *,
+    stages: Sequence[Stage[Any]] | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
     """Run all stages of a conversion or a refinement, or these, in this process, and publish.
+
+    How far it is appears in log lines of level INFO: `logging.basicConfig(level=logging.INFO)`
+    shows them.
+
+    Args:
+        config: what to make.
+        stages: those to run; None: all.
+        progress: is called with a `Tick` for every step of a stage.
 
     Raises:
         HubError, PublicationRefused, PublicationDamaged: as the flow `convert`.
@@ -136,12 +187,17 @@ def run_locally(config: ModelOptions, *, stages: Sequence[Stage[Any]] | None = N
         ValidationFailed: the model is above a limit.
     """
     run = RUNS["refine" if isinstance(config, RefinementConfig) else "convert"]
-    conversion: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
+    with reporting_to(progress) if progress else nullcontext():
+        conversion: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
     return conversion
 
 
-def sweep_locally(config: SweepConfig) -> Sweep:
+def sweep_locally(config: SweepConfig, *, progress: Progress | None = None) -> Sweep:
     """Make the bitrates of a sweep one after the other in this process, and publish them.
+
+    Args:
+        config: what to make.
+        progress: see `run_locally`.
 
     Raises:
         HubError, PublicationRefused, PublicationDamaged: as the flow `sweep`.
@@ -149,5 +205,6 @@ def sweep_locally(config: SweepConfig) -> Sweep:
         Interrupted: a signal came; everything finished is committed.
         SweepFailed: some bitrates failed; the others are kept.
     """
-    sweep: Sweep = carry_out(RUNS["sweep"], config, HERE)
+    with reporting_to(progress) if progress else nullcontext():
+        sweep: Sweep = carry_out(RUNS["sweep"], config, HERE)
     return sweep

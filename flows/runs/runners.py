@@ -24,6 +24,7 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.device_locks import DeviceLocks
 from exl2flow.core.runtime.interrupt import StopRequest
+from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.core.store.files import write_text
 from exl2flow.flows.runs.bitrates import no_cluster, workers_of
 from exl2flow.kernels import resolve_device
@@ -175,7 +176,14 @@ def _attempt(
                 )
                 for name, conversion in conversions.items()
             }
-            return {name: _outcome(future, messenger) for name, future in futures.items()}
+            outcomes = {}
+            for name, future in futures.items():
+                outcomes[name] = _outcome(future, messenger)
+                if (
+                    config.runner != "threads" and outcomes[name] is None
+                ):  # its process reports no steps
+                    report(Tick(stage=f"{name} validate", done=1, total=1))
+            return outcomes
 
 
 class Messenger:

@@ -1,6 +1,8 @@
 """The flow `convert` against a real server: states, caching, artifacts, logs, interruption."""
 
+import logging
 import os
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -13,10 +15,10 @@ from uuid import UUID
 import pytest
 from conversions import small_config, snapshot
 from prefect.client.orchestration import SyncPrefectClient
-from prefect_runs import artifacts, log_lines, run_name, run_state, task_states
+from prefect_runs import artifacts, log_lines, run_message, run_name, run_state, task_states
 from tiny import make_tiny
 
-from exl2flow.core.errors import Interrupted, ValidationFailed
+from exl2flow.core.errors import Interrupted, PreflightFailed, ValidationFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.runtime.progress import Tick, reporting_to
@@ -90,6 +92,40 @@ def test_run_logs_one_line_per_sublayer_under_its_task(converted: Converted) -> 
 
     assert len(lines) == 3  # differentiated, measured, quantized
     assert all(log.task_run_id is not None for log in lines)
+
+
+def test_first_artifact_of_a_run_says_how_far_it_is_and_in_the_end_what_it_made(
+    converted: Converted,
+) -> None:
+    found = artifacts(converted.run)
+
+    assert min(found.values(), key=lambda artifact: artifact.created).key == "tiny-run"
+    bar = found["tiny-run"]
+    assert (bar.data, bar.task_run_id) == (100.0, None)
+    assert re.fullmatch(
+        r"done: `.*/out`: \d.* kB, \d.* bits per weight, KL divergence \d.* nats, perplexity \d.*"
+        r" · output `.*/out`",
+        str(bar.description),
+    )
+
+
+def test_reason_of_a_refused_run_is_its_message_its_only_task_and_in_its_artifact(
+    converted: Converted, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    config = converted.config.model_copy(update={"out": tmp_path / "taken"})
+
+    run, state = run_flow(config)
+
+    with pytest.raises(PreflightFailed) as refusal:
+        state.result()
+    reason = str(refusal.value)
+    assert run_state(run) == "Failed"
+    assert run_message(run) == reason
+    assert task_states(run) == {f"refused: {reason}"[:200]: "Failed"}
+    assert str(artifacts(run)["tiny-run"].description).startswith(f"failed: {reason}")
+    assert not [log for log in log_lines(run) if "Traceback" in log.message]
 
 
 def test_second_run_is_cached_throughout_and_changes_no_file(converted: Converted) -> None:
@@ -169,7 +205,7 @@ def test_run_completes_when_every_artifact_call_raises(
     assert task_states(run)["quantize"] == "Completed"
     assert artifacts(run) == {}
     warnings = [log for log in log_lines(run) if "cannot publish artifacts" in log.message]
-    assert len(warnings) == 1
+    assert len(warnings) == 2  # one for the run's own artifact, one for those of its stages
 
 
 @pytest.mark.slow
@@ -182,6 +218,8 @@ def test_failed_verdict_fails_the_run_after_all_stages(converted: Converted) -> 
 
     run, state = run_flow(config)
     assert state.is_failed()
+    assert "above 0.01 x" in run_message(run)
+    assert str(artifacts(run)["tiny-run"].description).startswith(f"failed: {run_message(run)}")
     assert task_states(run) == dict.fromkeys(STAGES, "Cached")
     assert "tiny-report" in artifacts(run)
     assert "fail_perplexity_ratio` 100.0 -> 0.01" in str(artifacts(run)["tiny-why"].data)
@@ -202,6 +240,12 @@ def test_interrupted_run_is_cancelled_and_goes_on_to_the_same_bytes(converted: C
     with pytest.raises(Interrupted):
         state.result()
     assert run_state(run) == "Cancelled"
+    assert run_message(run).startswith("stopped in stage `quantize` after 2 of ")
+    assert task_states(run)["quantize"] == "Cancelled"
+    assert not [log for log in log_lines(run) if log.level > logging.WARNING]
+    bar = artifacts(run)["tiny-run"]
+    assert str(bar.description).startswith("cancelled: stopped in stage `quantize`")
+    assert 50 < bar.data < 100
     finished = snapshot(folder / "sublayers")
     assert len(finished) == 2
 
@@ -221,7 +265,10 @@ def test_the_flow_checks_unless_its_command_did(
     monkeypatch.setattr(
         preparation,
         "preflight",
-        lambda config, stages: (made.append(config), original(config, stages))[1],
+        lambda config, stages, **values: (
+            made.append(config),
+            original(config, stages, **values),
+        )[1],
     )
 
     with reuse_checks(prepare(converted.config, stages.STAGES)) if is_handed_on else nullcontext():

@@ -3,6 +3,7 @@
 import base64
 import http.client
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from prefect.events.schemas.automations import Automation, EventTrigger
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling, Crashed
-from prefect_runs import run_count, run_state
+from prefect_runs import log_lines, run_count, run_state
 from servers import (
     PROGRAM,
     LastingServer,
@@ -246,4 +247,5 @@ def test_cancelled_run_keeps_what_was_finished(server: LastingServer, tmp_path: 
 
     assert server.wait(run) == "Cancelled"
     assert killed_in_the_middle(config, "measure")
+    assert not [log for log in log_lines(run) if log.level > logging.WARNING]
     wait_for(lambda: server.flow_processes("worker") == [])

@@ -33,6 +33,13 @@ def run_state(run: UUID) -> str:
     return state.name if state is not None else "none"
 
 
+def run_message(run: UUID) -> str:
+    """Return the message of a flow run's state."""
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(run).state
+    return str(state and state.message)
+
+
 def run_count(run: UUID) -> int:
     """Return how often a flow run began."""
     with get_client(sync_client=True) as client:

@@ -1,12 +1,13 @@
 import logging
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 
 import pytest
 
-from exl2flow.core.runtime.progress import Tick, reporting_to
+from exl2flow.core.errors import Exl2FlowError, Interrupted
+from exl2flow.core.runtime.progress import Tick, report, reporting_to
 from exl2flow.tasks import artifacts
-from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
+from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, run_artifact
 
 
 class Recorder:
@@ -79,8 +80,8 @@ def test_first_and_last_tick_are_published_and_all_are_passed_on(
 
 def moved(progress: ProgressArtifact) -> None:
     """Wait until the bar shows the last tick."""
-    assert progress._moving is not None
-    progress._moving.result()
+    assert progress.bar.moving is not None
+    progress.bar.moving.result()
 
 
 def test_work_goes_on_while_a_slow_server_moves_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +142,60 @@ def test_progress_of_a_resumed_stage_shows_the_pace_of_this_run(
     assert second.startswith("7 of 10 · remaining 0:03:00 · elapsed 0:01:00 · ends about ")
     assert second.endswith(" UTC · last: sublayer 7")
     assert last == "10 of 10 · elapsed 0:02:00"
+
+
+def published_words(recorder: Recorder, *, end: BaseException | None = None) -> list[str]:
+    """Return the words of a run's artifact: the first ones, those at work and the last ones."""
+    with suppress(BaseException), run_artifact("tiny", "`out`") as watcher:
+        watcher.expect(["measure", "allocate"])
+        with reporting_to(watcher):
+            report(Tick(stage="measure", done=1, total=4))
+        if end is not None:
+            raise end
+        watcher.finish("`out`: 1 MB")
+    return recorder.descriptions
+
+
+@pytest.mark.parametrize(
+    ("end", "words", "percent"),
+    [
+        (None, "done: `out`: 1 MB", 100.0),
+        (Exl2FlowError("no room"), "failed: no room", 12.5),
+        (ValueError("defect"), "failed: unexpected ValueError: defect", 12.5),
+        (Interrupted("stopped", signum=2), "cancelled: stopped", 12.5),
+        (KeyboardInterrupt(), "cancelled", 12.5),
+    ],
+)
+def test_artifact_of_a_run_begins_before_its_stages_and_ends_with_how_it_ended(
+    end: BaseException | None, words: str, percent: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+
+    first, stages, *_, last = published_words(recorder, end=end)
+
+    assert first == "checks before work · output `out`"
+    assert stages == "stage 1 of 2 begins · output `out`"
+    assert last == f"{words} · output `out`"
+    assert recorder.percents[-1] == percent
+
+
+def test_artifact_of_a_run_is_updated_at_most_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder = Recorder(monkeypatch)
+
+    with run_artifact("tiny", "`out`"):
+        for tick in ticks(1000):
+            report(tick)
+
+    assert len(recorder.descriptions) == 2  # the first and the last
+
+
+def test_progress_of_another_stage_has_a_pace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+
+    with closing(ProgressArtifact(Artifacts("tiny"), "publish")) as progress:
+        for stage in ("upload", "verify"):
+            progress(Tick(stage=stage, done=2, total=2))
+
+    assert recorder.descriptions == ["2 of 2", "2 of 2"]
