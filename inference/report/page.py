@@ -32,12 +32,14 @@ from exl2flow.inference.report.experts import (
 )
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot, render_tokens
+from exl2flow.inference.report.publication import without_paths
 from exl2flow.inference.report.record import mapping, read_object
 from exl2flow.inference.report.tables import bitrate_row, certainty_rows, scored_on
 from exl2flow.inference.scoring.evaluate import Score
 
 TEMPLATE = "page.html.j2"
 VALIDATION = f"validate/{'?' * 16}/report.json"  # of a work directory; none that was set aside
+SEEDS = {"seed": "seed of {}", "sample_seed": "seed of the sample"}  # option → in words
 FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
 
 Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → its sample or error, if known
@@ -108,7 +110,7 @@ def write_up(folder: Path) -> str:
         name=sections[0]["name"] if len(sections) == 1 else folder.name,
         count=len(entries),
         sections=sections,
-        failed={path.name: known["error"] for path, known in folders.items() if known.get("error")},
+        failed={p.name: without_paths(k["error"]) for p, k in folders.items() if k.get("error")},
         published=read_object(folder / SWEEP_FILE).get("published"),
     )
 
@@ -193,7 +195,7 @@ def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
         options, record = entry.record.get("options") or {}, entry.record
         calibration = record.get("calibration") or {}
         facts = {
-            "source": record.get("source"),
+            "source": entry.source.name if record.get("source") else None,
             "source fingerprint": record.get(SOURCE_FINGERPRINT),
             "quality": options.get("quality"),
             "preferred": mapping(options.get("allocate")).get("prefer"),
@@ -211,7 +213,8 @@ def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
 def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
     for group, values in options.items():
         if isinstance(values, Mapping):
-            yield from ((f"{name} of {group}", v) for name, v in values.items() if "seed" in name)
+            for name in SEEDS.keys() & values.keys():
+                yield SEEDS[name].format(group), values[name]
 
 
 def _inline(svg: str) -> str:

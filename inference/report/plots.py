@@ -32,9 +32,9 @@ COLORS = ("#2f6db5", "#b5482f", "#3b8f5a", "#8a5aa8", "#c08a1e", "#4aa3a8", "#b0
 MARKERS = "os^Dv<>"
 # Labels of one series stand above its falling curve, of the next one below
 LABEL_PLACES: tuple[Place, ...] = (("left", (4, 3)), ("right", (-4, -8)))
-LEGEND_ROOM = 0.15  # above the highest bar, for each line of a legend
-SHORT_NAME = 9  # letters; of names that are no longer, nine fit into a line of a legend
-LABEL_SIZE = 7.5  # points; readable on a phone at natural size
+LEGEND_ROOM = 0.2  # above the highest bar, for each line of a legend
+SHORT_NAME = 9  # letters; of names that are no longer, seven fit into a line of a legend
+LABEL_SIZE = 11  # of all texts, in units of the SVG; readable on a phone at natural size
 ROLES_WIDTH = 0.8  # of a bar: the lines of roles stand side by side on it
 BAR_WIDTH = 0.8  # of intervals, thinner than lines
 TICKS = (1, 2, 5)  # times powers of ten, on logarithmic axes
@@ -63,7 +63,7 @@ def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title
     is_priced = total_nats(costs) is not None
     names = [str(layer["name"]) for layer in layers]
     with _style():
-        figure = Figure(figsize=(8, 5.4 if is_priced else 3.2), layout="constrained")
+        figure = Figure(figsize=(10, 7.2 if is_priced else 4.2), layout="constrained")
         panels = figure.subplots(1 + is_priced, squeeze=False, sharex=True)[:, 0]
         _draw_bits(panels[0], layers, [measured.rel_err.get(name) for name in names])
         if is_priced:
@@ -73,7 +73,7 @@ def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title
         panels[-1].set_xticks(named, labels, rotation=90, fontsize=LABEL_SIZE)
         panels[-1].set_xlim(-0.6, len(layers) - 0.4)
         panels[0].set_title(title)
-        return _as_svg(figure)
+        return _as_svg(figure, "Bits and errors by sublayer")
 
 
 def _draw_bits(
@@ -113,7 +113,7 @@ def _draw_ranges(axes: Axes, layers: Sequence[Mapping[str, Any]]) -> None:
         axes.vlines(at, least, most, color=color, linewidth=BAR_WIDTH, label=role)
         axes.plot(at, [sum(bits) / len(bits) for _, bits in drawn], ".", color=color, markersize=2)
     if ranges:
-        axes.legend(ncols=4, loc="lower left", fontsize=6.5)
+        axes.legend(ncols=4, loc="lower left", fontsize=LABEL_SIZE)
 
 
 def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
@@ -151,10 +151,10 @@ def _draw_costs(
         filled = [below + height for below, height in zip(filled, column, strict=True)]
     axes.set_ylabel("estimated cost (nats)")
     _mark(axes, measured)
-    columns = 9 if max(map(len, heights), default=0) <= SHORT_NAME else 5
+    columns = 7 if max(map(len, heights), default=0) <= SHORT_NAME else 4
     room = 1 + LEGEND_ROOM * -(-len(heights) // columns)
     axes.set_ylim(0, room * max([*filled, *(m or 0.0 for m in measured)]) or None)
-    axes.legend(ncols=columns, loc="upper center", fontsize=6.5, frameon=False)
+    axes.legend(ncols=columns, loc="upper center", fontsize=LABEL_SIZE, frameon=False)
 
 
 def _role_colors(costs: Sequence[MatrixCost]) -> dict[str, str]:
@@ -174,7 +174,7 @@ def render_tokens(layers: Sequence[LayerExperts]) -> str:
     most = max(2.0, float(np.nanmax(grid)))
     least = float(np.min(grid, where=grid > 0, initial=most))
     with _style():
-        figure = Figure(figsize=(8, 1.4 + min(5.0, 0.11 * len(layers))), layout="constrained")
+        figure = Figure(figsize=(10, 1.8 + min(6.0, 0.16 * len(layers))), layout="constrained")
         axes = figure.subplots()
         # a logarithm of zero is not drawn, so what lies below the scale stands for it
         lowest = min(least, most / 2)
@@ -190,7 +190,7 @@ def render_tokens(layers: Sequence[LayerExperts]) -> str:
         scale.set_major_locator(LogLocator(subs=TICKS))
         scale.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         scale.set_minor_formatter(NullFormatter())
-        return _as_svg(figure)
+        return _as_svg(figure, "Tokens of experts by layer")
 
 
 def render_comparison(models: Sequence[Compared]) -> str:
@@ -202,7 +202,7 @@ def render_comparison(models: Sequence[Compared]) -> str:
     are not EXL2 have no bits per weight and appear in the second panel only.
     """
     with _style():
-        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        figure = Figure(figsize=(10.5, 5), layout="constrained")
         bits, size = figure.subplots(1, 2, sharey=True)
         unit, width = words.unit(max((model.bytes for model in models), default=0))
         for index, (series, members) in enumerate(by_series(models).items()):
@@ -227,7 +227,7 @@ def render_comparison(models: Sequence[Compared]) -> str:
         size.set_xlabel(f"weights on disk ({unit})")
         for axes in (bits, size):
             _finish(axes)
-        return _as_svg(figure)
+        return _as_svg(figure, "KL divergence by bits per weight and by size")
 
 
 def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], place: Place) -> None:
@@ -265,14 +265,18 @@ def _finish(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(visible=True, alpha=0.25, linewidth=0.5)
-    axes.legend(fontsize=7, frameon=False)
+    axes.legend(fontsize=LABEL_SIZE, frameon=False)
 
 
 def _style() -> AbstractContextManager[None]:
-    return rc_context({"svg.hashsalt": "exl2flow", "svg.fonttype": "none", "font.size": 8})
+    return rc_context({"svg.hashsalt": "exl2flow", "svg.fonttype": "none", "font.size": LABEL_SIZE})
 
 
-def _as_svg(figure: Figure) -> str:
+def _as_svg(figure: Figure, name: str) -> str:
+    """Return a figure as an SVG document with a name for those who do not see it."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
+    before, _, rest = buffer.getvalue().partition("<svg ")
+    attributes, _, content = rest.partition(">")
+    begin = f'<svg role="img" aria-label="{name}" {attributes}>'
+    return f"{before}{begin}\n <title>{name}</title>{content}"

@@ -146,7 +146,7 @@ def test_models_of_a_source_that_was_moved_share_a_section(tmp_path: Path) -> No
 
     assert "|one|" in text
     assert "|two|" in text
-    assert "|source|/before/model, /after/model|" in re.sub(r"\|\s+\|", "|", text)
+    assert "|source|model|" in re.sub(r"\|\s+\|", "|", text)
 
 
 def test_other_weights_in_the_same_folder_are_another_source(tmp_path: Path) -> None:
@@ -195,3 +195,24 @@ def test_wide_tables_and_plots_scroll_in_boxes_of_their_own(tmp_path: Path) -> N
         page.count("<table")
     )
     assert page.count("<svg") == page.count('<div class="wide plot"><svg')
+
+
+def test_page_can_be_sent_and_read_by_everyone(tmp_path: Path) -> None:
+    convert(tmp_path / "one", "/home/me/clients/model")
+    edit_record(
+        tmp_path / "one",
+        options={"quality": "fast", "bpw": 4.0, "validate_options": {"sample_seed": 3}},
+    )
+
+    page = write_up(tmp_path)
+
+    assert "/home/me" not in page
+    assert str(tmp_path) not in page
+    assert "validate_options" not in page
+    assert "seed of the sample" in page
+    assert "prefers-color-scheme: dark" in page
+    plots = re.findall(r"<svg [^>]*>\s*<title>[^<]+</title>", page)
+    assert len(plots) == page.count("<svg ") == 2
+    assert all('role="img"' in plot and "aria-label=" in plot for plot in plots)
+    sizes = [float(size) for size in re.findall(r"font: (?:[a-z]+ )*([\d.]+)px", page)]
+    assert min(sizes) >= 11
