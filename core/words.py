@@ -67,6 +67,11 @@ def size_to_ask_for(count: float) -> str:
     return f"{math.ceil(10 * count / width) / 10:.1f}{name}"
 
 
+def as_typed(value: object) -> str:
+    """Return a value as a person writes it: 9 for 9.0."""
+    return f"{value:.0f}" if isinstance(value, float) and value.is_integer() else str(value)
+
+
 def cause(error: BaseException) -> str:
     """Return what an error says, without its class, its number and the file."""
     match error:

@@ -157,22 +157,22 @@ class Hub:
                 return None  # its cause explains more
             case LocalTokenNotFoundError():
                 return HubError(
-                    f"`{subject}` needs a token and there is none; set HF_TOKEN (or name a "
-                    "Secret block with `--token-block`)"
+                    f"`{subject}` needs a token and there is none; set HF_TOKEN or run "
+                    "`hf auth login` (or name a Secret block with `--token-block`)"
                 )
             case OfflineModeIsEnabled():
                 return HubError(f"`{subject}`: HF_HUB_OFFLINE is set; unset it to use the Hub")
             case GatedRepoError():
                 return HubError(
                     f"`{subject}` is gated: accept its terms at {page} with the account whose "
-                    "token is in HF_TOKEN, then repeat the command"
+                    "token you use (`hf auth login` or HF_TOKEN), then repeat the command"
                 )
             case RevisionNotFoundError():
                 return HubError(f"`{subject}` has no such revision; see {page}/refs")
             case RepositoryNotFoundError():
                 return HubError(
                     f"there is no `{subject}` on the Hub, or it is private: check the name; for a "
-                    "private one set HF_TOKEN to a token that may read it"
+                    "private one run `hf auth login`, or set HF_TOKEN to a token that may read it"
                 )
             case HfHubHTTPError():
                 return _of_status(error, subject)
@@ -212,7 +212,8 @@ def _of_status(error: HfHubHTTPError, subject: str) -> HubError:
     if status == 401:
         return HubError(
             f"the Hub does not accept the token for `{subject}`: it is missing, wrong or expired; "
-            "set HF_TOKEN to a valid one (or name a Secret block with `--token-block`)"
+            "set HF_TOKEN to a valid one, or run `hf auth login` (or name a Secret block with "
+            "`--token-block`)"
         )
     if status == 403:
         return HubError(

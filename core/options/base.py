@@ -122,7 +122,7 @@ TokenBlock = Annotated[
     Option("NAME", "Running", rare=True),
     Field(
         description="Prefect Secret block with the token for the Hugging Face Hub; empty: the "
-        "token in HF_TOKEN"
+        "token in HF_TOKEN or of `hf auth login`"
     ),
 ]
 

@@ -55,7 +55,7 @@ class PublishOptions(Options):
     token_block: str | None = Field(
         default=None,
         description="Prefect Secret block with a token that may write; empty: the one for fetching "
-        "the source, else HF_TOKEN",
+        "the source, else HF_TOKEN or the one of `hf auth login`",
     )
     sample_tokens: int = Field(
         default=8,
@@ -81,7 +81,7 @@ class PublishConfig(PublishOptions):
     token_block: Annotated[str | None, Option("NAME", "Publishing")] = Field(
         default=None,
         description="Prefect Secret block with a token that may write; empty: the token in "
-        "HF_TOKEN",
+        "HF_TOKEN or of `hf auth login`",
     )
     work_root: OptionalPath = Field(
         default=EMPTY,

@@ -10,6 +10,7 @@ from pydantic import AllowInfNan
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.base import Option
+from exl2flow.core.words import as_typed
 
 GREEDY_BELOW = 0.01  # lower temperatures always take the likeliest token
 
@@ -137,7 +138,7 @@ class SamplingSettings:
                 _check(each, value)
         if self.repetition_penalty == 0:
             raise ConfigError(
-                f"`repetition_penalty` is {self.repetition_penalty}; it must be above 0"
+                f"`repetition_penalty` is {as_typed(self.repetition_penalty)}; it must be above 0"
             )
         if self.dry_multiplier and 0 < self.dry_range <= self.dry_max_ngram:
             raise ConfigError(
@@ -179,4 +180,4 @@ def _check(field: "Field[Any]", value: Any) -> None:
         rule = f"{low} or more" if high == math.inf else f"between {low} and {high}"
     else:
         return
-    raise ConfigError(f"`{field.name}` is {value}; it must be {rule}")
+    raise ConfigError(f"`{field.name}` is {as_typed(value)}; it must be {rule}")

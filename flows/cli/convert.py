@@ -6,6 +6,7 @@ from exl2flow.flows.cli.running import run_command
 
 EXAMPLES = (
     "exl2flow convert ./Llama-3.2-1B --out ./Llama-3.2-1B-4.0bpw --bpw 4.0",
+    "exl2flow convert ./Llama-3.2-1B --out ./out --fit 24GB   (the best that fits a card)",
     "exl2flow convert org/name --out ./out --bpw 4   (fetches the model from the Hub)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --bpw 2.5 --dry-run   (only checks)",
     "exl2flow convert ./Llama-3.2-1B --out ./out --calibration mine.parquet --rows 64",

@@ -1,6 +1,6 @@
 """Find an earlier run by its output, or by the folder of one of its stages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +38,24 @@ def find_run(run: Path, work_root: Path | None) -> tuple[RunRecord, str | None]:
             return _placed(known[str(run)], root), None
         outs |= known
     where = f"`{work_root}`" if work_root else f"`{beside}` and `{above}`"
-    listed = ", ".join(f"`{path}`" for path in sorted(outs))
+    listed = ", ".join(map(_shown, sorted(outs)))
     raise ConfigError(
         f"no run into `{run}` is known in {where}; "
         + (f"give one of {listed}, or" if listed else "name")
         + " the folder of its checkpoints with `--work-root`"
+        + (_moved(run, outs) if run.is_dir() else "")
     )
+
+
+def _shown(out: str) -> str:
+    return f"`{out}`" if Path(out).exists() else f"`{out}` (which is no longer there)"
+
+
+def _moved(run: Path, outs: Iterable[str]) -> str:
+    """Return how to ask about an output that was moved: by the folder that it was made as."""
+    gone = [path for path in outs if not Path(path).exists()]
+    likely = next((path for path in gone if Path(path).name == run.name), f"OLD/{run.name}")
+    return f"; if the folder was moved, name the one it was made as: `exl2flow why {likely}`"
 
 
 def _placed(record: RunRecord, root: Path) -> RunRecord:

@@ -1,5 +1,6 @@
 """Turns errors of a command into a message and an exit code, never a traceback."""
 
+import re
 import shlex
 import tempfile
 import traceback
@@ -21,14 +22,17 @@ from exl2flow.core.errors import (
     ValidationFailed,
     WriteFailed,
 )
-from exl2flow.flows.cli.console import say
+from exl2flow.flows.cli.console import json_line, say
 
 FAILURE, USAGE, KEYBOARD = 1, 2, 130
 EXIT_CODES = (
     "Exit codes: 0 success; 1 failure (the message says what, where and what to do); 2 wrong usage "
     "or option; 130 interrupted by Ctrl-C; 143 terminated. After 130 and 143, repeat the command "
-    "to resume."
+    "to resume. With `--json`, the last line on stderr is the error as a JSON object."
 )
+AS_JSON = "--json"
+NO_ARGUMENTS = "NoArgsIsHelpError"  # typer's private class
+QUOTED = re.compile(r"'([^'\n]+)'")  # names in typer's own messages
 LISTS = (  # errors with one problem per line; other errors may quote lines of a log
     ConfigError,
     PreflightFailed,
@@ -61,6 +65,28 @@ def how_to_resume(arguments: Sequence[str]) -> str:
     return f"\nresume with:\n  {shlex.join(words)}" if _saves_work(arguments) else ""
 
 
+def _fail(
+    code: int, kind: str, message: str, arguments: Sequence[str], *, hint: str = "", style: str = ""
+) -> None:
+    """Print what went wrong on stderr, for people, or as JSON if a command prints that."""
+    if AS_JSON in arguments:
+        error = {"type": kind, "message": message.removeprefix("error: ")}
+        say(json_line({"error": error, "exit_code": code}))
+        return
+    say(message + hint, style=style)
+
+
+def explain_usage(error: typer.TyperException, arguments: Sequence[str]) -> None:
+    """Print wrong usage, which typer found, like every other error."""
+    if type(error).__name__ == NO_ARGUMENTS:  # its message is the help, which was printed
+        return
+    message = QUOTED.sub(r"`\1`", error.format_message()).rstrip(".")
+    context = getattr(error, "ctx", None)
+    hint = f"\nsee `{context.command_path} --help`" if context is not None else ""
+    told = f"error: {message[:1].lower()}{message[1:]}"
+    _fail(error.exit_code, "Usage", told, arguments, hint=hint, style="red")
+
+
 @contextmanager
 def explained(arguments: Sequence[str]) -> Iterator[None]:
     """Turn errors of the block into a message on stderr and an exit code; let defects pass.
@@ -71,19 +97,23 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except Interrupted as stop:
-        say(f"{stop}{how_to_resume(arguments)}")
-        raise typer.Exit(128 + stop.signum) from None
+        code, hint = 128 + stop.signum, how_to_resume(arguments)
+        _fail(code, "Interrupted", str(stop), arguments, hint=hint)
+        raise typer.Exit(code) from None
     except Exl2FlowError as error:
         tail = saved_work(arguments) if isinstance(error, WriteFailed) else ""
-        say(_message(error) + tail, style="red")
-        raise typer.Exit(USAGE if isinstance(error, ConfigError) else FAILURE) from None
+        code = USAGE if isinstance(error, ConfigError) else FAILURE
+        _fail(code, type(error).__name__, _message(error) + tail, arguments, style="red")
+        raise typer.Exit(code) from None
     except FAILURES as error:
         if (message := of_the_machine(error)) is None:
             raise
-        say(f"error: {message}{saved_work(arguments)}", style="red")
+        told = f"error: {message}{saved_work(arguments)}"
+        _fail(FAILURE, type(error).__name__, told, arguments, style="red")
         raise typer.Exit(FAILURE) from None
     except KeyboardInterrupt:
-        say(f"interrupted{how_to_resume(arguments)}")
+        hint = how_to_resume(arguments)
+        _fail(KEYBOARD, "Interrupted", "interrupted", arguments, hint=hint)
         raise typer.Exit(KEYBOARD) from None
 
 
@@ -126,9 +156,9 @@ def explain_defect(error: Exception, arguments: Sequence[str]) -> None:
     ) as file:
         file.write("".join(traceback.format_exception(error)))
     first = str(error).strip().partition("\n")[0]
-    say(
+    told = (
         f"error: unexpected {type(error).__name__}: {first}\n"
         f"the traceback is in `{Path(file.name)}`; please report it; `exl2flow --debug …` shows "
-        f"the traceback{saved_work(arguments)}",
-        style="red",
+        f"the traceback{saved_work(arguments)}"
     )
+    _fail(FAILURE, "Unexpected", told, arguments, style="red")

@@ -42,6 +42,7 @@ from exl2flow.flows.cli.failures import (
     FAILURE,
     KEYBOARD,
     explain_defect,
+    explain_usage,
     explained,
     saved_work,
 )
@@ -54,6 +55,20 @@ class _Commands(HelpGroup):
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> Any:
         """Keep the arguments, for the resume command."""
         return super().make_context(info_name, args, *rest, obj=list(args), **extra)
+
+    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **more: Any) -> Any:
+        """Run a command and exit; wrong usage is an error like the others, without typer's box."""
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(given, *rest, standalone_mode=False, **more)
+        except typer.TyperException as error:
+            if not standalone_mode:
+                raise
+            explain_usage(error, given)
+            sys.exit(error.exit_code)
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""

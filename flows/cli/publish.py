@@ -15,8 +15,8 @@ EXAMPLES = (
     "exl2flow publish ./3bpw ./4bpw ./5bpw --repo org/Llama-3.2-1B-exl2",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --dry-run > card.md   (without a network)",
     "exl2flow publish ./4bpw --repo org/mine-exl2 --base-model org/mine --license apache-2.0",
-    "The token is read from HF_TOKEN or from a Prefect Secret block. Repeat an interrupted command "
-    "to continue where it stopped.",
+    "The token is that of HF_TOKEN, of `hf auth login`, or of a Prefect Secret block. Repeat an "
+    "interrupted command to continue where it stopped.",
 )
 
 

@@ -35,10 +35,6 @@ def table_of(rows: Sequence[Mapping[str, str]], title: str = "") -> Table:
     return table
 
 
-def _cells(rows: Sequence[Mapping[str, str]], column: str) -> list[str]:
-    return [row[column] for row in rows]
-
-
 def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
     """Return (name, value) pairs as a table without borders."""
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -10,6 +10,7 @@ import typer
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sampling import SamplingSettings
@@ -144,4 +145,5 @@ def _in_words(problem: ErrorDetails, flags: Mapping[str, str]) -> str:
         group = field.rpartition(".")[0]
         others = [f"`{flags.get(f'{group}.{name}', name)}`" for name in problem["input"]]
         return f"{', '.join(others)}: only together with `{flags.get(field, field)}`"
-    return f"`{flags.get(field, field)}` is {problem['input']}: {message[:1].lower()}{message[1:]}"
+    given = words.as_typed(problem["input"])
+    return f"`{flags.get(field, field)}` is {given}: {message[:1].lower()}{message[1:]}"

@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -52,6 +53,7 @@ class ChatCommand:
         return inspect.getdoc(self.run) or ""
 
 
+HELP_COLUMN = 21  # of the terminal, in which the text of help begins
 COMMANDS: dict[str, ChatCommand] = {}  # by name, with its slash
 
 
@@ -92,6 +94,18 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
     return table[name]
 
 
+def _row(name: str, one: ChatCommand, width: int) -> str:
+    """Return a line of help, wrapped below its text rather than below the name."""
+    text = one.help.partition("\n")[0]
+    more = " " * HELP_COLUMN
+    return fill(
+        text,
+        max(width, 2 * HELP_COLUMN),
+        initial_indent=f"{name:<{HELP_COLUMN}}",
+        subsequent_indent=more,
+    )
+
+
 @command("[NAME]", lambda: [name[1:] for name in COMMANDS])
 def help(chat: Chat, argument: str) -> Result:
     """Show all commands, or what one of them does."""
@@ -101,7 +115,7 @@ def help(chat: Chat, argument: str) -> Result:
         chat.screen.say(f"{name} {one.arguments}\n{one.help}")
         return None
     for name, one in COMMANDS.items():
-        chat.screen.say(f"{f'{name} {one.arguments}':<21}{one.help.partition(chr(10))[0]}")
+        chat.screen.say(_row(f"{name} {one.arguments}", one, chat.screen.console.width))
     return 'Alt-Enter or """ … """: several lines; Ctrl-C: stop; Ctrl-D: leave'
 
 

@@ -51,7 +51,7 @@ def test_defaults_are_shown_once_with_their_value() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["generate", "m", "--prompt", "x", "--cache", "q5"], "'q5' is not one of 'fp16'"),
+        (["generate", "m", "--prompt", "x", "--cache", "q5"], "`q5` is not one of `fp16`"),
         (["generate", "m", "--prompt", "x", "--json-schema", "no.json"], "cannot read `no.json`: "),
         (["generate", "m", "--prompts", "no.jsonl"], "`no.jsonl`: No such file or directory"),
         (["chat", "m", "--profile", "mine"], "chat.toml`: No such file or directory"),

@@ -118,7 +118,7 @@ def test_problems_name_the_options() -> None:
         conversion({"bpw": 1.0, "calibration.row_tokens": 33})
 
     assert set(str(caught.value).splitlines()) == {
-        "`--bpw` is 1.0: input should be greater than or equal to 2",
+        "`--bpw` is 1: input should be greater than or equal to 2",
         "`--row-tokens` is 33: input should be a multiple of 32",
     }
 

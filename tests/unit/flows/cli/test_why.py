@@ -160,6 +160,27 @@ def test_unknown_output_is_wrong_usage_and_the_known_ones_are_named(finished: Pa
     assert f"give one of `{finished / 'out'}`, or the folder of its checkpoints" in said
 
 
+def test_a_moved_output_is_asked_about_by_its_old_name(finished: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved" / "out"
+    moved.mkdir(parents=True)
+    root = finished / ".exl2flow"
+    old = finished / "out"
+    away = old.rename(finished / "elsewhere-now")
+    try:
+        said = failed("why", moved, "--work-root", root)
+        found = why_of(old, root)
+    finally:
+        away.rename(old)
+
+    assert f"`{old}` (which is no longer there)" in said
+    assert f"name the one it was made as: `exl2flow why {old}`" in said
+    assert found
+
+
+def why_of(out: Path, root: Path) -> str:
+    return run("why", out, "--work-root", root)
+
+
 def test_work_roots_without_runs_are_named_with_what_to_do(tmp_path: Path) -> None:
     roots = [tmp_path / "a" / ".exl2flow", tmp_path / ".exl2flow"]
 

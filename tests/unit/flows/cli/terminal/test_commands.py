@@ -293,7 +293,7 @@ def test_quit_ends_the_chat(chat: Chat) -> None:
         ("/nonsense", "no command `/nonsense`; there are `/back`"),
         ("/format chatlm", "chatml"),
         ("/set temperature hot", "`temperature` is hot: input should be a valid number"),
-        ("/set temperature -1", "`temperature` is -1.0; it must be 0 or more"),
+        ("/set temperature -1", "`temperature` is -1; it must be 0 or more"),
         ("/set temprature 1", "no setting `temprature`; near are `temperature`"),
         ("/set max_answer 0", "`max_answer` is 0"),
         ("/set thinking loud", "'show', 'fold' or 'hide'"),
