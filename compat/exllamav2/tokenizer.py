@@ -24,6 +24,9 @@ class ExLlamaV2Tokenizer:
     def __init__(self, config: ExLlamaV2Config, lazy_init: bool = True) -> None:
         self.config, self.native = config, Tokenizer.load(Path(str(config.model_dir)))
         native, token = self.native, self.native.backend.id_to_token
+        # programs pass them on unchecked, so their type is not `int | None`
+        self.bos_token_id: Any
+        self.eos_token_id: Any
         self.bos_token_id, self.eos_token_id = native.bos_token_id, native.eos_token_id
         self.pad_token_id = -1 if native.pad_token_id is None else native.pad_token_id
         self.unk_token_id = native.backend.token_to_id("<unk>")

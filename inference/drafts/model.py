@@ -16,7 +16,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.paged import reserve
 from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.inference.drafts.proposer import MOST_DRAFTED, DraftRequest, SharedSlots, check
-from exl2flow.inference.loading.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel, check_loaded
 from exl2flow.kernels import PAGE_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import RopeTables, Tokenizer
@@ -38,6 +38,7 @@ class Draft:
     least: float = 0.25
 
     def __post_init__(self) -> None:
+        check_loaded("model", self.model)
         check("tokens", self.tokens, 1, MOST_DRAFTED)
         check("least", self.least, 0, 1)
 

@@ -12,14 +12,15 @@ from contextlib import closing
 from dataclasses import replace
 from threading import Event as Flag
 from threading import Lock
-from typing import Any, cast, overload
+from typing import Any, Unpack, cast, overload
 from weakref import WeakSet
 
 import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.images import placeholders
-from exl2flow.core.requests.request import Request, Text, check_integer
+from exl2flow.core.requests.request import Request, Text, check_integer, listed
+from exl2flow.core.requests.text_options import TextOptions, refuse_unknown
 from exl2flow.inference.adapters import adapters_of
 from exl2flow.inference.cache.page_pool import PagePool
 from exl2flow.inference.cache.paged import cache_format, fitting, pages_of, reserve
@@ -39,12 +40,24 @@ from exl2flow.inference.generate.prompt import check, embedded, encoded
 from exl2flow.inference.generate.prompt_cache import PromptCache
 from exl2flow.inference.generate.scheduler import Scheduler
 from exl2flow.inference.generate.sequence_states import SequenceStates
-from exl2flow.inference.loading.load import LoadedModel
+from exl2flow.inference.loading.load import LoadedModel, check_loaded
 from exl2flow.inference.sampling import Kind, SamplingSettings
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.memory.footprint import PROMPT_TOKENS, exact_format
 
 Prompt = Text | tuple[Text, Text]
+CHANGEABLE = ("settings", "stops", "hooks", "excluded")
+GENERATE_OPTIONS = (*TextOptions.__annotations__, "seed", "abort_event")
+
+
+def _check_kinds(draft: object, keep: object) -> None:
+    """Raise `ConfigError` for an argument of a type that cannot be used."""
+    if draft is not None and not hasattr(draft, "start"):
+        raise ConfigError(
+            f"`draft` is {draft!r}; give a `Draft` with a loaded model, or an `NgramDraft`"
+        )
+    if keep is not None and not isinstance(keep, PromptCache):
+        raise ConfigError(f"`keep` is {keep!r}; give a `PromptCache`")
 
 
 class Generator:
@@ -83,6 +96,11 @@ class Generator:
                 vocabulary or layers with a state, or pages cannot be kept as `keep` says.
             OutOfDeviceMemory: the cache does not fit.
         """
+        check_loaded("model", model)
+        for name, count in {"slots": slots, "chunk": chunk, "tokens": tokens}.items():
+            if count is not None:
+                check_integer(name, count)
+        _check_kinds(draft, keep)
         if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
             raise ConfigError(
                 f"`slots` is {slots} and `chunk` {chunk}; give one slot or more, and a chunk that "
@@ -113,6 +131,11 @@ class Generator:
         self._cancelled, self._events = deque[Job](), list[Event]()
         self._submitting = Lock()  # a job is added before a failure ends all, or refused after it
         self._prepared = WeakSet[Job]()  # and not added yet
+
+    def __repr__(self) -> str:
+        """Return the model and the size of the cache."""
+        tokens = self.pages * PAGE_TOKENS
+        return f"Generator({self.model}, tokens={tokens}, slots={self.slots})"
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
         """Prepare a request and add its job; `deliver` gets its events, not `step`.
@@ -212,6 +235,7 @@ class Generator:
         Raises:
             ConfigError, InferenceError: what `submit` refuses; the job continues as before.
         """
+        refuse_unknown(fields, CHANGEABLE, "change")
         before, request = job.request, replace(job.request, **fields)
         self._check(request, job.prompt)
         job.change(request)
@@ -325,16 +349,30 @@ class Generator:
             self._drop(jobs)
 
     @overload
-    def generate(self, prompts: str, **options: Any) -> str: ...
+    def generate(
+        self,
+        prompts: str,
+        *,
+        seed: int | None = None,
+        abort_event: Flag | None = None,
+        **options: Unpack[TextOptions],
+    ) -> str: ...
     @overload
-    def generate(self, prompts: Iterable[Prompt], **options: Any) -> list[str]: ...
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        seed: int | None = None,
+        abort_event: Flag | None = None,
+        **options: Unpack[TextOptions],
+    ) -> list[str]: ...
     def generate(
         self,
         prompts: str | Iterable[Prompt],
         *,
         seed: int | None = None,
         abort_event: Flag | None = None,
-        **options: Any,
+        **options: Unpack[TextOptions],
     ) -> str | list[str]:
         """Return the completion of a prompt, or of each of several prompts, in their order.
 
@@ -349,9 +387,10 @@ class Generator:
         """
         if seed is not None:
             check_integer("seed", seed)
+        refuse_unknown(options, GENERATE_OPTIONS, "generate")
         requests = [
             Request(text, seed=None if seed is None else seed + index, tag=index, **options)
-            for index, text in enumerate([prompts] if isinstance(prompts, str) else prompts)
+            for index, text in enumerate(listed(prompts))
         ]
         completions = [""] * len(requests)
         with closing(self.stream(*requests, abort_event=abort_event)) as events:

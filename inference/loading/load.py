@@ -8,11 +8,13 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.requests.request import check_integer
 from exl2flow.inference.loading.layer_split import Split, split_model
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
@@ -54,6 +56,23 @@ class LoadedModel:
     max_tokens: int
     ranks: Ranks | None = None
 
+    def __repr__(self) -> str:
+        """Return the model's folder, kind and place, not all of its parts."""
+        spec, devices = self.spec, ", ".join(map(str, self.decoder.placement.devices))
+        return (
+            f"LoadedModel({str(spec.source_dir)!r}, {spec.family.architecture}, "
+            f"{spec.num_layers} layers, {self.max_tokens} tokens, {devices})"
+        )
+
+
+def check_loaded(name: str, model: object) -> None:
+    """Raise `ConfigError` if an argument is no loaded model."""
+    if isinstance(model, str | Path):
+        raise ConfigError(f"`{name}` is a folder, `{model}`; give `load_model({str(model)!r})`")
+    if not isinstance(model, LoadedModel):
+        kind = type(model).__name__
+        raise ConfigError(f"`{name}` is of type `{kind}`; give what `load_model` returns")
+
 
 def load_model(
     model_dir: Path | str,
@@ -90,6 +109,7 @@ def load_model(
         ConfigError: an option is out of range, or the split names devices that are not there.
         OutOfDeviceMemory: the split has too little room.
     """
+    _check_kinds(model_dir, max_tokens, placement)
     head_device = placement.head if isinstance(placement, Placement) else resolve_device(device)
     _check_places(head_device, placement, ranks, is_streamed=streamed)
     spec = resolve(Path(model_dir)).undivided()
@@ -113,6 +133,16 @@ def load_model(
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
+
+
+def _check_kinds(model_dir: object, max_tokens: object, placement: object) -> None:
+    """Raise `ConfigError` for an argument of a type that cannot be used."""
+    if not isinstance(model_dir, str | PathLike):
+        raise ConfigError(f"`model_dir` is {model_dir!r}; give the path of a model's folder")
+    if max_tokens is not None:
+        check_integer("max_tokens", max_tokens)
+    if placement is not None and not isinstance(placement, Placement | Split):
+        raise ConfigError(f"`placement` is {placement!r}; give `Split.parse({str(placement)!r})`")
 
 
 def _check_places(
