@@ -64,7 +64,7 @@ class ExLlamaV2Tokenizer:
         known = {e.text_alias: range(e.first_index, e.last_index) for e in embeddings or ()}
         aliases, rows = "|".join(map(re.escape, known)) or NOTHING, list[torch.Tensor]()
         for each in [text] if isinstance(text, str) else text:
-            row = self.native.encode("", add_bos=add_bos)
+            row = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
             for part in re.split(f"({aliases})", each):
                 row += known.get(part) or self.native.encode(part, special=encode_special_tokens)
             rows.append(

@@ -88,7 +88,7 @@ class Request:
     excluded: token ids that are never sampled, any number of them.
     banned_strings: never shown, regardless of case; the text is cut back and continued differently.
     heal: sample the prompt's last token again among those that begin with its text.
-    add_bos: put the model's BOS token, if it has one, before a prompt given as text.
+    add_bos: begin a prompt given as text as the tokenizer does: with BOS, or with nothing.
     encode_special: treat special tokens spelled in the prompt as special tokens.
     decode_special: spell out special tokens in the text.
     probabilities: report each token's probability.

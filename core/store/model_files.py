@@ -124,7 +124,8 @@ def _files(folder: Path) -> list[Path]:
 def check_links(paths: Iterable[Path]) -> None:
     """Refuse links to anything but another file of the same model.
 
-    Allow links to `../../blobs` in a snapshot of a Hub cache, which consists of them.
+    Allow links to the blobs of a Hub cache: its snapshots consist of them, and so do folders that
+    older versions of its client made.
 
     Raises:
         SourceModelError: naming every such link.
@@ -133,15 +134,21 @@ def check_links(paths: Iterable[Path]) -> None:
     for path in paths:
         target, folder = path.resolve(), path.parent.resolve()
         is_beside = target.parent == folder and is_of_model(target.name)
-        blobs = folder.parent.parent / "blobs"
-        is_blob = folder.parent.name == "snapshots" and target.parent == blobs
-        if path.is_symlink() and not (is_beside or is_blob):
+        if path.is_symlink() and not (is_beside or _is_blob(target, folder)):
             problems.append(
                 f"`{path}` is a link to `{target}`, which is not a file of this model; "
                 "replace the link with the file, or delete it"
             )
     if problems:
         raise SourceModelError("\n".join(problems))
+
+
+def _is_blob(path: Path, folder: Path) -> bool:
+    """Tell whether a file that a folder links to is that of a model in a Hub cache."""
+    blobs, model = path.parent, path.parent.parent
+    is_own = folder.parent == model / "snapshots"
+    is_of_cache = model.name.startswith("models--") and (model / "snapshots").is_dir()
+    return blobs.name == "blobs" and (is_own or is_of_cache)
 
 
 def public_content(path: Path) -> bytes | None:

@@ -22,6 +22,7 @@ from exl2flow.core.store.model_files import (
     second_copies,
     weight_files,
 )
+from exl2flow.core.store.shard_index import choosing_index
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 WANTED = "a Hugging Face model, or its name on the Hub as `org/name`"  # as a source
@@ -65,7 +66,7 @@ class SourceFingerprint:
         """
         source = source.resolve()
         with _readable(source):
-            paths = weight_files(source)
+            paths = weight_files(source) + choosing_index(source)
             paths += [source / name for name in MODEL_FILES if (source / name).is_file()]
             paths += [source / TEKKEN_FILE] * has_only_tekken(source)
             files = _by_name(digests(paths, memory))

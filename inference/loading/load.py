@@ -28,6 +28,7 @@ from exl2flow.model import (
     Tokenizer,
     build_embedding,
     build_head,
+    check_headers,
     check_layers,
     resolve,
 )
@@ -124,6 +125,7 @@ def load_model(
         packed=on_gpu and not streamed,  # matrices used once are not repacked
     )
     check_layers(spec, source.tensors)
+    check_headers(spec, source.tensors)
     if ranks is not None:
         check_ranks(spec, ranks.count)
     if isinstance(placement, Split):

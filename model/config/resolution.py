@@ -11,6 +11,7 @@ from exl2flow.model.config.experts_config import read_mlps
 from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.config.family import Family, Multipliers
 from exl2flow.model.config.fields import WIDEST, Fields, quoted
+from exl2flow.model.config.gptq_label import declared_quantization
 from exl2flow.model.config.layers_config import read_attentions
 from exl2flow.model.config.spec import EXTENSIONS, GROUP_WEIGHTS, AttentionSpec, ModelSpec
 from exl2flow.model.config.unsupported import PAGES, SUFFIX, need_of
@@ -108,6 +109,7 @@ def resolve(source_dir: Path, *, wanted: str = "an EXL2 or Hugging Face model") 
         bos_token_id=bos_ids[0] if bos_ids else None,
         eos_token_ids=eos_ids,
         config=whole.values,
+        quantization=declared_quantization(source_dir, whole.values, config.values),
     )
 
 

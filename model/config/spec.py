@@ -24,6 +24,7 @@ from exl2flow.model.config.experts_spec import (
     projections_of,
 )
 from exl2flow.model.config.family import Family, HeadNorms
+from exl2flow.model.config.gptq_label import GptqLabel
 from exl2flow.model.config.rope_spec import RopeSpec
 from exl2flow.model.config.sublayer_spec import (
     ExpertGroup,
@@ -76,7 +77,7 @@ class ModelSpec:
     """A model as its config describes it.
 
     attentions: of each layer, or how its state changes; mlps: of each layer; config: the raw
-    `config.json`.
+    `config.json`; quantization: what the files declare of it.
     drafting_layers: that files may have behind these, and that are left out.
     group_weights: most weights of a group of experts, unless a single one has more; None: a layer's
     experts are one group. No result depends on it but the shape of errors in reports.
@@ -102,6 +103,7 @@ class ModelSpec:
     drafting_layers: int = 0
     group_weights: int | None = None
     config: Mapping[str, object] = field(compare=False, repr=False)
+    quantization: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def sublayers(self) -> tuple[SublayerSpec, ...]:
@@ -202,18 +204,13 @@ class ModelSpec:
     @property
     def quant_method(self) -> str | None:
         """The quantization that the config declares; tensor names alone decide how it loads."""
-        method = self._quantization.get("quant_method")
+        method = self.quantization.get("quant_method")
         return None if method is None else str(method)
 
     @property
-    def zero_offset(self) -> int:
-        """The amount by which stored zeros of GPTQ matrices are too small."""
-        return 0 if self._quantization.get("checkpoint_format") == "gptq_v2" else 1
-
-    @property
-    def _quantization(self) -> Mapping[str, object]:
-        block = self.config.get("quantization_config")
-        return block if isinstance(block, Mapping) else {}
+    def gptq_label(self) -> GptqLabel:
+        """How the files say that GPTQ matrices are stored."""
+        return GptqLabel.of(self.quantization)
 
     def with_rope(
         self, *, scale: float | None = None, alpha: float | None = None, yarn: float | None = None

@@ -10,12 +10,15 @@ from typing import Self
 
 import torch
 
-from exl2flow.core.errors import MissingTensor, TensorShapeError
+from exl2flow.core.errors import MissingTensor, SourceModelError, TensorShapeError
 from exl2flow.kernels import PANEL_ROWS, Group, PackedMatrix, get_ops, pack_zeros, whole_tiles
+from exl2flow.model.config.gptq_label import GptqLabel
 from exl2flow.model.files.exl2 import column_parts
 
 BITS = 4
 PER_WORD = 32 // BITS  # codes or zeros in a word
+SYMMETRIC = 1 << (BITS - 1)  # the zero of every group and column of a symmetric matrix
+OFFSETS = {None: 1, "gptq": 1, "gptq_v2": 0}  # `checkpoint_format` → what stored zeros lack
 SUFFIXES = ("qweight", "qzeros", "scales")  # and perhaps g_idx
 
 
@@ -58,7 +61,7 @@ class GptqMatrix:
         Args:
             key: of the linear.
             tensors: by name.
-            zero_offset: added to stored zeros: 1, or 0 with `checkpoint_format` `gptq_v2`.
+            zero_offset: added to stored zeros, see the function of this name.
 
         Raises:
             MissingTensor: one of its tensors is absent.
@@ -133,6 +136,43 @@ class GptqMatrix:
             columns=self.shape[1],
             has_zeros=True,
         )
+
+
+def zero_offset(key: str, tensors: Mapping[str, torch.Tensor], label: GptqLabel) -> int:
+    """Return what to add to the stored zeros of a matrix: as its format says, or as they show.
+
+    A symmetric matrix has the zero `SYMMETRIC`, whichever of the two ways its program stored it.
+
+    Raises:
+        SourceModelError: the format is unknown, or the tensors contradict what the config says.
+    """
+    if label.checkpoint_format not in OFFSETS:
+        raise SourceModelError(
+            f"`checkpoint_format` of `{key}` is `{label.checkpoint_format}`, which is not "
+            "supported; supported are `gptq` and `gptq_v2`: use an unquantized model"
+        )
+    zeros, index = tensors.get(f"{key}.qzeros"), tensors.get(f"{key}.g_idx")
+    has_groups = zeros is not None and zeros.dim() == 2 and len(zeros) > 1
+    if label.is_act_ordered and has_groups and (index is None or not index.any()):
+        raise SourceModelError(
+            f"`desc_act` is true in the config, but no `{key}.g_idx` says which in-features form "
+            "a group; fetch the model again, or correct `desc_act` if its groups follow each other"
+        )
+    offset = OFFSETS[label.checkpoint_format]
+    if label.is_symmetric is False or zeros is None or zeros.dtype != torch.int32:
+        return offset
+    shown = [way for way in OFFSETS.values() if (zeros == _words_of(SYMMETRIC - way)).all()]
+    if label.is_symmetric and not shown:
+        raise SourceModelError(
+            f"`sym` is true in the config, but `{key}.qzeros` holds other zeros than {SYMMETRIC}; "
+            "fetch the model again, or correct `sym` if it was quantized with zeros of its own"
+        )
+    return shown[0] if shown else offset
+
+
+def _words_of(code: int) -> int:
+    """Return a word that holds a code in each of its places, signed."""
+    return int.from_bytes(bytes([code << BITS | code] * 4), "little", signed=True)
 
 
 def _is_matrix(packed: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> bool:

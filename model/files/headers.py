@@ -2,12 +2,24 @@
 
 import re
 
-from exl2flow.core.errors import MissingTensor
+from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.core.store.files import Layout
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
-from exl2flow.model.files.exl2 import tensor_names
-from exl2flow.model.files.gptq import gptq_names
+from exl2flow.model.files.exl2 import is_quantized, tensor_names
+from exl2flow.model.files.fp8 import ACTIVATIONS, CACHE
+from exl2flow.model.files.gptq import gptq_names, is_gptq
 from exl2flow.model.files.weights import TensorFiles
+
+TRAINING_HEADS = ("v_head.", "value_head.", "reward_head.", "score.")  # trl, RLHF, classifiers
+NEEDLESS_ENDINGS = (  # buffers that can be computed, and what other programs leave behind
+    ".inv_freq",
+    ".cos_cached",
+    ".sin_cached",
+    ".masked_bias",
+    ".position_ids",
+    ".weight._scale",
+    *(f".{suffix}" for suffix in (*ACTIVATIONS, *CACHE)),
+)
 
 
 def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
@@ -26,26 +38,84 @@ def check_layers(spec: ModelSpec, tensors: TensorFiles) -> None:
         )
 
 
-def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
-    """Return the names of tensors that no part of the model reads, in the order of the files.
+def expected_here(spec: ModelSpec, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+    """Return name → shape of `expected_tensors`, and of a tied head that the files hold."""
+    expected, head = expected_tensors(spec), f"{spec.head.key}.weight"
+    if head in tensors:  # of its own although the config ties it
+        expected[head] = (spec.head.out_features, spec.head.in_features)
+    return expected
 
-    Those that the family carries or leaves out are not among them, nor are layers that draft.
+
+def check_headers(spec: ModelSpec, tensors: TensorFiles) -> None:
+    """Compare shapes and dtypes of a model's plain tensors with the config, before any is read.
+
+    Raises:
+        SourceModelError: weights are integers.
+        TensorShapeError: a tensor has another shape than the config implies.
     """
-    known = {*expected_tensors(spec), f"{spec.head.key}.weight"}  # perhaps a tied head's, too
+    packed = {
+        name
+        for projection in (*spec.projections, spec.head)
+        if is_quantized(projection.key, tensors) or is_gptq(projection.key, tensors)
+        for name in (f"{projection.key}.weight", f"{projection.key}.bias")
+    }
+    plain = {
+        name: shape
+        for name, shape in expected_here(spec, tensors).items()
+        if name in tensors and name not in packed
+    }
+    tensors.check_floating(plain)
+    for name, shape in plain.items():
+        stored = tensors.shape(name)
+        if stored != shape and stored[1:] != shape and not _has_more_rows(stored, shape):
+            raise TensorShapeError(
+                f"`{name}` has shape {stored}, `config.json` implies {shape}; check that both "
+                "belong to one model"
+            )
+
+
+def _has_more_rows(stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+    return (
+        len(stored) == len(expected) == 2
+        and stored[0] >= expected[0]
+        and stored[1:] == expected[1:]
+    )
+
+
+def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
+    """Return the names of tensors that nothing here reads, but the model may need."""
+    return tuple(n for n in _unread(spec, tensors) if not _is_needless(n, spec, tensors))
+
+
+def unused(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:
+    """Return the names of tensors that the model does not need, in the order of the files."""
+    return tuple(n for n in _unread(spec, tensors) if _is_needless(n, spec, tensors))
+
+
+def _unread(spec: ModelSpec, tensors: TensorFiles) -> list[str]:
+    """Return the names of tensors that no part of the model reads and the family does not carry."""
+    known = {*expected_here(spec, tensors)}
     for projection in (*spec.projections, spec.head):
         known.update(tensor_names(projection.key), gptq_names(projection.key))
         if f"{projection.key}.weight" not in tensors:
             known.add(f"{projection.key}.bias")  # zeros, where the config implies none
+    carried = spec.family.carried
+    return [n for n in tensors.names if n not in known and not n.startswith(carried)]
+
+
+def _is_needless(name: str, spec: ModelSpec, tensors: TensorFiles) -> bool:
+    """Tell whether a model computes the same without a tensor that nothing reads."""
+    family = spec.family
     behind = range(spec.num_layers, spec.num_layers + spec.drafting_layers)
     drafting = tuple(f"{spec.layers_key}{layer}." for layer in behind)
-    family = spec.family
-    return tuple(
-        name
-        for name in tensors.names
-        if name not in known
-        and not name.startswith((*family.carried, *family.apart, *drafting))
-        and not name.endswith(family.left_out)
-    )
+    if name.startswith((*family.apart, *drafting, *TRAINING_HEADS)):
+        return True
+    if name.endswith((*family.left_out, *NEEDLESS_ENDINGS)):
+        return True
+    if name.endswith(".bias") and len(tensors.shape(name)) == 1:
+        return not tensors.read(name).any()
+    is_inside = spec.layers_key in name or name.startswith((family.prefix, f"{spec.head.key}."))
+    return not is_inside and family.text_type is None  # else it may be part of a tower
 
 
 def carried(spec: ModelSpec, tensors: TensorFiles) -> Layout:

@@ -8,17 +8,19 @@ import torch
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.model.config.experts_spec import implying_keys
 from exl2flow.model.config.foreign import quantized_form
-from exl2flow.model.config.spec import ModelSpec, expected_tensors
+from exl2flow.model.config.gptq_label import GptqLabel
+from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
 from exl2flow.model.files.canonical import CanonicalTensors
 from exl2flow.model.files.exl2 import MAX_ROWS, is_quantized
-from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq
+from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq, zero_offset
 from exl2flow.model.files.group_table import ROW_MULTIPLE
-from exl2flow.model.files.headers import check_layers, unclaimed
+from exl2flow.model.files.headers import check_layers, expected_here, unclaimed, unused
 from exl2flow.model.files.weights import TensorFiles
 
 SourceForm = Literal["floats", "fp8", "mxfp4", "gptq"]
 MOST_NAMES = 8  # that a message lists
+LEFT_OVER = "; the config ties the head, so remove this tensor if it is left over"
 
 
 def check_storable(spec: ModelSpec) -> None:
@@ -62,8 +64,8 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
     in_gptq = gptq_projections(spec, tensors)
     _check_form(spec, tensors, in_gptq, lossy=lossy)
     lines = tensors.undecodable()
-    lines += [line for p in in_gptq if (line := _gptq_problem(p, tensors, spec.zero_offset))]
-    expected = expected_tensors(spec)
+    lines += [line for p in in_gptq if (line := _gptq_problem(p, tensors, spec.gptq_label))]
+    expected = expected_here(spec, tensors)
     if not lines:
         tensors.check_floating(name for name in expected if name in tensors)
     decoded = {f"{p.key}.weight" for p in in_gptq}
@@ -77,7 +79,9 @@ def check_tensors(spec: ModelSpec, *, lossy: bool = False) -> None:
         elif not _fits(tensors.shape(name), shape, spec):
             found = f"{tensors.origin(name)} has shape {tensors.shape(name)}"
             keys = _implying_keys(name, spec)
-            lines.append(f"{found}, {f'{keys} imply' if keys else 'the config implies'} {shape}")
+            line = f"{found}, {f'{keys} imply' if keys else 'the config implies'} {shape}"
+            is_left = spec.tied_head and name == f"{spec.head.key}.weight"
+            lines.append(line + LEFT_OVER * is_left)
     if lines:
         shown = lines[:8] + ([f"… and {len(lines) - 8} more"] if len(lines) > 8 else [])
         remedy = f"; get the model's files in `{spec.source_dir}` again, complete"
@@ -99,6 +103,11 @@ def check_claimed(spec: ModelSpec) -> None:
             f"{shown}{more}; the output would be another model: correct `architectures` in its "
             "`config.json`, or remove them if they belong to no part of the model"
         )
+
+
+def unused_tensors(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of tensors that the model does not need, and that its output leaves out."""
+    return unused(spec, CanonicalTensors(spec))
 
 
 def gptq_projections(spec: ModelSpec, tensors: TensorFiles) -> tuple[ProjectionSpec, ...]:
@@ -149,13 +158,14 @@ def _check_form(
         )
 
 
-def _gptq_problem(projection: ProjectionSpec, tensors: TensorFiles, zero_offset: int) -> str | None:
-    """Return why a matrix in GPTQ form cannot be decoded; reads its group index and scales."""
+def _gptq_problem(projection: ProjectionSpec, tensors: TensorFiles, label: GptqLabel) -> str | None:
+    """Return why a matrix in GPTQ form cannot be decoded; reads all of it but the codes."""
     key = projection.key
     names = [name for name in (*gptq_names(key), f"{key}.bias") if name in tensors]
     try:
         outlines = {name: _outline(name, tensors) for name in names}
-        matrix = GptqMatrix.from_tensors(key, outlines, zero_offset=zero_offset)
+        offset = zero_offset(key, outlines, label)
+        matrix = GptqMatrix.from_tensors(key, outlines, zero_offset=offset)
     except SourceModelError as error:
         return str(error)
     expected = (projection.in_features, projection.out_features)
@@ -172,8 +182,8 @@ def _gptq_problem(projection: ProjectionSpec, tensors: TensorFiles, zero_offset:
 
 
 def _outline(name: str, tensors: TensorFiles) -> torch.Tensor:
-    """Return a tensor of a GPTQ matrix, codes and zeros without content."""
-    if name.endswith((".qweight", ".qzeros")):
+    """Return a tensor of a GPTQ matrix, codes without content."""
+    if name.endswith(".qweight"):
         return torch.empty(tensors.shape(name), dtype=tensors.dtype(name), device="meta")
     return tensors.read(name)
 

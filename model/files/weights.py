@@ -1,13 +1,13 @@
 """Lazy reading of tensors from the safetensors files of a folder.
 
 Weights in fp8 and mxfp4 appear decoded, as fp16, and their scales not at all; those in mxfp4 keep
-the name of their blocks. An index file is ignored.
+the name of their blocks. An index says which files count.
 Tensors are read rather than mapped, so the resident memory of a walk is that of the tensors still
 referred to. Tensors for a GPU pass through a small pinned buffer.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import replace
@@ -27,6 +27,7 @@ from exl2flow.core.errors import (
 )
 from exl2flow.core.runtime.background import helpers, send_async
 from exl2flow.core.store.model_files import weight_files
+from exl2flow.core.store.shard_index import INDEX_FILE, shard_index
 from exl2flow.model.config.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 from exl2flow.model.files import fp8, mxfp4
 from exl2flow.model.files.entry import TensorEntry
@@ -46,14 +47,15 @@ _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
 class TensorFiles:
-    """The tensors of all `*.safetensors` in a folder, by name; a second copy is ignored."""
+    """The tensors of a folder's `*.safetensors`, by name; a second copy is ignored."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
 
         Raises:
-            SourceModelError: no file, a damaged file, a name that occurs in two files, or blocks in
-                mxfp4 without scales that fit them.
+            SourceModelError: no file, a damaged file, a name that stands for two tensors in two
+                files, or blocks in mxfp4 without scales that fit them.
+            MissingTensor: a file that the index names is absent, and so are its tensors.
         """
         self.folder = folder
         self._ahead: dict[str, Future[torch.Tensor]] = {}
@@ -64,15 +66,17 @@ class TensorFiles:
                 or f"`{folder}` holds no `*.safetensors`; give the folder of a model saved in "
                 "this format"
             )
+        index = shard_index(folder)
+        if index:
+            named = {*index.values()}
+            self.files = tuple(path for path in self.files if path.name in named)
         self._entries: dict[str, TensorEntry] = {}
         for path in self.files:
             for name, entry in _read_header(path).items():
-                if name in self._entries:
-                    raise SourceModelError(
-                        f"`{name}` is both in `{self._entries[name].path}` and in `{path}`; "
-                        "remove the file that does not belong to the model"
-                    )
-                self._entries[name] = entry
+                other = self._entries.setdefault(name, entry)
+                if other is not entry and not _are_same(name, other, entry):
+                    raise _two_copies(name, other.path, path, index.get(name))
+        _check_index(index, self._entries, folder)
         self._join_scales()
 
     def _join_scales(self) -> None:
@@ -238,6 +242,43 @@ class TensorFiles:
                 "what is missing, or check that `config.json` belongs to these files"
             )
         return entry
+
+
+def _are_same(name: str, one: TensorEntry, other: TensorEntry) -> bool:
+    """Tell whether two files hold the same bytes under one name."""
+    if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
+        return False
+    first, second = (
+        _raw(name, replace(entry, shape=(entry.nbytes,)), torch.uint8) for entry in (one, other)
+    )
+    return torch.equal(first, second)
+
+
+def _two_copies(name: str, one: Path, other: Path, counts: str | None) -> SourceModelError:
+    """Return the error for a name that stands for different tensors in two files."""
+    both = f"`{name}` is both in `{one}` and in `{other}`, with different content"
+    if counts not in (one.name, other.name):
+        return SourceModelError(f"{both}; remove the file that does not belong to the model")
+    stale = other if counts == one.name else one
+    code = (
+        "from safetensors.torch import load_file as l, save_file as s; "
+        f"p = {str(stale)!r}; t = {{k: v.clone() for k, v in l(p).items() if k != {name!r}}}; "
+        "s(t, p, {'format': 'pt'})"
+    )
+    return SourceModelError(
+        f"{both}; `{INDEX_FILE}` names `{counts}`, but transformers may read the other one: "
+        f'remove the copy that does not count, with `python -c "{code}"`'
+    )
+
+
+def _check_index(index: Mapping[str, str], names: Container[str], folder: Path) -> None:
+    """Refuse a folder that lacks a file which its index names."""
+    lost = {file for name, file in index.items() if name not in names}
+    if absent := sorted(file for file in lost if not (folder / Path(file).name).is_file()):
+        raise MissingTensor(
+            f"`{absent[0]}` is not in `{folder}`, although `{INDEX_FILE}` names it, {len(absent)} "
+            "files in all; fetch what is missing"
+        )
 
 
 def _is_fp8_weight(name: str, entry: TensorEntry) -> bool:

@@ -310,7 +310,7 @@ def build_head(
             dtype=dtype,
             device=device,
             any_rows=True,
-            zero_offset=spec.zero_offset,
+            gptq=spec.gptq_label,
             packed=packed,
         )
     final_norm = load_norm(tensors, spec.final_norm, dtype=dtype, device=device)

@@ -12,6 +12,7 @@ from torch.nn import functional
 from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.core.runtime.background import send_async
 from exl2flow.kernels import LARGEST_HALF, FusedLinear, get_ops
+from exl2flow.model.config.gptq_label import UNLABELLED, GptqLabel
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
 from exl2flow.model.files.exl2 import (
     QuantizedMatrix,
@@ -20,7 +21,13 @@ from exl2flow.model.files.exl2 import (
     padded_columns,
     tensor_names,
 )
-from exl2flow.model.files.gptq import GptqMatrix, gptq_host_names, gptq_names, is_gptq
+from exl2flow.model.files.gptq import (
+    GptqMatrix,
+    gptq_host_names,
+    gptq_names,
+    is_gptq,
+    zero_offset,
+)
 from exl2flow.model.files.weights import TensorFiles
 
 SENT_ELEMENTS = 8 << 20  # of a tensor are sent and converted at a time
@@ -147,7 +154,7 @@ def load_linear(
     dtype: torch.dtype,
     device: torch.device | str,
     any_rows: bool = False,
-    zero_offset: int = 1,
+    gptq: GptqLabel = UNLABELLED,
     packed: bool = False,
     orders: RowOrders | None = None,
 ) -> Linear:
@@ -158,8 +165,8 @@ def load_linear(
         projection: what to load.
         dtype: of weight and bias in memory.
         device: where they go.
-        any_rows: accept more or fewer out-features than the projection states; more are cut.
-        zero_offset: of GPTQ matrices, see `ModelSpec.zero_offset`.
+        any_rows: accept more out-features than the projection states; they are cut.
+        gptq: how GPTQ matrices are stored, as the model's files say.
         packed: leave quantized matrices quantized; then they compute in fp16.
         orders: of maps with the same input, which may have their rows in the same order.
 
@@ -172,7 +179,7 @@ def load_linear(
         raise MissingTensor(
             f"`{key}.bias` is missing in `{tensors.folder}` although `config.json` implies a bias"
         )
-    matrix = _read_matrix(tensors, projection, zero_offset, device)
+    matrix = _read_matrix(tensors, projection, gptq, device)
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
         if packed:
@@ -218,7 +225,7 @@ def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) 
 def _read_matrix(
     tensors: TensorFiles,
     projection: ProjectionSpec,
-    zero_offset: int,
+    label: GptqLabel,
     device: torch.device | str,
 ) -> StoredMatrix | None:
     """Read a quantized matrix, its large tensors onto the device; None if it is not quantized."""
@@ -242,14 +249,14 @@ def _read_matrix(
             f"`{bias}` is not zero, `config.json` implies none; check that both belong to one model"
         )
     stored = read(gptq_names(key), gptq_host_names(key))
-    return GptqMatrix.from_tensors(key, stored, zero_offset=zero_offset)
+    return GptqMatrix.from_tensors(key, stored, zero_offset=zero_offset(key, stored, label))
 
 
 def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows: bool) -> None:
     """Compare a stored (n, k) with the config; rows may have the padding of the format."""
     n, k = projection.out_features, projection.in_features
     is_known = shape in ((n, k), (padded_columns(n), k))
-    if not is_known and not (any_rows and shape[1:] == (k,)):
+    if not is_known and not (any_rows and shape[0] >= n and shape[1:] == (k,)):
         raise TensorShapeError(
             f"`{projection.key}` has shape {shape}, `config.json` implies {(n, k)}; check that "
             "both belong to one model"

@@ -45,7 +45,7 @@ def build_sublayer(
             projection,
             dtype=dtype,
             device=device,
-            zero_offset=spec.zero_offset,
+            gptq=spec.gptq_label,
             packed=packed,
             orders=orders,
         )

@@ -31,6 +31,7 @@ from exl2flow.model.text.sentencepiece_model import (
     check_charsmap,
 )
 from exl2flow.model.text.tekken import load_tekken
+from exl2flow.model.text.token_roles import opening_of, token_ids
 from exl2flow.model.text.tokenizer_trial import try_tokenizer
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
@@ -62,23 +63,27 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
+        opening: Sequence[int] | None = None,
         source: Path = Path("tokenizer.json"),
     ) -> None:
         """Take over `backend` from a file; its truncation and padding settings are dropped.
 
-        `pad_token_id` defaults to the id of `<pad>`, then to EOS if that differs from BOS.
+        `pad_token_id` defaults to the id of `<pad>`, then to EOS if that differs from BOS;
+        `opening`, the ids that the model's texts begin with, to BOS.
         """
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = False  # it reads them, `_plain` does not
         self.backend = backend
         self.bos_token_id = bos_token_id
+        bos = () if bos_token_id is None else (bos_token_id,)
+        self.opening = bos if opening is None else tuple(opening)
         self.eos_token_ids = tuple(eos_token_ids)
         self.pad_token_id = backend.token_to_id("<pad>") if pad_token_id is None else pad_token_id
         if self.pad_token_id is None and self.eos_token_id != bos_token_id:
             self.pad_token_id = self.eos_token_id
         added = backend.get_added_tokens_decoder().items()
-        named = {*self.eos_token_ids, *(() if bos_token_id is None else (bos_token_id,))}
+        named = {*self.eos_token_ids, *bos}
         self.special_ids = frozenset(
             {token_id for token_id, token in added if token.special} | named
         )
@@ -93,12 +98,15 @@ class Tokenizer:
             SourceModelError: no tokenizer file, a damaged one, or one that does not convert.
         """
         backend = _load_backend(model_dir)
-        bos_ids = _token_ids(model_dir, backend, "bos")
+        bos_token_id = next(token_ids(model_dir, backend, "bos"), None)
+        with _failures_are_named(model_dir):
+            opening = opening_of(model_dir, backend, bos_token_id)
         return cls(
             backend,
-            bos_token_id=next(bos_ids, None),
-            eos_token_ids=tuple(dict.fromkeys(_token_ids(model_dir, backend, "eos"))),
-            pad_token_id=next(_token_ids(model_dir, backend, "pad"), None),
+            bos_token_id=bos_token_id,
+            eos_token_ids=tuple(dict.fromkeys(token_ids(model_dir, backend, "eos"))),
+            pad_token_id=next(token_ids(model_dir, backend, "pad"), None),
+            opening=opening,
             source=model_dir,
         )
 
@@ -114,7 +122,7 @@ class Tokenizer:
 
         Args:
             text: any text.
-            add_bos: begin with the beginning-of-sequence id, if the model has one.
+            add_bos: begin as the model's texts do, with `opening`: BOS, or nothing.
             add_eos: end with the end-of-sequence id, if the model has one.
             special: read special tokens spelled in the text as such, not as plain text.
         """
@@ -124,7 +132,7 @@ class Tokenizer:
                 ids = backend.encode(text, add_special_tokens=False).ids
             else:  # unlike `encode`, this releases the GIL
                 ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        begin = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+        begin = [*self.opening] if add_bos else []
         end = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
         return begin + ids + end
 
@@ -385,18 +393,3 @@ def _add_tokens(backend: tokenizers.Tokenizer, model_dir: Path) -> None:
                 f"added token `{token.content}` of `{model_dir}` has id {token_id}, which does "
                 f"not follow the vocabulary; add a `tokenizer.json`"
             )
-
-
-def _token_ids(model_dir: Path, backend: tokenizers.Tokenizer, role: str) -> Iterator[int]:
-    """Yield the ids that the folder's files give the role `bos` or `eos`, config.json first."""
-    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
-        path = model_dir / name
-        if path.exists():
-            fields = Fields.load(path)
-            yield from fields.token_ids(f"{role}_token_id")
-            yield from fields.inner("text_config").token_ids(f"{role}_token_id")  # of a wrapper
-            value = fields.values.get(f"{role}_token")  # the token's text, plain or in an object
-            text = value.get("content") if isinstance(value, dict) else value
-            token_id = backend.token_to_id(text) if isinstance(text, str) else None
-            if token_id is not None:
-                yield token_id

@@ -83,7 +83,8 @@ class Plan:
 
     unused_gpu: why `auto` took the CPU although there is a GPU;
     left: what the unfinished stages still need; stages: what a run does with each of them, if an
-    earlier run has digested the source; carried, left_out: files of the source;
+    earlier run has digested the source; carried, left_out: files of the source; unused: tensors
+    that the model does not need;
     not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
     are, and their bytes.
     """
@@ -111,6 +112,7 @@ class Plan:
     out: str
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
+    unused: tuple[str, ...]
     not_quantized: tuple[int, int]
 
     def to_json(self) -> dict[str, object]:
@@ -140,6 +142,8 @@ class Plan:
         ]
         if self.left_out:
             rows.append(("left out", _some(self.left_out)))
+        if self.unused:
+            rows.append(("not used", _some(self.unused)))
         tensors, total_bytes = self.not_quantized
         if tensors:
             text = f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"

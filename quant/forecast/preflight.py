@@ -23,6 +23,7 @@ from exl2flow.model.files.source_tensors import (
     check_storable,
     check_tensors,
     has_all_layers,
+    unused_tensors,
 )
 from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
@@ -168,6 +169,7 @@ def _plan(
         out=str(config.out.resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
         left_out=tuple(left_out(config.source)),
+        unused=unused_tensors(spec),
         not_quantized=(len(carried_tensors(spec)), carried_bytes(spec)),
     )
 

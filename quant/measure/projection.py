@@ -19,7 +19,8 @@ from exl2flow.quant.rounding.error_feedback import (
 from exl2flow.quant.rounding.hessian import HessianFactor, squared_norm
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
 
-HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized
+HOPELESS_ERROR = 0.9  # a projection whose best candidate is above this cannot be quantized ...
+NEGLIGIBLE_NATS = 1e-4  # ... unless the error costs less: weights near zero are rounded to it
 LEAST_SIZE = 1e-30  # of a projection's output
 REFERENCE = (3, 128)  # bits and group size at which the gain of the output metric is measured
 
@@ -122,7 +123,7 @@ class Projection:
         """Return results, given nats and squared relative error of every candidate, and its bits.
 
         Raises:
-            QuantizationError: even the best one is unusable.
+            QuantizationError: even the best one is unusable, and its error matters.
         """
         results = [
             CandidateResult(
@@ -134,7 +135,7 @@ class Projection:
             for params, (nats, squared_error), total in zip(options, numbers, bits, strict=True)
         ]
         best = 1 - max(result.accuracy for result in results)
-        if best > HOPELESS_ERROR:
+        if best > HOPELESS_ERROR and not min(nats for nats, _ in numbers) < NEGLIGIBLE_NATS:
             raise QuantizationError(
                 f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
                 "the model or the calibration data is unusable: check both with `--dry-run`"

@@ -157,7 +157,8 @@ def _stream(kind: str, texts: Sequence[str], tokenizer: Tokenizer) -> Stream:
     for text in texts:
         look()
         body = text.partition("\n")[2].strip() if kind == "encyclopedia" else text
-        ids = tokenizer.encode(body, add_bos=True, add_eos=True)
+        bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        ids = bos + tokenizer.encode(body, add_eos=True)
         has_bos = ids[:1] == [tokenizer.bos_token_id]
         stream.starts.append(len(stream.ids) + has_bos)
         stream.ids.extend(ids)

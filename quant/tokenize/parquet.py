@@ -1,5 +1,6 @@
 """Calibration text in Parquet files: the bundled ones, and a user's own."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def records(path: Path, columns: list[str] | None) -> Iterator[list[str]]:
     empty = True
     try:
         with pq.ParquetFile(path) as file:
+            _check_names(path, file.schema_arrow)
             names = columns or _text_columns(path, file.schema_arrow)
             for batch in file.iter_batches(columns=names):
                 for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
@@ -52,6 +54,15 @@ def holds_strings(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _check_names(path: Path, schema: pa.Schema) -> None:
+    """Refuse columns of one name: which of them holds the text cannot be told."""
+    twice = [name for name, count in Counter(schema.names).items() if count > 1]
+    if twice:
+        raise CalibrationError(
+            f"`{path}` has more than one column named `{twice[0]}`; rename or remove the others"
+        )
 
 
 def _text_columns(path: Path, schema: pa.Schema) -> list[str]:

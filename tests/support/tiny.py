@@ -11,7 +11,7 @@ from pathlib import Path
 import tokenizers
 import torch
 from safetensors.torch import save_file
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from exl2flow.model import ModelSpec, expected_tensors, resolve
 
@@ -193,4 +193,8 @@ def tiny_tokenizer() -> str:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT, trainer)
+    bos = SPECIAL_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+    )
     return tokenizer.to_str()

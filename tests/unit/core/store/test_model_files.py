@@ -218,6 +218,19 @@ def test_snapshot_of_a_hub_cache_is_taken_but_not_what_only_looks_like_it(tmp_pa
         carried_files(snapshot)
 
 
+def test_link_from_a_folder_of_its_own_to_a_blob_of_a_hub_cache_is_followed(
+    model: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "models--org--name"
+    for name in ("blobs", "snapshots"):
+        (cache / name).mkdir(parents=True)
+    (cache / "blobs" / "1f3").write_text("{}")
+    (model / "tokenizer.json").unlink(missing_ok=True)
+    (model / "tokenizer.json").symlink_to(cache / "blobs" / "1f3")
+
+    assert "tokenizer.json" in [path.name for path in carried_files(model)]
+
+
 def test_every_bad_link_is_named(model: Path) -> None:
     for name in ("LICENSE", "NOTICE"):
         (model / name).symlink_to("notes.txt")

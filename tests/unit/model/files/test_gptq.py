@@ -9,10 +9,17 @@ from conversions import small_config
 from gptq_models import as_gptq, packed
 from tiny import make_tiny
 
-from exl2flow.core.errors import MissingTensor, PreflightFailed, TensorShapeError
+from exl2flow.core.errors import (
+    MissingTensor,
+    PreflightFailed,
+    SourceModelError,
+    TensorShapeError,
+)
 from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
-from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq
+from exl2flow.model import resolve
+from exl2flow.model.config.gptq_label import GptqLabel, declared_quantization
+from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq, zero_offset
 from exl2flow.quant.forecast.preflight import preflight
 
 K, N = 96, 24
@@ -182,3 +189,50 @@ def test_a_gptq_model_is_not_converted(tmp_path: Path) -> None:
     as_gptq(source)
     with pytest.raises(PreflightFailed, match="quantized already"):
         preflight(small_config(source, tmp_path / "out"))
+
+
+def of_zeros(stored_zero: int, **label: object) -> int:
+    codes, zeros, scales = drawn(3)
+    tensors = stored(codes, torch.full_like(zeros, stored_zero), scales)
+    return zero_offset(KEY, tensors, GptqLabel.of(label))
+
+
+@pytest.mark.parametrize("stated", ["gptq", "gptq_v2", None])
+@pytest.mark.parametrize(("stored_zero", "offset"), [(7, 1), (8, 0)])
+@pytest.mark.parametrize("sym", [True, None])
+def test_zeros_of_a_symmetric_matrix_show_how_they_are_stored(
+    sym: bool | None, stored_zero: int, offset: int, stated: str | None
+) -> None:
+    assert of_zeros(stored_zero, sym=sym, checkpoint_format=stated) == offset
+
+
+@pytest.mark.parametrize(("stated", "offset"), [("gptq", 1), ("gptq_v2", 0), (None, 1)])
+@pytest.mark.parametrize(("stored_zero", "sym"), [(8, False), (6, False), (6, None)])
+def test_other_zeros_are_stored_as_the_format_says(
+    stored_zero: int, sym: bool | None, stated: str | None, offset: int
+) -> None:
+    assert of_zeros(stored_zero, sym=sym, checkpoint_format=stated) == offset
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ({"sym": True}, "`sym` is true in the config, but `q.qzeros` holds other zeros than 8"),
+        ({"desc_act": True}, "`desc_act` is true in the config, but no `q.g_idx`"),
+        ({"checkpoint_format": "marlin"}, "`checkpoint_format` of `q` is `marlin`"),
+    ],
+)
+def test_labels_that_the_tensors_contradict_are_refused(
+    label: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SourceModelError, match=message):
+        of_zeros(6, **label)
+
+
+def test_the_label_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "model")
+    (source / "quantize_config.json").write_text('{"bits": 4, "checkpoint_format": "gptq_v2"}')
+    inner = {"quantization_config": {"sym": True}}
+
+    assert resolve(source).gptq_label == GptqLabel(checkpoint_format="gptq_v2")
+    assert declared_quantization(source, {}, inner) == {"sym": True}

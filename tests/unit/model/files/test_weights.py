@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from safetensors.torch import save_file
 from tiny import make_tiny
 
 from exl2flow.core.errors import MissingTensor, SourceModelError
+from exl2flow.core.store.shard_index import INDEX_FILE
 from exl2flow.model import TensorFiles
 from exl2flow.model.files import weights
 
@@ -76,6 +78,61 @@ def test_names_come_from_all_files_whatever_the_index_says(tmp_path: Path) -> No
     assert "c" not in files
 
 
+def indexed(folder: Path, files: dict[str, dict[str, torch.Tensor]], **index: str) -> Path:
+    for name, tensors in files.items():
+        save_file({key: x.clone() for key, x in tensors.items()}, folder / name)
+    (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+ZERO, ONE = torch.zeros(2), torch.ones(2)
+
+
+def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
+    stale = {"a": ZERO, "c": ZERO}
+    indexed(tmp_path, {"x.safetensors": {"a": ONE}, "model.safetensors": stale}, a="x.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"damaged, too")
+
+    files = TensorFiles(tmp_path)
+
+    assert files.names == ("a",)
+    assert torch.equal(files.read("a"), ONE)
+
+
+def test_an_index_of_other_files_says_nothing(tmp_path: Path) -> None:
+    indexed(tmp_path, {"output.safetensors": {"a": ONE}}, a="model-00001-of-00002.safetensors")
+
+    assert TensorFiles(tmp_path).names == ("a",)
+
+
+def test_equal_copies_in_two_files_are_no_problem(tmp_path: Path) -> None:
+    indexed(tmp_path, {"x.safetensors": {"a": ONE}, "y.safetensors": {"a": ONE, "b": ONE}})
+
+    assert set(TensorFiles(tmp_path).names) == {"a", "b"}
+
+
+@pytest.mark.parametrize(("counts", "stale"), [("x", "y"), ("y", "x")])
+def test_a_stale_copy_is_refused_with_a_program_that_removes_it(
+    counts: str, stale: str, tmp_path: Path
+) -> None:
+    files = {"x.safetensors": {"a": ONE, "c": ONE}, "y.safetensors": {"a": ZERO, "b": ONE}}
+    indexed(tmp_path, files, a=f"{counts}.safetensors", b="y.safetensors", c="x.safetensors")
+
+    with pytest.raises(SourceModelError, match=r"names `.*safetensors`, but transfo") as raised:
+        TensorFiles(tmp_path)
+    exec(str(raised.value).partition('python -c "')[2].rpartition('"')[0])
+
+    assert torch.equal(TensorFiles(tmp_path).read("a"), files[f"{counts}.safetensors"]["a"])
+    assert set(TensorFiles(tmp_path).names) == {"a", "b", "c"}
+
+
+def test_a_file_that_the_index_names_and_that_is_absent_is_named(tmp_path: Path) -> None:
+    indexed(tmp_path, {"x.safetensors": {"a": ONE}}, a="x.safetensors", b="../y.safetensors")
+
+    with pytest.raises(MissingTensor, match=r"`\.\./y\.safetensors` is not in .*1 files in all"):
+        TensorFiles(tmp_path)
+
+
 def test_read_tensors_can_be_written_to_and_outlive_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"a": torch.zeros(4)}, path)
@@ -141,10 +198,10 @@ def test_integers_are_not_read_as_weights(tmp_path: Path) -> None:
 
 
 def test_name_in_two_files_names_both(tmp_path: Path) -> None:
-    for name in ("x", "y"):
-        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    for number, name in enumerate(("x", "y")):
+        save_file({"a": torch.full((1,), number)}, tmp_path / f"{name}.safetensors")
 
-    with pytest.raises(SourceModelError, match=r"x\.safetensors.*y\.safetensors"):
+    with pytest.raises(SourceModelError, match=r"x\.safetensors.*y\.safetensors.*remove the file"):
         TensorFiles(tmp_path)
 
 

@@ -133,7 +133,8 @@ def test_ids_come_from_token_texts_where_the_config_has_none(eos: object, folder
 
 
 def test_absent_ids_add_nothing(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(tiny_tokenizer())
+    content = json.loads(tiny_tokenizer()) | {"post_processor": None}
+    write(tmp_path, "tokenizer.json", content)
 
     tokenizer = Tokenizer.load(tmp_path)
 
@@ -198,6 +199,22 @@ def test_user_defined_pieces_are_whole_in_every_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
 
     assert tokenizer.encode("a fox<sep>the dog") == reference.encode("a fox<sep>the dog")
+
+
+@pytest.mark.parametrize(
+    ("setting", "adds"),
+    [({}, True), ({"add_bos_token": True}, True), ({"add_bos_token": False}, False)],
+)
+def test_sentencepiece_texts_begin_with_bos_unless_switched_off(
+    setting: dict[str, bool], adds: bool, tmp_path: Path
+) -> None:
+    write_sentencepiece(tmp_path)
+    write(tmp_path, "config.json", {"bos_token_id": 1})
+    write(tmp_path, "tokenizer_config.json", setting)
+
+    tokenizer = Tokenizer.load(tmp_path)
+
+    assert tokenizer.encode("a fox", add_bos=True) == [1] * adds + tokenizer.encode("a fox")
 
 
 def test_tokens_beside_a_sentencepiece_model_are_added(tmp_path: Path) -> None:
@@ -321,10 +338,9 @@ def test_a_normalization_that_states_more_than_it_has_is_refused(folder: Path) -
 
 def test_a_panic_of_the_library_is_an_error_of_ours(folder: Path) -> None:
     empty = {"type": "Replace", "pattern": {"String": ""}, "content": "aa"}
-    tokenizer = Tokenizer.load(damaged(folder, normalizer=empty))
 
     with pytest.raises(SourceModelError, match=r"`tokenizers` fails on .*fetch it again"):
-        tokenizer.encode("three words here")
+        Tokenizer.load(damaged(folder, normalizer=empty)).encode("three words here")
 
 
 def test_a_git_lfs_pointer_says_how_to_get_the_tokenizer(folder: Path) -> None:
@@ -362,3 +378,14 @@ def test_pad_id_has_fallbacks(
     (folder / "tokenizer.json").write_text(backend.to_str())
 
     assert Tokenizer.load(folder).pad_token_id == pad
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]"])
+def test_a_damaged_generation_config_is_ignored_with_a_warning(
+    content: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "generation_config.json").write_text(content)
+
+    assert Tokenizer.load(folder).eos_token_ids == (1, 7)
+    assert "generation_config.json" in caplog.text
+    assert "is ignored" in caplog.text

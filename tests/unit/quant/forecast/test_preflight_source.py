@@ -10,8 +10,9 @@ from conversions import small_config
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 
-from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.errors import Exl2FlowError, PreflightFailed
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.inference import load_model
 from exl2flow.quant.forecast.preflight import preflight
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -96,3 +97,46 @@ def test_buffers_that_were_once_stored_are_no_problem(source: Path) -> None:
     change_tensors(source, lambda t: t.update(extra))
 
     preflight(config_of(source))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("v_head.summary.weight", torch.ones(1, 64)),
+        ("v_head.summary.bias", torch.ones(1)),
+        ("lm_head.weight._scale", torch.ones(1)),
+        ("some_other_part.weight", torch.ones(3)),
+        ("model.layers.0.self_attn.rotary_emb.cos_cached", torch.ones(4, 8)),
+        ("model.layers.0.mlp.up_proj.bias", torch.zeros(96)),
+    ],
+)
+def test_tensors_that_the_model_does_not_need_are_listed_as_not_used(
+    name: str, value: torch.Tensor, source: Path
+) -> None:
+    change_tensors(source, lambda t: t.update({name: value}))
+
+    plan = preflight(config_of(source))
+
+    assert plan.unused == (name,)
+    assert ("not used", name) in plan.rows()
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (
+            torch.ones(200, 64),
+            r"`lm_head.weight` has shape (200, 64), the config implies (301, 64)",
+        ),
+        (torch.ones(301, 64, dtype=torch.int32), "are integers: `lm_head.weight` is torch.int32"),
+    ],
+)
+def test_a_left_over_head_beside_a_tied_embedding_is_checked(
+    head: torch.Tensor, message: str, source: Path
+) -> None:
+    change_config(source, tie_word_embeddings=True)
+    change_tensors(source, lambda t: t.update({"lm_head.weight": head}))
+
+    assert any(message in line for line in problems_of(config_of(source)))
+    with pytest.raises(Exl2FlowError, match=r"`lm_head\.weight`"):
+        load_model(str(source), device="cpu")

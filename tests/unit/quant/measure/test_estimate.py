@@ -24,11 +24,11 @@ from exl2flow.quant.measure import projection as projection_module
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.measure.estimate import HEAD_FILE
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, projection_bits, read_measurement
-from exl2flow.quant.measure.projection import REFERENCE
+from exl2flow.quant.measure.projection import REFERENCE, Projection
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.rounding.hessian import HessianFactor, HessianSum, MixedHessian, factor, mixed
 from exl2flow.quant.sensitivity import fisher as fisher_module
-from exl2flow.quant.sensitivity.fisher import Factors, estimate
+from exl2flow.quant.sensitivity.fisher import Factors, OutputFactor, estimate
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.tasks.stages import STAGES
@@ -285,11 +285,35 @@ def test_hopeless_projection_stops_the_run(
     single: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(projection_module, "HOPELESS_ERROR", 0.0)
+    monkeypatch.setattr(projection_module, "NEGLIGIBLE_NATS", 0.0)
 
     with pytest.raises(
         QuantizationError, match=r"`model\.layers\.0\.self_attn\.q_proj` .* 0\.\d{3}"
     ):
         run_until(moved(single, tmp_path), "measure")
+
+
+@pytest.mark.parametrize(
+    ("gradient", "matters"), [(1.0, False), (1e12, True), (float("nan"), True)]
+)
+def test_weights_too_small_to_store_stop_a_run_only_where_they_matter(
+    gradient: float, matters: bool, single: Pipeline
+) -> None:
+    spec = resolve(single.config.source).sublayers[0].projections[0]
+    k, n = spec.in_features, spec.out_features
+    output = OutputFactor(blocks=gradient * torch.eye(n)[None], columns=n)
+    nats = estimate(torch.full((k, n), 1e-7), Factors(input=torch.eye(k), output=output))
+    projection = Projection.__new__(Projection)  # its matrix is not needed
+    projection.spec = spec
+
+    def results() -> int:
+        return len(projection.results_of([QuantParams.uniform(8, 32)], [(nats, 1.0)], [8]))
+
+    if not matters:
+        assert results() == 1
+        return
+    with pytest.raises(QuantizationError, match=r"relative error of 1\.000"):
+        results()
 
 
 def test_remedy_is_recorded_and_the_run_goes_on(
