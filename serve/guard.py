@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.serve.body_pace import BodyPace, seconds_of
 from exl2flow.serve.bounds import LARGEST_BODY, check_body
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.keys import Key, Keys
@@ -70,6 +71,7 @@ class Guard:
         self._app, self._keys, self._metrics = app, keys, metrics
         self._hosts, self._origins = {options.host, *options.allow_host}, {*options.origin}
         self._is_open_to_others = is_open(options.host)
+        self._pace = BodyPace()
         self._open = OPEN | (MEASURES if options.open_metrics else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,7 +95,7 @@ class Guard:
 
         try:
             is_question = self._is_question(scope, given)
-            body = b"" if is_question else check_body(await _read(receive))
+            body = b"" if is_question else await self._body(scope, receive)
         except ApiError as error:
             await response(error, scope, CLOSING.get(error.status))(scope, receive, told)
             return
@@ -112,6 +114,13 @@ class Guard:
                 raise
             answer = response(as_api_error(error, request_id, is_input=True), scope)
             await answer(scope, receive, told)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        """Return a body that may be parsed now."""
+        body = await _read(receive)
+        host, _ = scope.get("client") or ("", 0)
+        await self._pace.wait(f"{scope['state']['key'].name} {host}", seconds_of(body))
+        return check_body(body)
 
     def _finish(self, start: Message, scope: Scope, given: Headers) -> None:
         """Count an answer that begins, log it if it refuses, and add its headers."""

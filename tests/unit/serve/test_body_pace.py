@@ -1,0 +1,44 @@
+"""Large bodies are parsed one at a time, with pauses; clients take turns, and small bodies none."""
+
+import asyncio
+import time
+
+import pytest
+
+from exl2flow.serve import body_pace
+from exl2flow.serve.body_pace import SHARE, SMALL, BodyPace, seconds_of
+from exl2flow.serve.bounds import LARGEST_BODY
+
+
+def test_large_bodies_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_pace, "SHARE", 1 / 2)
+    order = list[str]()
+
+    async def run() -> float:
+        pace, began = BodyPace(), time.monotonic()
+
+        async def one(client: str) -> None:
+            await pace.wait(client, SMALL)
+            order.append(client)
+
+        await asyncio.gather(*map(one, ("a", "a", "a", "b")))
+        return time.monotonic() - began
+
+    assert asyncio.run(run()) >= 3 * SMALL * 2
+    assert order == ["a", "a", "b", "a"]
+
+
+def test_small_bodies_wait_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> float:
+        pace = BodyPace()
+        await pace.wait("a", 1e6)  # the next large one would wait for weeks
+        await pace.wait("a", SMALL / 2)
+        return pace._free_at
+
+    assert asyncio.run(run()) > 1e6 / SHARE
+
+
+def test_a_body_of_numbers_takes_longer_than_one_text() -> None:
+    text, numbers = b'"' + b"a" * (LARGEST_BODY - 2) + b'"', b"[" + b"1," * (LARGEST_BODY // 2)
+
+    assert seconds_of(b'{"prompt": "The cat"}') < SMALL < seconds_of(text) < seconds_of(numbers)
