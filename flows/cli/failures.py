@@ -70,10 +70,21 @@ def _fail(
 ) -> None:
     """Print what went wrong on stderr, for people, or as JSON if a command prints that."""
     if AS_JSON in arguments:
-        error = {"type": kind, "message": message.removeprefix("error: ")}
-        say(json_line({"error": error, "exit_code": code}))
-        return
-    say(message + hint, style=style)
+        say(as_json(code, kind, message))
+    else:
+        say(message + hint, style=style)
+
+
+def as_json(code: int, kind: str, message: str) -> str:
+    """Return an error as the line that `--json` promises."""
+    error = {"type": kind, "message": message.removeprefix("error: ")}
+    return json_line({"error": error, "exit_code": code})
+
+
+def termination(code: int, arguments: Sequence[str]) -> str:
+    """Return what a program says that is terminated."""
+    told = f"terminated{saved_work(arguments)}"
+    return as_json(code, "Interrupted", told) if AS_JSON in arguments else told
 
 
 def explain_usage(error: typer.TyperException, arguments: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ from exl2flow.flows.cli.failures import (
     explain_defect,
     explain_usage,
     explained,
-    saved_work,
+    termination,
 )
 from exl2flow.flows.cli.help import HelpCommand, HelpGroup
 
@@ -149,8 +149,9 @@ _terminations: list[int] = []  # signals that ended the program
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise an exception, so that temporary servers and files are cleaned up."""
     _terminations.append(signum)
-    os.write(2, f"\nterminated{saved_work(sys.argv[1:])}\n".encode())
-    raise SystemExit(128 + signum)
+    code = 128 + signum
+    os.write(2, f"\n{termination(code, sys.argv[1:])}\n".encode())
+    raise SystemExit(code)
 
 
 def forbid_cores() -> None:

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from exl2flow.core.errors import ConfigError, Interrupted, PreflightFailed
-from exl2flow.flows.cli.failures import explain_defect, explained
+from exl2flow.flows.cli.failures import explain_defect, explained, termination
 from exl2flow.flows.cli.main import app
 
 BOX = "╭"
@@ -98,3 +98,8 @@ def test_with_json_a_defect_is_an_object(capsys: pytest.CaptureFixture[str]) -> 
     explain_defect(ValueError("odd"), ["inspect", "a", "--json"])
 
     assert json.loads(capsys.readouterr().err)["error"]["type"] == "Unexpected"
+
+
+def test_with_json_a_termination_is_an_object() -> None:
+    assert json.loads(termination(143, ["convert", "a", "--json"]))["exit_code"] == 143
+    assert termination(143, ["inspect", "a"]) == "terminated"
