@@ -82,10 +82,9 @@ def test_run_and_its_events_are_stored_before_the_server_ends(
     done = convert(source, tmp_path / "out", env)
     again = convert(source, tmp_path / "out", env)
 
+    assert done.returncode == 0, done.stderr
     assert again.returncode == 0, again.stderr
     assert "Prefect" not in again.stderr  # there was nothing to do
-    assert again.stdout.partition("time")[0] == done.stdout.partition("time")[0]
-    assert done.returncode == 0, done.stderr
     assert "starting a temporary Prefect server" in done.stderr
     assert "this run in the Prefect UI: http://127.0.0.1:" in done.stderr
     assert servers(env) == []
