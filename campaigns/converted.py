@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted
-from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.publication import PublishConfig
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store import store
 from exl2flow.core.store.stage import Pipeline

@@ -11,8 +11,8 @@ from functools import cache
 
 import torch
 
+from exl2flow.core.device_name import device_name, index_of
 from exl2flow.core.errors import BackendUnavailable, ConfigError
-from exl2flow.core.runtime.device_name import device_name, index_of
 from exl2flow.kernels.reference.ops import TORCH_OPS, Ops
 
 log = logging.getLogger(__name__)

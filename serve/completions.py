@@ -53,7 +53,7 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
-        return [cast(list[int], given)]
+        return [given]
     prompts = cast(list[str | list[int]], given)
     if not prompts:
         why = f"`prompt` takes a text, ids, or 1 to {MOST_PROMPTS} of these"

@@ -111,7 +111,7 @@ class Json(BaseModel):
     @classmethod
     def _is_sound(cls, given: Any) -> Any:
         level = [given]
-        for _ in range(DEPTH + 1):
+        for _ in range(DEPTH):
             level = [inner for each in level for inner in _within(each)]
         if level:
             raise ValueError(f"the body is nested more than {DEPTH} levels deep")

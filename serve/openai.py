@@ -245,10 +245,11 @@ class ChatDialect(ChunkDialect):
     def streamed(self, chunk: Chunk) -> Chunk:
         chunk, delta = self._in_older_form(chunk), chunk.get("delta", {})
         if "tool_calls" in delta:
-            calls = [{"index": index, **call} for index, call in delta["tool_calls"].items()]
+            by_place = delta["tool_calls"]
+            calls = [{"index": index, **call} for index, call in by_place.items()]
             delta = {**delta, "tool_calls": calls}
-            if self._is_older and calls[0]["index"] == 0:
-                delta["function_call"] = calls[0]["function"]
+            if self._is_older and 0 in by_place:
+                delta["function_call"] = by_place[0]["function"]
         return {**chunk, "delta": delta}
 
     def _in_older_form(self, choice: Chunk) -> Chunk:

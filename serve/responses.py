@@ -91,8 +91,7 @@ def _parts(given: Json) -> Iterator[Json]:
             case "function_call":
                 yield call(item.get("call_id"), item.get("name"), item.get("arguments"))
             case "custom_tool_call":
-                arguments = {"input": item.get("input")}
-                yield call(item.get("call_id"), item.get("name"), arguments)
+                yield call(item.get("call_id"), item.get("name"), {"input": item.get("input")})
             case str(kind) if kind in CALLS:
                 name, arguments = kind.removesuffix("_call"), item.get(CALLS[kind])
                 yield call(item.get("call_id") or item.get("id"), name, arguments)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prefect import task
 
-from exl2flow.core.options.config import ValidateOptions
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison

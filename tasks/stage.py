@@ -10,7 +10,7 @@ from functools import partial
 
 from prefect import Task
 from prefect.states import Cancelled, Completed
-from prefect.transactions import get_transaction
+from prefect.transactions import Transaction, get_transaction
 
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.store.changes import outlook
@@ -50,7 +50,8 @@ def stage_task(
             with closing(ProgressArtifact(artifacts, name)) as progress:
                 return pipeline.run(name, progress=progress)
         except Interrupted as stop:
-            get_transaction().rollback()  # or the state would be cached as a result
+            if isinstance(transaction := get_transaction(), Transaction):
+                transaction.rollback()  # or the state would be cached as a result
             return Cancelled(message=str(stop), data=stop)  # type: ignore[return-value]
 
     return Task(

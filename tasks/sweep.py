@@ -17,10 +17,10 @@ from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
+from exl2flow.core.device_name import index_of
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, visible_gpus
-from exl2flow.core.runtime.device_name import index_of
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
 from exl2flow.core.store.stage import Pipeline

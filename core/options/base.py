@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from exl2flow.core.runtime.device_name import PATTERN, device_name
+from exl2flow.core.device_name import PATTERN, device_name
 
 MOST_STRETCH = 1_000_000  # of positions or of the base of a rotation; the least is 1 / this
 MEASUREMENT_FILE = "measurement.json"  # its name in a folder

@@ -5,8 +5,8 @@ from typing import Annotated
 from pydantic import Field
 
 from exl2flow.core.options.base import DeviceOption, Option, Options, TokenBlock
-from exl2flow.core.options.config import ValidateOptions
 from exl2flow.core.options.given import EMPTY, OptionalPath, Paths
+from exl2flow.core.options.validation import ValidateOptions
 
 
 class ComparedModels(Options):

@@ -5,9 +5,10 @@ from typing import Annotated, TypeAlias
 from pydantic import Field
 
 from exl2flow.core.options.base import Option
-from exl2flow.core.options.config import ConversionConfig, RunOptions, ValidateOptions
+from exl2flow.core.options.config import ConversionConfig, RunOptions
 from exl2flow.core.options.given import PathField
 from exl2flow.core.options.naming import model_name
+from exl2flow.core.options.validation import ValidateOptions
 
 
 class RefinementConfig(RunOptions):

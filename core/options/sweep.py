@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from exl2flow.core.device_name import index_of
 from exl2flow.core.options.base import Option
 from exl2flow.core.options.config import ConversionConfig, SharedOptions
 from exl2flow.core.options.given import Given, PathField
 from exl2flow.core.options.naming import bitrate_name, model_name
-from exl2flow.core.runtime.device_name import index_of
 
 SWEEP_FILE, REPORT_PAGE = "sweep.json", "report.html"  # in the sweep's folder
 

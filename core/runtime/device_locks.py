@@ -19,8 +19,8 @@ from urllib.parse import quote
 
 import torch
 
+from exl2flow.core.device_name import index_of
 from exl2flow.core.errors import WriteFailed
-from exl2flow.core.runtime.device_name import index_of
 from exl2flow.core.runtime.interrupt import look
 
 log = logging.getLogger(__name__)

@@ -53,12 +53,14 @@ class WholeRun:
         """Return the share of stages that is done, with parts of those that have begun."""
         if not self.stages:
             return 0.0
-        parts = (
-            1.0 if name in self._done else pace.done / max(pace.total, 1)
-            for name in self.stages
-            if (pace := self._paces.get(name)) is not None or name in self._done
-        )
-        return sum(parts) / len(self.stages)
+        return sum(map(self._part, self.stages)) / len(self.stages)
+
+    def _part(self, name: str) -> float:
+        """Return the share of one stage that is done."""
+        pace = self._paces.get(name)
+        if name in self._done:
+            return 1.0
+        return 0.0 if pace is None else pace.done / max(pace.total, 1)
 
     def words(self, now: float) -> str:
         """Return the stage of stages, its step of steps, when it ends, and the output."""

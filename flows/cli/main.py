@@ -60,7 +60,7 @@ class _Commands(HelpGroup):
         """Run a command and exit; wrong usage is an error like the others, without typer's box."""
         given = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(given, *rest, standalone_mode=False, **more)
+            code = super().main(given, *rest, standalone_mode=False, **more)  # type: ignore[misc]  # rest has no such argument
         except typer.TyperException as error:
             if not standalone_mode:
                 raise

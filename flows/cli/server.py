@@ -3,7 +3,7 @@
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
@@ -81,30 +81,13 @@ def up(
     Options that are not given are those of the last time. The database is SQLite in the home, or
     what PREFECT_SERVER_DATABASE_CONNECTION_URL names.
     """
-    database = os.environ.get(DATABASE_VARIABLE) or None
-    if sqlite and database is not None:
+    if sqlite and os.environ.get(DATABASE_VARIABLE):
         raise ConfigError(f"`--sqlite`: {DATABASE_VARIABLE} names another database; unset it")
     with telling(_whisper, "Prefect's libraries to load"):
         from exl2flow.flows.server import lasting
 
     place = Home(home)
-    is_known = os.access(place.file, os.F_OK)
-    options = {
-        "host": host,
-        "port": port,
-        "database": database,
-        "gpus": _gpus(gpus) if gpus is not None or not is_known else None,
-        "folder": folder,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
-    before = place.settings().model_dump() if is_known else {"folder": Path.cwd()}
-    if sqlite:
-        before["database"] = None
-    try:
-        settings = ServerSettings.model_validate({**before, **given})
-    except ValidationError as error:
-        problem = error.errors(include_input=False)[0]  # the input may hold a password
-        raise ConfigError(f"`{problem['loc'][0]}`: {problem['msg']}") from None
+    settings = _settings(place, {"host": host, "port": port, "folder": folder}, gpus, sqlite=sqlite)
     database = settings.database
     if database is not None and DATABASE_VARIABLE not in os.environ:
         _whisper(
@@ -124,6 +107,30 @@ def up(
     )
     for text in (*kept, *_older(place)):
         say(text, style="yellow")
+
+
+def _settings(
+    place: Home, options: dict[str, Any], gpus: str | None, *, sqlite: bool
+) -> ServerSettings:
+    """Return what is given, else what holds since the last time.
+
+    Raises:
+        ConfigError: a value is wrong.
+    """
+    is_known = os.access(place.file, os.F_OK)
+    options |= {
+        "database": os.environ.get(DATABASE_VARIABLE) or None,
+        "gpus": _gpus(gpus) if gpus is not None or not is_known else None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    before: dict[str, Any] = place.settings().model_dump() if is_known else {"folder": Path.cwd()}
+    if sqlite:
+        before["database"] = None
+    try:
+        return ServerSettings.model_validate({**before, **given})
+    except ValidationError as error:
+        problem = error.errors(include_input=False)[0]  # the input may hold a password
+        raise ConfigError(f"`{problem['loc'][0]}`: {problem['msg']}") from None
 
 
 def _older(place: Home) -> list[str]:

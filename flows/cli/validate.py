@@ -7,7 +7,7 @@ import typer
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.comparison import ComparedModels
-from exl2flow.core.options.config import ValidateOptions
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.flows.cli.options import with_options
 
 EXAMPLES = (

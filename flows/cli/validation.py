@@ -4,7 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from exl2flow.core.options.comparison import ComparedModels
-from exl2flow.core.options.config import ValidateOptions, default_work_root
+from exl2flow.core.options.config import default_work_root
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store.files import write_text
 from exl2flow.flows.cli.console import emit_json, say, tell

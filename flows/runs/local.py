@@ -6,7 +6,6 @@ This process runs them without Prefect; `flows.runs.in_flow` runs the same rows 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from exl2flow.core.errors import Interrupted
@@ -21,7 +20,7 @@ from exl2flow.core.store.cleaning import clean_after
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.flows.runs.bitrates import Sweep, conclude_sweep, raise_failures
 from exl2flow.flows.runs.conversion import Conversion, conversions_of, open_pipeline, result_of
-from exl2flow.flows.runs.preparation import prepare, with_folder
+from exl2flow.flows.runs.preparation import Sources, prepare_source
 from exl2flow.flows.runs.release import check_release, hub_of, release_of, target_of
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_order
@@ -33,14 +32,14 @@ PUBLISHING = ("upload", "verify")  # what publishing reports as stages
 class Steps:
     """The steps of a run: here without Prefect, in a flow as tasks.
 
-    check: refuses what could not be published or made, before any work; fetched: returns the folder
-    of a source, given its work root and token block; run: runs all stages; make_bitrates: returns
+    check: refuses what could not be published or made, before any work; sources: the ways to
+    the folder of a source; run: runs all stages; make_bitrates: returns
     the errors of those that failed; show: shows a sweep beside the run; publish: uploads results;
     watch: shows how far the run inside its block is.
     """
 
     check: Callable[[RunOptions], None]
-    fetched: Callable[[Path, Path, str | None], Path]
+    sources: Sources
     run: Callable[[Pipeline], object]
     make_bitrates: Callable[[SweepConfig, StopRequest], Mapping[str, BaseException]]
     show: Callable[[SweepConfig, Sweep], None]
@@ -70,7 +69,10 @@ def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseExcep
 
 HERE = Steps(
     check=check_release,
-    fetched=lambda source, work_root, token_block: source,
+    sources=Sources(
+        outlined=lambda source, work_root, token_block: nullcontext(),
+        fetched=lambda source, work_root, token_block: source,
+    ),
     run=run_in_order,
     make_bitrates=_make_in_turn,
     show=lambda config, sweep: None,
@@ -128,7 +130,7 @@ def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
         publishes = "validate" in [stage.name for stage in run.stages]
         if publishes:
             steps.check(config)
-        config = prepare(with_folder(config, steps.fetched), run.stages).config
+        config = prepare_source(config, run.stages, steps.sources).config
         watcher.expect(stages_in_order(run, config))
         result = run.make(config, run.stages, steps)
         clean_after(config)
@@ -153,7 +155,7 @@ def is_finished(name: str, config: RunOptions) -> bool:
 def stages_in_order(run: Run, config: RunOptions) -> list[str]:
     """Return the names of all stages of a checked run, as their ticks name them."""
     shared = MEASURE_STAGES if isinstance(config, SweepConfig) else ()
-    names = []
+    names = list[str]()
     for label, each in conversions_of(config).items():
         own = [stage.name for stage in run.stages if stage.enabled(each) and stage not in shared]
         if shared:

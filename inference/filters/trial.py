@@ -120,7 +120,7 @@ class Trial:
         with there:
             command, null = [sys.executable, "-P", str(PROGRAM)], subprocess.DEVNULL
             self._child = subprocess.Popen(
-                command, stdin=there, stdout=null, stderr=null, start_new_session=True
+                command, stdin=there.fileno(), stdout=null, stderr=null, start_new_session=True
             )
         backend, eos = self._tokenizer.backend.to_str(), list(self._tokenizer.eos_token_ids)
         vocabulary = json.dumps({"tokenizer": backend, "ids": self._ids, "eos": eos})

@@ -60,6 +60,18 @@ def _check_kinds(draft: object, keep: object) -> None:
         raise ConfigError(f"`keep` is {keep!r}; give a `PromptCache`")
 
 
+def _check_numbers(slots: int, chunk: int, tokens: int | None) -> None:
+    """Raise `ConfigError` if a number of a generator is none, or out of range."""
+    for name, count in {"slots": slots, "chunk": chunk, "tokens": tokens}.items():
+        if count is not None:
+            check_integer(name, count)
+    if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
+        raise ConfigError(
+            f"`slots` is {slots} and `chunk` {chunk}; give one slot or more, and a chunk that "
+            f"is a multiple of {PAGE_TOKENS}"
+        )
+
+
 class Generator:
     """Generates texts; not thread-safe but for `submit`, `prepare`, `add` and `Job.cancel`.
 
@@ -97,15 +109,8 @@ class Generator:
             OutOfDeviceMemory: the cache does not fit.
         """
         check_loaded("model", model)
-        for name, count in {"slots": slots, "chunk": chunk, "tokens": tokens}.items():
-            if count is not None:
-                check_integer(name, count)
+        _check_numbers(slots, chunk, tokens)
         _check_kinds(draft, keep)
-        if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
-            raise ConfigError(
-                f"`slots` is {slots} and `chunk` {chunk}; give one slot or more, and a chunk that "
-                f"is a multiple of {PAGE_TOKENS}"
-            )
         self.model, self.slots, self.context = model, slots, model.max_tokens
         placement = model.decoder.placement
         name = cache or exact_format(placement.head)
@@ -349,7 +354,7 @@ class Generator:
             self._drop(jobs)
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
         self,
         prompts: str,
         *,

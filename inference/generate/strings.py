@@ -3,6 +3,7 @@
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator
+from operator import itemgetter
 
 
 class Strings:
@@ -40,7 +41,7 @@ class Strings:
         for end in range(start + 1, len(text) + 1):
             part, size = text[start:end], end - start
             low = bisect_left(self._sorted, part, low, high)
-            high = bisect_right(self._sorted, part, low, high, key=lambda one, n=size: one[:n])
+            high = bisect_right(self._sorted, part, low, high, key=itemgetter(slice(size)))
             if low == high:
                 return
             yield end

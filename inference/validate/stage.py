@@ -16,8 +16,8 @@ import torch
 
 from exl2flow import calibration_data
 from exl2flow.core.errors import ValidationFailed
-from exl2flow.core.options.config import ValidateOptions
 from exl2flow.core.options.refine import ModelOptions
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.store.files import (
     digest,
     read_json,

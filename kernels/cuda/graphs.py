@@ -48,7 +48,7 @@ class CudaGraph(Generic[T]):
             work()
         self._graph = torch.cuda.CUDAGraph()
         pool = None if beside is None else beside._graph.pool()
-        self._stream = capture_stream() if beside is None else beside._stream
+        self._stream: torch.cuda.Stream = capture_stream() if beside is None else beside._stream
         with _captures(self._graph, pool, self._stream):
             self.result = work()
 

@@ -27,6 +27,7 @@ from exl2flow.core.errors import (
 )
 from exl2flow.core.runtime.background import helpers, send_async
 from exl2flow.core.store.model_files import weight_files
+from exl2flow.core.store.outline import Outline
 from exl2flow.core.store.shard_index import INDEX_FILE, shard_index
 from exl2flow.model.config.foreign import LFS_START, advice, is_lfs_pointer, pointer_advice
 from exl2flow.model.files import fp8, mxfp4
@@ -47,7 +48,10 @@ _LENGTH_BYTES = 8  # a file begins with its header's length, little-endian
 
 
 class TensorFiles:
-    """The tensors of a folder's `*.safetensors`, by name; a second copy is ignored."""
+    """The tensors of a folder's `*.safetensors`, by name; a second copy is ignored.
+
+    `has_values`: whether they can be read; those of an outline are known by their headers only.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Read the headers.
@@ -58,6 +62,7 @@ class TensorFiles:
             MissingTensor: a file that the index names is absent, and so are its tensors.
         """
         self.folder = folder
+        self.has_values = Outline.of(folder) is None
         self._ahead: dict[str, Future[torch.Tensor]] = {}
         self.files = tuple(weight_files(folder))
         if not self.files:
@@ -74,10 +79,16 @@ class TensorFiles:
         for path in self.files:
             for name, entry in _read_header(path).items():
                 other = self._entries.setdefault(name, entry)
-                if other is not entry and not _are_same(name, other, entry):
+                if other is not entry and not self._are_same(name, other, entry):
                     raise _two_copies(name, other.path, path, index.get(name))
         _check_index(index, self._entries, folder)
         self._join_scales()
+
+    def _are_same(self, name: str, one: TensorEntry, other: TensorEntry) -> bool:
+        """Tell whether two files hold the same bytes under one name, as far as they are here."""
+        if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
+            return False
+        return not self.has_values or _have_same_bytes(name, one, other)
 
     def _join_scales(self) -> None:
         """Give weights in fp8 and mxfp4 their scales, which then have no names of their own."""
@@ -212,6 +223,8 @@ class TensorFiles:
 
     def _check_scales(self, name: str, entry: TensorEntry) -> None:
         _grid(name, entry)
+        if not self.has_values:
+            return
         scales = _scales(entry)
         if not scales.isfinite().all():
             raise NonFiniteState(
@@ -227,6 +240,11 @@ class TensorFiles:
         self, name: str, device: torch.device | str = "cpu", *, pinned: bool = False
     ) -> torch.Tensor:
         entry, dtype = self._entry(name), self.dtype(name)
+        if not self.has_values:
+            raise SourceModelError(
+                f"`{name}` in `{entry.path}` has no values yet: only headers of the model were "
+                "fetched; give the model's name or folder as the source"
+            )
         if entry.dtype == fp8.FP8:
             return send_async(_decoded(name, entry, pinned=pinned), device)
         if entry.dtype == mxfp4.MXFP4:
@@ -244,10 +262,7 @@ class TensorFiles:
         return entry
 
 
-def _are_same(name: str, one: TensorEntry, other: TensorEntry) -> bool:
-    """Tell whether two files hold the same bytes under one name."""
-    if (one.dtype, one.shape, one.nbytes) != (other.dtype, other.shape, other.nbytes):
-        return False
+def _have_same_bytes(name: str, one: TensorEntry, other: TensorEntry) -> bool:
     first, second = (
         _raw(name, replace(entry, shape=(entry.nbytes,)), torch.uint8) for entry in (one, other)
     )

@@ -45,6 +45,7 @@ from exl2flow.core.store.model_files import (
     public_content,
     without_origin,
 )
+from exl2flow.core.store.outline import place_of
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance
 from exl2flow.core.store.stage import (
     FILES,
@@ -109,10 +110,10 @@ def check_output_folder(out: Path, source: Path, *, memory: Path) -> None:
     place, known = record.get("source"), record.get(SOURCE_FINGERPRINT)
     found = SourceFingerprint.of(source, memory=memory) if known is not None else None
     is_same = found is not None and found.is_named(known, source, memory=memory)
-    if place == str(source.resolve()):
+    if place == str(place_of(source)):
         if known is not None and not is_same:
             text = "the output `%s` was made from other files in `%s`; this run replaces it"
-            log.warning(text, out, source)
+            log.warning(text, out, place)
         return
     if not is_same:
         fact = "exists and was not made from this source by exl2flow"

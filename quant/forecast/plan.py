@@ -10,6 +10,7 @@ from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.changes import Outlook, outlook, stage_rows
 from exl2flow.core.store.files import read_json
+from exl2flow.core.store.outline import place_of
 from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
@@ -47,7 +48,7 @@ def what_is_left(
         remembered = list(read_json(config.work_dir_root / DIGESTS_FILE)) if is_known else []
     except (StoreError, TypeError):
         remembered = []
-    source = f"{config.source.resolve()}/"
+    source = f"{place_of(config.source)}/"
     if not any(str(path).startswith(source) for path in remembered):
         names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
         return {name: need for name, need in needs.items() if name in names}, ()
@@ -83,7 +84,8 @@ class Plan:
 
     unused_gpu: why `auto` took the CPU although there is a GPU;
     left: what the unfinished stages still need; stages: what a run does with each of them, if an
-    earlier run has digested the source; carried, left_out: files of the source; unused: tensors
+    earlier run has digested the source; download_bytes: what a run fetches from the Hub first;
+    carried, left_out: files of the source; unused: tensors
     that the model does not need;
     not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
     are, and their bytes.
@@ -114,6 +116,7 @@ class Plan:
     left_out: tuple[str, ...]
     unused: tuple[str, ...]
     not_quantized: tuple[int, int]
+    download_bytes: int = 0
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
@@ -131,6 +134,7 @@ class Plan:
         ]
         rows = [
             ("model", f"{self.model} ({self.architecture}, {count})"),
+            *self._download(),
             ("device", f"{self.device}; {self.unused_gpu}" if self.unused_gpu else self.device),
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
@@ -161,6 +165,12 @@ class Plan:
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
         return rows + stage_rows(self.stages, names or {})
+
+    def _download(self) -> list[tuple[str, str]]:
+        """Return the row about the download, if the source is not here yet."""
+        if not self.download_bytes:
+            return []
+        return [("download", f"{words.size(self.download_bytes)} from the Hub, to {self.work_dir}")]
 
     def _preference(self) -> list[tuple[str, str]]:
         """Return the row about the preference, if it is not the default."""

@@ -13,6 +13,7 @@ from exl2flow.core.options.config import AllocateOptions, ConversionConfig
 from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.runtime.memory import available_memory
 from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, left_out
+from exl2flow.core.store.outline import Outline
 from exl2flow.core.store.source import DIGESTS_FILE, WANTED
 from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
@@ -144,6 +145,7 @@ def _plan(
     if card is not None:
         needs = beside_gpu(config, spec, card, needs)
     left, outlooks = what_is_left(config, stages, needs, anew=anew)
+    outline = Outline.of(config.source)
     prefer = (config.allocate if isinstance(config, ConversionConfig) else AllocateOptions()).prefer
     return Plan(
         model=spec.source_dir.resolve().name,
@@ -171,11 +173,14 @@ def _plan(
         left_out=tuple(left_out(config.source)),
         unused=unused_tensors(spec),
         not_quantized=(len(carried_tensors(spec)), carried_bytes(spec)),
+        download_bytes=outline.download_bytes if outline else 0,
     )
 
 
 def check_disk(plans: Sequence[Plan]) -> None:
     """Check that the disks have room for what is left of conversions of one model.
+
+    The download of its source counts, if it is still to come.
 
     Raises:
         StoreError: naming what they need and what is free.
@@ -186,14 +191,16 @@ def check_disk(plans: Sequence[Plan]) -> None:
             work[name if name in SHARED else (plan.out, name)] = stage_need
     sizes = [(plan.out, sum(n.output_bytes for n in plan.left.values())) for plan in plans]
     disks: dict[int, list[tuple[Path, int]]] = {}
-    for folder, count in (*sizes, (plans[0].work_dir, work_bytes(work.values()))):
+    download = plans[0].download_bytes
+    for folder, count in (*sizes, (plans[0].work_dir, work_bytes(work.values()) + download)):
         existing = _existing(Path(folder))
         disks.setdefault(existing.stat().st_dev, []).append((existing, count))
     for parts in disks.values():
         need, free = sum(count for _, count in parts), shutil.disk_usage(parts[0][0]).free
         if need > free:
+            fetched = f" with the download of {size(download)}" if download else ""
             raise StoreError(
-                f"the conversion may need {size(need)} of disk space, {size(free)} "
+                f"the conversion may need {size(need)} of disk space{fetched}, {size(free)} "
                 "is free; free some, or put `--out` and `--work-root` on other disks"
             )
 

@@ -181,7 +181,8 @@ class Correction:
             return None
         if cross.numel() <= SOLVED_TOGETHER:
             return torch.cholesky_solve(cross, lower).mul_(self.strength)
-        for columns in cross.split(SOLVED_TOGETHER // 4 // len(cross), dim=1):  # saves two copies
+        width = SOLVED_TOGETHER // 4 // len(cross)
+        for columns in torch.split(cross, width, dim=1):  # saves two copies
             columns.copy_(torch.cholesky_solve(columns, lower))
         return cross.mul_(self.strength)
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from conversions import small_config
 
-from exl2flow.core.options.config import CalibrationOptions, ValidateOptions
+from exl2flow.core.options.config import CalibrationOptions
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.store.files import read_json
 from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference import Generator, Request, SamplingSettings, load_model

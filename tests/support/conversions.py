@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from exl2flow.core.options.config import CalibrationOptions, ConversionConfig, ValidateOptions
+from exl2flow.core.options.config import CalibrationOptions, ConversionConfig
+from exl2flow.core.options.validation import ValidateOptions
 
 FileIdentity = tuple[int, int, int]
 

@@ -80,7 +80,8 @@ def test_options_take_what_users_write_and_nothing_else(tmp_path: Path) -> None:
     right = """
         from pathlib import Path
         from exl2flow.core.options.comparison import Comparison
-        from exl2flow.core.options.config import ConversionConfig, FitOptions, ValidateOptions
+        from exl2flow.core.options.config import ConversionConfig, FitOptions
+        from exl2flow.core.options.validation import ValidateOptions
         from exl2flow.core.options.measure import MeasureConfig
         from exl2flow.core.options.publication import PublishConfig, PublishOptions
         from exl2flow.core.options.refine import RefinementConfig

@@ -141,7 +141,9 @@ def test_what_names_no_device_is_refused_in_words(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
 
-    with pytest.raises(ConfigError, match=r"(?s)the device is `.*`: it must be `auto`, `cpu`, `cuda`"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)the device is `.*`: it must be `auto`, `cpu`, `cuda`"
+    ):
         resolve_device(name)  # type: ignore[arg-type]
 
 

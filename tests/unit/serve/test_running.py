@@ -1,14 +1,25 @@
 """Keys, strictness, and the end of a server."""
 
+import asyncio
 import json
 import signal
-import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
-from servers import wait_for
+import uvicorn
+from servers import PATIENCE_SECONDS, wait_for
 from serving import Served, serving
+from tiny import make_tiny
+
+from exl2flow.core.options.serving import ServeOptions
+from exl2flow.inference import Generator, load_model
+from exl2flow.serve.app import create_app
+from exl2flow.serve.engine import Engine
+from exl2flow.serve.keys import Keys
+from exl2flow.serve.models import Models
+from exl2flow.serve.running import _Server
 
 KEY = "a-key-of-ours"
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -16,7 +27,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    flags = ("--strict", "--strict-names", "--waiting", "0", "--slots", "1", "--drain", "1")
+    flags = ("--strict", "--strict-names", "--waiting", "0", "--slots", "1", "--drain", "600")
     with serving(*flags, env={"EXL2FLOW_API_KEY": KEY}) as server:
         yield server
 
@@ -56,29 +67,54 @@ def test_a_model_without_a_template_refuses_chats_with_the_remedy(served: Served
 
 
 def test_a_signal_drains_the_server(served: Served) -> None:
-    """The last test: running answers have a second, others are refused, the program ends with 0."""
+    """The last test: a running answer goes on, others are refused, the program ends with 0."""
     body = {"prompt": "The", "max_tokens": 2000, "ignore_eos": True, "stream": True}
-    lines = list[str]()
-
-    def read() -> None:
-        with (
-            served.http(headers=HEADERS) as client,
-            client.stream("POST", "/v1/completions", json=body) as answer,
-        ):
-            lines.extend(line for line in answer.iter_lines() if line)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    wait_for(lambda: served.status(**HEADERS)["running"] == 1, pause=0.01)
-    busy = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=HEADERS)
-    served.process.send_signal(signal.SIGTERM)
-    wait_for(lambda: httpx.get(f"{served.url}/health").status_code == 503, pause=0.01)
-    refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=HEADERS)
-    reader.join()
+    with (
+        served.http(headers=HEADERS) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = filter(None, answer.iter_lines())
+        next(lines)
+        busy = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=HEADERS)
+        served.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{served.url}/health").status_code == 503, pause=0.01)
+        refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=HEADERS)
+        going_on = next(lines)
+        assert served.process.poll() is None
 
     assert busy.status_code == 429
     assert refused.status_code == 503
     assert int(busy.headers["retry-after"]) > 0 < int(refused.headers["retry-after"])
-    assert served.process.wait(30) == 0
-    assert len(lines) > 2
-    assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "unavailable_error"
+    assert json.loads(going_on.removeprefix("data: "))["choices"]
+    assert served.process.wait(PATIENCE_SECONDS) == 0
+
+
+def test_answers_that_run_at_the_end_of_the_drain_are_told(tmp_path: Path) -> None:
+    options = ServeOptions(slots=1, tool_grammar="off", drain=0)
+    model = load_model(make_tiny("llama", tmp_path, max_position_embeddings=8192), device="cpu")
+    engine = Engine(model, lambda: Generator(model, slots=1), options, fmt=None, defaults={})
+    engine.start()
+    models = Models(engine, lambda _: engine)
+    app = create_app(models, Keys())
+    config = uvicorn.Config(app, lifespan="off")
+    config.load()
+    body = {"prompt": "a", "max_tokens": 8000, "ignore_eos": True, "end_loops": False}
+
+    async def run() -> tuple[httpx.Response, bool]:
+        server = _Server(config, models, None)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://localhost"
+        ) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json=body, timeout=None))
+            while not engine.answers:
+                await asyncio.sleep(0.001)
+            server.handle_exit(signal.SIGTERM, None)
+            await server.on_tick(1)
+            answer = await asked
+        await models.close()
+        return answer, server.should_exit
+
+    answer, is_ended = asyncio.run(run())
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "unavailable_error"
+    assert is_ended

@@ -5,9 +5,9 @@ import json
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -203,24 +203,16 @@ def test_a_call_that_is_cut_stays_text_with_a_warning(served: Served) -> None:
 
 def test_a_grammar_that_hangs_holds_no_others_up(served: Served) -> None:
     body = {"prompt": "a", "grammar": SLOW_GRAMMAR}
-    statuses, began = list[int](), time.monotonic()
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(post, served, "/v1/completions", body) for _ in range(6)]
+        for _ in range(3):
+            plain = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+            assert plain.status_code == 200
+        assert not any(one.done() for one in asked)
+        answers = [one.result() for one in asked]
 
-    def ask() -> None:
-        answer = post(served, "/v1/completions", body)
-        assert "more than 5 s" in answer.json()["error"]["message"]
-        statuses.append(answer.status_code)
-
-    threads = [threading.Thread(target=ask) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for _ in range(3):
-        assert post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
-    assert time.monotonic() - began < 4.0
-    assert statuses == []
-    for thread in threads:
-        thread.join()
-    assert statuses == [400] * 6
-    assert time.monotonic() - began < 12.0  # it was tried once
+    assert [one.status_code for one in answers] == [400] * 6
+    assert all("more than 5 s" in one.json()["error"]["message"] for one in answers)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -308,19 +300,13 @@ def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
 def test_bad_requests_are_refused_by_name(
     served: Served, path: str, body: Any, status: int, words: str
 ) -> None:
-    content = json.dumps(body).encode()
+    content, kind = json.dumps(body).encode(), {"content-type": "application/json"}
     with served.http() as client:
-        answer = client.post(
-            f"/v1/{path}", content=content, headers={"content-type": "application/json"}
-        )
+        answer = client.post(f"/v1/{path}", content=content, headers=kind)
 
-    assert words in refused(answer, status)["message"]
-
-
-def test_too_long_a_prompt_has_its_code(served: Served) -> None:
-    error = refused(post(served, "/v1/completions", {"prompt": [5] * 3000, "stream": True}), 400)
-
-    assert error["code"] == "context_length_exceeded"
+    error = refused(answer, status)
+    assert words in error["message"]
+    assert (error["code"] == "context_length_exceeded") == ("3000 tokens" in words)
 
 
 def test_unknown_fields_are_named(served: Served) -> None:
@@ -382,12 +368,12 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
     with left(served, body):
         wait_for(lambda: served.status()["running"] == 1, pause=0.01)
         assert served.status()["kv_cache_usage"] > 0
-    began = time.monotonic()
     wait_for(lambda: served.status()["running"] == 0, pause=0.01)
     wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
-
-    assert time.monotonic() - began < 2.5  # the text would take 5 s, on a free machine
     wait_for(lambda: sum(" 499" in line for line in served.lines) == before + 1)
+
+    line = [line for line in served.lines if " 499" in line][-1]
+    assert int(line.partition("new=")[2].split()[0]) < 1900  # it did not run to its end
 
 
 def left(served: Served, body: Any) -> socket.socket:
@@ -483,18 +469,16 @@ def test_lines_of_the_log_have_no_texts(served: Served) -> None:
 
 
 def test_what_clients_open_is_closed(served: Served) -> None:
-    folder = f"/proc/{served.process.pid}/fd"
-
-    def settled() -> int:
-        wait_for(lambda: served.status()["running"] == 0)
-        time.sleep(0.2)
-        return len(os.listdir(folder))
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{served.process.pid}/fd"))
 
     post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
-    before = settled()
+    wait_for(lambda: served.status()["running"] == 0)
+    before = descriptors()
     for _ in range(20):
         post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
-    assert settled() <= before + 1
+
+    wait_for(lambda: descriptors() <= before + 1)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,9 @@ def test_bound_of_a_sampling_setting_is_where_it_is_documented(
     field: str, accepted: float, refused: float
 ) -> None:
     assert getattr(SamplingSettings(**{field: accepted}), field) == accepted
-    with pytest.raises(ConfigError, match=f"`{field}` is {refused}; it must be "):
+    shown = int(refused) if float(refused).is_integer() else refused
+
+    with pytest.raises(ConfigError, match=f"`{field}` is {shown}; it must be "):
         SamplingSettings(**{field: refused})
 
 

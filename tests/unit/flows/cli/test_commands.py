@@ -9,13 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from exl2flow.core.options.comparison import ComparedModels
-from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.generation import BenchOptions, GenerationOptions
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.flows.cli import (
     bench,
     convert,

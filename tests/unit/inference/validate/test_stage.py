@@ -14,7 +14,8 @@ from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import TEXT, make_tiny
 
 from exl2flow.core.errors import Interrupted, ValidationFailed, WriteFailed
-from exl2flow.core.options.config import ConversionConfig, ValidateOptions
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import SCORE_FILE
