@@ -39,6 +39,7 @@ MAIN = "main"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PINS_FILE = "sources/pins.json"  # in a work root: `org/name@revision` → commit
 MEBIBYTE = 1 << 20
+USING_HUB = "source  `{}` is not a folder here; using the Hub's model"
 STEPS = 50  # ticks of a download
 
 
@@ -65,7 +66,7 @@ def local_or_fetched(
     """
     wanted = hub_model(source, work_root)
     if wanted is not None:
-        say(f"source  `{source}` is not a folder here; using the Hub's model")
+        say(USING_HUB.format(source))
         folder = fetching(wanted)
         say(f"source  `{source}` is commit {folder.parent.name}, in `{folder}`")
         return folder
@@ -89,32 +90,32 @@ def fetch(wanted: HubModel, work_root: Path, hub: Hub, *, renew: bool = False) -
         SourceModelError: it has no safetensors.
     """
     is_fixed = _is_fixed(wanted)
-    pinned = None if is_fixed or renew else _pinned(wanted, work_root)
+    pinned = None if is_fixed or renew else pinned_commit(wanted, work_root)
     if pinned is not None:
         _say_if_moved(wanted, pinned, hub)
     revision = pinned or wanted.revision
-    if (is_fixed or pinned) and _is_here(folder := _folder(wanted, work_root, revision), wanted):
+    if (is_fixed or pinned) and is_here(folder := folder_of(wanted, work_root, revision), wanted):
         return folder
     info = hub.call(wanted.repo, lambda: hub.api.model_info(wanted.repo, revision=revision))
     commit = str(info.sha)
-    folder = _folder(wanted, work_root, commit)
+    folder = folder_of(wanted, work_root, commit)
     log.info("`%s` is commit %s on the Hub, fetched to `%s`", wanted.repo, commit, folder)
     if not is_fixed:
         pins = work_root / PINS_FILE
         with exclusive(pins):
             write_json(pins, {**read_object(pins), _pin(wanted): commit})
-    if not _is_here(folder, wanted):
+    if not is_here(folder, wanted):
         files = hub.call(wanted.repo, lambda: needed_files(hub, wanted.repo, commit))
-        hub.call(wanted.repo, lambda: _download(hub, wanted, commit, folder, files), transfers=True)
+        hub.call(wanted.repo, lambda: download(hub, wanted, commit, folder, files), transfers=True)
         write_json(provenance_file(folder), record_of(wanted.repo, wanted.revision, info))
     return folder
 
 
 def fetched(wanted: HubModel, work_root: Path) -> Path | None:
     """Return the folder that `fetch` would return without downloading, None if there is none."""
-    commit = wanted.revision if _is_fixed(wanted) else _pinned(wanted, work_root)
-    folder = _folder(wanted, work_root, commit)
-    return folder if _is_here(folder, wanted) else None
+    commit = wanted.revision if _is_fixed(wanted) else pinned_commit(wanted, work_root)
+    folder = folder_of(wanted, work_root, commit)
+    return folder if is_here(folder, wanted) else None
 
 
 def _is_fixed(wanted: HubModel) -> bool:
@@ -122,11 +123,12 @@ def _is_fixed(wanted: HubModel) -> bool:
     return COMMIT.fullmatch(wanted.revision or "") is not None
 
 
-def _folder(wanted: HubModel, work_root: Path, commit: str | None) -> Path:
+def folder_of(wanted: HubModel, work_root: Path, commit: str | None) -> Path:
+    """Return the folder of a commit below a work root."""
     return work_root / "sources" / (commit or "") / wanted.name
 
 
-def _is_here(folder: Path, wanted: HubModel) -> bool:
+def is_here(folder: Path, wanted: HubModel) -> bool:
     """Return whether a model was fetched completely."""
     return (provenance(folder) or {}).get("repo") == wanted.repo
 
@@ -135,7 +137,7 @@ def _pin(wanted: HubModel) -> str:
     return f"{wanted.repo}@{wanted.revision or MAIN}"
 
 
-def _pinned(wanted: HubModel, work_root: Path) -> str | None:
+def pinned_commit(wanted: HubModel, work_root: Path) -> str | None:
     """Return the commit that a work root started with; None if it has not started."""
     commit = read_object(work_root / PINS_FILE).get(_pin(wanted))
     if isinstance(commit, str):
@@ -184,8 +186,8 @@ def needed_files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
     return files
 
 
-def _download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[RepoFile]) -> None:
-    """Download the files and compare them with the Hub's digests.
+def download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[RepoFile]) -> None:
+    """Download files of a model into `folder_of` it, and compare them with the Hub's digests.
 
     Raises:
         HubUnavailable: some differ; they are deleted, and the next attempt fetches them again.

@@ -3,7 +3,7 @@
 The token is read on use and never passed around.
 """
 
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from exl2flow.core.store.source import HubModel
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.client import Hub
 from exl2flow.tasks.hub import fetch, local_or_fetched
+from exl2flow.tasks.outline import outlined
 from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRIED
 
@@ -62,6 +63,13 @@ def fetched_in_flow(source: Path, work_root: Path, token_block: str | None) -> P
         return fetch_source(source, wanted, work_root=work_root, token_block=token_block)
 
     return local_or_fetched(source, work_root, fetching)
+
+
+def outlined_in_flow(
+    source: Path, work_root: Path, token_block: str | None
+) -> AbstractContextManager[Path | None]:
+    """Provide the outline of a source that is not fetched yet; see `outlined`."""
+    return outlined(source, work_root, lambda: Hub.open(read_token(token_block)))
 
 
 @task(name="publish", task_run_name="publish {config.repo}", persist_result=False, **RETRIED)

@@ -22,6 +22,7 @@ from exl2flow.core.store.model_files import (
     second_copies,
     weight_files,
 )
+from exl2flow.core.store.outline import known_digests
 from exl2flow.core.store.shard_index import choosing_index
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
@@ -186,16 +187,19 @@ def provenance(source: Path) -> dict[str, Any] | None:
 def digests(paths: list[Path], memory: Path) -> dict[Path, str]:
     """Return path → sha256, reading only files that changed or are new, several at a time.
 
+    Those of an outline are what the Hub says of the real files.
+
     Raises:
         SourceModelError: a file keeps changing while it is read.
     """
-    remembered = _load(memory)
-    stale = [path for path in paths if not _holds(remembered.get(str(path)), path)]
+    known, remembered = known_digests(paths), _load(memory)
+    paths_here = [path for path in paths if path not in known]
+    stale = [path for path in paths_here if not _holds(remembered.get(str(path)), path)]
     with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-digest") as threads:
         for path, record in zip(stale, threads.map(_record, stale), strict=True):
             remembered[str(path)] = record
             _remember(memory, path, record)
-    return {path: str(remembered[str(path)].sha256) for path in paths}
+    return {path: known.get(path) or str(remembered[str(path)].sha256) for path in paths}
 
 
 def _holds(record: FileRecord | None, path: Path) -> bool:

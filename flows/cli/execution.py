@@ -4,7 +4,6 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from exl2flow.core.errors import (
@@ -28,12 +27,12 @@ from exl2flow.flows.cli.console import emit_json, say, show, tell
 from exl2flow.flows.cli.options import RunSwitches, flags
 from exl2flow.flows.cli.progress import shown
 from exl2flow.flows.cli.results import print_report, print_sweep
-from exl2flow.flows.cli.sources import fetched_with_progress
+from exl2flow.flows.cli.sources import sources
 from exl2flow.flows.cli.tables import plan_table, print_published
 from exl2flow.flows.runs.bitrates import check_runner
 from exl2flow.flows.runs.conversion import conversions_of, open_pipeline
 from exl2flow.flows.runs.local import HERE, RUNS, carry_out
-from exl2flow.flows.runs.preparation import Prepared, prepare, reuse_checks, with_folder
+from exl2flow.flows.runs.preparation import Prepared, prepare_source, reuse_checks
 from exl2flow.flows.runs.release import check_release
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.model.files.measured import arrays_file, measurement_files
@@ -67,9 +66,10 @@ def execute(
     if isinstance(config, SweepConfig):
         check_runner(config)
     check_release(config)
-    fetched = partial(fetched_with_progress, plain=switches.as_json, renew=switches.restart)
+    made = () if switches.restart else stages
+    having = sources(plain=switches.as_json, renew=switches.restart)
     try:
-        prepared = prepare(with_folder(config, fetched), () if switches.restart else stages)
+        prepared = prepare_source(config, made, having, dry_run=switches.dry_run)
     except PreflightFailed as error:
         if switches.dry_run and error.plan and not switches.as_json:
             show(plan_table(error.plan))

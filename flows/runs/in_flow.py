@@ -14,11 +14,17 @@ from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.whole_run import Watcher
 from exl2flow.flows.runs.bitrates import Sweep, check_runner
 from exl2flow.flows.runs.local import RUNS, Steps, carry_out, output_of
+from exl2flow.flows.runs.preparation import Sources
 from exl2flow.flows.runs.release import check_release, target_of
 from exl2flow.flows.runs.runners import make_all
 from exl2flow.tasks.artifacts import run_artifact
 from exl2flow.tasks.compare import publish_comparison
-from exl2flow.tasks.hub_tasks import branch_links, fetched_in_flow, publish_models
+from exl2flow.tasks.hub_tasks import (
+    branch_links,
+    fetched_in_flow,
+    outlined_in_flow,
+    publish_models,
+)
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.retries import RETRIED
 from exl2flow.tasks.stage import run_stages
@@ -69,7 +75,7 @@ def refused(reason: str) -> State[None]:
 
 TASKS = Steps(
     check=_check,
-    fetched=fetched_in_flow,
+    sources=Sources(outlined=outlined_in_flow, fetched=fetched_in_flow),
     run=run_stages,
     make_bitrates=make_all,
     show=_show,

@@ -5,7 +5,7 @@ process. A flow that a deployment started finds nothing handed on and checks for
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,18 +62,44 @@ def reuse_checks(prepared: Prepared[Config]) -> Iterator[None]:
         _handed_on.reset(token)
 
 
-def with_folder(config: Config, fetched: Callable[[Path, Path, str | None], Path]) -> Config:
-    """Return options with a folder as their source.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sources:
+    """Ways to a source's folder; both take the source, its work root and its token block.
+
+    outlined: provides the outline (`core.store.outline`) of a model that is not fetched yet, else
+    None; fetched: returns the folder of a source, fetched if necessary.
+    """
+
+    outlined: Callable[[Path, Path, str | None], AbstractContextManager[Path | None]]
+    fetched: Callable[[Path, Path, str | None], Path]
+
+
+def prepare_source(
+    config: Config, stages: Sequence[Stage[Any]], sources: Sources, *, dry_run: bool = False
+) -> Prepared[Config]:
+    """Check a run before its source is fetched, fetch it, and check it again with all values.
 
     Args:
-        config: the options.
-        fetched: returns the folder of a source, given its work root and token block.
+        config: what to make.
+        stages: see `prepare`.
+        sources: the ways to its folder.
+        dry_run: fetch nothing that can be checked without.
 
     Raises:
         HubError: the model cannot be fetched.
         SourceModelError: the source is a mistyped path.
+        PreflightFailed, ConfigError, BudgetUnreachable, StoreError: see `prepare`.
     """
-    source = fetched(config.source, config.work_dir_root, config.token_block)
+    given = (config.source, config.work_dir_root, config.token_block)
+    with sources.outlined(*given) as outline:
+        if outline is not None and dry_run:
+            return prepare(_with_source(config, outline), stages)
+        if outline is not None:
+            _checked(_with_source(config, outline), stages)
+    return prepare(_with_source(config, sources.fetched(*given)), stages)
+
+
+def _with_source(config: Config, source: Path) -> Config:
     return config if source == config.source else config.model_copy(update={"source": source})
 
 
@@ -94,6 +120,13 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     known = _handed_on.get()
     if known is not None and known.config == config:
         return known
+    prepared = _checked(config, stages)
+    tell_ignored(prepared.config, next(iter(prepared.plans.values())).device)
+    return prepared
+
+
+def _checked(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
+    """Check a run as `prepare` does, and tell nothing."""
     fit = None
     if isinstance(config, RefinementConfig):
         check_refinement(config)
@@ -104,7 +137,6 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     made = stages or stages_of(config)
     conversions = conversions_of(config).items()
     plans = {name: preflight(each, made, anew=not stages) for name, each in conversions}
-    tell_ignored(config, next(iter(plans.values())).device)
     if isinstance(config, SweepConfig):
         check_disk(list(plans.values()))
     return Prepared(config=config, plans=plans, fit=fit)

@@ -113,7 +113,7 @@ def _is_needless(name: str, spec: ModelSpec, tensors: TensorFiles) -> bool:
     if name.endswith((*family.left_out, *NEEDLESS_ENDINGS)):
         return True
     if name.endswith(".bias") and len(tensors.shape(name)) == 1:
-        return not tensors.read(name).any()
+        return not tensors.has_values or not tensors.read(name).any()
     is_inside = spec.layers_key in name or name.startswith((family.prefix, f"{spec.head.key}."))
     return not is_inside and family.text_type is None  # else it may be part of a tower
 

@@ -140,18 +140,19 @@ def test_restart_takes_the_new_commit(
     words = ["convert", "org/tiny", "--out", "out", "--dry-run", "--device", "cpu", "--json"]
     words += ["--rows", "2", "--measure-rows", "1", "--row-tokens", "64"]
     words += ["--measure-row-tokens", "64"]
-    first = CliRunner().invoke(app, words)
+    root = tmp_path / ".exl2flow"
+    get("org/tiny", root)
     moved = move(hub)
 
     again = CliRunner().invoke(app, words)
     anew = CliRunner().invoke(app, [*words, "--restart"])
 
-    assert first.exit_code == again.exit_code == anew.exit_code == 0, anew.output
-    assert f"is commit {begun}" in first.stderr
+    assert again.exit_code == anew.exit_code == 0, anew.output
     assert f"is commit {begun}" in again.stderr
     assert f"is commit {moved}" in anew.stderr
-    pins = json.loads((tmp_path / ".exl2flow" / PINS_FILE).read_text())
-    assert pins == {"org/tiny@main": moved}
+    assert json.loads((root / PINS_FILE).read_text()) == {"org/tiny@main": begun}
+    assert get("org/tiny", root, renew=True).parent.name == moved
+    assert json.loads((root / PINS_FILE).read_text()) == {"org/tiny@main": moved}
 
 
 def test_fetches_that_begin_at_once_keep_all_pins(
@@ -168,7 +169,7 @@ def test_fetches_that_begin_at_once_keep_all_pins(
             begun.wait(0.5)
         return found
 
-    monkeypatch.setattr(hub_tasks, "_pinned", lambda wanted, root: None)
+    monkeypatch.setattr(hub_tasks, "pinned_commit", lambda wanted, root: None)
     monkeypatch.setattr(hub_tasks, "read_object", at_once)
     with ThreadPoolExecutor(len(repos)) as pool:
         list(pool.map(lambda repo: get(repo, tmp_path), repos))
