@@ -39,7 +39,7 @@ def test_a_runner_that_is_not_installed_is_refused_with_the_way_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
 
-    with pytest.raises(ConfigError, match=rf"no `{module}`; .*pip install 'exl2flow\[{runner}\]'"):
+    with pytest.raises(ConfigError, match=rf"no `{module}`; .*pip install 'prefect-{runner}>="):
         check_runner(config_of(runner))
 
 
