@@ -34,6 +34,7 @@ from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenan
 from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.flows.cli.main import app
 from exl2flow.flows.cli.sources import sources
+from exl2flow.flows.runs.in_flow import TASKS
 from exl2flow.flows.runs.preparation import Prepared, prepare, prepare_source
 from exl2flow.model import resolve
 from exl2flow.model.files.canonical import CanonicalTensors
@@ -194,6 +195,18 @@ def test_a_run_is_refused_before_any_weight_is_fetched(
     assert str(tmp_path / "temporary") not in str(raised.value)
     assert weights_served(hub) == 0
     assert not (tmp_path / "work" / "sources").exists()
+
+
+def test_a_flow_is_refused_before_its_task_fetches(
+    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.add_folder("org/tiny", tiny_source)
+    without_memory(tmp_path, monkeypatch)
+
+    with pytest.raises(PreflightFailed, match="of memory"):
+        prepare_source(conversion(tmp_path), STAGES, TASKS.sources)
+
+    assert weights_served(hub) == 0
 
 
 def test_the_disk_must_have_room_for_the_download_of_a_sweep_once(
