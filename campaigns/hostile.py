@@ -80,9 +80,14 @@ def _at(path: str, rng: random.Random) -> Any:
     return {**least, rng.choice(names_of(model, name)): value}
 
 
+def _size(rng: random.Random, sizes: Sequence[int]) -> int:
+    """Return one of some sizes that rise; each is three times as rare as the one before."""
+    return rng.choices(sizes, [3.0**-place for place in range(len(sizes))])[0]
+
+
 def _deep(path: str, rng: random.Random) -> bytes:
     """Return lists or objects within each other, in a field or alone."""
-    depth = rng.choice((63, 66, 1000, 30_000, 1_000_000))
+    depth = _size(rng, (63, 66, 1000, 30_000, 1_000_000))
     opened, closed = rng.choice(((b"[", b"]"), (b'{"a":', b"}")))
     core = opened * depth + b"1" + closed * depth * rng.choice((0, 1))
     name = rng.choice([*REQUESTS[path][0].model_fields, "x", "metadata"])
@@ -92,7 +97,7 @@ def _deep(path: str, rng: random.Random) -> bytes:
 def _long(path: str, rng: random.Random) -> Any:
     """Return a body in which one text is long."""
     model, least = REQUESTS[path]
-    text = "".join(rng.choices(LETTERS, k=50)) * rng.choice((100, 4_000, 80_000))
+    text = "".join(rng.choices(LETTERS, k=50)) * _size(rng, (100, 4_000, 80_000))
     return {**least, rng.choice([*model.model_fields, "x"]): text}
 
 
@@ -100,7 +105,7 @@ def _many(path: str, rng: random.Random) -> Any:
     """Return a body in which one field has many elements of a kind."""
     model, least = REQUESTS[path]
     element = rng.choice((1, -1, 0.5, "a", None, [], {}, [1], *TURNS))
-    count = rng.choice((100, 3_000, 60_000, 500_000))
+    count = _size(rng, (100, 3_000, 60_000, 500_000))
     count = min(count, (8 << 20) // (len(json.dumps(element)) + 2))
     name = rng.choice([*model.model_fields, "x"])
     if rng.random() < 0.2:
@@ -113,7 +118,7 @@ def _broken(path: str, rng: random.Random) -> bytes:
     data = bytearray(json.dumps(REQUESTS[path][1]).encode(rng.choice(("utf-8", "utf-16"))))
     for _ in range(rng.randrange(1, 4)):
         data[rng.randrange(len(data))] = rng.randrange(256)
-    texts = (b'"' * 4_000_000, b"9" * 100_000, b"[" + b"9" * 4299 + b"]", b"\\ud800", b"")
+    texts = (b'"' * _size(rng, (100, 4_000_000)), b"9" * 100_000, b"[" + b"9" * 4299 + b"]", b"\\ud800", b"")
     return rng.choice((bytes(data), bytes(data), *texts))
 
 

@@ -8,7 +8,7 @@ import asyncio
 
 from exl2flow.core.runtime.turns import Turns
 
-SHARE = 1 / 20  # of the time, at most, that large bodies are parsed
+SHARE = 1 / 10  # of the time, at most, that large bodies are parsed
 SMALL = 0.005  # seconds; what takes less is parsed at once
 SECONDS_PER_BYTE, SECONDS_PER_VALUE = 8e-9, 4e-7  # measured: one long text; lists of numbers
 

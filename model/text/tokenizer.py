@@ -64,12 +64,14 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         pad_token_id: int | None = None,
         opening: Sequence[int] | None = None,
+        prefix: str = "",
         source: Path = Path("tokenizer.json"),
     ) -> None:
         """Take over `backend` from a file; its truncation and padding settings are dropped.
 
         `pad_token_id` defaults to the id of `<pad>`, then to EOS if that differs from BOS;
-        `opening`, the ids that the model's texts begin with, to BOS.
+        `opening`, the ids that the model's texts begin with, to BOS. `prefix` is put before every
+        text that is not empty.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -78,6 +80,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         bos = () if bos_token_id is None else (bos_token_id,)
         self.opening = bos if opening is None else tuple(opening)
+        self.prefix = prefix
         self.eos_token_ids = tuple(eos_token_ids)
         self.pad_token_id = backend.token_to_id("<pad>") if pad_token_id is None else pad_token_id
         if self.pad_token_id is None and self.eos_token_id != bos_token_id:
@@ -97,7 +100,7 @@ class Tokenizer:
         Raises:
             SourceModelError: no tokenizer file, a damaged one, or one that does not convert.
         """
-        backend = _load_backend(model_dir)
+        backend, prefix = _load_backend(model_dir)
         bos_token_id = next(token_ids(model_dir, backend, "bos"), None)
         with _failures_are_named(model_dir):
             opening = opening_of(model_dir, backend, bos_token_id)
@@ -107,6 +110,7 @@ class Tokenizer:
             eos_token_ids=tuple(dict.fromkeys(token_ids(model_dir, backend, "eos"))),
             pad_token_id=next(token_ids(model_dir, backend, "pad"), None),
             opening=opening,
+            prefix=prefix,
             source=model_dir,
         )
 
@@ -126,6 +130,7 @@ class Tokenizer:
             add_eos: end with the end-of-sequence id, if the model has one.
             special: read special tokens spelled in the text as such, not as plain text.
         """
+        text = self.prefix + text if text else ""
         with _failures_are_named(self.source):
             backend = self.backend if special else self._plain
             if len(text) < LONG_TEXT:
@@ -186,22 +191,23 @@ class Tokenizer:
             return Pieces(self.backend, self.vocab_size, self.special_ids)
 
 
-def _load_backend(model_dir: Path) -> tokenizers.Tokenizer:
+def _load_backend(model_dir: Path) -> tuple[tokenizers.Tokenizer, str]:
+    """Return the backend of a folder, and what it needs before every text."""
     json_path, model_path, tekken_path = (
         model_dir / name for name in (TOKENIZER_FILE, "tokenizer.model", TEKKEN_FILE)
     )
     if json_path.exists():
-        return _from_json(json_path)
+        return _from_json(json_path), ""
     if model_path.exists():
         model = SentencePieceModel.load(model_path)
         with _failures_are_named(model_path):
             backend = convert(model, source=model_path)
             _check_conversion(backend, model, source=model_path)
         _add_tokens(backend, model_dir)
-        return backend
+        return backend, prefix_of(model)
     if tekken_path.exists():
         with _failures_are_named(tekken_path):
-            return load_tekken(tekken_path)
+            return load_tekken(tekken_path), ""
     raise SourceModelError(
         f"`{model_dir}` holds neither `tokenizer.json` nor `tokenizer.model` nor `tekken.json`; "
         "fetch one of them from the model's repository"
@@ -242,7 +248,7 @@ def _failures_are_named(source: Path) -> Iterator[None]:
 
 
 def convert(model: SentencePieceModel, *, source: Path) -> tokenizers.Tokenizer:
-    """Return a tokenizer that is equivalent to a SentencePiece model.
+    """Return a tokenizer that is equivalent to a SentencePiece model, behind `prefix_of` it.
 
     Args:
         model: the model.
@@ -269,6 +275,17 @@ def convert(model: SentencePieceModel, *, source: Path) -> tokenizers.Tokenizer:
     backend.decoder = _decoder(model)
     backend.add_tokens(list(_added_tokens(model)))
     return backend
+
+
+def prefix_of(model: SentencePieceModel) -> str:
+    """Return what a converted tokenizer needs before every text.
+
+    The library splits a text at user-defined pieces and normalizes each stretch, SentencePiece the
+    text as a whole, so a blank of the normalizer would stand behind each of these pieces.
+    """
+    types = {piece.type for piece in model.pieces}
+    is_split = PieceType.USER_DEFINED in types and not model.remove_extra_whitespace
+    return " " if model.dummy_prefix and is_split else ""
 
 
 def _bpe(model: SentencePieceModel) -> models.Model:
@@ -315,7 +332,7 @@ def _normalizer(model: SentencePieceModel) -> normalizers.Normalizer:
     if model.remove_extra_whitespace:
         steps.append(normalizers.Replace(Regex(r"\A +| +\z"), ""))
         steps.append(normalizers.Replace(Regex(" {2,}"), " "))
-    if model.dummy_prefix:
+    if model.dummy_prefix and not prefix_of(model):
         steps.append(normalizers.Prepend(SPACE_MARK))
     steps.append(normalizers.Replace(" ", SPACE_MARK))
     return normalizers.Sequence(steps)
@@ -354,12 +371,14 @@ def _check_conversion(
     ]
     backend.encode_special_tokens = True
     for probe in chain(PROBES, with_pieces):
-        ids = backend.encode(probe, add_special_tokens=False).ids
+        text = prefix_of(model) + probe if probe else ""
+        ids = backend.encode(text, add_special_tokens=False).ids
         expected = reference.encode(probe)
         if ids != expected:
             raise SourceModelError(
                 f"`{source}` does not convert faithfully: {probe!r} becomes {ids[:8]}…, not "
-                f"{expected[:8]}…; add a `tokenizer.json`"
+                f"{expected[:8]}…; add a `tokenizer.json`, as transformers writes it with "
+                "`AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
             )
 
 

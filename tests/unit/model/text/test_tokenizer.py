@@ -191,14 +191,18 @@ def test_converted_control_pieces_are_special(tmp_path: Path) -> None:
     assert tokenizer.decode([1, instruction, 2]) == ""
 
 
-def test_user_defined_pieces_are_whole_in_every_text(tmp_path: Path) -> None:
-    reference = write_sentencepiece(
-        tmp_path, user_defined_symbols=["<sep>"], add_dummy_prefix=False
-    )
+@pytest.mark.parametrize("options", [{"add_dummy_prefix": False}, {"add_dummy_prefix": True}])
+def test_user_defined_pieces_are_whole_in_every_text(
+    options: dict[str, bool], tmp_path: Path
+) -> None:
+    reference = write_sentencepiece(tmp_path, user_defined_symbols=["<sep>"], **options)
 
     tokenizer = Tokenizer.load(tmp_path)
 
-    assert tokenizer.encode("a fox<sep>the dog") == reference.encode("a fox<sep>the dog")
+    for text in ("a fox<sep>the dog", "<sep>a", "<sep> fox<sep>", " a<sep><sep>  dog ", ""):
+        ids = reference.encode(text)
+        assert tokenizer.encode(text) == tokenizer.encode(text, special=True) == ids
+        assert tokenizer.decode(ids) == reference.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -240,10 +244,11 @@ def test_gap_between_model_and_added_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_unfaithful_conversion_is_refused(tmp_path: Path) -> None:
-    # the library's dummy prefix stands once, a converted one behind every user-defined piece
-    write_sentencepiece(tmp_path, user_defined_symbols=["<sep>"], add_dummy_prefix=True)
+    # the library strips the text once, a converted one every stretch between user-defined pieces
+    options = {"add_dummy_prefix": True, "remove_extra_whitespaces": True}
+    write_sentencepiece(tmp_path, user_defined_symbols=["<sep>"], **options)
 
-    with pytest.raises(SourceModelError, match="does not convert faithfully"):
+    with pytest.raises(SourceModelError, match=r"does not convert faithfully.*save_pretrained"):
         Tokenizer.load(tmp_path)
 
 
