@@ -410,7 +410,7 @@ def _recorded(
         try:
             work()
         except BaseException:
-            with suppress(RuntimeError):  # the capture is discarded anyway
+            with suppress(RuntimeError), not_empty(stream.device):  # it is discarded anyway
                 graph.capture_end()
             raise
         with not_empty(stream.device):
