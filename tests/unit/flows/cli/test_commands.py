@@ -91,7 +91,7 @@ def test_rare_options_are_accepted_though_short_help_hides_them(command: str) ->
     result = CliRunner().invoke(app, [command, "nowhere", "--out", "o", "--seed", "many"])
 
     assert result.exit_code == 2
-    assert "'--seed'" in result.stderr
+    assert "`--seed`" in result.stderr
 
 
 def settings(models: tuple[type, ...]) -> list[Setting]:
