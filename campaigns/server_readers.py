@@ -64,6 +64,7 @@ class RequestBody(Reader):
         self.engine = Engine(
             model, lambda: Generator(model, slots=2, tokens=CONTEXT), options, fmt=fmt, defaults={}
         )
+        self.engine.has_grammars = True  # which `start` would find; calls may be forced
         return [
             f"{path}\n{json.dumps(self._whole(path, number))}".encode()
             for path in KINDS
