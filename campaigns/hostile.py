@@ -118,7 +118,8 @@ def _broken(path: str, rng: random.Random) -> bytes:
     data = bytearray(json.dumps(REQUESTS[path][1]).encode(rng.choice(("utf-8", "utf-16"))))
     for _ in range(rng.randrange(1, 4)):
         data[rng.randrange(len(data))] = rng.randrange(256)
-    texts = (b'"' * _size(rng, (100, 4_000_000)), b"9" * 100_000, b"[" + b"9" * 4299 + b"]", b"\\ud800", b"")
+    marks = b'"' * _size(rng, (100, 4_000_000))
+    texts = (marks, b"9" * 100_000, b"[" + b"9" * 4299 + b"]", b"\\ud800", b"")
     return rng.choice((bytes(data), bytes(data), *texts))
 
 

@@ -28,7 +28,13 @@ MORE = {
         "tests/unit/test_documented_serving.py",
         TABLES,
     ],
+    f"{OPTIONS}/given.py": [CONFIG, "tests/unit/test_documented_types.py"],
     f"{OPTIONS}/sweep.py": [CONFIG, TABLES],
+    f"{OPTIONS}/validation.py": [CONFIG, BOUNDS, TABLES],
+    f"{OPTIONS}/watch.py": ["tests/unit/flows/test_watch.py"],
+    "core/device_name.py": ["tests/unit/core/options/test_devices.py"],
+    "core/store/outline.py": ["tests/hub/test_outline.py"],
+    "core/store/shard_index.py": ["tests/unit/model/files/test_weights.py"],
     "core/requests/conversation.py": [
         "tests/unit/inference/chat/test_history.py",
         "tests/unit/inference/chat/test_files.py",

@@ -43,7 +43,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
             "text": text_parquet(root / "text.parquet"),
             "rows": 6,
             "row_tokens": 64,
-            "measure_rows": 3,
+            "measure_rows": 5,
             "measure_row_tokens": 64,
         },
         sensitivity={"rows": 3},

@@ -40,6 +40,8 @@ def test_operations_bear_any_request(served: Served, examples: int) -> None:
     )
     for operation in schema.get_all_operations():
         bounded(given(case=operation.ok().as_strategy())(check))()
+        with served.http() as client:  # it may have been unloaded
+            client.post("/v1/model/load", json={"name": "model"}).raise_for_status()
         count += 1
 
     assert count > 8

@@ -1,6 +1,7 @@
 import logging
 
 from prefect.logging.handlers import APILogHandler
+from prefect.settings import PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW, temporary_settings
 
 from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.tasks.logs import logged
@@ -35,7 +36,7 @@ def lines_of(*errors: Exception) -> list[logging.LogRecord]:
     handler = logging.Handler()
     handler.emit = made.append  # type: ignore[method-assign]
     loggers = [logging.getLogger(name) for name in ("prefect.task_runs", "prefect.flow_runs")]
-    with logged():
+    with logged(), temporary_settings({PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}):
         for logger in loggers:
             logger.addHandler(handler)
         for error in errors:
