@@ -1,6 +1,7 @@
 """A signal inside a sublayer: after the grace period every stage leaves within a few rows."""
 
 import os
+import random
 import shutil
 import signal
 import time
@@ -8,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conversions import small_config
 from refinements import refine_until, refinement, rough_model
-from stage_runs import run_until, text_parquet
-from tiny import make_tiny
+from stage_runs import run_until
+from tiny import TEXT, make_tiny
 from traces import contents, identity
 
 from exl2flow.core.errors import Interrupted
@@ -30,6 +33,14 @@ from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 CALLS = 3  # of what is counted, before the signal
 
 
+def mixed_text(path: Path) -> Path:
+    """Write a calibration file in which no two rows share 32 tokens."""
+    draws, words = random.Random(0), " ".join(TEXT).split()
+    records = [" ".join(draws.choices(words, k=200)) for _ in range(40)]
+    pq.write_table(pa.table({"text": records}), path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A conversion with every stage of a source, up to the compiled model."""
@@ -40,7 +51,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
         bpw=4.0,
         quality="standard",
         calibration={
-            "text": text_parquet(root / "text.parquet"),
+            "text": mixed_text(root / "text.parquet"),
             "rows": 6,
             "row_tokens": 64,
             "measure_rows": 5,
