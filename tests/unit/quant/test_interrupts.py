@@ -36,7 +36,7 @@ CALLS = 3  # of what is counted, before the signal
 def mixed_text(path: Path) -> Path:
     """Write a calibration file in which no two rows share 32 tokens."""
     draws, words = random.Random(0), " ".join(TEXT).split()
-    records = [" ".join(draws.choices(words, k=200)) for _ in range(40)]
+    records = [" ".join(draws.choices(words, k=30)) for _ in range(200)]
     pq.write_table(pa.table({"text": records}), path)
     return path
 
