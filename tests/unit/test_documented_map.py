@@ -37,7 +37,8 @@ def packages() -> set[str]:
     """Return the folders of the package, relative to the root."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     names = project["tool"]["setuptools"]["packages"]
-    return {name.removeprefix("exl2flow.").replace(".", "/") for name in names}
+    folders = project["tool"]["setuptools"]["package-dir"]
+    return {folders.get(name, name.removeprefix("exl2flow.")).replace(".", "/") for name in names}
 
 
 def named_paths(page: Path) -> set[str]:

@@ -15,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETUPTOOLS: dict[str, Any] = PROJECT["tool"]["setuptools"]
-TOP = sorted(SETUPTOOLS["package-dir"].values())
+FACADE = "package"  # what `import exl2flow` gives: a docstring and the version
+TOP = sorted({*SETUPTOOLS["package-dir"].values()} - {FACADE})
 SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parquet files, not shipped
 NOT_PACKAGES = {"benchmarks", "build", "campaigns", "demo", "demo-exl2", "dist", "docs", "tests"}
 CARRIED_BY = {
@@ -51,12 +52,13 @@ def code_folders() -> set[str]:
 def test_every_package_of_the_tree_is_listed() -> None:
     expected = sorted("exl2flow." + folder.replace("/", ".") for folder in code_folders())
 
-    assert SETUPTOOLS["packages"] == expected
+    assert SETUPTOOLS["packages"] == ["exl2flow", *expected]
 
 
 def test_links_lead_tools_to_every_top_folder() -> None:
-    links = sorted((ROOT / ".links" / "exl2flow").iterdir())
+    init, *links = sorted((ROOT / ".links" / "exl2flow").iterdir())
 
+    assert init.resolve() == ROOT / FACADE / "__init__.py"
     assert [link.name for link in links] == TOP
     assert [link for link in links if link.resolve() != ROOT / link.name] == []
     assert PROJECT["tool"]["mypy"]["mypy_path"] == ".links"
@@ -64,14 +66,16 @@ def test_links_lead_tools_to_every_top_folder() -> None:
 
 
 def test_every_top_folder_is_mapped_and_typed() -> None:
-    assert {f"exl2flow.{folder}": folder for folder in TOP} == SETUPTOOLS["package-dir"]
-    assert [folder for folder in TOP if not (ROOT / folder / "py.typed").is_file()] == []
+    mapped = {f"exl2flow.{folder}": folder for folder in TOP}
+    assert mapped | {"exl2flow": FACADE} == SETUPTOOLS["package-dir"]
+    untyped = [f for f in (*TOP, FACADE) if not (ROOT / f / "py.typed").is_file()]
+    assert untyped == []
     others = {
         path.name
         for path in ROOT.iterdir()
         if path.is_dir() and not path.name.startswith(".") and list(path.glob("*.py"))
     }
-    assert others - NOT_PACKAGES == set(TOP)
+    assert others - NOT_PACKAGES == {*TOP, FACADE}
 
 
 def test_every_package_has_an_init() -> None:
@@ -82,7 +86,7 @@ def test_every_data_file_is_listed() -> None:
     data = SETUPTOOLS["package-data"]
     patterns = {
         ROOT.joinpath(*package.split(".")[1:]): [*data.get(package, []), *data["*"]]
-        for package in SETUPTOOLS["packages"]
+        for package in SETUPTOOLS["packages"][1:]
     }
     forgotten = []
     for top in TOP:
@@ -118,7 +122,10 @@ def test_command_is_a_function() -> None:
 
 
 def test_installed_version_is_that_of_the_project() -> None:
-    assert version("exl2flow") == PROJECT["project"]["version"]
+    package = import_module("exl2flow")
+
+    assert package.__version__ == version("exl2flow") == PROJECT["project"]["version"]
+    assert package.__doc__
 
 
 def test_every_dependency_is_pinned() -> None:
