@@ -11,7 +11,7 @@ from exl2flow.model.config.sublayer_spec import (
 )
 from exl2flow.model.files.canonical import CanonicalTensors, fused_rows
 from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams
-from exl2flow.model.files.headers import carried, check_headers, check_layers
+from exl2flow.model.files.headers import carried, check_layers, check_tied_head
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import KvCache, LayerCache, attend
 from exl2flow.model.layers.decoder import (
@@ -67,9 +67,9 @@ __all__ = [
     "build_head",
     "build_sublayer",
     "carried",
-    "check_headers",
     "check_ids",
     "check_layers",
+    "check_tied_head",
     "expected_tensors",
     "fused_rows",
     "narrowed",

@@ -28,8 +28,8 @@ from exl2flow.model import (
     Tokenizer,
     build_embedding,
     build_head,
-    check_headers,
     check_layers,
+    check_tied_head,
     resolve,
 )
 from exl2flow.model.layers.stream import StreamedSublayers
@@ -125,7 +125,7 @@ def load_model(
         packed=on_gpu and not streamed,  # matrices used once are not repacked
     )
     check_layers(spec, source.tensors)
-    check_headers(spec, source.tensors)
+    check_tied_head(spec, source.tensors)
     if ranks is not None:
         check_ranks(spec, ranks.count)
     if isinstance(placement, Split):

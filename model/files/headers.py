@@ -5,9 +5,9 @@ import re
 from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.core.store.files import Layout
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
-from exl2flow.model.files.exl2 import is_quantized, tensor_names
+from exl2flow.model.files.exl2 import tensor_names
 from exl2flow.model.files.fp8 import ACTIVATIONS, CACHE
-from exl2flow.model.files.gptq import gptq_names, is_gptq
+from exl2flow.model.files.gptq import gptq_names
 from exl2flow.model.files.weights import TensorFiles
 
 TRAINING_HEADS = ("v_head.", "value_head.", "reward_head.", "score.")  # trl, RLHF, classifiers
@@ -46,40 +46,23 @@ def expected_here(spec: ModelSpec, tensors: TensorFiles) -> dict[str, tuple[int,
     return expected
 
 
-def check_headers(spec: ModelSpec, tensors: TensorFiles) -> None:
-    """Compare shapes and dtypes of a model's plain tensors with the config, before any is read.
+def check_tied_head(spec: ModelSpec, tensors: TensorFiles) -> None:
+    """Refuse a head that was left over beside the embedding to which the config ties it.
 
     Raises:
-        SourceModelError: weights are integers.
-        TensorShapeError: a tensor has another shape than the config implies.
+        SourceModelError: its weights are integers.
+        TensorShapeError: it has fewer rows than the vocabulary, or another width.
     """
-    packed = {
-        name
-        for projection in (*spec.projections, spec.head)
-        if is_quantized(projection.key, tensors) or is_gptq(projection.key, tensors)
-        for name in (f"{projection.key}.weight", f"{projection.key}.bias")
-    }
-    plain = {
-        name: shape
-        for name, shape in expected_here(spec, tensors).items()
-        if name in tensors and name not in packed
-    }
-    tensors.check_floating(plain)
-    for name, shape in plain.items():
-        stored = tensors.shape(name)
-        if stored != shape and stored[1:] != shape and not _has_more_rows(stored, shape):
-            raise TensorShapeError(
-                f"`{name}` has shape {stored}, `config.json` implies {shape}; check that both "
-                "belong to one model"
-            )
-
-
-def _has_more_rows(stored: tuple[int, ...], expected: tuple[int, ...]) -> bool:
-    return (
-        len(stored) == len(expected) == 2
-        and stored[0] >= expected[0]
-        and stored[1:] == expected[1:]
-    )
+    name, shape = f"{spec.head.key}.weight", (spec.head.out_features, spec.head.in_features)
+    if not spec.tied_head or name not in tensors:
+        return
+    tensors.check_floating([name])
+    stored = tensors.shape(name)
+    if len(stored) != 2 or stored[0] < shape[0] or stored[1] != shape[1]:
+        raise TensorShapeError(
+            f"`{name}` has shape {stored}, `config.json` implies {shape}; the config ties the "
+            "head, so remove this tensor if it is left over"
+        )
 
 
 def unclaimed(spec: ModelSpec, tensors: TensorFiles) -> tuple[str, ...]:

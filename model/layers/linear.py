@@ -165,7 +165,7 @@ def load_linear(
         projection: what to load.
         dtype: of weight and bias in memory.
         device: where they go.
-        any_rows: accept more out-features than the projection states; they are cut.
+        any_rows: accept more or fewer out-features than the projection states; more are cut.
         gptq: how GPTQ matrices are stored, as the model's files say.
         packed: leave quantized matrices quantized; then they compute in fp16.
         orders: of maps with the same input, which may have their rows in the same order.
@@ -256,7 +256,7 @@ def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows
     """Compare a stored (n, k) with the config; rows may have the padding of the format."""
     n, k = projection.out_features, projection.in_features
     is_known = shape in ((n, k), (padded_columns(n), k))
-    if not is_known and not (any_rows and shape[0] >= n and shape[1:] == (k,)):
+    if not is_known and not (any_rows and shape[1:] == (k,)):
         raise TensorShapeError(
             f"`{projection.key}` has shape {shape}, `config.json` implies {(n, k)}; check that "
             "both belong to one model"

@@ -359,7 +359,7 @@ def test_any_temperature_leaves_impossible_tokens_out() -> None:
         ("typical", -0.1),
         ("min_p", 1.01),
         ("tfs", -0.5),
-        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 0),
         ("repetition_range", -2),
         ("dry_allowed_length", 0),
         ("xtc_probability", 1.5),

@@ -30,7 +30,7 @@ from exl2flow.model.config.family import Family
 from exl2flow.model.config.unsupported import NEEDS, need_of
 from exl2flow.model.files.headers import unclaimed
 
-MOST_LINES = 27  # of a row
+MOST_LINES = 28  # of a row
 LENGTHS = (24, 80)  # beyond windows, and beyond the context before it was stretched
 PROMPT, STEPS = 28, 8
 
