@@ -115,6 +115,7 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
         for path in (ROOT / folder).rglob("*")
         if path.suffix in SHIPPED or path.name == "py.typed"
     }
+    expected |= {"exl2flow/__init__.py", "exl2flow/py.typed"}
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
     data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}
     data |= {"exl2flow/flows/server/automations.yaml", "exl2flow/serve/pages/index.html"}
