@@ -11,7 +11,7 @@ def device_name(name: object) -> str:
     Raises:
         ValueError: it is none.
     """
-    if re.fullmatch(PATTERN, str(name)) is None or str(name).endswith("\n"):
+    if re.fullmatch(PATTERN, str(name)) is None:
         raise ValueError("it must be `auto`, `cpu`, `cuda`, or `cuda:1` (the second GPU)")
     return str(name)
 

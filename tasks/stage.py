@@ -52,6 +52,7 @@ def stage_task(
         except Interrupted as stop:
             if isinstance(transaction := get_transaction(), Transaction):
                 transaction.rollback()  # or the state would be cached as a result
+            # Prefect takes it as the task's state
             return Cancelled(message=str(stop), data=stop)  # type: ignore[return-value]
 
     return Task(

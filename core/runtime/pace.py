@@ -62,6 +62,6 @@ def clock(seconds: float | None) -> str:
 
 
 def time_of_day(seconds: float) -> str:
-    """Return the time in so many seconds as h:mm UTC, with the date if that is far away."""
+    """Format the time some seconds from now as h:mm UTC, with the date if it is far off."""
     end = datetime.now(UTC) + timedelta(seconds=seconds)
     return f"{end:%H:%M} UTC" if seconds < DATED_SECONDS else f"{end:%d %b %H:%M} UTC"

@@ -50,7 +50,7 @@ class WholeRun:
 
     @property
     def share(self) -> float:
-        """Return the share of stages that is done, with parts of those that have begun."""
+        """Fraction of all stages that is done; a stage in progress counts in part."""
         if not self.stages:
             return 0.0
         return sum(map(self._part, self.stages)) / len(self.stages)

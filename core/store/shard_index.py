@@ -28,7 +28,7 @@ def shard_index(folder: Path) -> Mapping[str, str]:
     except (*NO_JSON, KeyError, TypeError):
         is_map = False
     if not is_map:
-        log.warning("`%s` is no index of tensors; it is ignored", path)
+        log.warning("ignoring `%s`: it does not map tensor names to files", path)
         return {}
     is_here = not {file.name for file in weight_files(folder)}.isdisjoint(index.values())
     return index if is_here else {}

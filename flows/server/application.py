@@ -48,7 +48,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from exl2flow.flows.server.reminders import remind
 
 HEAD = b"<head>"
-# of requests for pages, which would be compressed, or be those that a browser has kept
+# dropped from page requests: pages must come uncompressed and whole to carry the script
 NOT_ACCEPTED = (b"accept-encoding", b"if-none-match", b"if-modified-since")
 TO_LOGIN = b"""<script>
 if (!localStorage.getItem("prefect-password") && location.pathname !== "/login")

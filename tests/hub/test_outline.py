@@ -186,7 +186,7 @@ def test_a_run_is_refused_before_any_weight_is_fetched(
     message: str,
 ) -> None:
     folder = shutil.copytree(tiny_source, tmp_path / "changed")
-    change(folder, monkeypatch)  # type: ignore[operator]
+    change(folder, monkeypatch)  # type: ignore[operator]  # cases of two kinds
     hub.add_folder("org/tiny", folder)
 
     with pytest.raises(PreflightFailed, match=message) as raised:
@@ -215,7 +215,7 @@ def test_the_disk_must_have_room_for_the_download_of_a_sweep_once(
     hub.add_folder("org/tiny", tiny_source)
     options = {**small_options(), "work_root": tmp_path / "work", "source": Path("org/tiny")}
     config = SweepConfig.model_validate({**options, "out": tmp_path / "out", "bpw": (3.0, 4.0)})
-    plans = prepared(config, dry_run=True).plans.values()  # type: ignore[type-var]
+    plans = prepared(config, dry_run=True).plans.values()  # type: ignore[type-var]  # any config
     [download] = {plan.download_bytes for plan in plans}
     shared = [replace(plan, download_bytes=0) for plan in plans]
     needed: list[int] = []
