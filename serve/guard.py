@@ -8,6 +8,7 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -25,6 +26,7 @@ from exl2flow.serve.metrics import OTHER, Metrics
 
 LARGEST_HEADERS = 32 << 10  # bytes
 BODY_SECONDS = 30.0
+MOST_DISCARDED = 64 << 20  # bytes of a body that is refused; then the connection breaks
 OPEN, MEASURES = {"/", "/health", "/v1/health"}, {"/metrics", "/v1/status", "/status"}
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 ALLOWED = ("authorization", "content-type", "x-api-key", "x-request-id")  # headers of pages
@@ -97,6 +99,8 @@ class Guard:
             is_question = self._is_question(scope, given)
             body = b"" if is_question else await self._body(scope, receive)
         except ApiError as error:
+            if error.status == 413 and "expect" not in given:
+                await _discard(receive)
             await response(error, scope, CLOSING.get(error.status))(scope, receive, told)
             return
         except ClientDisconnect:
@@ -221,3 +225,14 @@ async def _read(receive: Receive) -> bytes:
     except TimeoutError:
         raise ApiError(408, f"the body was not here in {BODY_SECONDS:.0f} s") from None
     return bytes(body)
+
+
+async def _discard(receive: Receive) -> None:
+    """Take the rest of a body: a client that still sends when we close never sees the answer."""
+    left, goes_on = MOST_DISCARDED, True
+    with suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            while goes_on and left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                goes_on = message.get("more_body", False)

@@ -329,6 +329,15 @@ def test_strange_requests_are_refused(served: Served, options: Any, status: int)
         refused(client.post("/v1/completions", **options), status)
 
 
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_client_that_sends_on_sees_why_it_is_refused(served: Served, is_counted: bool) -> None:
+    size = 40 << 20  # far more than the sockets' buffers hold
+    length = {"content-length": str(size)} if is_counted else {}
+    chunks = (b" " * (1 << 20) for _ in range(size >> 20))
+    with served.http() as client:
+        refused(client.post("/v1/completions", content=chunks, headers=JSON | length), 413)
+
+
 def test_bodies_in_chunks_are_counted(served: Served) -> None:
     chunks = (b" " * (1 << 20) for _ in range(9))
     with served.http() as client:
