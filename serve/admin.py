@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends
 from pydantic import AliasChoices, Field
 from starlette.requests import Request
 
+from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.bounds import LARGEST_NUMBER, Name, Place
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Json
@@ -38,7 +39,7 @@ def admin_router(models: Models) -> APIRouter:
     async def is_admin(request: Request) -> None:
         request.state.key.check_admin()
 
-    router = APIRouter(dependencies=[Depends(is_admin)])
+    router = APIRouter(route_class=PacedRoute, dependencies=[Depends(is_admin)])
 
     @router.post("/model/load")
     async def load(given: ModelName) -> dict[str, Any]:

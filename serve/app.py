@@ -26,6 +26,7 @@ from exl2flow.serve.answer_schemas import (
     Tokens,
     told,
 )
+from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.fields import (
@@ -90,7 +91,7 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 
 
 def _answers(models: Models, metrics: Metrics) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PacedRoute)
 
     @router.post("/chat/completions", responses=told(ChatAnswer, streams=True))
     async def chat(given: ChatBody) -> Response:
@@ -133,7 +134,7 @@ async def _length_of(given: ChatBody, models: Models) -> int:
 
 
 def _tokens(models: Models) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PacedRoute)
 
     @router.post("/tokenize", responses=told(Tokens))
     async def tokenize(given: TokenizeBody) -> Response:
@@ -175,7 +176,7 @@ def _tokens(models: Models) -> APIRouter:
 
 
 def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=PacedRoute)
 
     @router.get("/model/list")
     async def folders() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import gc
 import logging
 import math
 import time
@@ -20,6 +19,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import PromptFormat
+from exl2flow.core.runtime.collection import only_new_are_collected
 from exl2flow.core.runtime.turns import Turns
 from exl2flow.inference import Adapter, AsyncGenerator, Event, Generator, LoadedModel
 from exl2flow.inference.chat import named_tool_format, tool_format
@@ -326,7 +326,7 @@ def _forget_frames(error: BaseException) -> None:
 
 def collect() -> None:
     """Give the memory of what is gone back to the device and to the system."""
-    gc.collect()
+    only_new_are_collected()
     with suppress(AttributeError):  # glibc keeps what threads have freed, unless it is told
         ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_available():

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exl2flow.core.options.environment import notify_socket
+from exl2flow.core.runtime.collection import only_new_are_collected
 from exl2flow.serve.errors import ApiError, body
 from exl2flow.serve.models import Models
 from exl2flow.serve.reloading import Configuration
@@ -162,4 +163,5 @@ def run(
         timeout_graceful_shutdown=BACKLOG_SECONDS,
         h11_max_incomplete_event_size=LARGEST_UNREAD,
     )
+    only_new_are_collected()
     _Server(config, models, configuration).run([listener])

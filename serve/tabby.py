@@ -11,6 +11,7 @@ from starlette.responses import Response
 from exl2flow.core.errors import ChatTemplateError
 from exl2flow.serve import chats, completions
 from exl2flow.serve.answers import Update
+from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.bounds import Ids, Messages, Text
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, shown
@@ -162,7 +163,7 @@ def _defaults(engine: Engine) -> dict[str, Any]:
 
 def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]) -> APIRouter:
     """Return the endpoints; row: describes a model by its name."""
-    router = APIRouter()
+    router = APIRouter(route_class=PacedRoute)
 
     @router.get("/model")
     async def model() -> dict[str, Any]:

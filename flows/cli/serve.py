@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BACKLOG = 256  # connections that are not accepted yet
 KEY_VARIABLE = "EXL2FLOW_API_KEY"
 PREFIX = "EXL2FLOW_SERVE_"  # of environment variables, before the name of an option
+CHUNKS = {"cpu": 512, "cuda": 2048}  # prompt tokens that others wait for, 0.1 s of a small model
 EXAMPLES = (
     "exl2flow serve ./Llama-3.2-1B-4.0bpw",
     "exl2flow serve ./model --slots 32 --cache q6 --draft ./smaller-model",
@@ -160,6 +161,7 @@ def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine"
             slots=options.slots,
             draft=draft,
             keep=keep,
+            chunk=CHUNKS[loaded.decoder.placement.head.type],
         )
 
     engine = Engine(

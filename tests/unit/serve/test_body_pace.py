@@ -1,12 +1,16 @@
 """Large bodies are parsed one at a time, with pauses; clients take turns, and small bodies none."""
 
 import asyncio
+import json
 import time
+from typing import Annotated, Any
 
+import httpx
 import pytest
+from fastapi import APIRouter, Body, FastAPI
 
 from exl2flow.serve import body_pace
-from exl2flow.serve.body_pace import SHARE, SMALL, BodyPace, seconds_of
+from exl2flow.serve.body_pace import SHARE, SMALL, BodyPace, PacedRoute, seconds_of
 from exl2flow.serve.bounds import LARGEST_BODY
 
 
@@ -42,3 +46,34 @@ def test_a_body_of_numbers_takes_longer_than_one_text() -> None:
     text, numbers = b'"' + b"a" * (LARGEST_BODY - 2) + b'"', b"[" + b"1," * (LARGEST_BODY // 2)
 
     assert seconds_of(b'{"prompt": "The cat"}') < SMALL < seconds_of(text) < seconds_of(numbers)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b'{"a": [1, 0.1, "b", null]}', 200),
+        ('{"a": "\u00e9"}'.encode("utf-16"), 200),
+        (b'{"a": "\\ud800"}', 200),
+        (b"[NaN, 1e400]", 200),
+        (b'{"a": ', 422),
+        (b"9" * 5000, 400),
+        (b"[" * 100_000, 400),
+    ],
+)
+def test_json_that_the_faster_parser_does_not_know_is_parsed(data: bytes, status: int) -> None:
+    router, app = APIRouter(route_class=PacedRoute), FastAPI()
+
+    @router.post("/")
+    async def same(given: Annotated[Any, Body()]) -> bool:
+        return repr(given) == repr(json.loads(data))
+
+    app.include_router(router)
+
+    async def answered() -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+            return await client.post("/", content=data)
+
+    answer = asyncio.run(answered())
+
+    assert (answer.status_code, status != 200 or answer.json()) == (status, True)
