@@ -13,6 +13,8 @@ from exl2flow.serve import body_pace
 from exl2flow.serve.body_pace import SHARE, SMALL, BodyPace, PacedRoute, seconds_of
 from exl2flow.serve.bounds import LARGEST_BODY
 
+JSON = {"content-type": "application/json"}
+
 
 def test_large_bodies_take_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_pace, "SHARE", 1 / 2)
@@ -72,7 +74,7 @@ def test_json_that_the_faster_parser_does_not_know_is_parsed(data: bytes, status
     async def answered() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
-            return await client.post("/", content=data)
+            return await client.post("/", content=data, headers=JSON)
 
     answer = asyncio.run(answered())
 
