@@ -97,12 +97,22 @@ class PagedCache:
         states = 0 if self.states is None else self.states.nbytes
         return states + sum(store.nbytes for store in self.stores)
 
+    @property
+    def here(self) -> list[LayerStore]:
+        """The stores on `device`."""
+        pairs = zip(self.stores, self._devices, strict=True)
+        return [store for store, device in pairs if device == self.device]
+
     def copy(self, pages: torch.Tensor) -> None:
         """Copy pages, all rows of them: int64 (2, n), sources and targets."""
-        indexes = {device: on_device(pages, device) for device in dict.fromkeys(self._devices)}
-        for store, device in zip(self.stores, self._devices, strict=True):
-            store.keys.copy_pages(*indexes[device])
-            store.values.copy_pages(*indexes[device])
+        for device in dict.fromkeys(self._devices):
+            self.at(device).copy_here(on_device(pages, device))
+
+    def copy_here(self, pages: torch.Tensor) -> None:
+        """Copy pages, given as in `copy`, of the layers on `device`, where `pages` is."""
+        for store in self.here:
+            store.keys.copy_pages(*pages)
+            store.values.copy_pages(*pages)
 
 
 def cache_format(name: str, device: torch.device) -> CacheFormat:

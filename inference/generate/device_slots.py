@@ -39,7 +39,8 @@ from exl2flow.model import Decoder, check_ids
 DRAFTED_ROWS = 32  # most rows of a step with drafts: more cost more than they save
 COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
-_STREAMS = WeakKeyDictionary[Decoder, int]()  # kernels keep sums and counters beside the weights
+# kernels keep sums and counters beside the weights; a stream of each device
+_STREAMS = WeakKeyDictionary[Decoder, tuple[int, ...]]()
 
 
 class DeviceSlots:
@@ -79,7 +80,6 @@ class DeviceSlots:
         records = device.type == "cuda" and is_resident and not model.decoder.waits_for_routes
         idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
-        self._copied = torch.zeros(2, 1, dtype=torch.int64, device=device)
         self.failure: Exception | None = None
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
@@ -120,13 +120,16 @@ class DeviceSlots:
             ) from self.failure
 
     def check_stream(self) -> None:
-        """Raise `ConfigError` unless the stream is the one on which the models are always used."""
+        """Raise `ConfigError` unless streams are those on which the models are always used."""
         if self.cache.device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self.cache.device).cuda_stream
         drafting = self.proposer.decoder if self.proposer is not None else None
         for decoder in (self._decoder, drafting):
-            if decoder is not None and _STREAMS.setdefault(decoder, stream) != stream:
+            if decoder is None:
+                continue
+            devices = decoder.placement.devices
+            streams = tuple(torch.cuda.current_stream(device).cuda_stream for device in devices)
+            if _STREAMS.setdefault(decoder, streams) != streams:
                 raise ConfigError(
                     "the model is in use on another CUDA stream; make its generators and call them "
                     "on that one, or load the model once more"
@@ -203,29 +206,28 @@ class DeviceSlots:
         ids: of one segment after another; embeddings: (hidden,) for each id from `FIRST_EMBEDDING`
         on, in order; adapters: of each segment; states: return them, else none.
         """
-        tokens = on_device(torch.tensor([ids]), self.cache.device)
+        tokens, device = torch.tensor([ids]), self._decoder.placement.embedding
         hidden = None if embeddings or any(adapters) else self._runner.read_tails(ids, segments)
         if hidden is None:
-            device = self.cache.device
             rows = on_device(torch.stack([*embeddings]), device) if embeddings else None
-            work = tokens, *self._runner.views(segments), rows
+            work = on_device(tokens, device), *self._runner.views(segments), rows
             decoder = self._adapters.for_texts(adapters, [segment.count for segment in segments])
             if states:
                 hidden = decoder.hidden(*work)[0]
             else:
                 decoder.fill(*work)
         if self.proposer is not None:
-            self.proposer.read(tokens, segments)
+            self.proposer.read(on_device(tokens, self.cache.device), segments)
         return self.no_hidden if hidden is None else hidden
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""
         if copy is None:
             return
-        self._copied[:] = on_device(torch.tensor([[copy.source], [copy.target]]), self.cache.device)
-        self._runner.copy(self._copied)
+        self._runner.copy(copy.source, copy.target)
         if self.proposer is not None:
-            self.proposer.copy(self._copied)
+            pages = torch.tensor([[copy.source], [copy.target]])
+            self.proposer.copy(on_device(pages, self.cache.device))
 
     def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
         """Compute the logits after the last token of each of the first slots, and after its draft.

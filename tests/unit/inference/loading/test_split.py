@@ -416,6 +416,6 @@ def test_a_warm_up_writes_to_the_pages_that_slots_have_now(
 
     generator.warmup()
 
-    for slots in steps._runner._spans:
+    for slots in steps._runner._steps._of:
         assert torch.equal(slots.tables.cpu(), steps.tables.cpu())
         assert torch.equal(slots.lengths.cpu(), steps.lengths.cpu())
