@@ -23,7 +23,7 @@ class PlacementOptions(Options):
     reserve: Annotated[str | None, Option("BYTES,…", MODEL, rare=True)] = Field(
         default=None,
         description="bytes that an automatic split leaves free, one number or one for each GPU; "
-        "empty: 192 MiB of the first one, 64 MiB of the others",
+        "empty: 256 MiB of each",
     )
     devices: Annotated[str | None, Option("N,…", MODEL, rare=True)] = Field(
         default=None,

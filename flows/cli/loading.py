@@ -15,8 +15,10 @@ from exl2flow.inference.filters import GrammarFilter
 from exl2flow.inference.loading.layer_split import Split
 
 
-def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> Split | None:
-    """Return how a model is split among GPUs, with room for a cache and the logits of texts."""
+def split_of(
+    options: PlacementOptions, *, tokens: int | None, slots: int, draft: Path | None = None
+) -> Split | None:
+    """Return how a model is split among GPUs, with room for all else; see `Split`."""
     return Split.parse(
         options.gpu_split,
         reserve=options.reserve,
@@ -24,6 +26,7 @@ def split_of(options: PlacementOptions, *, tokens: int | None, slots: int) -> Sp
         tokens=tokens,
         cache=options.cache,
         slots=slots,
+        draft=draft,
     )
 
 
@@ -35,7 +38,7 @@ def load(
     return load_model(
         model,
         device=options.device,
-        placement=split_of(options, tokens=tokens, slots=slots),
+        placement=split_of(options, tokens=tokens, slots=slots, draft=options.draft),
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
         rope_alpha=options.rope_alpha,

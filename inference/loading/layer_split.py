@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -18,7 +19,8 @@ from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
 from exl2flow.core.runtime.memory import free_memory
 from exl2flow.core.words import size
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.model import ModelSpec, Placement, TensorFiles
+from exl2flow.model import CanonicalTensors, ModelSpec, Placement, TensorFiles, resolve
+from exl2flow.model.layers.linear import is_packed
 from exl2flow.model.memory.footprint import DeviceNeed, Texts, exact_format
 from exl2flow.model.memory.footprint import pages as page_count
 
@@ -28,23 +30,33 @@ EXAMPLES = {
     "reserve": "`200000000,0` in bytes",
     "devices": "`0,2`",
 }
-RESERVE = (192 << 20, 64 << 20)  # bytes kept free on the first device, and on every other one
+# bytes kept free on each device: its kernels (150 MB measured), workspaces, recordings
+RESERVE = (256 << 20,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Bytes of a model's parts in memory, before growth in GPU layout.
 
-    shared: of `head`, what it takes over from the embedding where both are on one device.
+    shared: of `head`, what it takes over from the embedding where both are on one device; packed:
+    whether matrices are quantized; draft: another model that lies with the head.
     """
 
     embedding: int
     layers: tuple[int, ...]
     head: int
     shared: int = 0
+    packed: bool = True
+    draft: "tuple[ModelSpec, Sizes] | None" = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, tensors: TensorFiles, dtype: torch.dtype) -> Self:
+    def of(
+        cls,
+        spec: ModelSpec,
+        tensors: TensorFiles,
+        dtype: torch.dtype,
+        draft: "tuple[ModelSpec, Sizes] | None" = None,
+    ) -> Self:
         """Read sizes from the headers of files; floating-point numbers are kept in `dtype`."""
         layers, apart = [0] * spec.num_layers, spec.family.learned_positions
         embedding = head = 0
@@ -61,7 +73,14 @@ class Sizes:
                 head += nbytes
         has_own = any(name.startswith(f"{spec.head.key}.") for name in tensors.names)
         shared = embedding if spec.tied_head and not has_own else 0
-        return cls(embedding=embedding, layers=tuple(layers), head=head + shared, shared=shared)
+        return cls(
+            embedding=embedding,
+            layers=tuple(layers),
+            head=head + shared,
+            shared=shared,
+            packed=any(is_packed(p.key, tensors.names) for p in spec.projections),
+            draft=draft,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +90,8 @@ class Split:
     sizes: bytes per device, 0 to skip one; None: what is free less `reserve`, bytes of the first
     devices, the last one for all others; devices: indexes of GPUs; None: all, or as many as there
     are sizes. There must be room for a cache of `tokens` tokens (None: of the longest text, or as
-    many as fit) in the format `cache` (None: unquantized), and for the logits of `slots` texts.
+    many as fit) in the format `cache` (None: unquantized), for the logits of `slots` texts, and for
+    a `draft` model with as large a cache.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -80,6 +100,7 @@ class Split:
     tokens: int | None = None
     cache: str | None = None
     slots: int = 16
+    draft: Path | None = None
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if options contradict each other."""
@@ -108,6 +129,7 @@ class Split:
         tokens: int | None = None,
         cache: str | None = None,
         slots: int = 16,
+        draft: Path | None = None,
     ) -> Self | None:
         """Parse options such as `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
 
@@ -128,6 +150,7 @@ class Split:
             tokens=tokens,
             cache=cache,
             slots=slots,
+            draft=draft,
         )
 
     def rooms(self, free: Sequence[Callable[[], int]]) -> dict[torch.device, int]:
@@ -238,7 +261,11 @@ def split_model(
         )
     visible = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     rooms = split.rooms([partial(free_memory, device) for device in visible])
-    sizes = Sizes.of(spec, tensors, torch.float16)
+    draft = None
+    if split.draft is not None:
+        other = resolve(split.draft).undivided()
+        draft = other, Sizes.of(other, CanonicalTensors(other), torch.float16)
+    sizes = Sizes.of(spec, tensors, torch.float16, draft)
     texts = Texts(
         context=min(context, split.tokens or context),
         pages=page_count(split.tokens or context),
@@ -251,16 +278,22 @@ def split_model(
 
 
 def parts_of(spec: ModelSpec, sizes: Sizes, texts: Texts) -> list[Load]:
-    """Return embedding, layers and head; each lies on one device as a whole."""
-    embedding, head = DeviceNeed.of_embedding(spec, texts), DeviceNeed.of_head(spec, texts)
+    """Return embedding, layers, and head with draft; each lies on one device as a whole."""
+    embedding = DeviceNeed.of_embedding(spec, texts)
+    head = DeviceNeed.of_head(spec, texts, packed=sizes.packed)
+    draft = sum(parts_of(*sizes.draft, texts), Load()) if sizes.draft else Load()
     layers = [
-        Load(stored, DeviceNeed.of_layer(spec, index, texts), name=f"layer {index}")
+        Load(
+            stored,
+            DeviceNeed.of_layer(spec, index, texts, packed=sizes.packed),
+            name=f"layer {index}",
+        )
         for index, stored in enumerate(sizes.layers)
     ]
     return [
         Load(sizes.embedding, embedding, has_embedding=True, name="the embedding"),
         *layers,
-        Load(sizes.head, head, shared=sizes.shared, name="the head"),
+        Load(sizes.head + draft.stored, head + draft.share, shared=sizes.shared, name="the head"),
     ]
 
 

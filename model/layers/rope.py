@@ -117,10 +117,11 @@ def step_table(rope: RopeSpec, count: int, device: torch.device) -> RopeTable:
     parts = [(0, switch), (switch, count)]
     if rope.kind is RopeKind.DYNAMIC:  # ... and this one at every position from there on
         parts = [(0, switch), *((place, place + 1) for place in range(switch, count))]
-    tables = [rope_table(rope, start, end - start, device) for start, end in parts if start < end]
+    host = torch.device("cpu")  # what `rope_table` keeps takes no memory of a GPU
+    tables = [rope_table(rope, start, end - start, host) for start, end in parts if start < end]
     return RopeTable(
-        cos=torch.cat([table.cos for table in tables]),
-        sin=torch.cat([table.sin for table in tables]),
+        cos=torch.cat([table.cos for table in tables]).to(device),
+        sin=torch.cat([table.sin for table in tables]).to(device),
         query_scale=_query_scale(rope, torch.arange(count, dtype=torch.float32), device),
         interleaved=rope.interleaved,
     )

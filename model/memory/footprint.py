@@ -48,16 +48,17 @@ class Texts:
 class DeviceNeed:
     """Bytes that parts of a model need on one device besides those of its files.
 
-    cache, layout: see `Footprint`, the sum of the parts; the others, the most of one part, are
-    needed by one after the other: activations of a prompt; held: one layer's cache; decoded:
-    matrices; logits.
+    cache, layout: see `Footprint`, the sum of the parts; the others are the most of one part.
+    rotations: tables that all layers share; attending, computing: what a prompt needs in an
+    attention, with one layer's keys and values, and between attentions, with decoded matrices;
+    logits.
     """
 
     cache: int = 0
     layout: int = 0
-    activations: int = 0
-    held: int = 0
-    decoded: int = 0
+    rotations: int = 0
+    attending: int = 0
+    computing: int = 0
     logits: int = 0
 
     def __add__(self, other: "DeviceNeed") -> "DeviceNeed":
@@ -65,52 +66,55 @@ class DeviceNeed:
         return DeviceNeed(
             cache=self.cache + other.cache,
             layout=self.layout + other.layout,
-            activations=max(self.activations, other.activations),
-            held=max(self.held, other.held),
-            decoded=max(self.decoded, other.decoded),
+            rotations=max(self.rotations, other.rotations),
+            attending=max(self.attending, other.attending),
+            computing=max(self.computing, other.computing),
             logits=max(self.logits, other.logits),
         )
 
     @property
     def work(self) -> int:
         """Bytes that are free again after each pass."""
-        return self.activations + self.held + self.decoded + self.logits
+        return max(self.attending, self.computing) + self.logits
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.cache + self.layout + self.work
+        return self.cache + self.layout + self.rotations + self.work
 
     @classmethod
     def of_embedding(cls, spec: ModelSpec, texts: Texts) -> "DeviceNeed":
         """Return the needs of the embedding: hidden states."""
-        return cls(activations=HALF * _prompt_tokens(texts) * 4 * spec.hidden_size)
+        return cls(computing=HALF * _prompt_tokens(texts) * 4 * spec.hidden_size)
 
     @classmethod
-    def of_layer(cls, spec: ModelSpec, index: int, texts: Texts) -> "DeviceNeed":
-        """Return the needs of a layer."""
+    def of_layer(
+        cls, spec: ModelSpec, index: int, texts: Texts, *, packed: bool = True
+    ) -> "DeviceNeed":
+        """Return the needs of a layer; `packed`: its matrices are quantized."""
         sublayers = [s for s in spec.sublayers if s.layer_index == index]
         matrices = [p for s in sublayers for p in s.projections]
         attention = spec.attentions[index]
         largest = max(p.numel for p in matrices)
         beside = min(max(map(_beside, sublayers)), MOST_BESIDE // HALF)
-        widths = 4 * spec.hidden_size + 3 * spec.widest_mlp + 2 * attention.width
-        widths += _expert_widths(spec, index)
+        attended = 4 * spec.hidden_size + 2 * attention.width
+        widths = attended + 3 * spec.widest_mlp + _expert_widths(spec, index)
+        tokens, copied = _prompt_tokens(texts), pages(texts.context) * PAGE_TOKENS
+        grown = sum(_layout_bytes(p.in_features, p.out_features) for p in matrices)
         return cls(
             cache=layer_bytes(attention, texts.pages + 1, texts.cache_format)
             + state_bytes(attention, texts.sequences),
-            layout=sum(_layout_bytes(p.in_features, p.out_features) for p in matrices)
-            + _expert_tables(spec, index, matrices),
-            activations=HALF * _prompt_tokens(texts) * widths,
-            held=HALF * 2 * kv_width(attention) * pages(texts.context) * PAGE_TOKENS,
-            decoded=HALF * max(largest, beside),
+            layout=packed * grown + _expert_tables(spec, index, matrices),
+            rotations=_rotation_bytes(spec, texts),
+            attending=HALF * (tokens * attended + 2 * kv_width(attention) * copied),
+            computing=HALF * (tokens * widths + packed * max(largest, beside)),
         )
 
     @classmethod
-    def of_head(cls, spec: ModelSpec, texts: Texts) -> "DeviceNeed":
+    def of_head(cls, spec: ModelSpec, texts: Texts, *, packed: bool = True) -> "DeviceNeed":
         """Return the needs of the head: logits fp32, and what sorts them."""
         return cls(
-            layout=_layout_bytes(spec.head.in_features, spec.head.out_features),
+            layout=packed * _layout_bytes(spec.head.in_features, spec.head.out_features),
             logits=HALF * (1 + 8 * texts.sequences) * 2 * spec.vocab_size,
         )
 
@@ -120,8 +124,8 @@ class Footprint:
     """Bytes that a model needs besides those of its files.
 
     cache: keys and values of the context, and states; layout: the most by which scales and
-    permutations grow in GPU layout; work: activations of a prompt, one layer's cache and decoded
-    matrices; device: `DEVICE_BYTES`.
+    permutations grow in GPU layout; work: activations of a prompt, one layer's cache, decoded
+    matrices, and rotations; device: `DEVICE_BYTES`.
     """
 
     context: int
@@ -155,7 +159,7 @@ class Footprint:
             cache_format=cache_format,
             cache=share.cache,
             layout=share.layout,
-            work=share.work,
+            work=share.work + share.rotations,
         )
 
 
@@ -218,6 +222,11 @@ def delta_slots(delta: DeltaSpec, *leading: int, device: torch.device) -> DeltaS
         element=torch.float32 if device.type == "cpu" else torch.float16,
         device=device,
     )
+
+
+def _rotation_bytes(spec: ModelSpec, texts: Texts) -> int:
+    """Return the bytes of cosines and sines of all positions, fp32."""
+    return texts.context * sum(4 * rope.rotary_dim for rope in spec.ropes)
 
 
 def _prompt_tokens(texts: Texts) -> int:

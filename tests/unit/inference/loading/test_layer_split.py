@@ -1,6 +1,7 @@
 """Which GPU takes which layers: manual and automatic splits, refusals, and forecast sizes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,27 @@ def test_a_tied_head_takes_memory_where_the_embedding_is_not(spec: ModelSpec) ->
     assert there[ONE] - needs(spec, SIZES, apart, TEXTS)[ONE] == 4_100 - 5_000
 
 
+def test_a_draft_has_room_on_the_device_of_the_head(spec: ModelSpec) -> None:
+    drafted = replace(SIZES, draft=(spec, SIZES))
+    apart = Placement(embedding=ZERO, layers=(ZERO,) * LAYERS, head=ONE)
+
+    plain, found = (needs(spec, sizes, apart, TEXTS) for sizes in (SIZES, drafted))
+    draft = needs(spec, SIZES, Placement.on(ONE, LAYERS), TEXTS)[ONE]
+
+    assert found[ZERO] == plain[ZERO]
+    assert draft < found[ONE] <= plain[ONE] + draft
+
+
+def test_a_dense_model_decodes_no_matrices(spec: ModelSpec) -> None:
+    whole = Placement.on(ZERO, LAYERS)
+
+    packed, dense = (
+        needs(spec, replace(SIZES, packed=each), whole, TEXTS)[ZERO] for each in (True, False)
+    )
+
+    assert dense < packed
+
+
 def test_too_little_room_names_need_and_room_per_device_and_a_cache_that_fits(
     spec: ModelSpec,
 ) -> None:
@@ -141,7 +163,7 @@ def test_auto_leaves_the_reserve_free() -> None:
 
     rooms = split.rooms(free(GB, GB, GB))
 
-    assert rooms == {ZERO: GB - RESERVE[0], ONE: GB - RESERVE[1], TWO: GB - RESERVE[1]}
+    assert rooms == {device: GB - RESERVE[0] for device in (ZERO, ONE, TWO)}
 
 
 def test_a_given_reserve_replaces_the_default_and_its_last_value_is_for_all_others() -> None:
@@ -157,7 +179,7 @@ def test_devices_alone_mean_auto_on_these_in_their_order() -> None:
 
     rooms = split.rooms(free(GB, -1, GB))
 
-    assert [*rooms.items()] == [(TWO, GB - RESERVE[0]), (ZERO, GB - RESERVE[1])]
+    assert [*rooms.items()] == [(TWO, GB - RESERVE[0]), (ZERO, GB - RESERVE[0])]
 
 
 def test_only_devices_that_are_used_are_looked_at() -> None:

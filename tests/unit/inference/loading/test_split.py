@@ -230,6 +230,31 @@ def test_replayed_recordings_say_the_same(
     assert Again.made
 
 
+def test_tails_of_prompts_and_copies_of_pages_are_recorded_on_every_device(
+    folder: Path, fakes: Devices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(monkeypatch)
+    generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=3, tokens=1024, chunk=256)
+    for prompts in ([TEXT * 9], [TEXT * 9 + " more", TEXT * 9 + " or less"]):
+        generator.generate(prompts, max_new_tokens=2, settings=GREEDY)
+
+    for place in generator._device_slots._runner._places:
+        assert {"tails", "copy"} <= {key[0] for key in place.graphs._graphs}
+
+
+def test_prompts_go_to_the_first_device_and_nothing_of_them_comes_back(
+    folder: Path, fakes: Devices
+) -> None:
+    generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=1, tokens=1024, chunk=256)
+    with torch.inference_mode():
+        generator.submit(Request(TEXT * 18, max_new_tokens=4, settings=GREEDY))
+        generator.step()
+        del fakes.moves[:]
+        generator.step()
+
+    assert {move[:2] for move in fakes.moves} == {(A, B), (B, C)}
+
+
 def test_a_step_sends_lengths_ids_and_states_and_nothing_else(folder: Path, fakes: Devices) -> None:
     generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=2, tokens=512)
     with torch.inference_mode():
