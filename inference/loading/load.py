@@ -35,9 +35,10 @@ from exl2flow.model import (
 from exl2flow.model.layers.stream import StreamedSublayers
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (
+    HeadShare,
     check_ranks,
-    share_head,
-    share_sublayer,
+    join_sublayer,
+    share_of,
     shared_spec,
 )
 
@@ -184,6 +185,7 @@ def _load(
 ) -> tuple[Decoder, Tokenizer]:
     """Load a model's parts and its tokenizer concurrently; raise the first error in part order."""
     spec, tensors, dtype = source.spec, source.tensors, source.dtype
+    of_head = None if ranks is None else HeadShare(ranks)
 
     def read_head(embedding: Future[Embedding]) -> Head:
         is_shared = spec.tied_head and placement.head == placement.embedding
@@ -194,11 +196,14 @@ def _load(
             device=placement.head,
             packed=source.packed,
             embedding=embedding.result() if is_shared else None,
+            cut=of_head or (lambda part: part),
         )
 
     def read(index: int, device: torch.device) -> Sublayer:
-        sublayer = source.read(index, device)
-        return sublayer if ranks is None else share_sublayer(spec, sublayer, ranks)
+        if ranks is None:
+            return source.read(index, device)
+        share = share_of(spec, spec.sublayers[index], tensors, ranks)
+        return join_sublayer(spec, source.read(index, device, share), ranks)
 
     with ExitStack() as stack:
         devices = placement.devices
@@ -226,7 +231,7 @@ def _load(
         spec if ranks is None else shared_spec(spec, ranks),
         embedding=embedding.result(),
         sublayers=source if is_streamed else [sublayer.result() for sublayer in sublayers],
-        head=head.result() if ranks is None else share_head(head.result(), ranks),
+        head=head.result() if of_head is None else of_head.joined(head.result()),
         placement=placement if placement.is_split else None,
     )
     return decoder, tokenizer.result()

@@ -20,6 +20,7 @@ from exl2flow.model.files.group_table import (
     first_words,
     groups_of,
 )
+from exl2flow.model.files.weights import TensorFiles
 
 COLUMN_MULTIPLE = 32  # n is padded to this with zero columns
 SCALE_BITS = 4
@@ -253,8 +254,7 @@ class QuantizedMatrix:
     @property
     def order(self) -> torch.Tensor:
         """The in-feature of each packed row, int64 (k,)."""
-        places = self.inverse_perm.long()
-        return torch.empty_like(places).scatter_(0, places, torch.arange(len(places)).to(places))
+        return _order(self.inverse_perm)
 
     @property
     def total_bits(self) -> int:
@@ -331,6 +331,18 @@ class QuantizedMatrix:
         matrix = cls(**fields, bias=tensors.get(bias))
         _check_shapes(key, matrix)
         return matrix
+
+
+def stored_rows(key: str, tensors: TensorFiles) -> tuple[tuple[Group, ...], torch.Tensor]:
+    """Return the groups of a matrix in files, and the in-feature of each row, int64 (k,)."""
+    table, places = (tensors.read(name) for name in host_names(key))
+    words, _ = tensors.shape(f"{key}.{_NAMES['packed']}")
+    return groups_of(tuple(table.tolist()), words), _order(places)
+
+
+def _order(inverse_perm: torch.Tensor) -> torch.Tensor:
+    places = inverse_perm.long()
+    return torch.empty_like(places).scatter_(0, places, torch.arange(len(places)).to(places))
 
 
 def quantized_layout(

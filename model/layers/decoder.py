@@ -1,6 +1,6 @@
 """The whole model: embedding, sublayers, head."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,7 +12,14 @@ from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import KvCache
 from exl2flow.model.layers.experts import ExpertsSublayer
 from exl2flow.model.layers.fuse import product_of
-from exl2flow.model.layers.linear import DenseLinear, Linear, is_packed, load_linear, read_to
+from exl2flow.model.layers.linear import (
+    DenseLinear,
+    Linear,
+    Part,
+    is_packed,
+    load_linear,
+    read_to,
+)
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.placement import Placement
 from exl2flow.model.layers.rope import RopeTables
@@ -283,6 +290,7 @@ def build_head(
     device: torch.device | str,
     embedding: Embedding | None = None,
     packed: bool = False,
+    cut: Callable[[Part], Part] = lambda part: part,
 ) -> Head:
     """Load the final norm and the head: quantized, else dense, else the tied embedding.
 
@@ -293,6 +301,7 @@ def build_head(
         device: where they go.
         embedding: loaded already; a tied head then shares its memory.
         packed: as in `load_linear`.
+        cut: as in `load_linear`.
 
     Raises:
         MissingTensor: the head is absent and not tied.
@@ -302,7 +311,10 @@ def build_head(
     linear: Linear
     if spec.tied_head and not is_packed(key, tensors) and f"{key}.weight" not in tensors:
         embedding = embedding or build_embedding(spec, tensors, dtype=dtype, device=device)
-        linear = DenseLinear(embedding.weight, out_features=spec.vocab_size)
+        whole = DenseLinear(embedding.weight, out_features=spec.vocab_size)
+        part = cut(Part(whole, spec.vocab_size))
+        assert isinstance(part.stored, DenseLinear)
+        linear = part.stored
     else:
         linear = load_linear(
             tensors,
@@ -312,6 +324,7 @@ def build_head(
             any_rows=True,
             gptq=spec.gptq_label,
             packed=packed,
+            cut=cut,
         )
     final_norm = load_norm(tensors, spec.final_norm, dtype=dtype, device=device)
     return Head(final_norm=final_norm, linear=linear, softcap=spec.logit_softcap)

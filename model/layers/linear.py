@@ -3,8 +3,8 @@
 Padding is cut off when a map is built, so outputs have exactly `out_features` columns.
 """
 
-from collections.abc import Container, Iterable
-from typing import Protocol
+from collections.abc import Callable, Container, Iterable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -67,6 +67,16 @@ class DenseLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
         return product(x, self.weight, self.bias)
+
+
+Stored = StoredMatrix | DenseLinear  # as it is read
+
+
+class Part(NamedTuple):
+    """A map as it was read, and how many of its columns are used."""
+
+    stored: Stored
+    out_features: int
 
 
 class QuantizedLinear(DenseLinear):
@@ -157,6 +167,7 @@ def load_linear(
     gptq: GptqLabel = UNLABELLED,
     packed: bool = False,
     orders: RowOrders | None = None,
+    cut: Callable[[Part], Part] = lambda part: part,
 ) -> Linear:
     """Load a projection as the files store it: EXL2, GPTQ or plain.
 
@@ -169,11 +180,33 @@ def load_linear(
         gptq: how GPTQ matrices are stored, as the model's files say.
         packed: leave quantized matrices quantized; then they compute in fp16.
         orders: of maps with the same input, which may have their rows in the same order.
+        cut: what becomes of it before it is decoded or laid out.
 
     Raises:
         MissingTensor: its weight, or a bias that the config implies, is absent.
         TensorShapeError: its shape is not the one that the config implies.
     """
+    part = read_part(tensors, projection, dtype=dtype, device=device, any_rows=any_rows, gptq=gptq)
+    stored, out_features = cut(part)
+    if isinstance(stored, DenseLinear):
+        return stored
+    if packed:
+        return PackedLinear(
+            stored, out_features=out_features, orders={} if orders is None else orders
+        )
+    return QuantizedLinear(stored, out_features=out_features, dtype=dtype, device=device)
+
+
+def read_part(
+    tensors: TensorFiles,
+    projection: ProjectionSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    any_rows: bool = False,
+    gptq: GptqLabel = UNLABELLED,
+) -> Part:
+    """Read a projection as it is stored; arguments and errors as in `load_linear`."""
     key = projection.key
     if projection.has_bias and f"{key}.bias" not in tensors:
         raise MissingTensor(
@@ -182,12 +215,7 @@ def load_linear(
     matrix = _read_matrix(tensors, projection, gptq, device)
     if matrix is not None:
         _check_shape(projection, (matrix.shape[1], matrix.shape[0]), any_rows=any_rows)
-        if packed:
-            orders = {} if orders is None else orders
-            return PackedLinear(matrix, out_features=projection.out_features, orders=orders)
-        return QuantizedLinear(
-            matrix, out_features=projection.out_features, dtype=dtype, device=device
-        )
+        return Part(matrix, projection.out_features)
     weight = read_to(tensors, f"{key}.weight", device, dtype)
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
     bias = None
@@ -199,7 +227,8 @@ def load_linear(
                 f"{(projection.out_features,)}; check that both belong to one model"
             )
         bias = moved(bias, device, dtype)
-    return DenseLinear(weight, bias, out_features=projection.out_features)
+    linear = DenseLinear(weight, bias, out_features=projection.out_features)
+    return Part(linear, len(linear.weight))
 
 
 def read_to(

@@ -9,7 +9,7 @@ import torch
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.sublayer import Sublayer
-from exl2flow.model.layers.sublayers import build_sublayer
+from exl2flow.model.layers.sublayers import Cut, build_sublayer
 
 CALIBRATION_ROWS, CALIBRATION_TENSORS = 4, 24  # see `rows_together`
 EXPERT_ROWS = 16  # the same of experts, each of which reads few of their tokens
@@ -31,8 +31,8 @@ class StreamedSublayers(Sequence[Sublayer]):
     def __getitem__(self, index: Any) -> Any:  # an int; nobody takes slices
         return self.read(index, self.device)
 
-    def read(self, index: int, device: torch.device) -> Sublayer:
-        """Return a sublayer on a device."""
+    def read(self, index: int, device: torch.device, cut: Cut = lambda _, part: part) -> Sublayer:
+        """Return a sublayer on a device; `cut` as in `build_sublayer`."""
         return build_sublayer(
             self.spec,
             self.spec.sublayers[index],
@@ -40,6 +40,7 @@ class StreamedSublayers(Sequence[Sublayer]):
             dtype=self.dtype,
             device=device,
             packed=self.packed,
+            cut=cut,
         )
 
 

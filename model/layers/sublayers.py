@@ -1,5 +1,6 @@
 """Build sublayers from the files of a model."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,16 +12,18 @@ from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec, ModelSpec
-from exl2flow.model.config.sublayer_spec import SublayerSpec
+from exl2flow.model.config.sublayer_spec import ProjectionSpec, SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.delta import DeltaSublayer, load_delta
 from exl2flow.model.layers.experts import ExpertsSublayer, load_router
-from exl2flow.model.layers.linear import Linear, RowOrders, load_linear
+from exl2flow.model.layers.linear import Linear, Part, RowOrders, load_linear
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.sublayer import Sublayer
+
+Cut = Callable[[ProjectionSpec, Part], Part]
 
 
 def build_sublayer(
@@ -31,8 +34,9 @@ def build_sublayer(
     dtype: torch.dtype,
     device: torch.device | str,
     packed: bool = False,
+    cut: Cut = lambda projection, part: part,
 ) -> Sublayer:
-    """Load one sublayer; `packed` as in `load_linear`.
+    """Load one sublayer; `packed` and, for each projection, `cut` as in `load_linear`.
 
     Raises:
         MissingTensor: one of its tensors is absent.
@@ -48,6 +52,7 @@ def build_sublayer(
             gptq=spec.gptq_label,
             packed=packed,
             orders=orders,
+            cut=partial(cut, projection),
         )
         for projection in sublayer.projections
     }

@@ -72,11 +72,11 @@ class Ranks:
         return torch.cat(columns, dim=1).view(*x.shape[:-1], -1)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum over all ranks in fp32, in their order, so it is equal on all of them."""
+        """Return the sum over all ranks, fp32, in their order, so it is equal on all of them."""
         first, *others = self._all(x.float().contiguous())
         for part in others:
             first += part
-        return first.to(x.dtype)
+        return first
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor of each rank, of one shape."""

@@ -1,26 +1,34 @@
-"""A rank's share of a model: cut from what is loaded, sublayer by sublayer.
+"""A rank's share of a model: cut from what is stored, projection by projection.
 
 Queries, keys, values, gate, up and head are cut by columns. The rows of down belong to groups that
 share scales, in an order of their own: a rank takes whole groups, and of gate and up the columns
 that these rows read, in that order. o stays whole behind a gather of what attention gives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.kernels import PANEL_ROWS
+from exl2flow.kernels import PANEL_ROWS, Group, get_ops
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec, ModelSpec
-from exl2flow.model.config.sublayer_spec import Role
-from exl2flow.model.files.exl2 import QuantizedMatrix
-from exl2flow.model.files.gptq import GptqMatrix
+from exl2flow.model.config.sublayer_spec import ProjectionSpec, Role, SublayerSpec
+from exl2flow.model.files.exl2 import (
+    COLUMN_MULTIPLE,
+    QuantizedMatrix,
+    is_quantized,
+    stored_rows,
+)
+from exl2flow.model.files.gptq import BITS, GptqMatrix, is_gptq
+from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
-from exl2flow.model.layers.linear import DenseLinear, Linear, QuantizedLinear
+from exl2flow.model.layers.fuse import product_of
+from exl2flow.model.layers.linear import DenseLinear, Linear, Part, read_part
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.tensor_parallel.ranks import Ranks
@@ -28,8 +36,7 @@ from exl2flow.model.tensor_parallel.ranks import Ranks
 TILE = 32  # columns of the head that stay together
 
 
-@dataclass(frozen=True, slots=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """In-features that lie in one group of a matrix; size: bytes of their codes per column."""
 
     rows: torch.Tensor
@@ -41,7 +48,16 @@ class Gathered:
 
     def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
         self._linear, self._ranks, self._widths = linear, ranks, widths
-        self.weight, self.bias = linear.weight, linear.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of the linear."""
+        return self._linear.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of the linear."""
+        return self._linear.bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(self._ranks.gather(x, self._widths))
@@ -54,16 +70,38 @@ class Columns(Gathered):
         return self._ranks.gather(self._linear(x), self._widths)
 
 
-class Summed:
-    """A linear whose rows are shared out; every rank gets the sum, and adds the bias to it."""
+class Summed(Gathered):
+    """A linear whose rows are shared out; every rank gets the sum, of fp32 parts."""
 
-    def __init__(self, linear: Linear, bias: torch.Tensor | None, ranks: Ranks) -> None:
-        self._linear, self._ranks = linear, ranks
-        self.weight, self.bias = linear.weight, bias
+    def __init__(self, linear: Linear, ranks: Ranks) -> None:
+        super().__init__(linear, ranks, ())
+        self._product = product_of([linear], exact=True)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        total = self._ranks.sum(self._linear(x))
-        return total if self.bias is None else total + self.bias
+        if self._product is None:
+            return self._ranks.sum(self._linear(x)).to(x.dtype)
+        [part], _ = get_ops(x.device).multiply(x.reshape(-1, x.shape[-1]), [self._product])
+        return self._ranks.sum(part).view(*x.shape[:-1], -1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank takes of a sublayer: columns by role, and groups of down's rows.
+
+    has_bias: whether it adds down's bias to the sum.
+    """
+
+    columns: Mapping[Role, torch.Tensor]
+    groups: Sequence[int] = ()
+    has_bias: bool = True
+
+    def __call__(self, projection: ProjectionSpec, part: Part) -> Part:
+        """Return the rank's part of a projection."""
+        if projection.role in self.columns:
+            return cut_columns(part, self.columns[projection.role])
+        if projection.role == "down" and self.groups:
+            return cut_groups(part, self.groups, has_bias=self.has_bias)
+        return part
 
 
 def spans(count: int, ranks: int) -> list[range]:
@@ -121,23 +159,40 @@ def shared_spec(spec: ModelSpec, ranks: Ranks) -> ModelSpec:
     return replace(spec, attentions=layers)
 
 
-def share_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer:
-    """Cut the linears of a sublayer of the whole model to a rank's share.
+def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, ranks: Ranks) -> Share:
+    """Return what a rank takes of a sublayer.
 
     Raises:
         ConfigError: down has fewer groups than there are ranks.
     """
+    columns, groups = dict[Role, torch.Tensor](), list[int]()
+    by_role = {p.role: p for p in sublayer.projections}
+    if "o" in by_role:
+        whole = spec.attention(sublayer.layer_index)
+        heads: dict[Role, int] = {"q": whole.num_heads, "k": whole.num_kv_heads}
+        heads["v"] = heads["k"]
+        for role, count in heads.items():
+            width, mine = by_role[role].out_features // count, max(1, count // ranks.count)
+            first = ranks.rank * count // ranks.count
+            columns[role] = torch.arange(first * width, (first + mine) * width)
+    if "down" in by_role:
+        found = groups_of(tensors, by_role["down"], spec)
+        if len(found) < ranks.count:
+            raise ConfigError(
+                f"`{sublayer.name}` has {len(found)} groups for {ranks.count} ranks; give fewer"
+            )
+        groups = dealt([group.size for group in found], ranks.count)[ranks.rank]
+        rows = torch.cat([found[index].rows for index in groups])
+        columns |= {role: rows for role in ("gate", "up") if role in by_role}
+    return Share(columns, groups, has_bias=ranks.rank == 0)
+
+
+def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer:
+    """Let a rank's share of a sublayer exchange what others need."""
     linears = sublayer.linears
     names = {p.role: p.name for p in sublayer.spec.projections}
     if "o" in names:
-        whole = spec.attention(sublayer.spec.layer_index)
-        local, dim = _local(whole, ranks), whole.head_dim
-        first = ranks.rank * whole.num_kv_heads // ranks.count
-        queries = torch.arange(local.width) + ranks.rank * local.width
-        keys = torch.arange(local.kv_width) + first * dim
-        cuts: dict[Role, torch.Tensor] = {"q": queries, "k": keys, "v": keys}
-        for role, columns in cuts.items():
-            linears[names[role]] = cut_columns(linears[names[role]], columns)
+        local = _local(spec.attention(sublayer.spec.layer_index), ranks)
         widths = [local.width] * ranks.count
         linears[names["o"]] = Gathered(linears[names["o"]], ranks, widths)
         of = sublayer.attention if isinstance(sublayer, ParallelSublayer) else sublayer
@@ -148,47 +203,113 @@ def share_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublaye
             local = replace(local, rule=replace(local.rule, sinks=own))
         of.attention = local
     if "down" in names:
-        down = linears[names["down"]]
-        groups = groups_of(down)
-        if len(groups) < ranks.count:
-            raise ConfigError(
-                f"`{sublayer.spec.name}` has {len(groups)} groups for {ranks.count} ranks; give "
-                "fewer"
-            )
-        mine = dealt([group.size for group in groups], ranks.count)[ranks.rank]
-        rows = torch.cat([groups[index].rows for index in mine])
-        for name in (p.name for p in sublayer.spec.projections if p.role in ("gate", "up")):
-            linears[name] = cut_columns(linears[name], rows)
-        cut = DenseLinear(down.weight[:, rows].contiguous())
-        linears[names["down"]] = Summed(cut, down.bias, ranks)
+        linears[names["down"]] = Summed(linears[names["down"]], ranks)
     return sublayer
 
 
-def share_head(head: Head, ranks: Ranks) -> Head:
-    """Return a head with a rank's tiles of the vocabulary."""
-    count = head.linear.weight.shape[0]
-    tiles = spans(-(-count // TILE), ranks.count)
-    ends = [(TILE * tile.start, min(TILE * tile.stop, count)) for tile in tiles]
-    mine = cut_columns(head.linear, torch.arange(*ends[ranks.rank]))
-    return head.with_linear(Columns(mine, ranks, [end - begin for begin, end in ends]))
+class HeadShare:
+    """A rank's tiles of the vocabulary."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._ends = ranks, list[tuple[int, int]]()
+
+    def __call__(self, part: Part) -> Part:
+        """Return the rank's part of the head's projection."""
+        count = part.out_features
+        tiles = spans(-(-count // TILE), self._ranks.count)
+        self._ends = [(TILE * tile.start, min(TILE * tile.stop, count)) for tile in tiles]
+        return cut_columns(part, torch.arange(*self._ends[self._ranks.rank]))
+
+    def joined(self, head: Head) -> Head:
+        """Return a head whose logits are those of all ranks."""
+        widths = [end - begin for begin, end in self._ends]
+        return head.with_linear(Columns(head.linear, self._ranks, widths))
 
 
-def cut_columns(linear: Linear, columns: torch.Tensor) -> DenseLinear:
-    """Return some out-features of a linear, int64 (c,), in memory of their own."""
-    bias = linear.bias
-    return DenseLinear(linear.weight[columns], None if bias is None else bias[columns])
+def cut_columns(part: Part, columns: torch.Tensor) -> Part:
+    """Return some columns of a linear, int64 (c,), in memory of their own."""
+    stored, count = part.stored, len(columns)
+    if isinstance(stored, DenseLinear):
+        columns = columns.to(stored.weight.device)
+        bias = None if stored.bias is None else stored.bias[columns]
+        return Part(DenseLinear(stored.weight[columns], bias), count)
+    padded = -(-count // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
+    columns = columns[torch.arange(padded).clamp(max=count - 1)].to(stored.packed.device)
+    bias = None if stored.bias is None else stored.bias[columns]
+    packed, ops = stored.packed[:, columns], get_ops(stored.packed.device)
+
+    def nibbles(words: torch.Tensor) -> torch.Tensor:
+        return ops.pack_scales(ops.unpack_scales(words)[:, columns])
+
+    if isinstance(stored, QuantizedMatrix):
+        codes = nibbles(stored.scale_codes)
+        return Part(replace(stored, packed=packed, scale_codes=codes, bias=bias), count)
+    zeros, scales = nibbles(stored.zeros), stored.scales[:, columns]
+    return Part(replace(stored, packed=packed, zeros=zeros, scales=scales, bias=bias), count)
 
 
-def groups_of(linear: Linear) -> list[RowGroup]:
+def cut_groups(part: Part, groups: Sequence[int], *, has_bias: bool) -> Part:
+    """Return the rows of some groups of a linear, in their order, with its bias or without."""
+    stored = part.stored
+    bias = stored.bias if has_bias else None
+    if isinstance(stored, DenseLinear):
+        rows = torch.cat([_dense_groups(stored.weight.shape[1])[index].rows for index in groups])
+        weight = stored.weight[:, rows.to(stored.weight.device)]
+        return Part(DenseLinear(weight, bias), part.out_features)
+    cut = _cut_exl2 if isinstance(stored, QuantizedMatrix) else _cut_gptq
+    return Part(replace(cut(stored, groups), bias=bias), part.out_features)  # type: ignore[arg-type]  # each its own
+
+
+def _cut_exl2(matrix: QuantizedMatrix, groups: Sequence[int]) -> QuantizedMatrix:
+    chosen = [matrix.groups[index] for index in groups]
+    starts = matrix.group_table.tolist()[1::2]
+    words = [
+        torch.arange(starts[index], starts[index] + group.rows * group.bits // PANEL_ROWS)
+        for index, group in zip(groups, chosen, strict=True)
+    ]
+    begins = [0, *torch.tensor([len(part) for part in words]).cumsum(0).tolist()]
+    table = [x for group, begin in zip(chosen, begins, strict=False) for x in (group.bits, begin)]
+    device, taken = matrix.packed.device, torch.tensor(groups)
+    return replace(
+        matrix,
+        packed=matrix.packed[torch.cat(words).to(device)],
+        scale_codes=matrix.scale_codes[taken.to(device)],
+        max_scales=matrix.max_scales[taken.to(matrix.max_scales.device)],
+        group_table=torch.tensor(table, dtype=matrix.group_table.dtype),
+        inverse_perm=torch.arange(sum(group.rows for group in chosen)).int(),
+    )
+
+
+def _cut_gptq(matrix: GptqMatrix, groups: Sequence[int]) -> GptqMatrix:
+    rows = [torch.nonzero(matrix.group_of == index)[:, 0] for index in groups]
+    counts = torch.tensor([len(part) for part in rows])
+    device, taken = matrix.packed.device, torch.tensor(groups)
+    codes = matrix.codes()[torch.cat(rows).to(device)]
+    whole = Group(bits=BITS, start=0, rows=len(codes))
+    return replace(
+        matrix,
+        packed=get_ops(device).pack(codes, [whole]),
+        zeros=matrix.zeros[taken.to(device)],
+        scales=matrix.scales[taken.to(device)],
+        group_of=torch.arange(len(groups)).repeat_interleave(counts),
+    )
+
+
+def groups_of(tensors: TensorFiles, projection: ProjectionSpec, spec: ModelSpec) -> list[RowGroup]:
     """Return the in-features of a linear by group, as they are stored; 32 each if it is dense."""
-    matrix = linear.matrix if isinstance(linear, QuantizedLinear) else None
-    if isinstance(matrix, QuantizedMatrix):
-        order = matrix.order
-        return [RowGroup(order[g.start : g.start + g.rows], g.bits * g.rows) for g in matrix.groups]
-    if isinstance(matrix, GptqMatrix):
-        rows = torch.bincount(matrix.group_of).tolist()
-        return [RowGroup(part, len(part)) for part in torch.split(matrix.order, rows)]
-    count = linear.weight.shape[1]
+    key = projection.key
+    if is_quantized(key, tensors):
+        groups, order = stored_rows(key, tensors)
+        return [RowGroup(order[g.start : g.start + g.rows], g.bits * g.rows) for g in groups]
+    if not is_gptq(key, tensors):
+        return _dense_groups(projection.in_features)
+    matrix = read_part(tensors, projection, gptq=spec.gptq_label).stored
+    assert isinstance(matrix, GptqMatrix)
+    rows = torch.bincount(matrix.group_of).tolist()
+    return [RowGroup(part, len(part)) for part in torch.split(matrix.order, rows)]
+
+
+def _dense_groups(count: int) -> list[RowGroup]:
     return [RowGroup(part, len(part)) for part in torch.split(torch.arange(count), PANEL_ROWS)]
 
 

@@ -15,7 +15,7 @@ from exl2flow.model import CanonicalTensors, expected_tensors, resolve
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.sublayers import build_sublayer
 from exl2flow.model.tensor_parallel.ranks import Ranks
-from exl2flow.model.tensor_parallel.shards import share_sublayer
+from exl2flow.model.tensor_parallel.shards import join_sublayer
 from exl2flow.quant.allocate.layout import plain_tensors
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -73,7 +73,7 @@ def test_each_rank_has_those_of_its_heads(source: Path) -> None:
 
     for rank in range(2):
         ranks = Ranks(rank=rank, count=2)
-        share_sublayer(resolve(source), built := attention(source), ranks)
+        join_sublayer(resolve(source), built := attention(source), ranks)
         found = built.attention.rule.sinks
         assert found is not None
         assert found.tolist() == [2.0 * rank, 2.0 * rank + 1]
