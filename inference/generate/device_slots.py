@@ -77,7 +77,9 @@ class DeviceSlots:
             slots=slots, max_tokens=max_tokens, vocab_size=known, width=width, device=device
         )
         is_resident = isinstance(model.decoder.sublayers, list)
-        records = device.type == "cuda" and is_resident and not model.decoder.waits_for_routes
+        is_shared = model.ranks is not None and not model.ranks.is_recordable
+        records = device.type == "cuda" and is_resident and not is_shared
+        records = records and not model.decoder.waits_for_routes
         idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
         self.failure: Exception | None = None

@@ -100,8 +100,8 @@ def load_model(
         rope_yarn: YaRN factor, instead of the model's own way to stretch its context.
         streamed: read sublayers from disk in every forward pass instead of keeping them.
         placement: where each part goes, or how they are divided among GPUs; None: all on `device`.
-        ranks: the processes that share the layers; all load the model and make the same calls, on a
-            CPU. The spec of the result has the heads of this one only.
+        ranks: the processes that share the layers; all load the model and make the same calls. The
+            spec of the result has the heads of this one only.
         progress: called with the number of parts loaded, in order, and their total: the embedding,
             the sublayers that are kept, the head.
 
@@ -158,8 +158,8 @@ def _check_places(
     """Raise `ConfigError` if a model cannot be read from disk, divided and shared as given."""
     if placement is not None and is_streamed:
         raise ConfigError("a model that is read from disk in each pass needs one device: no split")
-    if ranks is not None and (placement is not None or is_streamed or device.type != "cpu"):
-        raise ConfigError('ranks share a model on CPUs, neither split nor streamed: `device="cpu"`')
+    if ranks is not None and (placement is not None or is_streamed):
+        raise ConfigError("ranks share a model that is neither split nor streamed")
 
 
 def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:

@@ -1,9 +1,13 @@
-"""Fuse linears that read the same input and share a row order."""
+"""Fuse linears that read the same input and share a row order, and run chains of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
-from exl2flow.kernels import GATED_ACTIVATIONS, MOST_MATRICES, FusedLinear, NormArgs
-from exl2flow.model.layers.linear import Linear, PackedLinear
+import torch
+
+from exl2flow.kernels import GATED_ACTIVATIONS, MOST_MATRICES, FusedLinear, NormArgs, get_ops
+from exl2flow.model.layers.linear import Linear, PackedLinear, SharedLinear
 
 Products = tuple[FusedLinear | None, ...]  # before and after attention, or what down reads
 
@@ -29,12 +33,17 @@ def product_of(
     if max(len(linears), len(beside)) > MOST_MATRICES:
         return None
     linears = [*linears, *beside]
+    shared = linears[0] if isinstance(linears[0], SharedLinear) else None
+    if shared is not None:
+        if shared.gather is None and shared.total is None:
+            return None
+        linears = [shared.linear]
     matrices = tuple(linear.matrix for linear in linears if isinstance(linear, PackedLinear))
     if len(matrices) < len(linears):
         return None
     if any(matrix.order is not matrices[0].order for matrix in matrices):
         return None
-    return FusedLinear(
+    product = FusedLinear(
         matrices=matrices,
         norm=norm,
         activation=activation,
@@ -43,3 +52,76 @@ def product_of(
         adds=adds,
         exact=exact,
     )
+    return product if shared is None else Exchange.of(product, shared)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
+class Exchange(FusedLinear):
+    """A product of which this process computes a part; see `SharedLinear`."""
+
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    core: FusedLinear | None = None  # what this process computes
+
+    @classmethod
+    def of(cls, product: FusedLinear, shared: SharedLinear) -> "Exchange":
+        """Return a product that exchanges what a linear does."""
+        core = product
+        if shared.total is not None:
+            core = FusedLinear(matrices=product.matrices, exact=True)
+        fields = {name: getattr(product, name) for name in FusedLinear.__dataclass_fields__}
+        return cls(**fields, gather=shared.gather, total=shared.total, core=core)
+
+
+_PARTS = WeakKeyDictionary[FusedLinear, dict[tuple[FusedLinear, ...], list[list[FusedLinear]]]]()
+
+
+def multiply(
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """See `Ops.multiply`; processes that share a model exchange their parts in between."""
+    ops = get_ops(x.device)
+    if not any(isinstance(product, Exchange) for product in products):
+        return ops.multiply(x, products, hidden)
+    results = [x]
+    for part, (first, last) in _parts(products):
+        x = results[0]
+        if isinstance(first, Exchange) and first.gather is not None:
+            x = first.gather(x)
+        results, states = ops.multiply(x, part, hidden)
+        hidden = states if hidden is not None or any(product.adds for product in part) else None
+        if isinstance(last, Exchange) and last.total is not None:
+            total, *beside = results
+            hidden = _added(last, last.total(total), hidden)
+            results = [hidden, *beside]
+    return results, results[0] if hidden is None else hidden
+
+
+def _added(last: FusedLinear, total: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Return the next hidden state, fp16, of a sum fp32 and the last one."""
+    if last.after is not None:
+        total = get_ops(total.device).norm(total.half(), last.after).float()
+    if last.multiplier != 1.0:
+        total = total * last.multiplier
+    return (total if hidden is None else hidden + total).half()
+
+
+def _parts(
+    products: Sequence[FusedLinear],
+) -> Iterator[tuple[list[FusedLinear], tuple[FusedLinear, FusedLinear]]]:
+    """Yield what runs between two exchanges, and its first and last product as they were given.
+
+    Plans are found by the identity of products, so each part is made once.
+    """
+    known, key = _PARTS.setdefault(products[0], {}), tuple(products[1:])
+    begins = [0]
+    for place, product in enumerate(products):
+        is_end = isinstance(product, Exchange) and product.total is not None
+        if is_end and place + 1 < len(products):
+            begins.append(place + 1)
+    ends = [*begins[1:], len(products)]
+    if key not in known:
+        cores = [p.core or p if isinstance(p, Exchange) else p for p in products]
+        known[key] = [cores[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    for part, begin, end in zip(known[key], begins, ends, strict=True):
+        yield part, (products[begin], products[end - 1])

@@ -13,10 +13,11 @@ from typing import Self
 
 import torch
 
-from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear, get_ops
+from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
 from exl2flow.model.layers.delta import DeltaSublayer
 from exl2flow.model.layers.experts import ExpertsSublayer, run_experts
+from exl2flow.model.layers.fuse import Exchange, multiply
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
 from exl2flow.model.layers.sublayer import Sublayer
@@ -32,7 +33,7 @@ class ExpertLink:
     def __call__(self, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the next hidden states, (rows, hidden), of what the chain reads and theirs."""
         if self.chain:
-            _, states = get_ops(x.device).multiply(x, self.chain, states)
+            _, states = multiply(x, self.chain, states)
         return run_experts(states, self.bank)
 
 
@@ -73,7 +74,7 @@ class Link:
         """
         for run in self.runs:
             x = states = run(x, states)
-        results, states = get_ops(x.device).multiply(x, chain, states)
+        results, states = multiply(x, chain, states)
         return results[chain[-1].adds :], states
 
     def attended(
@@ -198,7 +199,7 @@ class Chains:
         for run in chains.last_runs:
             x = states = run(x, states)
         if chains.last:
-            _, states = get_ops(x.device).multiply(x, chains.last, states)
+            _, states = multiply(x, chains.last, states)
         return states.view(shape)
 
     def fill(self, hidden: torch.Tensor, *, start: int | RopeTables, cache: KvCache) -> None:
@@ -220,9 +221,11 @@ class Chains:
 
 def _ordered(
     runs: Sequence[ExpertLink], chain: Sequence[FusedLinear]
-) -> tuple[Sequence[ExpertLink], Sequence[FusedLinear], torch.Tensor]:
+) -> tuple[Sequence[ExpertLink], Sequence[FusedLinear], torch.Tensor | None]:
     """Return what reads an attention, taking it in its order, and where its elements then go."""
     first, *others = runs[0].chain if runs else chain
+    if isinstance(first, Exchange):  # it gathers heads in their order
+        return runs, chain, None
     to, read = torch.argsort(first.order).int(), [replace(first, is_ordered=True), *others]
     if not runs:
         return runs, read, to

@@ -133,6 +133,48 @@ class PackedLinear:
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
+class SharedLinear:
+    """A map of which this process has a part, or reads a part; `linear` computes it.
+
+    gather: returns all of what it reads, (…, k), of this process's own columns; total: returns the
+    result of all processes, fp32, of this process's own.
+    """
+
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+        self._exact = None
+        if isinstance(linear, PackedLinear):
+            self._exact = FusedLinear(matrices=(linear.matrix,), exact=True)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """That of `linear`."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """That of `linear`."""
+        return self.linear.bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        if self.gather is not None:
+            return self.linear(self.gather(x))
+        assert self.total is not None
+        return self.total(self.exact(x)).to(x.dtype)
+
+    def exact(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the result of `linear`, fp32."""
+        if self._exact is None:
+            return self.linear(x).float()
+        flat = narrowed(x).reshape(-1, x.shape[-1])
+        [y], _ = get_ops(x.device).multiply(flat, [self._exact])
+        return y.view(*x.shape[:-1], -1)
+
+
 def narrowed(x: torch.Tensor) -> torch.Tensor:
     """Return x as fp16, clamped to its range."""
     return x if x.dtype == torch.float16 else x.half().clamp_(-LARGEST_HALF, LARGEST_HALF)

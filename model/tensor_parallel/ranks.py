@@ -21,12 +21,14 @@ class Ranks:
     """One of `count` processes, all of which make the same calls in the same order.
 
     A context manager, which leaves the others: a process that ends without that may abort.
-    seeds: of texts that are given none, the same on all ranks; like the group that
-    `torch.distributed` makes, they are those of the process.
+    is_recordable: whether collectives may be part of a CUDA graph; seeds: of texts that are given
+    none, the same on all ranks; like the group that `torch.distributed` makes, they are those of
+    the process.
     """
 
     rank: int
     count: int
+    is_recordable: bool = False
     seeds: ClassVar[random.Random] = random.SystemRandom()
 
     @classmethod
@@ -35,8 +37,23 @@ class Ranks:
         return cls.seeds.getrandbits(SEED_BITS)
 
     @classmethod
-    def join(cls, init_method: str = "env://", *, rank: int = -1, count: int = -1) -> Self:
+    def join(
+        cls,
+        init_method: str = "env://",
+        *,
+        rank: int = -1,
+        count: int = -1,
+        device: torch.device | None = None,
+        backend: str | None = None,
+    ) -> Self:
         """Meet the others; by default as `torchrun` says.
+
+        Args:
+            init_method: see `torch.distributed`.
+            rank: of this process.
+            count: of all.
+            device: the GPU of this process; None: it computes on the CPU.
+            backend: of `torch.distributed`; None: NCCL for GPUs, else gloo.
 
         Raises:
             BackendUnavailable: they do not meet.
@@ -45,14 +62,21 @@ class Ranks:
         if not distributed.is_initialized():
             try:
                 distributed.init_process_group(
-                    "gloo", init_method=init_method, rank=rank, world_size=count, timeout=PATIENCE
+                    backend or ("gloo" if device is None else "nccl"),
+                    init_method=init_method,
+                    rank=rank,
+                    world_size=count,
+                    timeout=PATIENCE,
+                    device_id=device if backend is None else None,
                 )
             except (RuntimeError, ValueError) as error:
                 raise BackendUnavailable(
                     f"the ranks of a model did not meet: {error}; start each with `torchrun`"
                 ) from error
-        ranks = cls(distributed.get_rank(), distributed.get_world_size())
-        drawn = torch.tensor([secrets.randbits(SEED_BITS)])
+        is_nccl = distributed.get_backend() == "nccl"
+        ranks = cls(distributed.get_rank(), distributed.get_world_size(), is_recordable=is_nccl)
+        where = device if is_nccl else None
+        drawn = torch.tensor([secrets.randbits(SEED_BITS)], device=where)
         cls.seeds = random.Random(int(ranks._all(drawn)[0]))
         return ranks
 
@@ -80,6 +104,8 @@ class Ranks:
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor of each rank, of one shape."""
+        if x.is_cuda and not self.is_recordable:  # gloo gathers in main memory
+            return [part.to(x.device) for part in self._all(x.cpu())]
         parts = [torch.empty_like(x) for _ in range(self.count)]
         gather: Callable[..., object] = distributed.all_gather
         try:

@@ -7,6 +7,7 @@ that these rows read, in that order. o stays whole behind a gather of what atten
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,8 +28,7 @@ from exl2flow.model.files.gptq import BITS, GptqMatrix, is_gptq
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
-from exl2flow.model.layers.fuse import product_of
-from exl2flow.model.layers.linear import DenseLinear, Linear, Part, read_part
+from exl2flow.model.layers.linear import DenseLinear, Linear, Part, SharedLinear, read_part
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.tensor_parallel.ranks import Ranks
@@ -43,45 +43,31 @@ class RowGroup(NamedTuple):
     size: float
 
 
-class Gathered:
+class Gathered(SharedLinear):
     """A linear that reads the columns of all ranks."""
 
     def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
-        self._linear, self._ranks, self._widths = linear, ranks, widths
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """That of the linear."""
-        return self._linear.weight
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """That of the linear."""
-        return self._linear.bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(self._ranks.gather(x, self._widths))
+        super().__init__(linear)
+        self.gather = partial(ranks.gather, widths=widths)
 
 
-class Columns(Gathered):
-    """A linear whose columns are shared out; every rank gets all of them."""
+class Columns(SharedLinear):
+    """A linear whose columns are shared out; every rank gets all of them, fp32."""
+
+    def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
+        super().__init__(linear)
+        self._gathered = partial(ranks.gather, widths=widths)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._ranks.gather(self._linear(x), self._widths)
+        return self._gathered(self.exact(x))
 
 
-class Summed(Gathered):
+class Summed(SharedLinear):
     """A linear whose rows are shared out; every rank gets the sum, of fp32 parts."""
 
     def __init__(self, linear: Linear, ranks: Ranks) -> None:
-        super().__init__(linear, ranks, ())
-        self._product = product_of([linear], exact=True)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._product is None:
-            return self._ranks.sum(self._linear(x)).to(x.dtype)
-        [part], _ = get_ops(x.device).multiply(x.reshape(-1, x.shape[-1]), [self._product])
-        return self._ranks.sum(part).view(*x.shape[:-1], -1).to(x.dtype)
+        super().__init__(linear)
+        self.total = ranks.sum
 
 
 @dataclass(frozen=True, slots=True)

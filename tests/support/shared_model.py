@@ -1,7 +1,8 @@
-"""One of several processes that share models: `python shared_model.py RANK COUNT FOLDER`.
+"""One of several processes that share models: `python shared_model.py RANK COUNT FOLDER DEVICE`.
 
-FOLDER has a model in each folder; results go to `RANK.pt`. With a fourth argument, rank 1 ends
-without a word at that place: load, prompt or step.
+FOLDER has a model in each folder; results go to `RANK.pt`. DEVICE is cpu, cuda:0 (of all, through
+gloo) or cuda (one each, through NCCL). With a fifth argument, rank 1 ends without a word at that
+place: load, prompt or step.
 """
 
 import os
@@ -22,7 +23,7 @@ SEEN = 8  # tokens that are read one by one
 @torch.inference_mode()
 def results(model: LoadedModel) -> dict[str, object]:
     """Return logits of a prompt, and of steps behind it, and ids of texts."""
-    whole = model.decoder.forward(torch.tensor([IDS, IDS[::-1]]))
+    whole = model.decoder.forward(torch.tensor([IDS, IDS[::-1]])).cpu()
     generator = Generator(model, slots=2, tokens=512)
     settings = (SamplingSettings.greedy(), SamplingSettings(temperature=1.5))
     ids, logits = list[list[int]](), list[torch.Tensor]()
@@ -35,13 +36,13 @@ def results(model: LoadedModel) -> dict[str, object]:
     seedless = [[*generator.stream(request)] for request in requests]
     return {
         "prompt": whole,
-        "steps": torch.stack(logits),
+        "steps": torch.stack(logits).cpu(),
         "ids": ids,
         "seedless": [[token for event in events for token in event.ids] for events in seedless],
     }
 
 
-def main(rank: int, count: int, folder: Path, dies_in: str = "") -> None:
+def main(rank: int, count: int, folder: Path, device: str, dies_in: str = "") -> None:
     torch.set_num_threads(1)
     models = sorted(path for path in folder.iterdir() if path.is_dir())
 
@@ -49,12 +50,15 @@ def main(rank: int, count: int, folder: Path, dies_in: str = "") -> None:
         if rank == 1 and place == dies_in:
             os._exit(9)
 
+    where = None if device == "cpu" else torch.device(device if ":" in device else f"cuda:{rank}")
+    backend = "gloo" if ":" in device else None
+    method = f"file://{folder / 'meeting'}"
     try:
-        with Ranks.join(f"file://{folder / 'meeting'}", rank=rank, count=count) as ranks:
+        with Ranks.join(method, rank=rank, count=count, device=where, backend=backend) as ranks:
             dies("load")
             made = {}
             for path in models:
-                model = load_model(path, device="cpu", ranks=ranks)
+                model = load_model(path, device=str(where or "cpu"), ranks=ranks)
                 model.decoder.forward(torch.tensor([IDS]))
                 dies("prompt")
                 model.decoder.forward(torch.tensor([[5]]))

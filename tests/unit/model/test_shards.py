@@ -1,5 +1,9 @@
 """Parts of stored matrices decode to parts of what the whole ones decode to."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
 import pytest
 import torch
 from gptq_models import as_gptq
@@ -7,11 +11,28 @@ from packed_models import make_packed
 from tiny import make_tiny
 
 from exl2flow.kernels import get_ops
-from exl2flow.model import CanonicalTensors, ModelSpec, resolve
+from exl2flow.model import (
+    CanonicalTensors,
+    Decoder,
+    ModelSpec,
+    build_embedding,
+    build_head,
+    build_sublayer,
+    resolve,
+)
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.files.gptq import GptqMatrix
 from exl2flow.model.layers.linear import Part, read_part
-from exl2flow.model.tensor_parallel.shards import cut_columns, cut_groups, groups_of
+from exl2flow.model.tensor_parallel.ranks import Ranks
+from exl2flow.model.tensor_parallel.shards import (
+    HeadShare,
+    cut_columns,
+    cut_groups,
+    groups_of,
+    join_sublayer,
+    share_of,
+    shared_spec,
+)
 
 KINDS = {"exl2": QuantizedMatrix, "gptq": GptqMatrix}
 
@@ -75,3 +96,63 @@ def test_parts_are_laid_out_for_kernels(spec: ModelSpec) -> None:
         assert laid.shape == (part.stored.shape[0], part.out_features)
         values = get_ops(laid.words.device).decode_packed(laid)
         assert torch.equal(values, decoded(part))
+
+
+class Threads(Ranks):
+    """Ranks that are threads of this process."""
+
+    barrier = threading.Barrier(2)
+    parts: ClassVar[dict[int, torch.Tensor]] = {}
+
+    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
+        self.parts[self.rank] = x
+        self.barrier.wait(60)
+        parts = [self.parts[rank].clone() for rank in range(self.count)]
+        self.barrier.wait(60)
+        return parts
+
+
+def packed(spec: ModelSpec, ranks: Ranks | None) -> Decoder:
+    """Return a model as a GPU holds it, or a rank's share of it."""
+    tensors, place = CanonicalTensors(spec), {"dtype": torch.float16, "device": "cpu"}
+    if ranks is None:
+        sublayers = [build_sublayer(spec, s, tensors, packed=True, **place) for s in spec.sublayers]
+        head = build_head(spec, tensors, packed=True, **place)
+    else:
+        shares = [share_of(spec, s, tensors, ranks) for s in spec.sublayers]
+        sublayers = [
+            join_sublayer(
+                spec, build_sublayer(spec, s, tensors, packed=True, cut=share, **place), ranks
+            )
+            for s, share in zip(spec.sublayers, shares, strict=True)
+        ]
+        of_head = HeadShare(ranks)
+        head = of_head.joined(build_head(spec, tensors, packed=True, cut=of_head, **place))
+    return Decoder(
+        spec if ranks is None else shared_spec(spec, ranks),
+        embedding=build_embedding(spec, tensors, **place),
+        sublayers=sublayers,
+        head=head,
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "qwen2"])
+def test_chains_exchange_what_the_next_product_needs(
+    family: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    spec = make_packed(family, tmp_path_factory.mktemp("shards") / "model")
+    ids = torch.randint(0, spec.vocab_size, (2, 9))
+    whole = packed(spec, None)
+    expected = whole.forward(ids)
+
+    def of_rank(rank: int) -> tuple[bool, torch.Tensor]:
+        with torch.inference_mode():
+            decoder = packed(spec, Threads(rank, 2))
+            return decoder.spans[0]._chains is not None, decoder.forward(ids)
+
+    with ThreadPoolExecutor(2) as pool:
+        (is_chain, first), (_, second) = pool.map(of_rank, range(2))
+
+    assert is_chain
+    assert torch.equal(first, second)
+    assert (first - expected).norm() <= 3e-3 * expected.norm()

@@ -1,0 +1,51 @@
+"""Models that two processes share on GPUs: their logits are near those of one process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conversions import small_config
+from shared_model import results
+from stage_runs import run_until
+from tiny import make_tiny
+
+from exl2flow.inference import load_model
+
+SCRIPT = Path(__file__).parents[1] / "support" / "shared_model.py"
+NEAR = 2e-3  # relative error: hidden states are fp16
+PATIENCE = 120
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cuda:0", marks=pytest.mark.gpu),
+        pytest.param("cuda", marks=pytest.mark.multigpu),
+    ],
+)
+def test_two_ranks_say_what_one_process_says(tmp_path: Path, device: str) -> None:
+    source = make_tiny("llama", tmp_path / "source", head_dim=64)
+    config = small_config(source, tmp_path / "models" / "packed", bpw=4.0)
+    run_until(config, "compile")
+    folder = tmp_path / "models"
+
+    words = [sys.executable, str(SCRIPT)]
+    ranks = [
+        subprocess.Popen([*words, str(rank), "2", str(folder), device], cwd=SCRIPT.parent)
+        for rank in range(2)
+    ]
+    try:
+        codes = [process.wait(PATIENCE) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+
+    assert codes == [0, 0]
+    alone = results(load_model(config.out, device="cuda:0"))
+    first, second = (torch.load(folder / f"{rank}.pt")["packed"] for rank in range(2))
+    for part in ("prompt", "steps"):
+        assert torch.equal(first[part], second[part])
+        assert (first[part] - alone[part]).norm() <= NEAR * alone[part].norm()
+    assert first["ids"] == second["ids"]
