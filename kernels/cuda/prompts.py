@@ -34,6 +34,7 @@ def multiply(
                 hidden.addmm_(x, weight, alpha=p.multiplier)
             else:
                 hidden = torch.addmm(hidden, x, weight, alpha=p.multiplier)
+            del weight  # before the next one is decoded: it may have half a gigabyte
             results = [hidden]
         else:
             y = _results(x, p.main, exact=p.exact)
@@ -58,6 +59,7 @@ def _results(
     for together in [matrices] if 0 < decoded_bytes <= MOST_BESIDE else zip(matrices):
         weight = _decoded(together)
         y = torch.mm(x, weight, out_dtype=torch.float32) if exact else x @ weight
+        del weight  # as above
         begin = 0
         for matrix in together:
             results.append(y[:, begin : begin + matrix.columns])

@@ -137,7 +137,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_texts_are_as_they_are_alone(model: LoadedModel, calls: dict[str, int]) -> None:
-    walk(model, random.Random(3), jobs=24)
+    walk(model, random.Random(3), jobs=12)
     assert {"save", "load", "hold", "go_back"} <= {*calls}
 
 

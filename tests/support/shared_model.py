@@ -44,7 +44,7 @@ def results(model: LoadedModel) -> dict[str, object]:
 
 def main(rank: int, count: int, folder: Path, device: str, dies_in: str = "") -> None:
     torch.set_num_threads(1)
-    models = sorted(path for path in folder.iterdir() if path.is_dir())
+    models = sorted(path.parent for path in folder.glob("[!.]*/config.json"))
 
     def dies(place: str) -> None:
         if rank == 1 and place == dies_in:

@@ -79,7 +79,7 @@ def weights(pipeline: Pipeline) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("steps", [3, 8])
+@pytest.mark.parametrize("steps", [3, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [

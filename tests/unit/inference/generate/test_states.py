@@ -19,6 +19,7 @@ from exl2flow.inference import (
     load_model,
 )
 from exl2flow.inference.cache.paged import PagedCache
+from exl2flow.inference.generate import sequence_states
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint, cache_bytes
@@ -74,7 +75,7 @@ def test_snapshots_stay_within_their_memory_and_are_not_used_without_pages(
     store = scheduler.states.store
     assert store is not None
     size, most = store._states.saved_bytes, 0
-    for seed in range(64):
+    for seed in range(24):
         ids = prompt(seed % 9, tokens - 40)
         assert run(generator, ids)[0] == run(Generator(model, slots=1), ids)[0]
         most = max(most, len(store._saved))
@@ -87,10 +88,11 @@ def test_snapshots_stay_within_their_memory_and_are_not_used_without_pages(
 
 
 def test_answers_leave_snapshots_and_regenerating_goes_on_at_the_prompts_last_border(
-    model: LoadedModel,
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sequence_states, "OUTPUT_TOKENS", 2 * PAGE_TOKENS)
     generator, asked = Generator(model, slots=1), prompt(0, 700)
-    text, read = run(generator, asked, new=5000)
+    text, read = run(generator, asked, new=1250)
     assert read == 700
 
     again, read = run(generator, asked, new=5)
