@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -136,6 +137,25 @@ def test_a_chain_of_many_rows_is_what_the_specification_says(
     )
 
     assert {name for name, _ in device.found} == {"decode_exl2"}
+
+
+def test_a_decoded_matrix_is_gone_before_the_next_one_is_made(
+    steps: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, made = cuda_prompts._decoded, list[weakref.ref[torch.Tensor]]()
+
+    def one_at_a_time(matrices: Sequence[PackedMatrix]) -> torch.Tensor:
+        assert not [ref for ref in made if ref() is not None]
+        room = decoded(matrices)
+        made.append(weakref.ref(room))
+        return room
+
+    monkeypatch.setattr(cuda_prompts, "_decoded", one_at_a_time)
+    monkeypatch.setattr(cuda_prompts, "MOST_BESIDE", 0)  # gate and up are decoded in turn
+
+    check(chain(64, 96, 32), monkeypatch, adds=True)
+
+    assert len(made) > 4
 
 
 def test_many_rows_in_the_order_of_a_matrix_are_brought_to_that_of_in_features(
