@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -38,6 +38,7 @@ ALONE_SECONDS = 300.0  # of the run without hostile requests, at most
 PATIENCE_SECONDS = 120.0  # for an answer
 MOST_TIMES, MOST_LONGER = 3.0, 0.5  # of the 99th percentile; seconds of the longest gap
 MEMORY_SECONDS = 0.2  # between two looks
+SHOWN = 8  # of the longest gaps
 LETTERS = 'abc {}[]",:\\\n\t\x00é漢😀'
 TEXT: dict[str, Any] = {"prompt": "The cat", "max_tokens": 400, "stream": True, "ignore_eos": True}
 THOUGHT = {"type": "thinking", "thinking": "a"}
@@ -49,7 +50,8 @@ Body = bytes | Any  # JSON as it is sent, or a value
 class Found:
     """What a run has shown: gaps and slowest answers in seconds, statuses, most bytes held.
 
-    drawn: when each body was drawn, in seconds from the start, its path and seed.
+    drawn: when each body was drawn, in seconds from the start, its path and seed; sent: of each
+    request when it began and ended, and which it was; ends: when each gap ended.
     """
 
     gaps: list[float] = field(default_factory=list)
@@ -58,11 +60,19 @@ class Found:
     problems: list[str] = field(default_factory=list)
     memory: int = 0
     drawn: list[tuple[float, str, str]] = field(default_factory=list)
+    sent: list[tuple[float, float, str]] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
 
     @property
     def tail(self) -> float:
         """The 99th percentile of the gaps."""
         return sorted(self.gaps)[int(len(self.gaps) * 0.99)]
+
+    def longest(self) -> Iterator[str]:
+        """Yield the longest gaps with the requests that were open in them."""
+        for gap, end in sorted(zip(self.gaps, self.ends, strict=True), reverse=True)[:SHOWN]:
+            beside = [name for begun, ended, name in self.sent if begun < end and ended > end - gap]
+            yield f"{1e3 * gap:.0f} ms beside {', '.join(beside) or 'none'}"
 
 
 def _beyond(path: str, rng: random.Random) -> Any:
@@ -163,6 +173,7 @@ async def read(http: httpx.AsyncClient, found: Found, end: asyncio.Event, number
                 if line.startswith("data: {"):
                     now = time.monotonic()
                     found.gaps += [] if last is None else [now - last]
+                    found.ends += [] if last is None else [now]
                     last = now
                     if '"error"' in line:
                         found.problems.append(f"a text: {line:.300}")
@@ -198,6 +209,8 @@ async def send(
         except httpx.HTTPError as error:
             found.problems.append(f"{path} {number}: {error!r}")
             continue
+        finally:
+            found.sent.append((began, time.monotonic(), f"{path} {number}"))
         found.statuses.setdefault(path, Counter())[answer.status_code] += 1
         found.slowest[path] = max(found.slowest.get(path, 0.0), time.monotonic() - began)
         count = sum(each.total() for each in found.statuses.values())
@@ -288,6 +301,7 @@ def report(hostile: Found, alone: Found, most_memory: int) -> tuple[str, bool]:
     fits = hostile.memory <= most_memory
     mib = (hostile.memory >> 20, alone.memory >> 20)
     lines.append(f"| most memory, MiB (bound {most_memory >> 20}) | {mib[0]} | {mib[1]} | {fits} |")
+    lines += ["", *hostile.longest()]
     problems = [*hostile.problems, *alone.problems]
     lines += [f"FAILED {one}" for one in problems[:50]]
     return "\n".join(lines), bool(problems) or not (fits and all(row[3] for row in rows))
