@@ -28,6 +28,7 @@ from exl2flow.inference.filters import GrammarFilter, forget
 from exl2flow.inference.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
+from exl2flow.serve.bounds import MOST_IDS
 from exl2flow.serve.errors import ApiError, shown
 from exl2flow.serve.fair_queue import AHEAD, Admission, FairQueue
 from exl2flow.serve.fields import Lora
@@ -76,6 +77,7 @@ class Engine:
         self._recovery: asyncio.Task[None] | None = None
         self.pages = self.generator.pages
         self.room = min(self.generator.context, self.pages * PAGE_TOKENS)
+        self.tokenizer.most = max(self.room, MOST_IDS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
         self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal
         self.reader, template = None, ""

@@ -19,7 +19,7 @@ import tokenizers
 from sentencepiece import SentencePieceProcessor
 from tokenizers import AddedToken, Regex, decoders, models, normalizers
 
-from exl2flow.core.errors import SourceModelError
+from exl2flow.core.errors import ContextOverflow, SourceModelError
 from exl2flow.core.store.model_files import TEKKEN_FILE, TOKENIZER_FILE
 from exl2flow.model.config.fields import Fields
 from exl2flow.model.config.foreign import is_lfs_pointer, pointer_advice
@@ -54,7 +54,10 @@ PROBES = (
 
 
 class Tokenizer:
-    """A model's tokenizer; `backend` can be saved as `tokenizer.json`, and is not to be changed."""
+    """A model's tokenizer; `backend` can be saved as `tokenizer.json`, and is not to be changed.
+
+    most: ids of a text, which hold the interpreter while they are listed; None: any number.
+    """
 
     def __init__(
         self,
@@ -91,6 +94,7 @@ class Tokenizer:
             {token_id for token_id, token in added if token.special} | named
         )
         self.source = source
+        self.most: int | None = None
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @classmethod
@@ -129,14 +133,20 @@ class Tokenizer:
             add_bos: begin as the model's texts do, with `opening`: BOS, or nothing.
             add_eos: end with the end-of-sequence id, if the model has one.
             special: read special tokens spelled in the text as such, not as plain text.
+
+        Raises:
+            ContextOverflow: there are more than `most`.
         """
         text = self.prefix + text if text else ""
         with _failures_are_named(self.source):
             backend = self.backend if special else self._plain
             if len(text) < LONG_TEXT:
-                ids = backend.encode(text, add_special_tokens=False).ids
+                encoding = backend.encode(text, add_special_tokens=False)
             else:  # unlike `encode`, this releases the GIL
-                ids = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+                [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+        if self.most is not None and len(encoding) > self.most:
+            raise ContextOverflow(f"a text has {len(encoding)} tokens; it may have {self.most}")
+        ids = encoding.ids
         begin = [*self.opening] if add_bos else []
         end = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
         return begin + ids + end

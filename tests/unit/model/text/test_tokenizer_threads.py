@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import TEXT, tiny_tokenizer
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
-from exl2flow.core.errors import SourceModelError
+from exl2flow.core.errors import ContextOverflow, SourceModelError
 from exl2flow.model import Tokenizer
 from exl2flow.model.text import tokenizer as module
 from exl2flow.model.text.tokenizer import LONG_TEXT
@@ -92,6 +92,19 @@ def test_threads_that_read_special_tokens_and_others_do_not_disturb_each_other()
 
     assert found == expected
     assert any(len(text) > LONG_TEXT for text in texts)
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_text_of_too_many_tokens_is_refused_before_they_are_listed(special: bool) -> None:
+    tokenizer = Tokenizer(byte_level(), bos_token_id=0, eos_token_ids=[1])
+    text = TEXT[0] * (1 + LONG_TEXT // len(TEXT[0]))
+    count = len(tokenizer.encode(text, special=special))
+
+    tokenizer.most = count
+    assert len(tokenizer.encode(text, special=special)) == count
+    tokenizer.most = count - 1
+    with pytest.raises(ContextOverflow, match=f"has {count} tokens; it may have {count - 1}"):
+        tokenizer.encode(text, special=special)
 
 
 @pytest.mark.parametrize("special", [True, False])
