@@ -13,7 +13,8 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +25,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.inference.cache.prefix_tree import ID_BYTES, FullPage
 
 MAGIC, SCHEMA = b"exl2page", 2
-SECRET, SECRET_BYTES, DIGEST_BYTES = "secret", 32, 32
+SECRET, SECRET_BYTES, DIGEST_BYTES, KEY_BYTES = "secret", 32, 32, 16
 NAME_LENGTH = 32  # of a namespace
 OLD_SECONDS = 600  # after which nobody writes a temporary file any more
 SHARE = 16  # the folder is looked through after this part of its size was written
@@ -115,10 +116,26 @@ class PageFiles:
         self.used += nbytes
         self._written += nbytes
 
-    def delete(self, key: bytes) -> None:
-        """Delete the file of a page."""
-        with suppress(OSError):
-            self._path(key).unlink(missing_ok=True)
+    def delete(self, keys: Iterable[bytes]) -> None:
+        """Delete the files of pages, and of all that follow them."""
+        following, gone = defaultdict[bytes, list[bytes]](list), list(keys)
+        for entry in _entries(self._folder):
+            for file in _entries(Path(entry.path)):
+                if parts := self._links_of(file.path):
+                    key, before = parts
+                    following[before].append(key)
+        for key in gone:  # which grows
+            gone += following.pop(_link(key), ())
+            with suppress(OSError):
+                self._path(key).unlink(missing_ok=True)
+
+    def _links_of(self, path: str) -> tuple[bytes, bytes] | None:
+        """Return the key that a file states, and the link to the page before it."""
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            head = file.read(len(self._head) + 2 * KEY_BYTES)
+            if len(head) == len(self._head) + 2 * KEY_BYTES:
+                return head[-2 * KEY_BYTES : -KEY_BYTES], head[-KEY_BYTES:]
+        return None
 
     def _path(self, key: bytes) -> Path:
         name = key.hex()
@@ -126,9 +143,8 @@ class PageFiles:
 
     def _head_of(self, page: FullPage, nbytes: int) -> bytes:
         """Return what a page's file must begin with; salts are not stored."""
-        before = blake2b(page.before, digest_size=16).digest()
         counts = pack("<IQ", len(page.content) // ID_BYTES, nbytes)
-        return self._head + page.key + before + counts + page.content
+        return self._head + page.key + _link(page.before) + counts + page.content
 
     def _digest(self, head: bytes, data: memoryview) -> bytes:
         """Return the digest; processors have instructions for it, and it needs no GIL."""
@@ -157,6 +173,11 @@ class PageFiles:
             with suppress(OSError):
                 os.unlink(path)
             self.used -= size
+
+
+def _link(before: bytes) -> bytes:
+    """Return what a page's file says of the page before it."""
+    return blake2b(before, digest_size=KEY_BYTES).digest()
 
 
 def clear(folder: Path) -> None:

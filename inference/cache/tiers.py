@@ -113,7 +113,7 @@ class Tiers:
                 self._write(self._ram.popitem(last=False)[1])
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """See `LowerTier`; what follows the pages in host memory is forgotten, too."""
+        """See `LowerTier`; what follows the pages is forgotten, too."""
         gone = {*keys}
         kept = [one.page for one in (*self._ram.values(), *self._queued.copy().values())]
         while following := {page.key for page in kept if page.before in gone} - gone:
@@ -121,8 +121,8 @@ class Tiers:
         for key in gone:
             self._ram.pop(key, None)
             self._queued.pop(key, None)
-            if self._files is not None:
-                self._writer.submit(self._files.delete, key)  # after what it writes now
+        if self._files is not None:
+            self._writer.submit(self._files.delete, gone)  # after what it writes now
 
     def find(self, pages: Iterable[FullPage]) -> list[FullPage]:
         """Return the first pages, as far as they are here; none if they are not worth waiting."""

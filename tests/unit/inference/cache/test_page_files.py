@@ -216,6 +216,21 @@ def test_a_full_disk_ends_writing_with_one_warning(
     assert not [*folder.rglob("*.partial")]
 
 
+def test_pages_are_deleted_with_all_that_follow_them(files: PageFiles, folder: Path) -> None:
+    first, other = page(1), page(2)
+    second = page(3)._replace(before=first.key)
+    third, beside = page(4)._replace(before=second.key), page(5)._replace(before=other.key)
+    for one in (first, other, second, third, beside):
+        files.write(one, memoryview(DATA))
+    (folder / NAMESPACE / "ab").mkdir(exist_ok=True)
+    (folder / NAMESPACE / "ab" / "torn.page").write_bytes(b"exl2")
+
+    files.delete([first.key])
+
+    assert [files.has(one) for one in (first, second, third)] == [False] * 3
+    assert [read(files, one) for one in (other, beside)] == [DATA] * 2
+
+
 def test_two_writers_share_a_folder(folder: Path) -> None:
     both = [PageFiles(folder, NAMESPACE, size=SIZE) for _ in range(2)]
     threads = [threading.Thread(target=write, args=(one, *range(40))) for one in both]
