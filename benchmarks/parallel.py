@@ -1,13 +1,16 @@
-"""Time a model on two GPUs beside the same model on one: layers split among them.
+"""Time a model on two GPUs beside the same model on one: layers split, and tensor parallel.
 
     python benchmarks/parallel.py [--shape 7b | --model DIR] [--layers N] [--bpw 4]
-        [--batch 1 16] [--context 512] [--prompt 2048 16384]
+        [--batch 1 4 16] [--context 512] [--prompt 2048 16384] [--gpu-split 20,24]
 
-Steps are recorded and greedy. Half of the layers are on each GPU, or what `--gpu-split` says. The
-memory is what each GPU has taken at the end, of which the tensors of the process, and the forecast.
+Steps are recorded and greedy. Half of the layers are on each GPU, or what `--gpu-split` says; two
+processes share each layer through NCCL. Each way has a process of its own.
 """
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,85 +22,101 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.inference import LoadedModel, load_model
 from exl2flow.inference.bench import DecodeBatch, seconds
 from exl2flow.inference.loading.layer_split import Split
-from exl2flow.model import Placement
+from exl2flow.model import Placement, resolve
+from exl2flow.model.tensor_parallel.ranks import Ranks
 
-PIECES = 3  # repeats of a prompt
+WAYS = ("one GPU", "split", "tensor parallel")
+GPUS = tuple(torch.device("cuda", index) for index in range(2))
+PIECES, STEPS = 3, 50  # repeats of a prompt, and of a step
+PATIENCE = 600  # seconds
 
 
 def halves(layers: int) -> Placement:
     """Return a placement of half the layers on each of two GPUs."""
-    first, second = (torch.device("cuda", index) for index in range(2))
+    first, second = GPUS
     of_layer = (first,) * (layers // 2) + (second,) * (layers - layers // 2)
     return Placement(embedding=first, layers=of_layer, head=second)
 
 
 @torch.inference_mode()
 def measure(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return seconds by name of the work."""
+    """Return milliseconds by name of the work."""
     times = dict[str, float]()
-    with torch.cuda.device(model.decoder.placement.head):
-        for rows in arguments.batch:
-            timed = DecodeBatch(model, size=rows, context=arguments.context, cache="fp16")
-            timed.read()
-            timed.enter(SamplingSettings.greedy())
-            times[f"step of {rows}"] = seconds(timed.step, 50)
-            del timed
-        for tokens in arguments.prompt:
-            timed = DecodeBatch(model, size=1, context=tokens, cache="fp16")
-            times[f"prompt of {tokens}"] = seconds(timed.read, PIECES)
-            del timed
+    for rows in arguments.batch:
+        timed = DecodeBatch(model, size=rows, context=arguments.context, cache="fp16")
+        timed.read()
+        timed.enter(SamplingSettings.greedy())
+        times[f"step of {rows}"] = 1e3 * seconds(timed.step, STEPS)
+        del timed
+    for tokens in arguments.prompt:
+        timed = DecodeBatch(model, size=1, context=tokens, cache="fp16")
+        times[f"prompt of {tokens}"] = 1e3 * seconds(timed.read, PIECES)
+        del timed
     return times
 
 
-def used(devices: list[torch.device]) -> list[int]:
-    """Return the bytes that this process has taken of each GPU: the machine has no other one."""
-    return [
-        torch.cuda.mem_get_info(device)[1] - torch.cuda.mem_get_info(device)[0]
-        for device in devices
-    ]
+def run(way: str, rank: int, source: Path, arguments: argparse.Namespace) -> None:
+    """Load and time a model in one way, and print the result as JSON."""
+    begun = time.perf_counter()
+    if way == "tensor parallel":
+        torch.cuda.set_device(GPUS[rank])
+        method = f"file://{source.parent / 'meeting'}"
+        with Ranks.join(method, rank=rank, count=2, device=GPUS[rank]) as ranks:
+            model = load_model(source, device=str(GPUS[rank]), ranks=ranks)
+            tell(model, begun, arguments, is_told=rank == 0)
+        return
+    placement: Placement | Split | None = None
+    if way == "split":
+        placement = Split.parse(arguments.gpu_split) or halves(resolve(source).num_layers)
+    model = load_model(source, device="cuda:0", placement=placement)
+    with torch.cuda.device(model.decoder.placement.head):  # where steps end
+        tell(model, begun, arguments, is_told=True)
+
+
+def tell(model: LoadedModel, begun: float, arguments: argparse.Namespace, *, is_told: bool) -> None:
+    """Time a loaded model; print the result."""
+    for device in model.decoder.placement.devices:
+        torch.cuda.synchronize(device)
+    times = {"load": 1e3 * (time.perf_counter() - begun), **measure(model, arguments)}
+    if is_told:
+        held = [torch.cuda.max_memory_allocated(device) / 1e9 for device in GPUS]
+        print(json.dumps(times | {"GB": max(held)}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_model(parser)
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompt", nargs="+", type=int, default=[2048, 16384])
     parser.add_argument("--gpu-split", help="sizes in GB instead of halves")
+    parser.add_argument("--way", nargs=2, help=argparse.SUPPRESS)  # and the rank, of a child
     arguments = parser.parse_args()
-    devices = [torch.device("cuda", index) for index in range(2)]
-    before = used(devices)
+    if arguments.way:
+        way, rank = arguments.way
+        run(way, int(rank), arguments.model, arguments)
+        return
     with tempfile.TemporaryDirectory() as folder:
-        source = model_of(arguments, Path(folder))
-        results = list[dict[str, float]]()
-        for is_split in (False, True):
-            begun = time.perf_counter()
-            if not is_split:
-                model = load_model(source, device="cuda:0")
-            elif arguments.gpu_split:
-                model = load_model(source, placement=Split.parse(arguments.gpu_split))
-            else:
-                model = load_model(source, placement=halves(results[0]["layers"]))
-            for device in devices:
-                torch.cuda.synchronize(device)
-            taken = time.perf_counter() - begun
-            results.append(
-                {"layers": model.spec.num_layers, "load": taken, **measure(model, arguments)}
-            )
-            held = [torch.cuda.max_memory_allocated(device) / 1e9 for device in devices]
-            print(
-                model,
-                f"GB of tensors at most {held[0]:.2f} {held[1]:.2f}",
-                *(f"{(x - y) / 1e9:.2f}" for x, y in zip(used(devices), before, strict=True)),
-            )
-            del model
-            torch.cuda.empty_cache()
-    one, two = results
-    print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print("| work | one GPU, ms | two GPUs, ms | ratio |\n|---|---|---|---|")
-    for name in [*one][1:]:
-        figures = f"{1e3 * one[name]:.2f} | {1e3 * two[name]:.2f} | {one[name] / two[name]:.2f}"
-        print(f"| {name} | {figures} |")
+        source, results = model_of(arguments, Path(folder)), dict[str, dict[str, float]]()
+        for way in WAYS:
+            command = [sys.executable, __file__, *sys.argv[1:]]
+            command += ["--model", str(source), "--way", way]
+            count = 2 if way == "tensor parallel" else 1
+            children = [
+                subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+                for rank in range(count)
+            ]
+            try:
+                told = [child.communicate(timeout=PATIENCE)[0] for child in children]
+            finally:
+                for child in children:
+                    child.kill()
+            results[way] = json.loads(told[0])
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print("| ms; most GB on a GPU | " + " | ".join(WAYS) + " |\n|---|---|---|---|")
+    for name, one in results[WAYS[0]].items():
+        figures = (f"{way[name]:.2f} ({one / way[name]:.2f} x)" for way in results.values())
+        print(f"| {name} | {' | '.join(figures)} |")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class DeviceNeed:
         largest = max(p.numel for p in matrices)
         beside = min(max(map(_beside, sublayers)), MOST_BESIDE // HALF)
         attended = 4 * spec.hidden_size + 2 * attention.width
-        widths = attended + 3 * spec.widest_mlp + _expert_widths(spec, index)
+        widths = (4 + packed) * spec.hidden_size + 3 * spec.widest_mlp + _expert_widths(spec, index)
         tokens, copied = _prompt_tokens(texts), pages(texts.context) * PAGE_TOKENS
         grown = sum(_layout_bytes(p.in_features, p.out_features) for p in matrices)
         return cls(

@@ -1,5 +1,6 @@
 """Layers on two GPUs: texts and logits of one, forecast memory, models larger than one GPU."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -92,18 +93,20 @@ def test_forecast_of_what_each_gpu_takes_is_within_3_percent(tmp_path: Path) -> 
         num_attention_heads=32,
         num_key_value_heads=8,
         num_hidden_layers=LAYERS,
-        max_position_embeddings=32768,
+        max_position_embeddings=8192,
     )
     spec = resolve(source)
-    texts = Texts(context=32768, pages=128, cache_format="fp16", sequences=1)
+    texts = Texts(context=8192, pages=32, cache_format="fp16", sequences=1)
     sizes = Sizes.of(spec, CanonicalTensors(spec), torch.float16)
     forecast = needs(spec, sizes, HALVES, texts)
-    for device in (A, B):
-        torch.cuda.reset_peak_memory_stats(device)
-    before = {device: torch.cuda.memory_allocated(device) for device in (A, B)}
-
-    generator = Generator(load_model(source, placement=HALVES), tokens=32768, slots=1)
-    generator.generate([[5] * 32000], max_new_tokens=8, settings=GREEDY)
+    for _ in range(2):  # cuBLAS's workspaces, which the reserve counts, are there from then on
+        before = {device: torch.cuda.memory_allocated(device) for device in (A, B)}
+        for device in (A, B):
+            torch.cuda.reset_peak_memory_stats(device)
+        generator = Generator(load_model(source, placement=HALVES), tokens=8192, slots=1)
+        generator.generate([[5] * 8000], max_new_tokens=8, settings=GREEDY)
+        del generator
+        gc.collect()
 
     for device in (A, B):
         taken = torch.cuda.max_memory_allocated(device) - before[device]
