@@ -17,7 +17,8 @@ from exl2flow.model.layers.linear import (
     Linear,
     Part,
     is_packed,
-    load_linear,
+    made_linear,
+    read_part,
     read_to,
 )
 from exl2flow.model.layers.norms import Norm, load_norm
@@ -300,31 +301,22 @@ def build_head(
         dtype: of the weights in memory.
         device: where they go.
         embedding: loaded already; a tied head then shares its memory.
-        packed: as in `load_linear`.
-        cut: as in `load_linear`.
+        packed: as in `made_linear`.
+        cut: what becomes of the projection before it is made.
 
     Raises:
         MissingTensor: the head is absent and not tied.
         TensorShapeError: a tensor contradicts the config.
     """
     key = spec.head.key
-    linear: Linear
     if spec.tied_head and not is_packed(key, tensors) and f"{key}.weight" not in tensors:
         embedding = embedding or build_embedding(spec, tensors, dtype=dtype, device=device)
-        whole = DenseLinear(embedding.weight, out_features=spec.vocab_size)
-        part = cut(Part(whole, spec.vocab_size))
-        assert isinstance(part.stored, DenseLinear)
-        linear = part.stored
+        tied = DenseLinear(embedding.weight, out_features=spec.vocab_size)
+        part = Part(tied, spec.vocab_size)
     else:
-        linear = load_linear(
-            tensors,
-            spec.head,
-            dtype=dtype,
-            device=device,
-            any_rows=True,
-            gptq=spec.gptq_label,
-            packed=packed,
-            cut=cut,
+        part = read_part(
+            tensors, spec.head, dtype=dtype, device=device, any_rows=True, gptq=spec.gptq_label
         )
+    linear = made_linear(cut(part), dtype=dtype, device=device, packed=packed)
     final_norm = load_norm(tensors, spec.final_norm, dtype=dtype, device=device)
     return Head(final_norm=final_norm, linear=linear, softcap=spec.logit_softcap)

@@ -199,46 +199,6 @@ def is_packed(key: str, names: Container[str]) -> bool:
     return is_quantized(key, names) or is_gptq(key, names)
 
 
-def load_linear(
-    tensors: TensorFiles,
-    projection: ProjectionSpec,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    any_rows: bool = False,
-    gptq: GptqLabel = UNLABELLED,
-    packed: bool = False,
-    orders: RowOrders | None = None,
-    cut: Callable[[Part], Part] = lambda part: part,
-) -> Linear:
-    """Load a projection as the files store it: EXL2, GPTQ or plain.
-
-    Args:
-        tensors: the model's files.
-        projection: what to load.
-        dtype: of weight and bias in memory.
-        device: where they go.
-        any_rows: accept more or fewer out-features than the projection states; more are cut.
-        gptq: how GPTQ matrices are stored, as the model's files say.
-        packed: leave quantized matrices quantized; then they compute in fp16.
-        orders: of maps with the same input, which may have their rows in the same order.
-        cut: what becomes of it before it is decoded or laid out.
-
-    Raises:
-        MissingTensor: its weight, or a bias that the config implies, is absent.
-        TensorShapeError: its shape is not the one that the config implies.
-    """
-    part = read_part(tensors, projection, dtype=dtype, device=device, any_rows=any_rows, gptq=gptq)
-    stored, out_features = cut(part)
-    if isinstance(stored, DenseLinear):
-        return stored
-    if packed:
-        return PackedLinear(
-            stored, out_features=out_features, orders={} if orders is None else orders
-        )
-    return QuantizedLinear(stored, out_features=out_features, dtype=dtype, device=device)
-
-
 def read_part(
     tensors: TensorFiles,
     projection: ProjectionSpec,
@@ -248,7 +208,20 @@ def read_part(
     any_rows: bool = False,
     gptq: GptqLabel = UNLABELLED,
 ) -> Part:
-    """Read a projection as it is stored; arguments and errors as in `load_linear`."""
+    """Read a projection as the files store it: EXL2, GPTQ or plain.
+
+    Args:
+        tensors: the model's files.
+        projection: what to read.
+        dtype: of weight and bias in memory, if they are plain.
+        device: where they go.
+        any_rows: accept more or fewer out-features than the projection states; more are cut.
+        gptq: how GPTQ matrices are stored, as the model's files say.
+
+    Raises:
+        MissingTensor: its weight, or a bias that the config implies, is absent.
+        TensorShapeError: its shape is not the one that the config implies.
+    """
     key = projection.key
     if projection.has_bias and f"{key}.bias" not in tensors:
         raise MissingTensor(
@@ -271,6 +244,32 @@ def read_part(
         bias = moved(bias, device, dtype)
     linear = DenseLinear(weight, bias, out_features=projection.out_features)
     return Part(linear, len(linear.weight))
+
+
+def made_linear(
+    part: Part,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    packed: bool = False,
+    orders: RowOrders | None = None,
+) -> Linear:
+    """Return the map of what was read.
+
+    Args:
+        part: what was read.
+        dtype: of a decoded weight.
+        device: where it goes.
+        packed: leave quantized matrices quantized; then they compute in fp16.
+        orders: of maps with the same input, which may have their rows in the same order.
+    """
+    stored, out_features = part
+    if isinstance(stored, DenseLinear):
+        return stored
+    if packed:
+        orders = {} if orders is None else orders
+        return PackedLinear(stored, out_features=out_features, orders=orders)
+    return QuantizedLinear(stored, out_features=out_features, dtype=dtype, device=device)
 
 
 def read_to(

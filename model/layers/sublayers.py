@@ -17,7 +17,7 @@ from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.delta import DeltaSublayer, load_delta
 from exl2flow.model.layers.experts import ExpertsSublayer, load_router
-from exl2flow.model.layers.linear import Linear, Part, RowOrders, load_linear
+from exl2flow.model.layers.linear import Linear, Part, RowOrders, made_linear, read_part
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.parallel import ParallelSublayer
@@ -36,26 +36,19 @@ def build_sublayer(
     packed: bool = False,
     cut: Cut = lambda projection, part: part,
 ) -> Sublayer:
-    """Load one sublayer; `packed` and, for each projection, `cut` as in `load_linear`.
+    """Load one sublayer; `packed` as in `made_linear`, `cut` makes a share of each projection.
 
     Raises:
         MissingTensor: one of its tensors is absent.
         TensorShapeError: a tensor contradicts the config.
     """
     orders: RowOrders = {}
-    linears = {
-        projection.name: load_linear(
-            tensors,
-            projection,
-            dtype=dtype,
-            device=device,
-            gptq=spec.gptq_label,
-            packed=packed,
-            orders=orders,
-            cut=partial(cut, projection),
+    linears = dict[str, Linear]()
+    for p in sublayer.projections:
+        part = read_part(tensors, p, dtype=dtype, device=device, gptq=spec.gptq_label)
+        linears[p.name] = made_linear(
+            cut(p, part), dtype=dtype, device=device, packed=packed, orders=orders
         )
-        for projection in sublayer.projections
-    }
     norms: dict[str, Norm] = {
         norm.role: load_norm(tensors, norm, dtype=dtype, device=device) for norm in sublayer.norms
     }

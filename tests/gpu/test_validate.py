@@ -11,7 +11,12 @@ from exl2flow.inference.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.evaluate import evaluate, evaluate_texts
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.model import TensorFiles, resolve
-from exl2flow.model.layers.linear import PackedLinear, QuantizedLinear, load_linear
+from exl2flow.model.layers.linear import (
+    PackedLinear,
+    QuantizedLinear,
+    made_linear,
+    read_part,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +65,9 @@ def test_a_matrix_decodes_on_the_device_to_what_the_cpu_decodes(config: Conversi
     tensors = TensorFiles(config.out)
     for projection in resolve(config.out).sublayers[0].projections:
         found, expected = (
-            load_linear(tensors, projection, dtype=torch.float32, device=device)
+            made_linear(
+                read_part(tensors, projection, device=device), dtype=torch.float32, device=device
+            )
             for device in (DEVICE, torch.device("cpu"))
         )
 

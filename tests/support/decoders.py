@@ -20,7 +20,7 @@ def build_decoder(
     device: torch.device | str,
     packed: bool = False,
 ) -> Decoder:
-    """Load a whole model onto one device; `packed` as in `load_linear`."""
+    """Load a whole model onto one device; `packed` as in `made_linear`."""
     embedding = build_embedding(spec, tensors, dtype=dtype, device=device)
     return Decoder(
         spec,

@@ -24,6 +24,7 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
+from exl2flow.inference.adapters import AdapterSlots
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.model.layers.low_rank import LowRank
@@ -216,17 +217,15 @@ def test_drafts_change_no_text_with_adapters(
 def test_a_generator_whose_jobs_use_none_stays_as_it_was(
     model: LoadedModel, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = Generator(model, tokens=4096, slots=4)
     plain, used = model.decoder, []
 
     def look(decoder: object) -> None:
         used.append(decoder is not plain)
 
     for name in ("for_slots", "for_texts"):
-        ask = getattr(generator._device_slots._adapters, name)
-        monkeypatch.setattr(
-            generator._device_slots._adapters, name, lambda *x, ask=ask: (look(d := ask(*x)), d)[1]
-        )
+        ask = getattr(AdapterSlots, name)
+        monkeypatch.setattr(AdapterSlots, name, lambda *x, ask=ask: (look(d := ask(*x)), d)[1])
+    generator = Generator(model, tokens=4096, slots=4)
     ids_of(generator, request(0), request(1))
     assert not any(used)
     assert not generator._device_slots._adapters._parts

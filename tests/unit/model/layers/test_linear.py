@@ -18,7 +18,7 @@ from exl2flow.model import (
     TensorFiles,
 )
 from exl2flow.model.layers.fuse import product_of
-from exl2flow.model.layers.linear import PackedLinear, RowOrders, load_linear
+from exl2flow.model.layers.linear import PackedLinear, RowOrders, made_linear, read_part
 
 K, N = 64, 40  # N is stored padded to 64 columns
 
@@ -52,7 +52,9 @@ def load(folder: Path, tensors: dict[str, torch.Tensor], **options: Any) -> Line
     save_file(tensors, folder / "x.safetensors")
     files = TensorFiles(folder)
     spec = options.pop("spec", projection())
-    return load_linear(files, spec, dtype=torch.float32, device="cpu", **options)
+    made = {name: options.pop(name) for name in ("packed", "orders") if name in options}
+    part = read_part(files, spec, dtype=torch.float32, device="cpu", **options)
+    return made_linear(part, dtype=torch.float32, device="cpu", **made)
 
 
 def test_dense_linear_is_used_where_a_weight_is_stored(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from exl2flow.model import Composition, Decoder, ModelSpec, TensorFiles, resolve
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.rope_spec import RopeKind, RopeSpec
 from exl2flow.model.config.spec import AttentionSpec
-from exl2flow.model.memory.footprint import Footprint, cache_bytes
+from exl2flow.model.memory.footprint import DeviceNeed, Texts, cache_bytes
 
 HIDDEN = 64
 COMMON: dict[str, Any] = {
@@ -223,7 +223,8 @@ def test_forecasts_count_the_keys_of_each_layer(tmp_path: Path) -> None:
     single = spec_of([LAYER, replace(LAYER, num_kv_heads=4)], tmp_path)
 
     few, many = (Composition.of(spec, CalibrationOptions()) for spec in (grouped, single))
-    work = [Footprint.of(x, context=256, cache_format="fp16").work for x in (grouped, single)]
+    texts = Texts(context=256, pages=1, cache_format="fp16")
+    work = [DeviceNeed.of_layer(x, 1, texts).attending for x in (grouped, single)]
 
     elements = many.elements - few.elements
     assert many.at_once == few.at_once
