@@ -1,13 +1,10 @@
 """Parts of stored matrices decode to parts of what the whole ones decode to."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from typing import ClassVar
-
 import pytest
 import torch
 from gptq_models import as_gptq
 from packed_models import make_packed
+from thread_ranks import on_both
 from tiny import make_tiny
 
 from exl2flow.kernels import get_ops
@@ -98,20 +95,6 @@ def test_parts_are_laid_out_for_kernels(spec: ModelSpec) -> None:
         assert torch.equal(values, decoded(part))
 
 
-class Threads(Ranks):
-    """Ranks that are threads of this process."""
-
-    barrier = threading.Barrier(2)
-    parts: ClassVar[dict[int, torch.Tensor]] = {}
-
-    def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.parts[self.rank] = x
-        self.barrier.wait(60)
-        parts = [self.parts[rank].clone() for rank in range(self.count)]
-        self.barrier.wait(60)
-        return parts
-
-
 def packed(spec: ModelSpec, ranks: Ranks | None) -> Decoder:
     """Return a model as a GPU holds it, or a rank's share of it."""
     tensors, place = CanonicalTensors(spec), {"dtype": torch.float16, "device": "cpu"}
@@ -145,13 +128,11 @@ def test_chains_exchange_what_the_next_product_needs(
     whole = packed(spec, None)
     expected = whole.forward(ids)
 
-    def of_rank(rank: int) -> tuple[bool, torch.Tensor]:
-        with torch.inference_mode():
-            decoder = packed(spec, Threads(rank, 2))
-            return decoder.spans[0]._chains is not None, decoder.forward(ids)
+    def of_rank(ranks: Ranks) -> tuple[bool, torch.Tensor]:
+        decoder = packed(spec, ranks)
+        return decoder.spans[0]._chains is not None, decoder.forward(ids)
 
-    with ThreadPoolExecutor(2) as pool:
-        (is_chain, first), (_, second) = pool.map(of_rank, range(2))
+    (is_chain, first), (_, second) = on_both(of_rank)
 
     assert is_chain
     assert torch.equal(first, second)
