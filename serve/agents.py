@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from exl2flow.inference.chat import CallArguments, CallBegin
 from exl2flow.serve import chats
 from exl2flow.serve.answers import AnswerPlan, Part, Text, Update
-from exl2flow.serve.bounds import MOST_TOOLS, Name, most
+from exl2flow.serve.bounds import MOST_MESSAGES, MOST_TOOLS, Name, most
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.fields import ChatBody
 from exl2flow.serve.openai import Chunk, Dialect, ended, sse
@@ -50,7 +50,14 @@ def objects(given: object, field: str) -> list[Json]:
         return [{"type": "text", "text": given}]
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise ValueError(f"`{field}` takes a list of objects")
+    if len(given) > MOST_MESSAGES + 1:  # before each is looked at
+        raise ValueError(f"`{field}` has {len(given)} elements; it may have {MOST_MESSAGES}")
     return given
+
+
+def bounded(given: object) -> object:
+    """Return a list without elements far beyond the bound, which one too many shows."""
+    return given[: MOST_MESSAGES + 1] if isinstance(given, list) else given
 
 
 def words_of(value: object) -> str:

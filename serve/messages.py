@@ -9,6 +9,7 @@ from exl2flow.serve.agents import (
     AgentDialect,
     Block,
     Json,
+    bounded,
     call,
     objects,
     turns,
@@ -71,7 +72,7 @@ def _parts(given: Json) -> Iterator[Json]:
     for part in objects(given.get("system") or [], "system"):
         if text := BILLING.sub("", words_of(part.get("text"))):
             yield {"role": "system", "content": text}
-    for message in objects(given.get("messages"), "messages"):
+    for message in objects(bounded(given.get("messages")), "messages"):
         nothing = [] if message.get("role") == "system" else ""  # of others it is a turn
         for part in objects(message.get("content") or nothing, "content"):
             match part.get("type"):

@@ -9,6 +9,7 @@ from exl2flow.serve.agents import (
     AgentDialect,
     Block,
     Json,
+    bounded,
     call,
     objects,
     turns,
@@ -79,7 +80,7 @@ def _parts(given: Json) -> Iterator[Json]:
     if isinstance(source, str):
         yield {"role": "user", "content": source}
         return
-    for number, item in enumerate(objects(source, "input")):
+    for number, item in enumerate(objects(bounded(source), "input")):
         match item.get("type") or "message":
             case "message":
                 content = objects(item.get("content") or "", "content")

@@ -1,6 +1,8 @@
 """Every text, list and number of every request has a bound, and beyond it the client's own name."""
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,27 @@ def test_what_a_dialect_makes_of_fields_is_bounded_by_their_names(
     expected = [*body][-1] if name is None else name or None
 
     assert problem(model, body)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [(MessagesBody, {"messages": HI * 100_000}), (ResponsesBody, {"input": HI * 100_000})],
+)
+def test_a_dialect_looks_at_no_more_turns_than_it_may_have(
+    model: type[BaseModel], body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[model.__module__]
+    parts, seen = module._parts, [0]
+
+    def counted(given: dict[str, Any]) -> Iterator[Any]:
+        for part in parts(given):
+            seen[0] += 1
+            yield part
+
+    monkeypatch.setattr(module, "_parts", counted)
+
+    assert problem(model, body)[0] == next(iter(body))
+    assert seen[0] <= MOST_MESSAGES + 1
 
 
 def test_long_conversations_and_lists_of_ids_are_within_the_bounds() -> None:
