@@ -34,7 +34,7 @@ class Steps:
 
     check: refuses what could not be published or made, before any work; sources: the ways to
     the folder of a source; run: runs all stages; make_bitrates: returns
-    the errors of those that failed; show: displays a sweep while it runs; publish: uploads results;
+    the errors of failed ones; show: displays a sweep while it runs; publish: uploads results;
     watch: shows how far the run inside its block is.
     """
 

@@ -1,6 +1,6 @@
 """Fuse linears that read the same input and share a row order, and run chains of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -73,7 +73,8 @@ class Exchange(FusedLinear):
         return cls(**fields, gather=shared.gather, total=shared.total, core=core)
 
 
-_PARTS = WeakKeyDictionary[FusedLinear, dict[tuple[FusedLinear, ...], list[list[FusedLinear]]]]()
+_Part = tuple[list[FusedLinear], FusedLinear, FusedLinear]  # what runs; first and last as given
+_PARTS = WeakKeyDictionary[FusedLinear, dict[tuple[FusedLinear, ...], list[_Part]]]()
 
 
 def multiply(
@@ -84,7 +85,7 @@ def multiply(
     if not any(isinstance(product, Exchange) for product in products):
         return ops.multiply(x, products, hidden)
     results = [x]
-    for part, (first, last) in _parts(products):
+    for part, first, last in _parts(products):
         x = results[0]
         if isinstance(first, Exchange) and first.gather is not None:
             x = first.gather(x)
@@ -106,22 +107,15 @@ def _added(last: FusedLinear, total: torch.Tensor, hidden: torch.Tensor | None) 
     return (total if hidden is None else hidden + total).half()
 
 
-def _parts(
-    products: Sequence[FusedLinear],
-) -> Iterator[tuple[list[FusedLinear], tuple[FusedLinear, FusedLinear]]]:
-    """Yield what runs between two exchanges, and its first and last product as they were given.
-
-    Plans are found by the identity of products, so each part is made once.
-    """
+def _parts(products: Sequence[FusedLinear]) -> list[_Part]:
+    """Return what runs between two exchanges, made once: plans go by the identity of products."""
     known, key = _PARTS.setdefault(products[0], {}), tuple(products[1:])
-    begins = [0]
-    for place, product in enumerate(products):
-        is_end = isinstance(product, Exchange) and product.total is not None
-        if is_end and place + 1 < len(products):
-            begins.append(place + 1)
-    ends = [*begins[1:], len(products)]
     if key not in known:
-        cores = [p.core or p if isinstance(p, Exchange) else p for p in products]
-        known[key] = [cores[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    for part, begin, end in zip(known[key], begins, ends, strict=True):
-        yield part, (products[begin], products[end - 1])
+        known[key], begin = [], 0
+        for end, last in enumerate(products, 1):
+            is_exchanged = isinstance(last, Exchange) and last.total is not None
+            if is_exchanged or end == len(products):
+                part = [p.core or p if isinstance(p, Exchange) else p for p in products[begin:end]]
+                known[key].append((part, products[begin], last))
+                begin = end
+    return known[key]

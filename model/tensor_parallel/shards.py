@@ -242,8 +242,9 @@ def cut_groups(part: Part, groups: Sequence[int], *, has_bias: bool) -> Part:
         rows = torch.cat([_dense_groups(stored.weight.shape[1])[index].rows for index in groups])
         weight = stored.weight[:, rows.to(stored.weight.device)]
         return Part(DenseLinear(weight, bias), part.out_features)
-    cut = _cut_exl2 if isinstance(stored, QuantizedMatrix) else _cut_gptq
-    return Part(replace(cut(stored, groups), bias=bias), part.out_features)  # type: ignore[arg-type]  # each its own
+    if isinstance(stored, QuantizedMatrix):
+        return Part(replace(_cut_exl2(stored, groups), bias=bias), part.out_features)
+    return Part(replace(_cut_gptq(stored, groups), bias=bias), part.out_features)
 
 
 def _cut_exl2(matrix: QuantizedMatrix, groups: Sequence[int]) -> QuantizedMatrix:
