@@ -129,7 +129,7 @@ class ExLlamaV2Cache:
         for layer, device in zip(native.spec.attentions, placement.layers, strict=True):
             nbytes[device] += layer_bytes(layer, pages, name)
             nbytes[device] += state_bytes(layer, self.batch_size)
-        return [*nbytes.values()]
+        return [*nbytes.values()] * (1 if native.team is None else len(native.team.devices))
 
 
 ExLlamaV2Cache_8bit, ExLlamaV2Cache_Q4, ExLlamaV2Cache_Q6, ExLlamaV2Cache_Q8 = (

@@ -108,7 +108,14 @@ class ExLlamaV2:
             raise ConfigError(f"`gpu_split` is {gpu_split}, but {why}; give the first one as much")
         self._load(split, lazy=lazy, callback=_show if progress else callback)
 
-    def _load(self, split: Split | None, *, callback: Any, lazy: bool = False) -> None:
+    def _load(
+        self,
+        split: Split | None,
+        *,
+        callback: Any,
+        lazy: bool = False,
+        tensor_parallel: Sequence[int] | None = None,
+    ) -> None:
         config, folder = self.config, Path(self.config.model_dir)
         scale, alpha = config.scale_pos_emb / config._read, config.scale_alpha_value
         self._native = None  # first, to have room
@@ -116,6 +123,7 @@ class ExLlamaV2:
             folder,
             streamed=lazy,
             placement=split,
+            tensor_parallel=tensor_parallel,
             progress=callback,
             max_tokens=config.max_seq_len,
             rope_scale=None if scale == 1 else scale,
@@ -151,8 +159,11 @@ class ExLlamaV2:
         expect_cache_tokens: int = 0,
         expect_cache_base: Any = None,
     ) -> None:
-        log.warning("tensor parallelism is not implemented; layers are on one device or split")
-        self.load(gpu_split, callback=callback, progress=progress)
+        """Share each layer among the GPUs, or those with a size in `gpu_split`, if several."""
+        callback = _show if progress else callback
+        sizes = gpu_split or [1.0] * torch.cuda.device_count()
+        chosen = [index for index, size in enumerate(sizes) if size]
+        self._load(None, callback=callback, tensor_parallel=chosen if len(chosen) > 1 else None)
 
     def _load_gen(
         self, way: str, *args: Any, callback: Any = None, callback_gen: Any = None, **options: Any
@@ -192,19 +203,20 @@ class ExLlamaV2:
         cpu_logits: bool = False,
     ) -> Any:
         """Return logits fp32 (b, t, v) of ids (b, t) that follow the texts of the cache."""
-        decoder, (rows, count) = self.native.decoder, input_ids.shape
+        rows, count = input_ids.shape
         if not count or (abort_event is not None and abort_event.is_set()):
             return None
         cache = ExLlamaV2Cache(self, rows, count) if cache is None else cache
         texts = cache.append(input_ids)
         sequences, used = unpadded(texts, input_mask, position_offsets), adapters(loras)
         last = count if return_last_state or not (last_id_only or preprocess_only) else 1
-        states = cache.generator(min_slots=rows).states.hidden(*sequences, last=last, adapters=used)
+        computed = cache.generator(min_slots=rows).states
+        states = computed.hidden(*sequences, last=last, adapters=used)
         cache.texts[:rows], cache.current_seq_len = texts, len(texts[0])
         if preprocess_only:
             return None
         hidden = torch.stack([pad(x, (0, 0, last - len(x), 0)) for x in states])
-        logits = decoder.head(hidden[:, -1:] if last_id_only else hidden)
+        logits = computed.logits(hidden[:, -1:] if last_id_only else hidden)
         logits = logits.cpu() if cpu_logits else logits
         return (logits, hidden) if return_last_state else logits
 

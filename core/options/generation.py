@@ -29,6 +29,11 @@ class PlacementOptions(Options):
         default=None,
         description="GPUs to split the model among, in the order of its layers; empty: all",
     )
+    tensor_parallel: Annotated[str | None, Option("N|all", MODEL, rare=True)] = Field(
+        default=None,
+        description="GPUs that share each layer, the first ones or those of `devices`, each with a "
+        "process of its own; empty: a layer lies on one GPU",
+    )
     cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
         default=None,
         description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",

@@ -58,6 +58,22 @@ def listening() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Handle a SIGINT that comes during the block when it has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[tuple[int, FrameType | None]]()
+    before = signal.signal(signal.SIGINT, lambda *signal_and_frame: came.append(signal_and_frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(*came[0])
+
+
 def look() -> None:
     """Leave work in progress once a signal has waited for it longer than the grace period.
 

@@ -26,7 +26,7 @@ def bench_command(
     copy reads and writes memory, and a second table tells how the products of a layer are launched.
     """
     counts = _counts(options.rows)
-    from exl2flow.flows.cli.loading import split_of  # these import torch
+    from exl2flow.flows.cli.loading import shared_by, split_of  # these import torch
     from exl2flow.flows.cli.results import show_speed
     from exl2flow.flows.runs.conversion import choose_allocator
     from exl2flow.inference.bench import bench
@@ -39,6 +39,7 @@ def bench_command(
         model,
         device=options.device,
         placement=split_of(options, tokens=tokens, slots=largest),
+        tensor_parallel=shared_by(options),
         cache=options.cache,
         context=options.context,
         rows=counts,

@@ -12,13 +12,15 @@ from exl2flow.inference import Draft, LoadedModel, NgramDraft, PromptCache, load
 from exl2flow.inference.cache.page_files import clear
 from exl2flow.inference.drafts import Drafter
 from exl2flow.inference.filters import GrammarFilter
-from exl2flow.inference.loading.layer_split import Split
+from exl2flow.inference.loading.layer_split import Split, numbers
 
 
 def split_of(
     options: PlacementOptions, *, tokens: int | None, slots: int, draft: Path | None = None
 ) -> Split | None:
     """Return how a model is split among GPUs, with room for all else; see `Split`."""
+    if options.tensor_parallel is not None:
+        return None
     return Split.parse(
         options.gpu_split,
         reserve=options.reserve,
@@ -30,6 +32,26 @@ def split_of(
     )
 
 
+def shared_by(options: PlacementOptions) -> int | str | tuple[int, ...] | None:
+    """Return what shares each layer of a model; see `load_model`.
+
+    Raises:
+        ConfigError: it is no number, does not fit the devices, or a split is asked for, too.
+    """
+    text, devices = options.tensor_parallel, numbers("devices", options.devices, int)
+    if text is None:
+        return None
+    if options.gpu_split is not None or options.reserve is not None:
+        raise ConfigError("`--tensor-parallel` and a split of layers are two ways; give one")
+    if text != "all" and not (text.isdecimal() and int(text)):
+        raise ConfigError(f"`--tensor-parallel {text}` is neither a number of GPUs nor `all`")
+    if devices is None:
+        return text if text == "all" else int(text)
+    if text not in ("all", str(len(devices))):
+        raise ConfigError(f"`--tensor-parallel {text}`, but `--devices` names {len(devices)}")
+    return devices
+
+
 def load(
     model: Path, options: LoadOptions, *, slots: int, tokens: int | None = None
 ) -> LoadedModel:
@@ -39,6 +61,7 @@ def load(
         model,
         device=options.device,
         placement=split_of(options, tokens=tokens, slots=slots, draft=options.draft),
+        tensor_parallel=shared_by(options),
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
         rope_alpha=options.rope_alpha,

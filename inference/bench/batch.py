@@ -3,6 +3,7 @@
 import torch
 
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.inference.cache.page_pool import Copy
 from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
 from exl2flow.inference.cache.views import Segment, StepView
 from exl2flow.inference.generate.device_slots import DeviceSlots
@@ -55,9 +56,9 @@ class DecodeBatch:
     def fill(self) -> None:
         """Read the first prompt, and copy its keys, values and states to the other sequences."""
         self.read(1)
-        pages = torch.tensor(self._pages, device=self.cache.device)
-        for others in pages[1:]:
-            self.cache.copy(torch.stack([pages[0], others]))
+        first, *others = self._pages
+        for source, target in (pair for pages in others for pair in zip(first, pages, strict=True)):
+            self.device_slots.copy(Copy(source, target, PAGE_TOKENS))
         if self.cache.states is not None:
             for slot in range(1, self.size):
                 self.cache.states.move(0, slot)

@@ -37,6 +37,7 @@ def bench(
     *,
     device: str = "auto",
     placement: Split | None = None,
+    tensor_parallel: int | str | Sequence[int] | None = None,
     cache: str | None = None,
     context: int = PROMPTS[0],
     rows: Sequence[int] = (1, 4, 16),
@@ -48,6 +49,7 @@ def bench(
         folder: the model.
         device: auto, cpu or cuda.
         placement: how the model is divided among GPUs; None: it is on one.
+        tensor_parallel: see `load_model`; memory is that of the first GPU.
         cache: its cache's format; None: fp16 on a GPU, fp32 on a CPU.
         context: tokens before those that are decoded, at most.
         rows: numbers of sequences that are decoded at once.
@@ -63,8 +65,8 @@ def bench(
     cache_format(form, place)
     report("loading")
     start = time.perf_counter()
-    model = load_model(folder, device=device, placement=placement)
-    devices = model.decoder.placement.devices
+    model = load_model(folder, device=device, placement=placement, tensor_parallel=tensor_parallel)
+    devices = model.decoder.placement.devices  # of this process
     for used in devices if place.type == "cuda" else ():
         torch.cuda.synchronize(used)
     taken = time.perf_counter() - start
@@ -77,7 +79,7 @@ def bench(
     memory = session.memory()  # the copy needs some of its own
     return Speed(
         model=str(folder),
-        device=", ".join(map(device_name, devices)),
+        device=", ".join(map(device_name, devices if model.team is None else model.team.devices)),
         versions=all_versions(place),
         load_seconds=taken,
         file_bytes=sum(tensors.nbytes(name) for name in tensors.names),

@@ -147,11 +147,15 @@ def pages_of(tokens: int) -> int:
 
 
 def fitting(
-    context: int, models: Sequence[tuple[ModelSpec, Placement]], name: str, slots: int
+    context: int,
+    models: Sequence[tuple[ModelSpec, Placement]],
+    name: str,
+    slots: int,
+    others: Sequence[int] = (),
 ) -> int:
     """Return the tokens of one context, or as many as fit in the free memory of every device.
 
-    slots: whose states need room, too.
+    slots: whose states need room, too; others: free bytes of devices of which each holds as much.
     """
     page_bytes, states, tokens = Counter[torch.device](), Counter[torch.device](), context
     for spec, placement in models:
@@ -161,6 +165,7 @@ def fitting(
     for device, nbytes in page_bytes.items():
         room = free_memory(device) if device.type == "cuda" else available_memory()
         if room is not None and nbytes:
+            room = min(room, *others)
             pages = (int(SHARE * room) - states[device]) // nbytes
             tokens = min(tokens, pages * PAGE_TOKENS)
     return max(PAGE_TOKENS, tokens)

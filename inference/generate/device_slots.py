@@ -9,7 +9,7 @@ several tokens per slot, and sampling is replayed per position while draft token
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 
@@ -85,7 +85,7 @@ class DeviceSlots:
         self.failure: Exception | None = None
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
-        self._runner = Runner(
+        self.runner = Runner(
             model.decoder,
             shared,
             self.ids,
@@ -93,7 +93,12 @@ class DeviceSlots:
             self._adapters,
             idle=idle,
             max_tokens=max_tokens + max(drafts, STEP_TOKENS),
+            ranks=model.ranks,
         )
+        if model.team is not None:
+            sizes = cache.pages, slots, max_tokens, drafts
+            self.runner.link = link = model.team.link(cache.form, *sizes)
+            finalize(self, model.team.drop, link.key)
         self.proposer = None if draft is None else draft.start(model, shared)
         self.no_hidden = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
@@ -120,6 +125,11 @@ class DeviceSlots:
             raise InferenceError(
                 f"the generator has failed: {reason}; make a new one"
             ) from self.failure
+
+    def check_ranks(self) -> None:
+        """Raise the error of another rank, if this process leads some and one is lost."""
+        if self.runner.link is not None:
+            self.runner.link.team.check()
 
     def check_stream(self) -> None:
         """Raise `ConfigError` unless streams are those on which the models are always used."""
@@ -164,7 +174,7 @@ class DeviceSlots:
         self.tables[slot] = self.cache.spare
         indexes = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
         self.tables[slot, : len(pages)] = indexes
-        self._runner.tables_changed()
+        self.runner.tables_changed()
 
     def replace(self, slot: int, position: int, token: int) -> None:
         """Replace the id that was sampled last, at this position of its sequence.
@@ -179,7 +189,7 @@ class DeviceSlots:
     def leave(self, slot: int) -> None:
         """Free a slot."""
         self.tables[slot] = self.cache.spare
-        self._runner.tables_changed()
+        self.runner.tables_changed()
         self.lengths[slot].fill_(0)
         self._adapters.enter(slot)
         self.sampler.leave(slot)
@@ -208,25 +218,16 @@ class DeviceSlots:
         ids: of one segment after another; embeddings: (hidden,) for each id from `FIRST_EMBEDDING`
         on, in order; adapters: of each segment; states: return them, else none.
         """
-        tokens, device = torch.tensor([ids]), self._decoder.placement.embedding
-        hidden = None if embeddings or any(adapters) else self._runner.read_tails(ids, segments)
-        if hidden is None:
-            rows = on_device(torch.stack([*embeddings]), device) if embeddings else None
-            work = on_device(tokens, device), *self._runner.views(segments), rows
-            decoder = self._adapters.for_texts(adapters, [segment.count for segment in segments])
-            if states:
-                hidden = decoder.hidden(*work)[0]
-            else:
-                decoder.fill(*work)
+        hidden = self.runner.read(ids, segments, embeddings, adapters, states=states)
         if self.proposer is not None:
-            self.proposer.read(on_device(tokens, self.cache.device), segments)
+            self.proposer.read(on_device(torch.tensor([ids]), self.cache.device), segments)
         return self.no_hidden if hidden is None else hidden
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""
         if copy is None:
             return
-        self._runner.copy(copy.source, copy.target)
+        self.runner.copy(copy.source, copy.target)
         if self.proposer is not None:
             pages = torch.tensor([[copy.source], [copy.target]])
             self.proposer.copy(on_device(pages, self.cache.device))
@@ -243,7 +244,7 @@ class DeviceSlots:
             lists = [drafts.get(slot, ()) for slot in range(slots)]
             padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
             self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
-        self._runner.forward(self._batch_size(slots), count)
+        self.runner.forward(self._batch_size(slots), count)
 
     def sample(self, slots: int, kind: Kind, *, after_draft: bool = False) -> SampledTokens:
         """Sample a token for each of the first slots; the next call overwrites the result.
@@ -268,7 +269,7 @@ class DeviceSlots:
         parts, known = list[OwnProbabilities](), self.sampler.vocab_size
         for begin in range(0, len(ids), HEAD_ROWS):
             span = slice(begin, begin + HEAD_ROWS)
-            logits = self._decoder.head(states[None, span])[0]
+            logits = self.runner.head(states[None, span])[0]
             parts.append(own_probabilities(logits, next_ids[span], top=top, vocab_size=known))
         return OwnProbabilities.joined(parts)
 
@@ -276,6 +277,7 @@ class DeviceSlots:
         """Wait until all that was launched has been computed and copied to the host."""
         if self.is_asynchronous:
             torch.cuda.current_stream(self.cache.device).synchronize()
+        self.check_ranks()
 
     def max_drafts(self, slots: int) -> int:
         """Return the most draft tokens per slot that a step has rows for."""
@@ -286,7 +288,7 @@ class DeviceSlots:
         """Record the steps of all batch sizes, and sampling of these kinds."""
         batches = sorted({self._batch_size(slots) for slots in range(1, len(self.ids) + 1)})
         counts = sorted({min(count, 1 + self.drafts) for count in COUNTS})
-        self._runner.warm_up([*product(batches, counts)])
+        self.runner.warm_up([*product(batches, counts)])
         for key in product(batches, kinds, {False, self.drafts > 0}):
             self.graphs.make(key, partial(self._sample, *key))
 

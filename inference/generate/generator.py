@@ -117,7 +117,10 @@ class Generator:
         form = cache_format(name, placement.head)
         models = [model, draft.model] if isinstance(draft, Draft) else [model]
         placements = [(one.spec, one.decoder.placement) for one in models]
-        self.pages = pages_of(tokens or fitting(model.max_tokens, placements, name, slots))
+        if tokens is None:
+            others = () if model.team is None else model.team.free()
+            tokens = fitting(model.max_tokens, placements, name, slots, others)
+        self.pages = pages_of(tokens)
         store = reserve(model.spec, pages=self.pages, form=form, placement=placement, slots=slots)
         longest = min(self.context, self.pages * PAGE_TOKENS)
         self._device_slots = DeviceSlots(model, store, slots=slots, max_tokens=longest, draft=draft)

@@ -75,6 +75,10 @@ class HiddenStates:
             for held in sequences:
                 self.table.release(held)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits fp32 (n, t, v) of hidden states (n, t, hidden)."""
+        return self._device_slots.runner.head(hidden)
+
     @property
     def stored(self) -> list[torch.Tensor]:
         """The tensors of the cache, for reading only."""

@@ -46,7 +46,8 @@ class SpanPlace:
 class Passes:
     """Passes over sequences that stay at the same addresses.
 
-    end: makes of the last span's output, (batch, tokens, hidden), what a pass returns.
+    end: makes of the last span's output, (batch, tokens, hidden), what a pass returns; bring: sends
+    a tensor of rank 0, which alone knows the sequences, to other ranks; None: all ranks know them.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Passes:
         *,
         decoder: Callable[[int], Decoder],
         end: Callable[[Decoder, torch.Tensor], Any],
+        bring: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """`decoder` returns the model for the first `batch` sequences."""
         self._places, self._home = places, sequences
-        self._decoder, self._end = decoder, end
+        self._decoder, self._end, self._bring = decoder, end, bring
         self._is_stale = True
         self._of = [sequences.at(place.span.device) for place in places]
         embedding = decoder(1).embedding.weight
@@ -97,6 +99,10 @@ class Passes:
     def _pass(self, index: int, batch: int, count: int) -> Any:
         """Return the output of a span; of the last one, what `end` makes of it."""
         place, of, decoder = self._places[index], self._of[index], self._decoder(batch)
+        if self._bring is not None:
+            sent = torch.cat([of.lengths[:batch, None], of.ids[:batch, :count]], dim=1)
+            self._bring(sent)
+            of.lengths[:batch], of.ids[:batch, :count] = sent[:, 0], sent[:, 1:]
         view = StepView(place.cache, of.tables[:batch], of.lengths[:batch], count=count)
         table = place.angles.at(view.positions)
         if index:
@@ -107,7 +113,9 @@ class Passes:
         return hidden if place is not self._places[-1] else self._end(decoder, hidden)
 
     def _update(self, batch: int, count: int) -> None:
-        """Bring the other devices up to date."""
+        """Bring the other devices and ranks up to date."""
+        if self._bring is not None and self._is_stale:
+            self._bring(self._home.tables)
         for index, of in enumerate(self._of):
             if of.lengths is self._home.lengths:
                 continue

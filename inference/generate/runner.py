@@ -7,22 +7,30 @@ from typing import TypeVar
 
 import torch
 
-from exl2flow.inference.adapters import AdapterSlots
+from exl2flow.inference.adapters import AdapterSlots, Used
 from exl2flow.inference.cache.views import PromptView, Segment
 from exl2flow.inference.drafts import SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
 from exl2flow.inference.generate.passes import Key, Passes, Sequences, SpanPlace
 from exl2flow.inference.generate.tail_prefill import TailPrefill
+from exl2flow.inference.loading.team import Link, mirrored
+from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import GraphPool
 from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
 from exl2flow.model.layers.span import Span
+from exl2flow.model.tensor_parallel.ranks import Ranks
 
 T = TypeVar("T")
 Idle = Callable[[], AbstractContextManager[None]]  # see `GraphPool`
 
 
 class Runner:
-    """Passes of a model; its decode steps read `ids` and write the logits of draft positions."""
+    """Passes of a model; its decode steps read `ids` and write the logits of draft positions.
+
+    link: to the runners of other ranks, if this process leads them.
+    """
+
+    link: Link | None = None
 
     def __init__(
         self,
@@ -34,9 +42,12 @@ class Runner:
         *,
         idle: Idle,
         max_tokens: int,
+        ranks: Ranks | None = None,
     ) -> None:
         """Take the slots' state; `max_tokens`: positions of a sequence, and some beyond its end."""
         self._decoder, self._slots, self._adapters = decoder, slots, adapters
+        self._bring = ranks.bring if ranks is not None and ranks.is_led else None
+        self._given: torch.Tensor | None = None  # to the head
 
         def place(span: Span) -> SpanPlace:
             graphs = slots.graphs
@@ -52,6 +63,7 @@ class Runner:
             Sequences(slots.tables, slots.lengths, ids),
             decoder=adapters.for_slots,
             end=lambda decoder, hidden: positions.put(decoder.head(hidden)),
+            bring=self._bring,
         )
         self._tails: TailPrefill | None = None
         if slots.cache.states is None:
@@ -62,7 +74,73 @@ class Runner:
             if place.cache.here
         ]
 
-    def views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
+    @mirrored
+    def read(
+        self,
+        ids: Sequence[int],
+        segments: Sequence[Segment],
+        embeddings: Sequence[torch.Tensor] = (),
+        adapters: Sequence[Used] = (),
+        *,
+        states: bool = False,
+    ) -> torch.Tensor | None:
+        """See `DeviceSlots.read`; None: hidden states are not wanted."""
+        is_plain = not embeddings and not any(adapters)
+        if is_plain and self._tails is not None and self._tails.takes(segments):
+            return self._tails.read(ids, segments)
+        device = self._decoder.placement.embedding
+        rows = on_device(torch.stack([*embeddings]), device) if embeddings else None
+        work = on_device(torch.tensor([ids]), device), *self._views(segments), rows
+        decoder = self._adapters.for_texts(adapters, [segment.count for segment in segments])
+        if states:
+            return decoder.hidden(*work)[0]
+        decoder.fill(*work)
+        return None
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits fp32 (n, t, v) of hidden states (n, t, hidden)."""
+        self._given = hidden
+        return self._head(tuple(hidden.shape))
+
+    @mirrored
+    def _head(self, shape: tuple[int, ...]) -> torch.Tensor:
+        hidden, self._given = self._given, None
+        if hidden is None:
+            weight = self._decoder.embedding.weight
+            hidden = torch.empty(shape, dtype=weight.dtype, device=self._decoder.placement.head)
+        if self._bring is not None:
+            hidden = hidden.contiguous()
+            self._bring(hidden)
+        return self._decoder.head(hidden)
+
+    @mirrored
+    def forward(self, batch: int, count: int) -> None:
+        """Run `count` tokens of each of the first slots, and store their logits."""
+        self._steps.run(self._key(batch, count), batch, count)
+
+    @mirrored
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page."""
+        for place, pages in self._copies:
+            pages[0].fill_(source)
+            pages[1].fill_(target)
+            place.graphs.replay(("copy",), partial(place.cache.copy_here, pages))
+
+    @mirrored
+    def tables_changed(self) -> None:
+        """Note that slots have other pages."""
+        self._steps.tables_changed()
+
+    @mirrored
+    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
+        """Record steps of these batch sizes and tokens per slot."""
+        if self._tails is not None:
+            self._tails.warm_up()
+        self.tables_changed()  # pages of the last step may belong to others
+        for batch, count in steps:
+            self._steps.make(self._key(batch, count), batch, count)
+
+    def _views(self, segments: Sequence[Segment]) -> tuple[KvCache, RopeTables]:
         """Return the cache and the rotations for a pass over prompts."""
         views = [PromptView(place.cache, segments) for place in self._places]
         pairs = zip(self._places, views, strict=True)
@@ -75,35 +153,6 @@ class Runner:
             positions=angles[0].positions,
         )
         return _LayerViews(self._of_layer(views)), table
-
-    def read_tails(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor | None:
-        """Read the ends of prompts as `TailPrefill.read` does; None: take `views` for these."""
-        if self._tails is None or not self._tails.takes(segments):
-            return None
-        return self._tails.read(ids, segments)
-
-    def forward(self, batch: int, count: int) -> None:
-        """Run `count` tokens of each of the first slots, and store their logits."""
-        self._steps.run(self._key(batch, count), batch, count)
-
-    def copy(self, source: int, target: int) -> None:
-        """Copy a page."""
-        for place, pages in self._copies:
-            pages[0].fill_(source)
-            pages[1].fill_(target)
-            place.graphs.replay(("copy",), partial(place.cache.copy_here, pages))
-
-    def tables_changed(self) -> None:
-        """Note that slots have other pages."""
-        self._steps.tables_changed()
-
-    def warm_up(self, steps: Sequence[tuple[int, int]]) -> None:
-        """Record steps of these batch sizes and tokens per slot."""
-        if self._tails is not None:
-            self._tails.warm_up()
-        self.tables_changed()  # pages of the last step may belong to others
-        for batch, count in steps:
-            self._steps.make(self._key(batch, count), batch, count)
 
     def _key(self, batch: int, count: int) -> Key:
         return batch, count, self._adapters.mark

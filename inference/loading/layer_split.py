@@ -144,9 +144,9 @@ class Split:
         return cls(
             sizes=None
             if is_auto
-            else _numbers("gpu-split", gpu_split, lambda word: int(float(word) * GB)),
-            reserve=_numbers("reserve", reserve, int),
-            devices=_numbers("devices", devices, int),
+            else numbers("gpu-split", gpu_split, lambda word: int(float(word) * GB)),
+            reserve=numbers("reserve", reserve, int),
+            devices=numbers("devices", devices, int),
             tokens=tokens,
             cache=cache,
             slots=slots,
@@ -360,7 +360,7 @@ def _shortened(texts: Texts, pages: int) -> Texts:
     return replace(texts, pages=pages, context=min(texts.context, pages * PAGE_TOKENS))
 
 
-def _numbers(name: str, text: str | None, read: Callable[[str], int]) -> tuple[int, ...] | None:
+def numbers(name: str, text: str | None, read: Callable[[str], int]) -> tuple[int, ...] | None:
     """Return the numbers of a comma-separated list."""
     if text is None:
         return None

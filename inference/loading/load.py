@@ -3,19 +3,21 @@
 For a GPU, several threads read files and copy their contents to it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import check_integer
 from exl2flow.inference.loading.layer_split import Split, split_model
+from exl2flow.inference.loading.team import Team, places
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
     CanonicalTensors,
@@ -49,7 +51,7 @@ THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cor
 class LoadedModel:
     """A model ready to run; `max_tokens` is the longest text that it reads.
 
-    ranks: the processes that share it; None: it is whole.
+    ranks: the processes that share it; None: it is whole. team: those that this process leads.
     """
 
     spec: ModelSpec
@@ -57,10 +59,12 @@ class LoadedModel:
     tokenizer: Tokenizer
     max_tokens: int
     ranks: Ranks | None = None
+    team: Team | None = None
 
     def __repr__(self) -> str:
         """Return the model's folder, kind and place, not all of its parts."""
-        spec, devices = self.spec, ", ".join(map(str, self.decoder.placement.devices))
+        spec, used = self.spec, self.decoder.placement.devices
+        devices = ", ".join(map(str, used if self.team is None else self.team.devices))
         return (
             f"LoadedModel({str(spec.source_dir)!r}, {spec.family.architecture}, "
             f"{spec.num_layers} layers, {self.max_tokens} tokens, {devices})"
@@ -87,6 +91,7 @@ def load_model(
     streamed: bool = False,
     placement: Placement | Split | None = None,
     ranks: Ranks | None = None,
+    tensor_parallel: int | str | Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a model folder.
@@ -102,16 +107,28 @@ def load_model(
         placement: where each part goes, or how they are divided among GPUs; None: all on `device`.
         ranks: the processes that share the layers; all load the model and make the same calls. The
             spec of the result has the heads of this one only.
+        tensor_parallel: GPUs that share each layer, by number, `all`, or their indexes; each but
+            the first has a process, which this one starts and leads. None: this process alone.
         progress: called with the number of parts loaded, in order, and their total: the embedding,
             the sublayers that are kept, the head.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
         BackendUnavailable: the device is not available.
-        ConfigError: an option is out of range, or the split names devices that are not there.
-        OutOfDeviceMemory: the split has too little room.
+        ConfigError: an option is out of range, or devices are named that are not there.
+        InferenceError: another rank is lost.
+        OutOfDeviceMemory: there is too little room.
     """
     _check_kinds(model_dir, max_tokens, placement)
+    if tensor_parallel is not None:
+        if ranks is not None or placement is not None or streamed:
+            raise ConfigError("`tensor_parallel` goes without ranks, a split, and streaming")
+        devices = places(tensor_parallel, device)
+        if len(devices) > 1:
+            stretch = {"rope_scale": rope_scale, "rope_alpha": rope_alpha, "rope_yarn": rope_yarn}
+            options = {"max_tokens": max_tokens} | stretch
+            return _load_led(Path(model_dir).absolute(), devices, options, progress)
+        device = str(devices[0])
     head_device = placement.head if isinstance(placement, Placement) else resolve_device(device)
     _check_places(head_device, placement, ranks, is_streamed=streamed)
     spec = resolve(Path(model_dir)).undivided()
@@ -136,6 +153,32 @@ def load_model(
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
+
+
+def _load_led(
+    folder: Path,
+    devices: Sequence[torch.device],
+    options: dict[str, Any],
+    progress: Callable[[int, int], None] | None,
+) -> LoadedModel:
+    """Load a model that this process shares with others, which it starts."""
+    check_ranks(resolve(folder).undivided(), len(devices))
+    team = Team(devices)
+
+    def note(done: int, total: int) -> None:
+        team.check()
+        if progress is not None:
+            progress(done, total)
+
+    try:
+        ranks = team.join()
+        loaded = team.begin("load", str(folder), options)
+        model = load_model(folder, device=str(devices[0]), ranks=ranks, progress=note, **options)
+        loaded()
+    except BaseException:
+        team.close()
+        raise
+    return replace(model, team=team)
 
 
 def _check_kinds(model_dir: object, max_tokens: object, placement: object) -> None:

@@ -21,14 +21,17 @@ class Ranks:
     """One of `count` processes, all of which make the same calls in the same order.
 
     A context manager, which leaves the others: a process that ends without that may abort.
-    is_recordable: whether collectives may be part of a CUDA graph; seeds: of texts that are given
-    none, the same on all ranks; like the group that `torch.distributed` makes, they are those of
-    the process.
+    is_recordable: whether collectives may be part of a CUDA graph; guard: called before each, to
+    refuse one that the others do not make; is_led: whether rank 0 alone knows the texts; seeds: of
+    texts that are given none, the same on all ranks; like the group that `torch.distributed` makes,
+    they are those of the process.
     """
 
     rank: int
     count: int
     is_recordable: bool = False
+    is_led: bool = False
+    guard: Callable[[], None] | None = None
     seeds: ClassVar[random.Random] = random.SystemRandom()
 
     @classmethod
@@ -45,6 +48,7 @@ class Ranks:
         count: int = -1,
         device: torch.device | None = None,
         backend: str | None = None,
+        is_led: bool = False,
     ) -> Self:
         """Meet the others; by default as `torchrun` says.
 
@@ -54,6 +58,7 @@ class Ranks:
             count: of all.
             device: the GPU of this process; None: it computes on the CPU.
             backend: of `torch.distributed`; None: NCCL for GPUs, else gloo.
+            is_led: see `Ranks`.
 
         Raises:
             BackendUnavailable: they do not meet.
@@ -74,7 +79,8 @@ class Ranks:
                     f"the ranks of a model did not meet: {error}; start each with `torchrun`"
                 ) from error
         is_nccl = distributed.get_backend() == "nccl"
-        ranks = cls(distributed.get_rank(), distributed.get_world_size(), is_recordable=is_nccl)
+        own, all_ranks = distributed.get_rank(), distributed.get_world_size()
+        ranks = cls(own, all_ranks, is_recordable=is_nccl, is_led=is_led)
         where = device if is_nccl else None
         drawn = torch.tensor([secrets.randbits(SEED_BITS)], device=where)
         cls.seeds = random.Random(int(ranks._all(drawn)[0]))
@@ -88,12 +94,25 @@ class Ranks:
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
+    def abort(self) -> None:
+        """Leave others that are lost, also in a collective; any thread may call this."""
+        if self.is_recordable and distributed.is_initialized():
+            distributed.distributed_c10d._abort_process_group()  # a kernel may wait for them
+        self.__exit__()
+
     def gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
         """Return the columns of all ranks, (…, Σ widths), of this rank's own, (…, width)."""
         rows, most = x.flatten(0, -2), max(widths)
         sent = torch.nn.functional.pad(rows, (0, most - rows.shape[1])).contiguous()
         columns = [part[:, :width] for part, width in zip(self._all(sent), widths, strict=True)]
         return torch.cat(columns, dim=1).view(*x.shape[:-1], -1)
+
+    def bring(self, x: torch.Tensor) -> None:
+        """Overwrite a tensor with that of rank 0."""
+        if self.is_recordable:
+            distributed.broadcast(x, src=0)
+        else:
+            x.copy_(self._all(x)[0])
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, fp32, in their order, so it is equal on all of them."""
@@ -104,6 +123,8 @@ class Ranks:
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor of each rank, of one shape."""
+        if self.guard is not None:
+            self.guard()
         if x.is_cuda and not self.is_recordable:  # gloo gathers in main memory
             return [part.to(x.device) for part in self._all(x.cpu())]
         parts = [torch.empty_like(x) for _ in range(self.count)]

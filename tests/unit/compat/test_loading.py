@@ -72,7 +72,7 @@ def test_loading_step_by_step_tells_what_is_wrong(config) -> None:
 
 
 @pytest.mark.parametrize("how", ["load", "lazy", "split", "autosplit", "tp"])
-def test_all_ways_to_load_run_on_one_device(config, tokenizer, how, caplog, capsys) -> None:
+def test_all_ways_to_load_run_on_one_device(config, tokenizer, how, capsys) -> None:
     model, calls = ExLlamaV2(config), []
     cache = ExLlamaV2Cache(model, max_seq_len=512, lazy=True)
     match how:
@@ -89,7 +89,6 @@ def test_all_ways_to_load_run_on_one_device(config, tokenizer, how, caplog, caps
         case "tp":
             model.load_tp(expect_cache_tokens=512)
             cache = ExLlamaV2Cache_TP(model, base=ExLlamaV2Cache_Q4, max_seq_len=512)
-            assert "one device" in caplog.text
 
     generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
 

@@ -27,7 +27,7 @@ from exl2flow.inference.loading.layer_split import Split
 TEXT = "The quick brown fox jumps over the lazy dog. " * 9
 GREEDY = SamplingSettings.greedy()
 Work = Callable[[LoadedModel], object]
-DOCUMENT = Path(__file__).parents[3] / "docs" / "concepts" / "generation.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "serving.md"
 
 
 def text(model: LoadedModel, request: Request | None = None, **options: object) -> list[int]:
@@ -48,7 +48,7 @@ def hidden(model: LoadedModel) -> object:
 
 WORKS: dict[str, Work] = {
     "drafts by n-grams": lambda model: text(model, draft=NgramDraft(tokens=3)),
-    "draft models, whole in each process": lambda model: text(
+    "draft models": lambda model: text(
         model, draft=Draft(model=load_model(model.spec.source_dir, device="cpu"), tokens=3)
     ),
     "quantized caches": lambda model: text(model, cache="q8"),
@@ -113,7 +113,9 @@ def test_what_ranks_cannot_do_is_refused_by_name(folder: Path, feature: str) -> 
 
 
 def test_the_documents_list_both() -> None:
-    listed = DOCUMENT.read_text(encoding="utf-8").partition("## Several processes")[2]
-    rows = {line.split("|")[1].strip() for line in listed.splitlines() if line.startswith("|")}
+    listed = DOCUMENT.read_text(encoding="utf-8").partition("## Several GPUs")[2]
+    cells = [line.split("|") for line in listed.splitlines() if line.startswith("| ")]
+    said = {cell[1].strip(): cell[3].strip() for cell in cells}
 
-    assert rows >= {*WORKS, *REFUSED}
+    assert {name for name, way in said.items() if way.startswith("yes")} == {*WORKS, "`--swap`"}
+    assert {name for name, way in said.items() if way == "refused"} == {*REFUSED}

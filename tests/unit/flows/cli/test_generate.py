@@ -289,6 +289,11 @@ def test_adapters_change_the_model_for_all_prompts(folder: Path, tmp_path: Path)
         (("--gpu-split", "20;24"), "`--gpu-split 20;24` is no list such as `20,24` in GB"),
         (("--gpu-split", "20", "--reserve", "1"), "`--reserve` goes with `--gpu-split auto`"),
         (("--devices", "1,1"), "`--devices 1,1` names a device twice"),
+        (("--tensor-parallel", "few"), "`--tensor-parallel few` is neither a number of GPUs nor"),
+        (("--tensor-parallel", "0"), "`--tensor-parallel 0` is neither a number of GPUs nor"),
+        (("--tensor-parallel", "all"), "on CPUs `tensor_parallel` is a number of processes"),
+        (("--tensor-parallel", "2", "--reserve", "0"), "are two ways; give one"),
+        (("--tensor-parallel", "3", "--devices", "0,1"), "but `--devices` names 2"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "bench"])
