@@ -105,9 +105,11 @@ def packed(spec: ModelSpec, ranks: Ranks | None) -> Decoder:
         shares = [share_of(spec, s, tensors, ranks) for s in spec.sublayers]
         sublayers = [
             join_sublayer(
-                spec, build_sublayer(spec, s, tensors, packed=True, cut=share, **place), ranks
+                spec,
+                build_sublayer(spec, share.sublayer, tensors, packed=True, cut=share, **place),
+                ranks,
             )
-            for s, share in zip(spec.sublayers, shares, strict=True)
+            for share in shares
         ]
         of_head = HeadShare(ranks)
         head = of_head.joined(build_head(spec, tensors, packed=True, cut=of_head, **place))
