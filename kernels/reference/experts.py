@@ -12,7 +12,8 @@ from exl2flow.kernels.reference.steps import norm
 def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
     """Return hidden states fp16 (rows, hidden) after a layer's experts; sums are fp32.
 
-    Of a bank with some of them: the sum of what these return, fp32 (rows, hidden). An expert's weight multiplies its output, or its input if the rule `scales_input`.
+    Of a bank with some of them: the sum of what these return, fp32 (rows, hidden).
+    An expert's weight multiplies its output, or its input if the rule `scales_input`.
     """
     x = hidden if bank.norm is None else norm(hidden, bank.norm)
     routes, rule = route(x, bank.router), bank.router.rule

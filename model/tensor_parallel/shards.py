@@ -7,7 +7,6 @@ that a router chooses are dealt out whole; a shared one, which all tokens pass, 
 so that all ranks have a part of its work.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,13 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.kernels import PANEL_ROWS, Group, get_ops
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec, ModelSpec
-from exl2flow.model.config.sublayer_spec import ProjectionSpec, Role, SublayerPart, SublayerSpec
+from exl2flow.model.config.sublayer_spec import (
+    ExpertGroup,
+    ProjectionSpec,
+    Role,
+    SublayerPart,
+    SublayerSpec,
+)
 from exl2flow.model.files.exl2 import (
     COLUMN_MULTIPLE,
     QuantizedMatrix,
@@ -32,7 +37,7 @@ from exl2flow.model.files.gptq import BITS, GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
-from exl2flow.model.layers.experts import ExpertsSublayer
+from exl2flow.model.layers.experts import SHARED, ExpertsSublayer
 from exl2flow.model.layers.linear import DenseLinear, Linear, Part, SharedLinear, read_part
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.sublayer import Sublayer
@@ -160,7 +165,8 @@ def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, rank
     """Return what a rank takes of a sublayer.
 
     Raises:
-        ConfigError: down has fewer groups than there are ranks.
+        ConfigError: down has fewer groups than there are ranks. Of a shared expert's, some ranks
+            then have none.
     """
     columns, groups = dict[Role, torch.Tensor](), list[int]()
     by_role = {p.role: p for p in sublayer.projections if not p.is_routed}
@@ -174,39 +180,40 @@ def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, rank
             columns[role] = torch.arange(first * width, (first + mine) * width)
     if "down" in by_role:
         found = groups_of(tensors, by_role["down"], spec)
-        if len(found) < ranks.count:
+        if len(found) < ranks.count and sublayer.group is None:
             raise ConfigError(
                 f"`{sublayer.name}` has {len(found)} groups for {ranks.count} ranks; give fewer"
             )
         groups = dealt([group.size for group in found], ranks.count)[ranks.rank]
-        rows = torch.cat([found[index].rows for index in groups])
+        rows = torch.cat([torch.arange(0), *(found[index].rows for index in groups)])
         columns |= {role: rows for role in ("gate", "up") if role in by_role}
-    own = _with_own_experts(sublayer, tensors, ranks)
-    return Share(own, columns, groups, has_bias=ranks.rank == 0)
+    if sublayer.group is not None:
+        sublayer = _with_own_experts(sublayer, sublayer.group, tensors, ranks, shared=bool(groups))
+    return Share(sublayer, columns, groups, has_bias=ranks.rank == 0)
 
 
-def _with_own_experts(sublayer: SublayerSpec, tensors: TensorFiles, ranks: Ranks) -> SublayerSpec:
+def _with_own_experts(
+    sublayer: SublayerSpec, group: ExpertGroup, tensors: TensorFiles, ranks: Ranks, *, shared: bool
+) -> SublayerSpec:
     """Return a sublayer with a rank's experts, dealt out for equal bytes.
 
-    Layers begin with a rank each, so what is left over does not add up on one of them.
+    Layers begin with a rank each, so what is left over does not add up on one of them. shared:
+    whether the rank has a part of the shared expert.
     """
-    group = sublayer.group
-    if group is None:
-        return sublayer
     sizes = dict.fromkeys(map(str, group.experts), 0)
     for p in sublayer.projections:
         if p.is_routed:
             sizes[sublayer.unit(p)] += _bytes(p.key, tensors)
     turn = (ranks.rank + sublayer.layer_index) % ranks.count
     own = [group.experts[index] for index in dealt([*sizes.values()], ranks.count)[turn]]
-    units = {*map(str, own)}
+    units = {*map(str, own), *([SHARED] if shared else [])}
 
     def kept(part: SublayerPart) -> SublayerPart:
-        of_rank = (p for p in part.projections if not p.is_routed or sublayer.unit(p) in units)
+        of_rank = (p for p in part.projections if sublayer.unit(p) in units)
         return replace(part, projections=tuple(of_rank))
 
     parts = tuple(map(kept, sublayer.parts))
-    return replace(sublayer, parts=parts, group=replace(group, experts=own))
+    return replace(sublayer, parts=parts, group=replace(group, experts=own, has_shared=shared))
 
 
 def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer:
