@@ -34,6 +34,7 @@ from exl2flow.model import (
     check_tied_head,
     resolve,
 )
+from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.stream import StreamedSublayers
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (
@@ -242,11 +243,11 @@ def _load(
             cut=of_head or (lambda part: part),
         )
 
-    def read(index: int, device: torch.device) -> Sublayer:
+    def read(sublayer: SublayerSpec, device: torch.device) -> Sublayer:
         if ranks is None:
-            return source.read(index, device)
-        share = share_of(spec, spec.sublayers[index], tensors, ranks)
-        return join_sublayer(spec, source.read(index, device, share), ranks)
+            return source.read(sublayer, device)
+        share = share_of(spec, sublayer, tensors, ranks)
+        return join_sublayer(spec, source.read(share.sublayer, device, share), ranks)
 
     with ExitStack() as stack:
         devices = placement.devices
@@ -260,7 +261,7 @@ def _load(
         )
         head = threads[placement.head].begin(partial(read_head, embedding))  # early: it takes long
         sublayers = [
-            threads[device].begin(partial(read, sublayer.index, device))
+            threads[device].begin(partial(read, sublayer, device))
             for sublayer in (() if is_streamed else spec.sublayers)
             for device in (placement.layers[sublayer.layer_index],)
         ]

@@ -146,7 +146,7 @@ __device__ __forceinline__ void stage_rows(const Experts& e, const Cursor& at, c
                 const int assigned = __ldcg(e.assigned + item.first + row);
                 uint4 v = __ldcg((const uint4*)(e.x + (integer)(assigned / e.slots) * e.size) + c);
                 u32 pairs[4] = {v.x, v.y, v.z, v.w};
-                if (e.scales_input && assigned % e.slots < e.top) {
+                if (e.scales_input && item.expert < e.held) {
                     const u32 weight = to_half(__ldcg(e.weights + assigned));
                     for (int i = 0; i < 4; ++i) pairs[i] = times(pairs[i], twice(weight));
                 }
@@ -202,7 +202,7 @@ struct Ending {
         if (row >= item.rows) return;
         assigned = __ldcg(e.assigned + item.first + row);
         if (!at.down && column < __ldg(&of.inner)) to = __ldg(of.to + column);
-        if (at.down && !(e.scales_input && assigned % e.slots < e.top))
+        if (at.down && !(e.scales_input && item.expert < e.held))
             weight = __ldcg(e.weights + assigned);
     }
 
@@ -238,19 +238,26 @@ struct Ending {
     }
 };
 
-// Add up what the experts of a row return, in order; a thread has 8 columns.
+// Add up what the experts of a row return, in order; a thread has 8 columns. If some are elsewhere,
+// their sum is the result.
 __device__ __forceinline__ void combine(const Experts& e) {
     const int pieces = e.size / 8;
     for (int i = threadIdx.x * gridDim.x + blockIdx.x; i < e.rows * pieces; i += gridDim.x * THREADS) {
         const int row = i / pieces, c = i % pieces;
+        const int shares = e.places ? __ldcg(e.added + row) : e.shares;
         float sum[8] = {}, x[8];
 #pragma unroll 4
-        for (int share = 0; share < e.shares; ++share) {
+        for (int share = 0; share < shares; ++share) {
             const float4* from =
                 (const float4*)(e.partial + ((integer)row * e.shares + share) * e.size) + 2 * c;
             const float4 low = __ldcg(from), high = __ldcg(from + 1);
             sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
             sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
+        }
+        if (e.places) {
+            float4* to = (float4*)e.part + 2 * i;
+            to[0] = {sum[0], sum[1], sum[2], sum[3]}, to[1] = {sum[4], sum[5], sum[6], sum[7]};
+            continue;
         }
         pairs_of(__ldcg((const uint4*)e.hidden + i), x);
 #pragma unroll

@@ -24,7 +24,8 @@ struct Item {
 };
 
 struct Experts {
-    const Expert* of;          // the routed ones, then the shared one if there is one; their steps
+    const Expert* of;          // those that are here, then the shared one if there is one; their steps
+    const integer* places;     // (experts), of an id in `of`, or -1; null: all are here
     const half_bits* hidden;   // (rows, hidden), to which the result is added
     const half_bits* entering; // the same, or normalized
     const half_bits* norm;     // weights (hidden), if the router normalizes; or null
@@ -39,9 +40,12 @@ struct Experts {
     half_bits* inner;          // (rows · slots, most inner), in the order of down's rows, `staged_at`
     float* partial;            // (rows, shares, hidden): what the experts' parts add
     half_bits* sum;            // (rows, hidden), the result
+    float* part;               // (rows, hidden), the result if not all experts are here
+    int* added;                // (rows), shares of a row then
     int* arrived;              // CTAs of the router, zero before and after
     unsigned* meetings;        // see meet
-    int table_bytes, rows, size, experts, top, slots, gated;  // size: hidden; gated: whether the shared one is
+    int table_bytes, rows, size, experts, held, top, slots;  // size: hidden; held: experts that are here
+    int gated;                                   // whether the shared one is
     int most_inner, part_rows, shares;           // part_rows: of down in a part; shares: of a token
     int scores, groups, top_groups, scales_input;
     int activation, ring_slots, x_bytes, turns;  // activation 0: clamped swiglu; turns: units with sums

@@ -12,16 +12,18 @@ constexpr int PANEL_BYTES = ROWS * 64, CHUNK_BYTES = CHUNK * PANEL_BYTES;
 
 struct Sorted {
     const Expert* of;          // as in Experts
-    const integer* offsets;    // (experts + 1), of an expert's first token in `assigned`
+    const integer* offsets;    // (experts + 1), of an expert's first token in `assigned`; those before
+                               // all of them belong to experts that are elsewhere
     const integer* before;     // (experts + 1), of its first tile of rows
     const integer* assigned;   // (rows · slots), row · slots + slot, by expert
-    int* places;               // (rows · slots), where a slot of a row is in `assigned`
+    int* places;               // (rows · slots), where a slot of a row is in `assigned`, or -1: elsewhere
     const half_bits* x;        // (rows, hidden), normalized
     const float* weights;      // (rows, slots)
     const half_bits* hidden;   // (rows, hidden)
     half_bits *staged, *inner; // what a launch reads, (rows · slots, k) as `paired`; gate and up's result
     half_bits* y;              // (rows · slots, hidden), weighted
     half_bits* sum;            // (rows, hidden)
+    float* part;               // (rows, hidden), the result if not all experts are here; or null
     int experts, rows, slots, top, size, most_inner, activation, scales_input;
     float multiplier;
 };
@@ -43,6 +45,10 @@ template <bool DOWN> __device__ __forceinline__ void gather(const Sorted& s) {
     extern __shared__ __align__(16) half_bits row[];
     overlap_launches();
     const int token = blockIdx.x, assigned = (int)s.assigned[token];
+    if (token < s.offsets[0]) {
+        if (!DOWN && threadIdx.x == 0) s.places[assigned] = -1;
+        return;
+    }
     const Expert& of = s.of[expert_of(s.offsets, s.experts, token)];
     const int width = DOWN ? of.inner : s.size, stride = DOWN ? s.most_inner : s.size;
     const half_bits* from = DOWN ? s.inner + (integer)token * stride
@@ -211,9 +217,15 @@ __device__ __forceinline__ void combine_rows(const Sorted& s) {
 #pragma unroll 4
     for (int slot = 0; slot < s.slots; ++slot) {
         const integer place = __ldg(s.places + row * s.slots + slot);
+        if (place < 0) continue;
         pairs_of(__ldcg((const uint4*)s.y + place * pieces + c), x);
 #pragma unroll
         for (int i = 0; i < 8; ++i) sum[i] += x[i];
+    }
+    if (s.part) {
+        float4* to = (float4*)s.part + 2 * index;
+        to[0] = {sum[0], sum[1], sum[2], sum[3]}, to[1] = {sum[4], sum[5], sum[6], sum[7]};
+        return;
     }
     pairs_of(__ldcg((const uint4*)s.hidden + index), x);
 #pragma unroll

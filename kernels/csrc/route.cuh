@@ -138,7 +138,8 @@ template <class Value> __device__ __forceinline__ Ranking<Value> ranked_by(int c
     return {count, value};
 }
 
-// Choose the experts of a row; a lane has one of them. ids: (rows, slots).
+// Choose the experts of a row; a lane has one of them. ids: (rows, slots), of experts in `of`: first
+// those that are here, then the shared one, then -1.
 __device__ __forceinline__ void choose(const Experts& e, int row, float* scores, float* ranked,
                                        int* ids) {
     const int lane = threadIdx.x % 32;
@@ -198,25 +199,35 @@ __device__ __forceinline__ void choose(const Experts& e, int row, float* scores,
         const float all = sum_of_warp(p == 1.0f ? size : is_chosen ? powf(size, p) : 0.0f);
         weight /= fmaxf(p == 1.0f ? all : powf(all, 1.0f / p), e.least_norm);
     }
-    if (is_chosen) {
-        ids[row * e.slots + lane] = own;
-        e.weights[row * e.slots + lane] = weight * e.scaling;
+    int slot = lane, here = e.top;
+    if (e.places) {
+        own = is_chosen ? (int)__ldg(e.places + own) : -1;
+        const u32 found = __ballot_sync(~0u, own >= 0);
+        here = __popc(found), slot = __popc(found & ((1u << lane) - 1));
+        if (lane < e.slots) ids[row * e.slots + lane] = -1;
+        if (lane == 0) e.added[row] = e.shares - (e.top - here) * __ldg(&e.of->down.parts);
+        __syncwarp();
+    }
+    if (is_chosen && own >= 0) {
+        ids[row * e.slots + slot] = own;
+        e.weights[row * e.slots + slot] = weight * e.scaling;
     }
     if (e.slots > e.top && lane == 0) {
-        ids[row * e.slots + e.top] = e.experts;
+        ids[row * e.slots + here] = e.held;
         const float z = e.gated ? __ldcg(logits + e.experts) : 0.0f;
-        e.weights[row * e.slots + e.top] =
+        e.weights[row * e.slots + here] =
             e.gated ? from_half(to_half(1.0f / (1.0f + expf(-z)))) : 1.0f;
     }
 }
 
-// List the items: of each expert in turn, its tokens in order. counts: (experts + 1).
+// List the items: of each expert in turn, its tokens in order. counts: (held + 1).
 __device__ __forceinline__ void list_items(const Experts& e, const int* ids, int* counts) {
-    const int lane = threadIdx.x % 32, experts = e.experts + (e.slots > e.top);
+    const int lane = threadIdx.x % 32, experts = e.held + (e.slots > e.top);
     const int all = e.rows * e.slots;
     for (int expert = threadIdx.x; expert < experts; expert += 32 * WARPS) counts[expert] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < all; i += 32 * WARPS) atomicAdd(counts + ids[i], 1);
+    for (int i = threadIdx.x; i < all; i += 32 * WARPS)
+        if (ids[i] >= 0) atomicAdd(counts + ids[i], 1);
     __syncthreads();
     int first = 0, item = 0, units[2] = {};
     for (int base = 0; base < experts; base += 32) {  // each warp, for its own experts
@@ -252,6 +263,7 @@ __device__ __forceinline__ void list_items(const Experts& e, const int* ids, int
     }
     __syncthreads();
     for (int i = threadIdx.x; i < all; i += 32 * WARPS) {
+        if (ids[i] < 0) continue;
         int before = 0;  // of the same expert
 #pragma unroll 8
         for (int other = 0; other < i; ++other) before += ids[other] == ids[i];

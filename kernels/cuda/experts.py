@@ -69,7 +69,7 @@ def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Ten
     argument, rows = plan.argument.copy(), len(hidden)
     size, slots, count = (int(argument[name]) for name in ("size", "slots", "experts"))
     all_slots = rows * slots
-    x, result = torch.empty_like(hidden), torch.empty_like(hidden)
+    x, result = torch.empty_like(hidden), _result(hidden, bank)
     assigned = hidden.new_empty(all_slots, dtype=torch.int32)
     items = hidden.new_empty(all_slots + 1, ITEM.itemsize, dtype=torch.uint8)
     floats = hidden.new_empty(rows * (count + 1) + all_slots, dtype=torch.float32)
@@ -88,7 +88,9 @@ def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Ten
         items=items,
         inner=inner,
         partial=partial,
+        added=hidden.new_empty(rows, dtype=torch.int32),
         sum=result,
+        part=result,
     )
     launch(
         "experts.cu",
@@ -116,10 +118,11 @@ def _many(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Te
     size, most_inner = int(plan.argument["size"]), int(plan.argument["most_inner"])
     staged = hidden.new_empty(rows * slots, max(size, most_inner))
     inner, y = (hidden.new_empty(rows * slots, width) for width in (most_inner, size))
-    places, result = ids.new_empty(rows * slots, dtype=torch.int32), torch.empty_like(hidden)
+    places, result = ids.new_empty(rows * slots, dtype=torch.int32), _result(hidden, bank)
     tensors = {"offsets": offsets, "before": before, "assigned": assigned, "places": places}
     tensors |= {"x": x, "weights": weights, "hidden": hidden, "staged": staged, "inner": inner}
     argument = filled(np.zeros(1, SORTED)[0], **tensors, y=y, sum=result, rows=rows, experts=count)
+    argument["part"] = 0 if bank.places is None else result.data_ptr()
     for name in ("of", "slots", "top", "size", "most_inner", "activation", "scales_input"):
         argument[name] = plan.argument[name]
     argument["multiplier"] = bank.multiplier
@@ -137,17 +140,27 @@ def _many(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Te
     return result
 
 
+def _result(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
+    """Return room for the result of a launch."""
+    is_part = bank.places is not None
+    return torch.empty_like(hidden, dtype=torch.float32 if is_part else None)
+
+
 def _slots(x: torch.Tensor, bank: ExpertBank) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of rows x (rows, hidden) and their weights fp32, (rows, slots) each."""
+    """Return the experts of rows x (rows, hidden) and their weights fp32, (rows, slots) each.
+
+    Experts are indexes in `ExpertBank.all`, or -1 if they are elsewhere.
+    """
     routes = route(x, bank.router)
+    own = routes.ids if bank.places is None else bank.places[routes.ids]
     if bank.shared is None:
-        return routes.ids, routes.weights.contiguous()
+        return own, routes.weights.contiguous()
     shape, gate = (len(x), 1), bank.shared_gate
     share = x.new_ones(shape).float()
     if gate is not None:
         share = torch.nn.functional.linear(x.float(), gate).sigmoid().half().float()
-    ids = routes.ids.new_full(shape, len(bank.experts))
-    return torch.cat([routes.ids, ids], 1), torch.cat([routes.weights, share], 1)
+    ids = own.new_full(shape, len(bank.experts))
+    return torch.cat([own, ids], 1), torch.cat([routes.weights, share], 1)
 
 
 def _launch(

@@ -24,10 +24,12 @@ class ExpertMatrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class ExpertBank:
-    """All experts of a layer, and what chooses among them.
+    """The experts of a layer, all or some, and what chooses among all.
 
-    norm: of what enters; or None. experts: by id; shared: the one that reads all tokens; or None;
-    shared_gate: fp32 (1, hidden), whose sigmoid weighs it; or None: it counts as it is.
+    norm: of what enters; or None. experts: by id, those that are here; places: of each id, its
+    index in them, or -1, int64 (ids,); or None: all are here. shared: the one that reads all
+    tokens, or a part of it; or None; shared_gate: fp32 (1, hidden), whose sigmoid weighs it; or
+    None: it counts as it is.
     activation: of `ACTIVATIONS` or `GATED_ACTIVATIONS`. multiplier: of their sum, before it is
     added to the hidden state.
     """
@@ -35,6 +37,7 @@ class ExpertBank:
     norm: NormArgs | None
     router: RouterArgs
     experts: tuple[ExpertMatrices, ...]
+    places: torch.Tensor | None = None
     shared: ExpertMatrices | None = None
     shared_gate: torch.Tensor | None = None
     activation: str

@@ -145,6 +145,8 @@ def _fill_router(entry: np.void, bank: ExpertBank) -> list[torch.Tensor]:
         bias=0 if router.bias is None else router.bias,
         correction=0 if router.correction is None else router.correction,
         experts=rule.experts,
+        places=0 if bank.places is None else bank.places,
+        held=len(bank.experts),
         top=rule.top,
         gated=int(bank.shared_gate is not None),
         scores=list(Scores).index(rule.scores),

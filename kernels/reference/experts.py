@@ -12,13 +12,15 @@ from exl2flow.kernels.reference.steps import norm
 def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
     """Return hidden states fp16 (rows, hidden) after a layer's experts; sums are fp32.
 
+    Of a bank with some of them: the sum of what these return, fp32 (rows, hidden).
     An expert's weight multiplies its output, or its input if the rule `scales_input`.
     """
     x = hidden if bank.norm is None else norm(hidden, bank.norm)
     routes, rule = route(x, bank.router), bank.router.rule
+    ids = routes.ids if bank.places is None else bank.places[routes.ids]
     total = torch.zeros_like(x, dtype=torch.float32)
     for index, expert in enumerate(bank.experts):
-        tokens, slots = torch.where(routes.ids == index)
+        tokens, slots = torch.where(ids == index)
         weights = routes.weights[tokens, slots][:, None]
         if rule.scales_input:
             y = _output(x[tokens] * weights.half(), expert, bank.activation)
@@ -30,6 +32,8 @@ def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
         if bank.shared_gate is not None:
             y = y * torch.nn.functional.linear(x.float(), bank.shared_gate).sigmoid().half()
         total += y
+    if bank.places is not None:
+        return total
     return hidden + (total * bank.multiplier).half()
 
 

@@ -1,6 +1,6 @@
 """Sublayers as data: norms and projections, each with its role."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -119,13 +119,14 @@ class RouterSpec:
 class ExpertGroup:
     """The experts of a sublayer of kind `experts`, some or all of its layer's.
 
+    experts: ids in order; all of the group's, or those of them that this process has.
     has_shared: whether it has the layer's shared expert, which every token passes; shared_gate:
     key of the map to the logit of that one's weight, or None (its weight is 1).
     is_first, is_last: of the layer's groups.
     """
 
     router: RouterSpec
-    experts: range
+    experts: Sequence[int]
     has_shared: bool
     shared_gate: str | None
     is_first: bool
@@ -133,7 +134,7 @@ class ExpertGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all experts of its layer."""
+        """Whether it has all experts of its layer, of all processes."""
         return self.is_first and self.is_last
 
 

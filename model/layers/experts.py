@@ -3,10 +3,11 @@
 A sublayer has some or all experts of its layer. If some, its states are pairs side by side, the
 hidden state that entered the layer's experts and the sum of what those before it computed. Each
 group evaluates the router anew, from the same state, and adds its experts in order, so the result
-does not depend on how a layer is divided.
+does not depend on how a layer is divided. Of processes that share a model, each evaluates the whole
+router and has the sum of its own experts, which is added to those of the others.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -24,6 +25,7 @@ from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
 
 SHARED = "shared"
+Total = Callable[[torch.Tensor], torch.Tensor]  # of fp32 sums (rows, hidden) of all processes
 
 
 class RoutedReads(dict[str, torch.Tensor]):
@@ -44,6 +46,7 @@ class ExpertsSublayer(Sublayer):
     """A `Sublayer` that ignores positions and cache.
 
     shared_gate: fp32 (1, hidden), or None. bank: all of it for `Ops.experts`, if packed.
+    total: returns the sum of all processes of this one's; None: it has all experts.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class ExpertsSublayer(Sublayer):
         assert spec.group is not None
         self.group: ExpertGroup = spec.group
         self.router, self.shared_gate, self.activation = router, shared_gate, activation
+        self.total: Total | None = None
         self.bank = self._bank()
 
     def reads(
@@ -120,16 +124,24 @@ class ExpertsSublayer(Sublayer):
     def output(self, hidden: torch.Tensor, reads: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the next hidden states, (b, t, hidden), or pairs of them; see the module."""
         assert isinstance(reads, RoutedReads)
-        total = reads.total
+        if self.total is None:
+            total = self._added(reads, reads.total)
+        else:
+            own = self._added(reads, torch.zeros_like(reads.total, dtype=torch.float32))
+            total = reads.total + self.total(own).to(reads.total.dtype)
+        return self._states(reads.entered, total).view(hidden.shape)
+
+    def _added(self, reads: RoutedReads, total: torch.Tensor) -> torch.Tensor:
+        """Add up what the experts return, after `total` (b · t, hidden) and in its dtype."""
         for expert in self.group.experts:
             y = self._expert(reads, str(expert))
             if not self.router.rule.scales_input:
                 y = y * reads.weights[expert][:, None].to(y.dtype)
-            total = total.index_add(0, reads.tokens[expert], y)
+            total = total.index_add(0, reads.tokens[expert], y.to(total.dtype))
         if self.group.has_shared:
             y = self._expert(reads, SHARED)
             total = total + (y if self.shared_gate is None else y * self._share(reads))
-        return self._states(reads.entered, total).view(hidden.shape)
+        return total
 
     def products(self) -> Products:
         """See `Sublayer.products`."""
@@ -142,7 +154,7 @@ class ExpertsSublayer(Sublayer):
         if self.bank is None or self.together or hidden.dtype != torch.float16:
             return super().__call__(hidden)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return run_experts(flat, self.bank).view(hidden.shape)
+        return run_experts(flat, self.bank, self.total).view(hidden.shape)
 
     @property
     def is_fused(self) -> bool:
@@ -151,7 +163,7 @@ class ExpertsSublayer(Sublayer):
         return bank is not None and get_ops(self.router.weight.device).runs_experts(bank)
 
     def _bank(self) -> ExpertBank | None:
-        """Return the layer's experts; None unless they are all here, packed, and add their sum."""
+        """Return the layer's experts; None unless they are one group, packed, and add their sum."""
         if not self.group.is_whole or "after" in self.norms:
             return None
         found = [self._matrices(str(expert)) for expert in self.group.experts]
@@ -163,11 +175,21 @@ class ExpertsSublayer(Sublayer):
             norm=self.norms.get("before"),
             router=self.router,
             experts=experts,
+            places=self._places(),
             shared=shared,
             shared_gate=self.shared_gate,
             activation=self.activation,
             multiplier=self.multiplier,
         )
+
+    def _places(self) -> torch.Tensor | None:
+        """Return where experts are, see `ExpertBank`."""
+        ids, count = self.group.experts, self.router.rule.experts
+        if len(ids) == count:
+            return None
+        places = torch.full((count,), -1)
+        places[list(ids)] = torch.arange(len(ids))
+        return places.to(self.router.weight.device)
 
     def _matrices(self, expert: str) -> ExpertMatrices | None:
         """Return an expert's matrices if they are packed: gate, up and down."""
@@ -267,10 +289,16 @@ class ExpertsSublayer(Sublayer):
         return torch.nn.functional.linear(x.float(), self.shared_gate).sigmoid().to(x.dtype)
 
 
-def run_experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
-    """See `Ops.experts`; routes are computed in full fp32."""
+def run_experts(hidden: torch.Tensor, bank: ExpertBank, total: Total | None = None) -> torch.Tensor:
+    """Return hidden states fp16 (rows, hidden) after a layer's experts, of all processes.
+
+    Routes are computed in full fp32. total: as in `ExpertsSublayer`.
+    """
     with tensor_cores(False):
-        return get_ops(hidden.device).experts(hidden, bank)
+        result = get_ops(hidden.device).experts(hidden, bank)
+    if total is None:
+        return result
+    return torch.add(hidden, total(result), alpha=bank.multiplier).half()
 
 
 def load_router(

@@ -16,7 +16,7 @@ import torch
 from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear
 from exl2flow.model.layers.attention import AttentionSublayer, KvCache
 from exl2flow.model.layers.delta import DeltaSublayer
-from exl2flow.model.layers.experts import ExpertsSublayer, run_experts
+from exl2flow.model.layers.experts import ExpertsSublayer, Total, run_experts
 from exl2flow.model.layers.fuse import Exchange, multiply
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.rope import RopeTables, at_layer
@@ -25,16 +25,20 @@ from exl2flow.model.layers.sublayer import Sublayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLink:
-    """Products that are added to hidden states, then the layer of experts behind them."""
+    """Products that are added to hidden states, then the layer of experts behind them.
+
+    total: see `ExpertsSublayer`.
+    """
 
     chain: Sequence[FusedLinear]
     bank: ExpertBank
+    total: Total | None = None
 
     def __call__(self, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Return the next hidden states, (rows, hidden), of what the chain reads and theirs."""
         if self.chain:
             _, states = multiply(x, self.chain, states)
-        return run_experts(states, self.bank)
+        return run_experts(states, self.bank, self.total)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +151,8 @@ class Chains:
         runs: list[ExpertLink] = []
         for sublayer in sublayers:
             if isinstance(sublayer, ExpertsSublayer) and sublayer.bank and not sublayer.together:
-                runs, chain = [*runs, ExpertLink(chain=chain, bank=sublayer.bank)], []
+                link = ExpertLink(chain=chain, bank=sublayer.bank, total=sublayer.total)
+                runs, chain = [*runs, link], []
                 continue
             candidates = sublayer.products()
             products = [product for product in candidates if product is not None]

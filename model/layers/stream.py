@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from exl2flow.model.config.spec import ModelSpec
+from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.sublayer import Sublayer
 from exl2flow.model.layers.sublayers import Cut, build_sublayer
@@ -29,13 +30,15 @@ class StreamedSublayers(Sequence[Sublayer]):
         return len(self.spec.sublayers)
 
     def __getitem__(self, index: Any) -> Any:  # an int; nobody takes slices
-        return self.read(index, self.device)
+        return self.read(self.spec.sublayers[index], self.device)
 
-    def read(self, index: int, device: torch.device, cut: Cut = lambda _, part: part) -> Sublayer:
-        """Return a sublayer on a device; `cut` as in `build_sublayer`."""
+    def read(
+        self, sublayer: SublayerSpec, device: torch.device, cut: Cut = lambda _, part: part
+    ) -> Sublayer:
+        """Return a sublayer, or a part of it, on a device; `cut` as in `build_sublayer`."""
         return build_sublayer(
             self.spec,
-            self.spec.sublayers[index],
+            sublayer,
             self.tensors,
             dtype=self.dtype,
             device=device,

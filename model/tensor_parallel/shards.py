@@ -2,7 +2,9 @@
 
 Queries, keys, values, gate, up and head are cut by columns. The rows of down belong to groups that
 share scales, in an order of their own: a rank takes whole groups, and of gate and up the columns
-that these rows read, in that order. o stays whole behind a gather of what attention gives.
+that these rows read, in that order. o stays whole behind a gather of what attention gives. Experts
+that a router chooses are dealt out whole; a shared one, which all tokens pass, is cut as an MLP is,
+so that all ranks have a part of its work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,17 +19,25 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.kernels import PANEL_ROWS, Group, get_ops
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec, ModelSpec
-from exl2flow.model.config.sublayer_spec import ProjectionSpec, Role, SublayerSpec
+from exl2flow.model.config.sublayer_spec import (
+    ExpertGroup,
+    ProjectionSpec,
+    Role,
+    SublayerPart,
+    SublayerSpec,
+)
 from exl2flow.model.files.exl2 import (
     COLUMN_MULTIPLE,
     QuantizedMatrix,
     is_quantized,
     stored_rows,
+    tensor_names,
 )
-from exl2flow.model.files.gptq import BITS, GptqMatrix, is_gptq
+from exl2flow.model.files.gptq import BITS, GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
+from exl2flow.model.layers.experts import SHARED, ExpertsSublayer
 from exl2flow.model.layers.linear import DenseLinear, Linear, Part, SharedLinear, read_part
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.sublayer import Sublayer
@@ -74,15 +84,19 @@ class Summed(SharedLinear):
 class Share:
     """What a rank takes of a sublayer: columns by role, and groups of down's rows.
 
+    sublayer: with the rank's own experts only, which it takes whole.
     has_bias: whether it adds down's bias to the sum.
     """
 
+    sublayer: SublayerSpec
     columns: Mapping[Role, torch.Tensor]
     groups: Sequence[int] = ()
     has_bias: bool = True
 
     def __call__(self, projection: ProjectionSpec, part: Part) -> Part:
         """Return the rank's part of a projection."""
+        if projection.is_routed:
+            return part
         if projection.role in self.columns:
             return cut_columns(part, self.columns[projection.role])
         if projection.role == "down" and self.groups:
@@ -111,9 +125,11 @@ def dealt(sizes: Sequence[float], ranks: int) -> list[list[int]]:
 
 def check_ranks(spec: ModelSpec, count: int) -> None:
     """Raise `ConfigError` if a model cannot be divided among `count` ranks."""
-    if spec.has_experts:
+    experts = [held for held in map(spec.experts_of, range(spec.num_layers)) if held]
+    if experts and min(experts) < count:
         raise ConfigError(
-            f"`{spec.source_dir}` has experts, which ranks cannot share yet; run it in one process"
+            f"{count} ranks are more than the {min(experts)} experts of a layer of "
+            f"`{spec.source_dir}`; give fewer"
         )
     if spec.deltas:
         raise ConfigError(
@@ -149,10 +165,11 @@ def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, rank
     """Return what a rank takes of a sublayer.
 
     Raises:
-        ConfigError: down has fewer groups than there are ranks.
+        ConfigError: down has fewer groups than there are ranks. Of a shared expert's, some ranks
+            then have none.
     """
     columns, groups = dict[Role, torch.Tensor](), list[int]()
-    by_role = {p.role: p for p in sublayer.projections}
+    by_role = {p.role: p for p in sublayer.projections if not p.is_routed}
     if "o" in by_role:
         whole = spec.attention(sublayer.layer_index)
         heads: dict[Role, int] = {"q": whole.num_heads, "k": whole.num_kv_heads}
@@ -163,18 +180,47 @@ def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, rank
             columns[role] = torch.arange(first * width, (first + mine) * width)
     if "down" in by_role:
         found = groups_of(tensors, by_role["down"], spec)
-        if len(found) < ranks.count:
+        if len(found) < ranks.count and sublayer.group is None:
             raise ConfigError(
                 f"`{sublayer.name}` has {len(found)} groups for {ranks.count} ranks; give fewer"
             )
         groups = dealt([group.size for group in found], ranks.count)[ranks.rank]
-        rows = torch.cat([found[index].rows for index in groups])
+        rows = torch.cat([torch.arange(0), *(found[index].rows for index in groups)])
         columns |= {role: rows for role in ("gate", "up") if role in by_role}
-    return Share(columns, groups, has_bias=ranks.rank == 0)
+    if sublayer.group is not None:
+        sublayer = _with_own_experts(sublayer, sublayer.group, tensors, ranks, shared=bool(groups))
+    return Share(sublayer, columns, groups, has_bias=ranks.rank == 0)
+
+
+def _with_own_experts(
+    sublayer: SublayerSpec, group: ExpertGroup, tensors: TensorFiles, ranks: Ranks, *, shared: bool
+) -> SublayerSpec:
+    """Return a sublayer with a rank's experts, dealt out for equal bytes.
+
+    Layers begin with a rank each, so what is left over does not add up on one of them. shared:
+    whether the rank has a part of the shared expert.
+    """
+    sizes = dict.fromkeys(map(str, group.experts), 0)
+    for p in sublayer.projections:
+        if p.is_routed:
+            sizes[sublayer.unit(p)] += _bytes(p.key, tensors)
+    turn = (ranks.rank + sublayer.layer_index) % ranks.count
+    own = [group.experts[index] for index in dealt([*sizes.values()], ranks.count)[turn]]
+    units = {*map(str, own), *([SHARED] if shared else [])}
+
+    def kept(part: SublayerPart) -> SublayerPart:
+        of_rank = (p for p in part.projections if sublayer.unit(p) in units)
+        return replace(part, projections=tuple(of_rank))
+
+    parts = tuple(map(kept, sublayer.parts))
+    return replace(sublayer, parts=parts, group=replace(group, experts=own, has_shared=shared))
 
 
 def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer:
     """Let a rank's share of a sublayer exchange what others need."""
+    if isinstance(sublayer, ExpertsSublayer):
+        sublayer.total = ranks.sum if ranks.count > 1 else None
+        return sublayer
     linears = sublayer.linears
     names = {p.role: p.name for p in sublayer.spec.projections}
     if "o" in names:
@@ -191,6 +237,12 @@ def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer
     if "down" in names:
         linears[names["down"]] = Summed(linears[names["down"]], ranks)
     return sublayer
+
+
+def _bytes(key: str, tensors: TensorFiles) -> int:
+    """Return the bytes of a linear in files, in whichever form."""
+    names = {*tensor_names(key), *gptq_names(key), f"{key}.weight", f"{key}.bias"}
+    return sum(tensors.nbytes(name) for name in names if name in tensors)
 
 
 class HeadShare:

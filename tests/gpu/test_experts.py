@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from expert_banks import bank
+from expert_banks import bank, some_of
 from expert_layers import LAYERS, SMALL
 
 from exl2flow.kernels import RouterRule, get_ops
@@ -49,18 +49,38 @@ def test_rows_are_what_the_twin_computes(name: str, rows: int) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3, 17, FEW_EXPERT_ROWS, FEW_EXPERT_ROWS + 1, 300])
+@pytest.mark.parametrize("name", LAYERS)
+def test_some_experts_add_up_what_the_twin_adds_up(name: str, rows: int) -> None:
+    rule, options = LAYERS[name]
+    torch.manual_seed(0)
+    layer = bank(rule, **options, device="cuda")
+    hidden, ids = states(rows, options["size"]), range(rule.experts)
+
+    for own in (ids[1::2], ids[::2], ids[-1:]):  # the last one: some rows have none
+        part = some_of(layer, own)
+        expected, found = TORCH_OPS.experts(hidden, part), OPS.experts(hidden, part)
+
+        assert OPS.runs_experts(part)
+        assert found.dtype == torch.float32
+        assert (found - expected).norm() <= TOLERANCE * expected.norm()
+        assert torch.equal(OPS.experts(hidden, part), found)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("rows", [4, 100])
 def test_the_host_waits_for_no_route(
     rows: int, without_waiting: Callable[[], AbstractContextManager[None]]
 ) -> None:
     rule, options = LAYERS["qwen2"]
-    layer, hidden = bank(rule, **options, device="cuda"), states(rows, options["size"])
-    expected = OPS.experts(hidden, layer)
+    whole, hidden = bank(rule, **options, device="cuda"), states(rows, options["size"])
+    for layer in (whole, some_of(whole, range(1, rule.experts, 2))):
+        expected = OPS.experts(hidden, layer)
 
-    with without_waiting():
-        found = OPS.experts(hidden, layer)
+        with without_waiting():
+            found = OPS.experts(hidden, layer)
 
-    assert torch.equal(found, expected)
+        assert torch.equal(found, expected)
 
 
 @torch.inference_mode()

@@ -16,6 +16,13 @@ from exl2flow.inference import load_model
 SCRIPT = Path(__file__).parents[1] / "support" / "shared_model.py"
 NEAR = 2e-3  # relative error: hidden states are fp16
 PATIENCE = 120
+QWEN3_MOE = {  # one layer: what a second one chooses may differ where two experts score alike
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 1,
+    "moe_intermediate_size": 64,
+}
+MODELS: dict[str, dict[str, object]] = {"llama": {}, "qwen2-moe": QWEN3_MOE}
 
 
 @pytest.mark.parametrize(
@@ -25,8 +32,9 @@ PATIENCE = 120
         pytest.param("cuda", marks=pytest.mark.multigpu),
     ],
 )
-def test_two_ranks_say_what_one_process_says(tmp_path: Path, device: str) -> None:
-    source = make_tiny("llama", tmp_path / "source", head_dim=64)
+@pytest.mark.parametrize("family", MODELS)
+def test_two_ranks_say_what_one_process_says(tmp_path: Path, family: str, device: str) -> None:
+    source = make_tiny(family, tmp_path / "source", head_dim=64, **MODELS[family])
     config = small_config(source, tmp_path / "models" / "packed", bpw=4.0)
     run_until(config, "compile")
     folder = tmp_path / "models"

@@ -43,6 +43,14 @@ def packed(k: int, n: int, bits: int, *, bias: bool, device: str) -> PackedMatri
     )
 
 
+def some_of(whole: ExpertBank, ids: Sequence[int]) -> ExpertBank:
+    """Return a layer with some of its experts, as a rank has it."""
+    places = torch.full((len(whole.experts),), -1)
+    places[list(ids)] = torch.arange(len(ids))
+    experts = tuple(whole.experts[index] for index in ids)
+    return replace(whole, experts=experts, places=places.to(whole.router.weight.device))
+
+
 def bank(
     rule: RouterRule,
     *,

@@ -23,7 +23,7 @@ from exl2flow.model.tensor_parallel.shards import check_ranks, dealt, spans
 
 SCRIPT = Path(__file__).parents[2] / "support" / "shared_model.py"
 NEAR = 1e-5  # sums in another order
-MODELS = ("biases", "cohere", "exl2", "gptq", "one-head", "plain", "tied")
+MODELS = ("biases", "cohere", "exl2", "experts", "gptq", "one-head", "plain", "tied")
 PATIENCE = 60
 
 
@@ -61,6 +61,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     make_tiny("llama", folder / "tied", tie_word_embeddings=True)
     make_checkpoint("cohere", folder / "cohere")
     make_packed("llama", folder / "exl2")
+    make_tiny("qwen2-moe", folder / "experts")
     source = make_tiny("llama", folder / "apart" / "gptq")
     as_gptq(source).rename(folder.with_name("unused"))
     source.rename(folder / "gptq")

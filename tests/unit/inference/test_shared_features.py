@@ -46,6 +46,11 @@ def hidden(model: LoadedModel) -> object:
     return [[round(float(x), 3) for x in row.flatten()[:4]] for row in states]
 
 
+def of_experts(model: LoadedModel) -> list[int]:
+    folder = model.spec.source_dir.with_name("experts")
+    return text(load_model(folder, device="cpu", ranks=model.ranks))
+
+
 WORKS: dict[str, Work] = {
     "drafts by n-grams": lambda model: text(model, draft=NgramDraft(tokens=3)),
     "draft models": lambda model: text(
@@ -54,14 +59,15 @@ WORKS: dict[str, Work] = {
     "quantized caches": lambda model: text(model, cache="q8"),
     "grammars": constrained,
     "hidden states": hidden,
+    "experts": of_experts,
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(
-        "llama", tmp_path_factory.mktemp("features") / "model", max_position_embeddings=1024
-    )
+    folder = tmp_path_factory.mktemp("features")
+    make_tiny("qwen2-moe", folder / "experts", max_position_embeddings=1024)
+    return make_tiny("llama", folder / "model", max_position_embeddings=1024)
 
 
 @pytest.mark.parametrize("feature", WORKS)
@@ -95,7 +101,6 @@ def of_family(family: str) -> Callable[[Path, ThreadRanks], None]:
 REFUSED: dict[str, tuple[Callable[[Path, ThreadRanks], None], str]] = {
     "pages in host memory and on disk": (kept, "share a model keep no prompts"),
     "adapters": (adapted, "needs a whole model, not one that ranks share"),
-    "experts": (of_family("qwen2-moe"), "has experts, which ranks cannot share yet"),
     "layers with a state": (of_family("qwen3.5-text"), "layers with a state"),
     "layers split among GPUs": (
         lambda folder, ranks: load_model(folder, ranks=ranks, placement=Split()) and None,

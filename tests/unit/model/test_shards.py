@@ -4,32 +4,17 @@ import pytest
 import torch
 from gptq_models import as_gptq
 from packed_models import make_packed
+from rank_decoders import packed
 from thread_ranks import on_both
 from tiny import make_tiny
 
 from exl2flow.kernels import get_ops
-from exl2flow.model import (
-    CanonicalTensors,
-    Decoder,
-    ModelSpec,
-    build_embedding,
-    build_head,
-    build_sublayer,
-    resolve,
-)
+from exl2flow.model import CanonicalTensors, ModelSpec, resolve
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.files.gptq import GptqMatrix
 from exl2flow.model.layers.linear import Part, read_part
 from exl2flow.model.tensor_parallel.ranks import Ranks
-from exl2flow.model.tensor_parallel.shards import (
-    HeadShare,
-    cut_columns,
-    cut_groups,
-    groups_of,
-    join_sublayer,
-    share_of,
-    shared_spec,
-)
+from exl2flow.model.tensor_parallel.shards import cut_columns, cut_groups, groups_of
 
 KINDS = {"exl2": QuantizedMatrix, "gptq": GptqMatrix}
 
@@ -93,30 +78,6 @@ def test_parts_are_laid_out_for_kernels(spec: ModelSpec) -> None:
         assert laid.shape == (part.stored.shape[0], part.out_features)
         values = get_ops(laid.words.device).decode_packed(laid)
         assert torch.equal(values, decoded(part))
-
-
-def packed(spec: ModelSpec, ranks: Ranks | None) -> Decoder:
-    """Return a model as a GPU holds it, or a rank's share of it."""
-    tensors, place = CanonicalTensors(spec), {"dtype": torch.float16, "device": "cpu"}
-    if ranks is None:
-        sublayers = [build_sublayer(spec, s, tensors, packed=True, **place) for s in spec.sublayers]
-        head = build_head(spec, tensors, packed=True, **place)
-    else:
-        shares = [share_of(spec, s, tensors, ranks) for s in spec.sublayers]
-        sublayers = [
-            join_sublayer(
-                spec, build_sublayer(spec, s, tensors, packed=True, cut=share, **place), ranks
-            )
-            for s, share in zip(spec.sublayers, shares, strict=True)
-        ]
-        of_head = HeadShare(ranks)
-        head = of_head.joined(build_head(spec, tensors, packed=True, cut=of_head, **place))
-    return Decoder(
-        spec if ranks is None else shared_spec(spec, ranks),
-        embedding=build_embedding(spec, tensors, **place),
-        sublayers=sublayers,
-        head=head,
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere", "qwen2"])

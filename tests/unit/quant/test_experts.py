@@ -21,7 +21,6 @@ from exl2flow.inference.loading.load import load_model
 from exl2flow.inference.loading.streamed import StreamedModel
 from exl2flow.model import resolve
 from exl2flow.model.config import resolution
-from exl2flow.model.tensor_parallel.shards import check_ranks
 from exl2flow.quant.measure.measurement import read_measurement, slot_projections
 from exl2flow.quant.quantize.stage import read_report
 
@@ -198,11 +197,6 @@ def test_a_converted_model_is_loaded_whole_and_streamed_alike(
     assert len(streamed.spec.sublayers) == 10
     [states] = streamed.states([ids])
     assert torch.equal(torch.cat([decoder.hidden(row[None]) for row in ids]), states)
-
-
-def test_ranks_cannot_share_experts_yet(source: Path) -> None:
-    with pytest.raises(ConfigError, match="has experts, which ranks cannot share yet"):
-        check_ranks(resolve(source), 2)
 
 
 def test_a_measurement_of_exllamav2_chooses_for_all_experts_of_a_layer(tmp_path: Path) -> None:
