@@ -19,15 +19,7 @@ def split_of(
     options: PlacementOptions, *, tokens: int | None, slots: int, draft: Path | None = None
 ) -> Split | None:
     """Return how a model is split among GPUs, with room for all else; see `Split`."""
-    return Split.parse(
-        options.gpu_split,
-        reserve=options.reserve,
-        devices=options.devices,
-        tokens=tokens,
-        cache=options.cache,
-        slots=slots,
-        draft=draft,
-    )
+    return Split.of(options, tokens=tokens, cache=options.cache, slots=slots, draft=draft)
 
 
 def load(
