@@ -1,5 +1,6 @@
 """The flow `validate`: compare finished models with their source."""
 
+import torch
 from prefect import flow
 
 from exl2flow.core.options.comparison import Comparison as Comparison
@@ -7,6 +8,7 @@ from exl2flow.core.options.config import default_work_root
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.flows.runs.conversion import in_a_line
 from exl2flow.flows.runs.endings import ending
+from exl2flow.inference.loading.layer_split import check_split
 from exl2flow.inference.report.comparison import compared
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import judge
@@ -24,6 +26,7 @@ def validate(config: Comparison) -> list[Score]:
     """Score all models, generate a sample from each, publish both as artifacts, and judge.
 
     Raises:
+        ConfigError: a GPU of the split is not there.
         HubError: the reference cannot be fetched.
         ValidationFailed: a model is above a limit.
     """
@@ -34,6 +37,7 @@ def validate(config: Comparison) -> list[Score]:
         watcher.expect(("score", "sample"))
         device = str(resolve_device(config.device))
         options = config.options
+        check_split(config, torch.device(device))
         reference = config.reference
         if reference is not None:
             root = default_work_root(config.models[0])
@@ -42,7 +46,7 @@ def validate(config: Comparison) -> list[Score]:
         samples = []
         for done, model in enumerate(config.models):
             report(Tick(stage="sample", done=done, total=len(config.models), detail=model.name))
-            samples.append(sample_text(model, options, device=device))
+            samples.append(sample_text(model, options, device=device, split=config))
         artifacts = Artifacts((reference or base).resolve().name)
         page = comparison_page(scores, samples)
         artifacts.markdown("validation", page, f"Figures, plot and samples of `{config.run_name}`")

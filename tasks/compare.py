@@ -11,6 +11,7 @@ from prefect import task
 
 from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick
+from exl2flow.inference.loading.layer_split import SplitOptions
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
 from exl2flow.inference.report.tables import (
@@ -46,9 +47,11 @@ def score_models(
 
 
 @task(name="sample", task_run_name="sample {model.name}", persist_result=False)
-def sample_text(model: Path, options: ValidateOptions, *, device: str) -> str:
-    """Return the prompt and a model's seeded continuation."""
-    return generate_sample(model, options, device) if options.sample_tokens else ""
+def sample_text(
+    model: Path, options: ValidateOptions, *, device: str, split: SplitOptions | None = None
+) -> str:
+    """Return the prompt and a model's seeded continuation; `split`: see `generate_sample`."""
+    return generate_sample(model, options, device, split) if options.sample_tokens else ""
 
 
 def publish_comparison(

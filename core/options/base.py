@@ -117,6 +117,27 @@ DeviceOption = Annotated[
     Option("auto|cpu|cuda", "Running"),
     Field(description="auto: a GPU if one is usable, else the CPU; cuda:1: the second GPU"),
 ]
+GpuSplit = Annotated[
+    str | None,
+    Option("GB,…|auto", "Running", rare=True),
+    Field(
+        description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "
+        "what is free; empty: one GPU"
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    Option("BYTES,…", "Running", rare=True),
+    Field(
+        description="bytes that an automatic split leaves free, one number or one for each GPU; "
+        "empty: 256 MiB of each"
+    ),
+]
+Devices = Annotated[
+    str | None,
+    Option("N,…", "Running", rare=True),
+    Field(description="GPUs to split the model among, in the order of its layers; empty: all"),
+]
 TokenBlock = Annotated[
     str | None,
     Option("NAME", "Running", rare=True),
@@ -125,6 +146,26 @@ TokenBlock = Annotated[
         "token in HF_TOKEN or of `hf auth login`"
     ),
 ]
+
+
+class SplitModels(Options):
+    """How models that are held as a whole are split among GPUs.
+
+    Stages that read a model layer after layer from disk need one GPU.
+    """
+
+    gpu_split: GpuSplit = Field(
+        default=None,
+        description="GB that a whole model and its cache may take on each GPU, where it writes "
+        "rows of `self` or a sample, 0 to skip one; auto: what is free; empty: one GPU",
+    )
+    reserve: Reserve = None
+    devices: Devices = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether one of these options is given."""
+        return (self.gpu_split, self.reserve, self.devices) != (None, None, None)
 
 
 def measurement_path(path: Path) -> Path:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from exl2flow.core.options.base import DeviceOption, Option, Options, TokenBlock
+from exl2flow.core.options.base import DeviceOption, Option, Options, SplitModels, TokenBlock
 from exl2flow.core.options.given import EMPTY, OptionalPath, Paths
 from exl2flow.core.options.validation import ValidateOptions
 
@@ -24,8 +24,11 @@ class ComparedModels(Options):
     device: DeviceOption = "auto"
 
 
-class Comparison(ComparedModels):
-    """Models to validate, the reference to compare them with, and the text."""
+class Comparison(SplitModels, ComparedModels):
+    """Models to validate, the reference to compare them with, and the text.
+
+    Only samples hold a model as a whole, which may be split; scores read layer after layer.
+    """
 
     options: ValidateOptions = ValidateOptions()
 

@@ -16,6 +16,7 @@ from exl2flow.core.options.base import (
     DeviceOption,
     Option,
     Size,
+    SplitModels,
     TokenBlock,
     user_path,
 )
@@ -33,7 +34,10 @@ Quality = Literal["fast", "standard", "best", "exllamav2"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
 DEFAULT_BPW, MOST_BPW = 4.0, 8.0
-FORM_BEGINS_WITH = ("model", "source", "out", "quality", *TARGETS, "head_bits")
+FORM_BEGINS_WITH = (
+    *("model", "source", "out", "quality", *TARGETS, "head_bits"),
+    *("max_memory", "work_root", "device"),
+)
 # Schema of a size for forms: pydantic's own nests choices, which forms show without names
 SIZE_CHOICES: list[JsonValue] = [
     {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
@@ -298,7 +302,7 @@ def _sort_form(schema: dict[str, Any]) -> None:
     schema["properties"] = {n: schema["properties"][n] for n in in_form_order(schema["properties"])}
 
 
-class RunOptions(Options):
+class RunOptions(SplitModels):
     """Options of every run over a source model: the model, its calibration, where it runs."""
 
     model_config = ConfigDict(json_schema_extra=_sort_form)

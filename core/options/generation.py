@@ -5,7 +5,17 @@ from typing import Annotated, Final
 
 from pydantic import ByteSize, Field
 
-from exl2flow.core.options.base import MOST_STRETCH, CacheName, DeviceOption, Option, Options, Size
+from exl2flow.core.options.base import (
+    MOST_STRETCH,
+    CacheName,
+    DeviceOption,
+    Devices,
+    GpuSplit,
+    Option,
+    Options,
+    Reserve,
+    Size,
+)
 
 MODEL: Final = "Model and cache"
 DRAFTS: Final = "Speculative decoding (same text)"
@@ -15,6 +25,7 @@ class PlacementOptions(Options):
     """The devices of a model that generates text, and the format of its cache."""
 
     device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
+<<<<<<< HEAD
     gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
         default=None,
         description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "
@@ -34,6 +45,11 @@ class PlacementOptions(Options):
         description="GPUs that share each layer, the first ones or those of `devices`, each with a "
         "process of its own; empty: a layer lies on one GPU",
     )
+=======
+    gpu_split: Annotated[GpuSplit, Option("GB,…|auto", MODEL, rare=True)] = None
+    reserve: Annotated[Reserve, Option("BYTES,…", MODEL, rare=True)] = None
+    devices: Annotated[Devices, Option("N,…", MODEL, rare=True)] = None
+>>>>>>> wt-s
     cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
         default=None,
         description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",

@@ -45,6 +45,11 @@ def ignored(config: RunOptions, device: str) -> list[str]:
             _is_given(config, "sensitivity", "rows") and kind == "error",
             "`--sensitivity-rows` are for gradients, and `--sensitivity error` takes none",
         ),
+        (
+            config.is_split and calibration.text != "self" and not _writes_sample(config),
+            "`--gpu-split` (`--reserve`, `--devices`) is for a model that writes rows of "
+            "`--calibration self` or a sample, and here none does",
+        ),
     ]
     found = [text for has_no_effect, text in rows if has_no_effect]
     if isinstance(config, SharedOptions):
@@ -74,6 +79,12 @@ def _of_allocation(config: SharedOptions) -> Iterator[str]:
             yield f"`--objective-power` {costs}"
     elif has_power and config.allocate.objective != "power":
         yield "`--objective-power` is the exponent of `--objective power`"
+
+
+def _writes_sample(config: RunOptions) -> bool:
+    """Return whether a run ends with a sample of the result."""
+    options = getattr(config, "validate_options", None)
+    return options is not None and options.sample_tokens > 0
 
 
 def _is_given(config: RunOptions, group: str, name: str) -> bool:

@@ -59,6 +59,15 @@ class SweepConfig(SharedOptions):
         return self
 
     @model_validator(mode="after")
+    def _split_needs_all_gpus(self) -> Self:
+        if self.is_split and self.runner != "threads":
+            raise ValueError(
+                f"the runner `{self.runner}` gives each process one GPU, so no model can be split; "
+                "choose `threads`, or leave out `gpu_split`, `reserve` and `devices`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _device_is_of_this_host(self) -> Self:
         if index_of(self.device) is not None and (self.cluster or self.runner == "ray"):
             raise ValueError(

@@ -21,15 +21,7 @@ def split_of(
     """Return how a model is split among GPUs, with room for all else; see `Split`."""
     if options.tensor_parallel is not None:
         return None
-    return Split.parse(
-        options.gpu_split,
-        reserve=options.reserve,
-        devices=options.devices,
-        tokens=tokens,
-        cache=options.cache,
-        slots=slots,
-        draft=draft,
-    )
+    return Split.of(options, tokens=tokens, cache=options.cache, slots=slots, draft=draft)
 
 
 def shared_by(options: PlacementOptions) -> int | str | tuple[int, ...] | None:

@@ -17,6 +17,8 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Config, Stage
 from exl2flow.flows.runs.conversion import conversions_of
+from exl2flow.inference.loading.layer_split import check_split
+from exl2flow.kernels import resolve_device
 from exl2flow.quant.forecast.fit import Fit, find_fit
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import check_disk, preflight
@@ -114,6 +116,7 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     Raises:
         PreflightFailed: listing all problems, of a sweep those of the first bitrate that has any.
         StoreError: the disk has no room for all bitrates.
+        ConfigError: the GPUs of a split are not there.
         ConfigError, SourceModelError: the model cannot be refined, or not by this reference.
         ConfigError, BudgetUnreachable, SourceModelError: nothing fits the memory that is given.
     """
@@ -128,6 +131,8 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
 def _checked(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     """Check a run as `prepare` does, and tell nothing."""
     fit = None
+    if config.is_split:
+        check_split(config, resolve_device(config.device))
     if isinstance(config, RefinementConfig):
         check_refinement(config)
     elif isinstance(config, ConversionConfig):

@@ -1,14 +1,15 @@
 """The compose stage: the source model itself writes calibration rows, starting from BOS.
 
 The whole model is in memory (fp32 on the CPU, fp16 on CUDA): a row needs one forward pass per
-token, far too many to reread the weights each time. Overrides of the rotary embedding do not apply,
-because the rows should be what the source writes.
+token, far too many to reread the weights each time; it may be split among GPUs. Overrides of the
+rotary embedding do not apply, because the rows should be what the source writes.
 """
 
 import logging
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +21,12 @@ from exl2flow.core.runtime.memory import limit_memory
 from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.cache.views import StepView
+from exl2flow.inference.generate.passes import Passes, Sequences, SpanPlace
+from exl2flow.inference.loading.layer_split import Split
 from exl2flow.inference.loading.load import LoadedModel, load_model
-from exl2flow.model import Composition, RopeTables, Tokenizer, resolve
+from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.kernels.cuda.graphs import GraphPool
+from exl2flow.model import Composition, Decoder, RopeTables, Tokenizer, resolve
 from exl2flow.model.memory.footprint import exact_format
 
 log = logging.getLogger(__name__)
@@ -36,12 +40,16 @@ def compose(run: StageRun[RunOptions]) -> None:
     """Write `rows` and a description of each, and commit after every batch.
 
     Raises:
+        ConfigError, OutOfDeviceMemory: the model cannot be split as the options say.
         InferenceError: the model's logits are not finite.
     """
     folder = run.folder
     limit_memory(torch.device(run.device), run.config.max_memory)
-    model = load_model(run.config.source, device=run.device)
-    plan = Composition.of(model.spec, run.config.calibration)
+    plan = Composition.of(resolve(run.config.source), run.config.calibration)
+    tokens = plan.at_once * pages_of(plan.span) * PAGE_TOKENS
+    split = Split.of(run.config, tokens=tokens, slots=plan.at_once)
+    longest = None if split is None else plan.span  # there is no room for longer texts
+    model = load_model(run.config.source, device=run.device, placement=split, max_tokens=longest)
     count = folder.manifest.total = plan.rows
     starts = range(0, count, plan.at_once)
     batches = [range(start, min(start + plan.at_once, count)) for start in starts]
@@ -121,14 +129,9 @@ def write_rows(
     Raises:
         InferenceError: the logits are not finite.
     """
-    decoder, spec = model.decoder, model.spec
-    device = decoder.embedding.weight.device
+    spec, device = model.spec, model.decoder.placement.head
     span = min(tokens, spec.max_positions)
-    pages, form = len(rows) * pages_of(span), cache_format(exact_format(device), device)
-    cache = PagedCache(spec, pages=pages, form=form, device=device, slots=len(rows))
-    tables = torch.arange(pages, dtype=torch.int32, device=device).view(len(rows), -1)
-    lengths = torch.zeros(len(rows), dtype=torch.int32, device=device)
-    angles = RopeTables.of(spec, span, device)
+    cache, read, passes = _passes(model.decoder, len(rows), span)
     texts = -(-tokens // span)
     chance = _Chance.of(model.tokenizer, rows, device, tokens=tokens, texts=texts, seed=seed)
     below = min(spec.vocab_size, model.tokenizer.vocab_size)
@@ -137,15 +140,14 @@ def write_rows(
     token = chance.openings[:, 0]
     for position in range(tokens):
         if position % span == 0:
-            lengths.zero_()
+            read.lengths.zero_()
             if cache.states is not None:
                 cache.states.clear()
             token = chance.openings[:, position // span]
         ids[:, position] = token
-        view = StepView(cache, tables, lengths)
-        logits = decoder.forward(token[:, None], view, angles.at(view.positions))
-        logits = logits[:, 0, :below]  # (b, v)
-        lengths += 1
+        read.ids[:, 0] = token
+        logits = passes.run((), len(rows), 1)[:, 0, :below]  # (b, v)
+        read.lengths.add_(1)
         finite &= logits.isfinite().all()
         token = chance.following(token, logits, position)
         if position % LOOK_EVERY == 0:
@@ -156,6 +158,35 @@ def write_rows(
             "check its files, or use a calibration other than `self`"
         )
     return ids.cpu()
+
+
+def _passes(decoder: Decoder, rows: int, span: int) -> tuple[PagedCache, Sequences, Passes]:
+    """Return a cache for rows of up to `span` positions, and passes that give logits.
+
+    Between them: what a pass reads of the rows, with the head. No pass is recorded.
+    """
+    device, layers = decoder.placement.head, decoder.placement.layers
+    pages, form = rows * pages_of(span), cache_format(exact_format(device), device)
+    cache = PagedCache(
+        decoder.spec, pages=pages, form=form, device=device, layers=layers, slots=rows
+    )
+    read = Sequences(
+        torch.arange(pages, dtype=torch.int32, device=device).view(rows, -1),
+        torch.zeros(rows, dtype=torch.int32, device=device),
+        torch.zeros(rows, 1, dtype=torch.int64, device=device),
+    )
+    places = []
+    for part in decoder.spans:
+        graphs = GraphPool(nullcontext, records=False, device=part.device)
+        angles = RopeTables.of(decoder.spec, span, part.device)
+        places.append(SpanPlace(part, cache.at(part.device), angles, graphs))
+    passes = Passes(
+        places,
+        read,
+        decoder=lambda batch: decoder,
+        end=lambda decoder, hidden: decoder.head(hidden),
+    )
+    return cache, read, passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -83,6 +83,22 @@ class Sizes:
         )
 
 
+class SplitOptions(Protocol):
+    """Options of commands and runs, as `Split.parse` reads them."""
+
+    @property
+    def gpu_split(self) -> str | None:
+        """Sizes, or `auto`."""
+
+    @property
+    def reserve(self) -> str | None:
+        """What `auto` leaves free."""
+
+    @property
+    def devices(self) -> str | None:
+        """Which GPUs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Options of a layer split.
@@ -147,6 +163,27 @@ class Split:
             else numbers("gpu-split", gpu_split, lambda word: int(float(word) * GB)),
             reserve=numbers("reserve", reserve, int),
             devices=numbers("devices", devices, int),
+            tokens=tokens,
+            cache=cache,
+            slots=slots,
+            draft=draft,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        options: SplitOptions,
+        *,
+        tokens: int | None,
+        cache: str | None = None,
+        slots: int,
+        draft: Path | None = None,
+    ) -> Self | None:
+        """Return what options say, None without any; errors and all else as in `parse`."""
+        return cls.parse(
+            options.gpu_split,
+            reserve=options.reserve,
+            devices=options.devices,
             tokens=tokens,
             cache=cache,
             slots=slots,
@@ -233,6 +270,18 @@ def place(
     return Placement(embedding=devices[0], layers=tuple(devices[1:-1]), head=devices[-1])
 
 
+def check_split(options: SplitOptions, device: torch.device) -> None:
+    """Check, before any work, that there are the GPUs among which models are to be split.
+
+    Raises:
+        ConfigError: options are malformed, the device is no GPU, or one is not there.
+    """
+    split = Split.of(options, tokens=None, slots=1)
+    if split is not None:
+        _check_gpu(device)
+        split.rooms([lambda: 0] * torch.cuda.device_count())
+
+
 def split_model(
     split: Split,
     spec: ModelSpec,
@@ -254,11 +303,7 @@ def split_model(
         ConfigError: the device is no GPU, or one is not there.
         OutOfDeviceMemory: the model does not fit.
     """
-    if device.type != "cuda":
-        raise ConfigError(
-            f"a model is split among GPUs, and the device is `{device}`; leave out `--gpu-split`, "
-            "`--reserve` and `--devices`"
-        )
+    _check_gpu(device)
     visible = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     rooms = split.rooms([partial(free_memory, device) for device in visible])
     draft = None
@@ -275,6 +320,15 @@ def split_model(
     if split.tokens is None:
         texts = _shortened(texts, largest(spec, sizes, rooms, texts) or texts.pages)
     return place(spec, sizes, rooms, texts)
+
+
+def _check_gpu(device: torch.device) -> None:
+    """Raise `ConfigError` unless the chosen device is a GPU."""
+    if device.type != "cuda":
+        raise ConfigError(
+            f"a model is split among GPUs, and the device is `{device}`; leave out `--gpu-split`, "
+            "`--reserve` and `--devices`"
+        )
 
 
 def parts_of(spec: ModelSpec, sizes: Sizes, texts: Texts) -> list[Load]:

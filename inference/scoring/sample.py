@@ -7,6 +7,7 @@ import torch
 
 from exl2flow.core.runtime.memory import available_memory, free_memory
 from exl2flow.inference.generate.generator import Generator
+from exl2flow.inference.loading.layer_split import Split, SplitOptions
 from exl2flow.inference.loading.load import load_model
 from exl2flow.kernels import resolve_device
 from exl2flow.model import CanonicalTensors, expected_tensors, resolve
@@ -15,15 +16,27 @@ from exl2flow.model.memory.footprint import Footprint, exact_format
 PROMPT_TOKENS = 512  # of the prompt at most, to estimate memory
 
 
-def sample_text(model_dir: Path, prompt: str, *, tokens: int, seed: int, device: str) -> str:
+def sample_text(
+    model_dir: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    seed: int,
+    device: str,
+    split: SplitOptions | None = None,
+) -> str:
     """Return a seeded continuation of a prompt; each token rereads a model that does not fit.
 
+    A model that is split among GPUs, as the options say, has to fit.
+
     Raises:
-        SourceModelError, BackendUnavailable: see `load_model`.
+        SourceModelError, BackendUnavailable, ConfigError, OutOfDeviceMemory: see `load_model`.
     """
-    fits = _fits_in_memory(model_dir, resolve_device(device), tokens=PROMPT_TOKENS + tokens)
-    model = load_model(model_dir, device=device, streamed=not fits)
-    room = min(model.max_tokens, PROMPT_TOKENS + tokens)
+    room = PROMPT_TOKENS + tokens
+    placement = None if split is None else Split.of(split, tokens=room, slots=1)
+    fits = placement or _fits_in_memory(model_dir, resolve_device(device), tokens=room)
+    model = load_model(model_dir, device=device, placement=placement, streamed=not fits)
+    room = min(model.max_tokens, room)
     generator = Generator(model, tokens=room, slots=1)
     return generator.generate(prompt, max_new_tokens=tokens, seed=seed)
 

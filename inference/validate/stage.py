@@ -36,6 +36,7 @@ from exl2flow.core.store.stage import (
     StageRun,
 )
 from exl2flow.core.store.store import StageFolder
+from exl2flow.inference.loading.layer_split import SplitOptions
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
 from exl2flow.inference.scoring.evaluate import RowKey, RowScores, Score, evaluate_texts
@@ -142,12 +143,14 @@ def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tens
     return ids[keep]
 
 
-def generate_sample(folder: Path, options: ValidateOptions, device: str) -> str:
-    """Return the prompt and the model's seeded continuation."""
+def generate_sample(
+    folder: Path, options: ValidateOptions, device: str, split: SplitOptions | None = None
+) -> str:
+    """Return the prompt and the model's seeded continuation; arguments as of `sample_text`."""
     tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
     prompt = options.sample_prompt
     return prompt + sample_text(
-        folder, prompt, tokens=tokens, seed=options.sample_seed, device=device
+        folder, prompt, tokens=tokens, seed=options.sample_seed, device=device, split=split
     )
 
 
@@ -174,7 +177,9 @@ def _report(run: StageRun[ModelOptions]) -> None:
         get_ops(run.device).prepare()
     score, cross_check = _scores(run, held_out, calibration)
     run.stop_if_asked()
-    sample = generate_sample(out, options, run.device) if options.sample_tokens else ""
+    sample = ""
+    if options.sample_tokens:
+        sample = generate_sample(out, options, run.device, config)
     warnings, failures = verdict(score, cross_check, options)
     warnings += guessing(score, resolve(config.source).vocab_size)
     for text in (*warnings, *failures):

@@ -82,6 +82,8 @@ def stage_works(config: ModelOptions, spec: ModelSpec, memory: int) -> tuple[Sta
     parts = list(_parts(config, spec, memory))
     works = []
     for stage, need in needs.items():
+        if stage == "compose" and config.is_split:  # loading it says whether it fits
+            continue
         if stage in WHOLE:
             part, least = "the whole model", need.gpu_memory_bytes
             bound = least

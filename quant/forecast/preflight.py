@@ -218,7 +218,11 @@ def _check_memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> None:
         )
     if card is None:
         return
-    on_gpu = {name: need.gpu_memory_bytes for name, need in plan.left.items()}
+    on_gpu = {
+        name: need.gpu_memory_bytes
+        for name, need in plan.left.items()
+        if name != "compose" or not config.is_split
+    }
     stage = max(on_gpu, key=on_gpu.__getitem__, default="")
     if stage and on_gpu[stage] > card.memory:
         raise StoreError(

@@ -27,6 +27,7 @@ WITHOUT_EFFECT: list[tuple[dict[str, Any], str]] = [
     ({"calibration": {"text": "mine.parquet", "share": 0.3}}, "--calibration-share"),
     ({"calibration": {"text": "mine.parquet", "seed": 3}}, "--seed"),
     ({"sensitivity": {"kind": "error", "rows": 3}}, "--sensitivity-rows"),
+    ({"gpu_split": "auto", "validate_options": {"sample_tokens": 0}}, "--gpu-split"),
     ({"allocate": {"objective": "log"}}, "--objective"),
     ({"allocate": {"power": 3}}, "--objective-power"),
     (
@@ -38,6 +39,8 @@ WITH_EFFECT: list[dict[str, Any]] = [
     {"calibration": {"text": "chat", "share": 0.3, "seed": 3}},
     {"calibration": {"text": "self", "share": 0.3, "seed": 3}},
     {"calibration": {"seed": 3}},
+    {"devices": "0,1"},
+    {"reserve": "0", "calibration": {"text": "self"}, "validate_options": {"sample_tokens": 0}},
     {"sensitivity": {"rows": 3}},
     {"sensitivity": {"kind": "error"}, "allocate": {"objective": "log"}},
     {"sensitivity": {"kind": "error"}, "allocate": {"power": 3}},
@@ -83,7 +86,8 @@ def test_option_without_effect_changes_no_fingerprint(tmp_path: Path) -> None:
     error = {"kind": "error"}
 
     assert fingerprints(source, allocate=power) == fingerprints(source)
-    assert fingerprints(source, max_memory="1GiB") == fingerprints(source)
+    for where in ({"max_memory": "1GiB"}, {"gpu_split": "20,24", "devices": "1,0"}):
+        assert fingerprints(source, **where) == fingerprints(source)
     assert fingerprints(source, measurement=given, allocate=log) == fingerprints(
         source, measurement=given
     )

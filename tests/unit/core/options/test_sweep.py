@@ -78,6 +78,13 @@ def test_configuration_survives_json() -> None:
     assert SweepConfig.model_validate(config.model_dump(mode="json")) == config
 
 
+@pytest.mark.parametrize("where", [{"gpu_split": "20,24"}, {"reserve": "0"}, {"devices": "1"}])
+def test_processes_with_one_gpu_each_split_no_model(where: dict[str, str]) -> None:
+    assert sweep_of(bpw=[3, 4], **where).conversion(4.0).is_split
+    with pytest.raises(ValidationError, match="the runner `processes` gives each process one GPU"):
+        sweep_of(bpw=[3], runner="processes", **where)
+
+
 def test_cluster_without_a_runner_that_has_any_is_refused() -> None:
     with pytest.raises(ValidationError, match="needs the runner `dask` or `ray`"):
         sweep_of(bpw=[3], runner="processes", cluster="tcp://127.0.0.1:8786")

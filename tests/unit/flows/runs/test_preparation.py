@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conversions import small_config, small_options
 from tiny import make_tiny
 from typer.testing import CliRunner
 
-from exl2flow.core.errors import PreflightFailed
+from exl2flow.core.errors import ConfigError, PreflightFailed
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows.cli.main import app
@@ -81,6 +82,29 @@ def test_options_without_effect_are_named_before_any_work(
     prepare(small_config(source, tmp_path / "out", max_memory="8GB", device="cpu"), STAGES)
 
     assert "`--max-memory` limits the memory of a GPU" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"gpu_split": "20,24", "device": "cpu"}, "among GPUs, and the device is `cpu`; leave out"),
+        ({"devices": "a", "device": "cpu"}, "`--devices a` is no list such as `0,2`"),
+        ({"gpu_split": "20,24", "device": "cuda"}, "2 sizes are given, but the GPUs that torch"),
+        ({"devices": "0,3", "device": "cuda"}, "`--devices` names 3, but the GPUs that torch"),
+    ],
+)
+def test_gpus_of_a_split_that_are_not_there_are_refused_before_any_work(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(preparation, "resolve_device", torch.device)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    with pytest.raises(ConfigError, match=message):
+        prepare(small_config(source, tmp_path / "out", **where), STAGES)
 
 
 def test_convert_checks_once(source: Path, tmp_path: Path, calls: list[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
+from devices import devices
 from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from traces import contents, delete, truncate
@@ -29,8 +30,10 @@ from exl2flow.inference.compose.stage import (
     plausible_openings,
     write_rows,
 )
+from exl2flow.inference.loading.layer_split import Split
 from exl2flow.inference.loading.load import LoadedModel, load_model
-from exl2flow.model import Tokenizer
+from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.model import Placement, Tokenizer
 from exl2flow.model.memory import composition
 
 BOS, EOS = 0, 1
@@ -61,6 +64,18 @@ def test_rows_written_together_are_those_written_alone(model: LoadedModel) -> No
 
     assert torch.equal(together, torch.stack(alone))
     assert len(together.unique(dim=0)) == 5
+
+
+def test_a_model_on_several_devices_writes_the_same_rows(source: Path, model: LoadedModel) -> None:
+    first, second = (torch.device("cpu", index) for index in range(2))
+    apart = Placement(embedding=first, layers=(first, second), head=second)
+
+    with devices() as fakes:
+        split = load_model(source, device="cpu", placement=apart)
+        found = written(split, range(3), tokens=12)
+
+    assert torch.equal(found, written(model, range(3), tokens=12))
+    assert (first, second, (3, 64)) in fakes.moves
 
 
 def test_rows_begin_with_bos_and_stay_in_the_tokenizers_vocabulary(model: LoadedModel) -> None:
@@ -215,6 +230,28 @@ def test_all_rows_are_stored_with_their_kinds(pipeline: Pipeline, model: LoadedM
     assert torch.equal(ids, written(model, range(5), tokens=64))
     assert described["kinds"] == [f"self T={heat}" for heat in ("0.7", "0.85", "1", "0.7", "0.85")]
     assert described["notes"][0].startswith("self: 5 rows of 64 tokens written by the model, ")
+
+
+def test_a_split_has_room_for_the_rows_of_a_batch(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = []
+
+    def load(folder: Path, *, placement: Split, max_tokens: int, device: str) -> LoadedModel:
+        given.append((placement, max_tokens))
+        return load_model(folder, device=device)
+
+    monkeypatch.setattr(composition, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(compose, "load_model", load)
+    config = config_in(source, tmp_path)
+    for where in ({"gpu_split": "1,0,2", "devices": "2,1,0"}, {}):
+        pipeline = Pipeline(config.model_copy(update=where), (COMPOSE,), device="cpu")
+        shutil.rmtree(pipeline.path("compose"), ignore_errors=True)
+        pipeline.run("compose", progress=silent)
+
+    sizes = (10**9, 0, 2 * 10**9)
+    split = Split(sizes=sizes, devices=(2, 1, 0), tokens=2 * PAGE_TOKENS, slots=2)
+    assert given == [(split, 64), (None, None)]
 
 
 @pytest.mark.parametrize("wanted", ["during", "after"])

@@ -212,7 +212,8 @@ def test_record_tells_source_options_and_errors(converted: Any) -> None:
 
     assert record["source"] == str(converted.config.source.resolve())
     assert record["options"]["bpw"] == 4.0
-    assert not {"validate_options", "device", "max_memory"} & record["options"].keys()
+    places = {"device", "gpu_split", "reserve", "devices", "max_memory"}
+    assert not {"validate_options", *places} & record["options"].keys()
     assert record["allocation"]["used_bits"] > 0
     assert [layer["name"] for layer in record["layers"]] == [
         *(sublayer.name for sublayer in converted.spec.sublayers),

@@ -121,6 +121,7 @@ def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (need - 1, 80 * 10**9))
 
     preflight(config_of(source, "standard"))
+    preflight(config_of(source, "self").model_copy(update={"devices": "0,1"}))  # loading says it
     with pytest.raises(PreflightFailed, match=r"^the stage `compose` .* `--calibration`"):
         preflight(config_of(source, "self"))
 
