@@ -25,31 +25,14 @@ class PlacementOptions(Options):
     """The devices of a model that generates text, and the format of its cache."""
 
     device: Annotated[DeviceOption, Option("auto|cpu|cuda", MODEL)] = "auto"
-<<<<<<< HEAD
-    gpu_split: Annotated[str | None, Option("GB,…|auto", MODEL, rare=True)] = Field(
-        default=None,
-        description="GB that the model and its cache may take on each GPU, 0 to skip one; auto: "
-        "what is free; empty: one GPU",
-    )
-    reserve: Annotated[str | None, Option("BYTES,…", MODEL, rare=True)] = Field(
-        default=None,
-        description="bytes that an automatic split leaves free, one number or one for each GPU; "
-        "empty: 256 MiB of each",
-    )
-    devices: Annotated[str | None, Option("N,…", MODEL, rare=True)] = Field(
-        default=None,
-        description="GPUs to split the model among, in the order of its layers; empty: all",
-    )
+    gpu_split: Annotated[GpuSplit, Option("GB,…|auto", MODEL, rare=True)] = None
+    reserve: Annotated[Reserve, Option("BYTES,…", MODEL, rare=True)] = None
+    devices: Annotated[Devices, Option("N,…", MODEL, rare=True)] = None
     tensor_parallel: Annotated[str | None, Option("N|all", MODEL, rare=True)] = Field(
         default=None,
         description="GPUs that share each layer, the first ones or those of `devices`, each with a "
         "process of its own; empty: a layer lies on one GPU",
     )
-=======
-    gpu_split: Annotated[GpuSplit, Option("GB,…|auto", MODEL, rare=True)] = None
-    reserve: Annotated[Reserve, Option("BYTES,…", MODEL, rare=True)] = None
-    devices: Annotated[Devices, Option("N,…", MODEL, rare=True)] = None
->>>>>>> wt-s
     cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
         default=None,
         description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",
