@@ -27,6 +27,7 @@ from exl2flow.model import (
     ModelSpec,
     Placement,
     Sublayer,
+    SublayerSpec,
     Tokenizer,
     build_embedding,
     build_head,
@@ -34,7 +35,6 @@ from exl2flow.model import (
     check_tied_head,
     resolve,
 )
-from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.stream import StreamedSublayers
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (

@@ -104,7 +104,7 @@ class StreamedModel:
             return
         with Threads(SUBLAYERS_AHEAD, self.device) as threads:
 
-            def begin(index: int) -> Callable[[], Sublayer]:
-                return threads.begin(partial(self._sublayers.read, index, self.device)).result
+            def begin(sublayer: SublayerSpec) -> Callable[[], Sublayer]:
+                return threads.begin(partial(self._sublayers.read, sublayer, self.device)).result
 
-            yield from look_ahead(range(len(self._sublayers)), begin, depth=SUBLAYERS_AHEAD)
+            yield from look_ahead(self._sublayers.spec.sublayers, begin, depth=SUBLAYERS_AHEAD)

@@ -165,8 +165,8 @@ def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, rank
     """Return what a rank takes of a sublayer.
 
     Raises:
-        ConfigError: down has fewer groups than there are ranks. Of a shared expert's, some ranks
-            then have none.
+        ConfigError: an MLP's down has fewer groups than there are ranks. If a shared expert's has
+            fewer, some ranks have no part of it.
     """
     columns, groups = dict[Role, torch.Tensor](), list[int]()
     by_role = {p.role: p for p in sublayer.projections if not p.is_routed}
@@ -185,8 +185,9 @@ def share_of(spec: ModelSpec, sublayer: SublayerSpec, tensors: TensorFiles, rank
                 f"`{sublayer.name}` has {len(found)} groups for {ranks.count} ranks; give fewer"
             )
         groups = dealt([group.size for group in found], ranks.count)[ranks.rank]
-        rows = torch.cat([torch.arange(0), *(found[index].rows for index in groups)])
-        columns |= {role: rows for role in ("gate", "up") if role in by_role}
+        if groups:
+            rows = torch.cat([found[index].rows for index in groups])
+            columns |= {role: rows for role in ("gate", "up") if role in by_role}
     if sublayer.group is not None:
         sublayer = _with_own_experts(sublayer, sublayer.group, tensors, ranks, shared=bool(groups))
     return Share(sublayer, columns, groups, has_bias=ranks.rank == 0)
@@ -216,6 +217,12 @@ def _with_own_experts(
     return replace(sublayer, parts=parts, group=replace(group, experts=own, has_shared=shared))
 
 
+def _bytes(key: str, tensors: TensorFiles) -> int:
+    """Return the bytes of a linear in files, in whichever form."""
+    names = {*tensor_names(key), *gptq_names(key), f"{key}.weight", f"{key}.bias"}
+    return sum(tensors.nbytes(name) for name in names if name in tensors)
+
+
 def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer:
     """Let a rank's share of a sublayer exchange what others need."""
     if isinstance(sublayer, ExpertsSublayer):
@@ -237,12 +244,6 @@ def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer
     if "down" in names:
         linears[names["down"]] = Summed(linears[names["down"]], ranks)
     return sublayer
-
-
-def _bytes(key: str, tensors: TensorFiles) -> int:
-    """Return the bytes of a linear in files, in whichever form."""
-    names = {*tensor_names(key), *gptq_names(key), f"{key}.weight", f"{key}.bias"}
-    return sum(tensors.nbytes(name) for name in names if name in tensors)
 
 
 class HeadShare:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from cards import CARDS
-from expert_banks import bank
+from expert_banks import bank, some_of
 from expert_layers import LAYERS
 
 from exl2flow.kernels import RouterRule
@@ -26,6 +26,19 @@ def test_layers_have_a_plan_on_every_card(name: str, card: str) -> None:
     assert plan.shared <= shared
     assert plan.ctas in (processors, 2 * processors)
     assert plan.argument["slots"] == rule.top + (options.get("shared", 0) > 0)
+
+
+def test_some_experts_have_a_table_of_their_own() -> None:
+    rule, options = LAYERS["qwen2"]
+    part = some_of(bank(rule, **options), range(1, rule.experts, 2))
+
+    plan = plan_of(part, (132, 227 << 10))
+
+    assert plan is not None
+    assert part.places is not None
+    assert plan.argument["places"] == part.places.data_ptr()
+    assert plan.argument["experts"] == rule.experts  # that are scored
+    assert plan.argument["held"] == len(part.experts) == rule.experts // 2
 
 
 @pytest.mark.parametrize("model", WIDTHS)
