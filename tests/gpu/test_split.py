@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
+from cut import cut
 from device_needs import needs
 from stage_runs import run_until
 from tiny import make_tiny
@@ -43,6 +44,13 @@ def generated(model: LoadedModel, **options: object) -> list[torch.Tensor]:
     generator = Generator(model, slots=2, tokens=1024, **options)
     request = Request(TEXT, max_new_tokens=100, settings=GREEDY, logits=True, stops=())
     return [x for event in generator.stream(request) for x in event.logits if x is not None]
+
+
+def long_text(model: LoadedModel) -> list[str]:
+    """Return what a model writes behind 8,000 tokens."""
+    prompt = [5 + index % 200 for index in range(8000)]
+    generator = Generator(model, tokens=8192, slots=1)
+    return generator.generate([prompt], max_new_tokens=8, settings=GREEDY)
 
 
 def test_logits_are_near_those_of_one_gpu_and_the_same_in_every_run(
@@ -83,7 +91,7 @@ def test_parts_and_pages_are_on_their_devices(folder: Path) -> None:
     assert [x.device for x in stored[:: len(stored) // LAYERS]] == [*HALVES.layers]
 
 
-def test_forecast_of_what_each_gpu_takes_is_within_3_percent(tmp_path: Path) -> None:
+def test_a_model_larger_than_one_gpu_keeps_to_its_sizes_and_the_forecast(tmp_path: Path) -> None:
     source = make_tiny(
         "llama",
         tmp_path / "wide",
@@ -99,18 +107,25 @@ def test_forecast_of_what_each_gpu_takes_is_within_3_percent(tmp_path: Path) -> 
     texts = Texts(context=8192, pages=32, cache_format="fp16", sequences=1)
     sizes = Sizes.of(spec, CanonicalTensors(spec), torch.float16)
     forecast = needs(spec, sizes, HALVES, texts)
+    rooms = tuple(int(1.03 * forecast[device]) for device in (A, B))
+    split = Split(sizes=rooms, tokens=8192, slots=1)
+    with pytest.raises(OutOfDeviceMemory, match=r"`cuda:0` takes .* more; with the smallest cache"):
+        load_model(source, placement=Split(sizes=rooms[:1], tokens=8192, slots=1))
     for _ in range(2):  # cuBLAS's workspaces, which the reserve counts, are there from then on
         before = {device: torch.cuda.memory_allocated(device) for device in (A, B)}
         for device in (A, B):
             torch.cuda.reset_peak_memory_stats(device)
-        generator = Generator(load_model(source, placement=HALVES), tokens=8192, slots=1)
-        generator.generate([[5] * 8000], max_new_tokens=8, settings=GREEDY)
-        del generator
+        model = load_model(source, placement=split)
+        assert model.decoder.placement == HALVES
+        text = long_text(model)
+        del model
         gc.collect()
 
-    for device in (A, B):
+    for device, room in zip((A, B), rooms, strict=True):
         taken = torch.cuda.max_memory_allocated(device) - before[device]
         assert abs(taken / forecast[device] - 1) <= 0.03
+        assert taken <= room
+    assert text == long_text(load_model(source, placement=cut(A, LAYERS)))
 
 
 def test_a_model_larger_than_one_gpu_runs_on_two(folder: Path) -> None:

@@ -110,6 +110,16 @@ def test_what_is_refused_fits_in_no_way_at_all(
 
 
 @given(models(), ROOMS, TEXTS)
+def test_without_the_last_device_that_is_used_there_is_no_room(
+    model: tuple[ModelSpec, Sizes], rooms: list[int], texts: Texts
+) -> None:
+    while (placement := placed(model, rooms, texts)) is None:
+        rooms = [2 * room + 1 for room in rooms]
+
+    assert placed(model, rooms[: order(placement)[-1]], texts) is None
+
+
+@given(models(), ROOMS, TEXTS)
 def test_a_device_without_room_is_skipped(
     model: tuple[ModelSpec, Sizes], rooms: list[int], texts: Texts
 ) -> None:

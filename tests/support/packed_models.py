@@ -62,10 +62,13 @@ def quantized(
     )
 
 
-def make_packed(family: str, folder: Path) -> ModelSpec:
-    """Write a tiny model whose maps are quantized; those of one input have one order of rows."""
+def make_packed(family: str, folder: Path, **overrides: object) -> ModelSpec:
+    """Write a tiny model whose maps are quantized; those of one input have one order of rows.
+
+    overrides: of `make_tiny`.
+    """
     make: Callable[..., Path] = make_tiny if family in FAMILY_CONFIGS else make_checkpoint
-    spec, path = resolve(make(family, folder)), folder / "model.safetensors"
+    spec, path = resolve(make(family, folder, **overrides)), folder / "model.safetensors"
     source = CanonicalTensors(spec)
     tensors = {name: source.read_floating(name) for name in expected_tensors(spec)}
     for sublayer in spec.sublayers:

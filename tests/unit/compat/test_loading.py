@@ -5,6 +5,8 @@ import shutil
 
 import pytest
 import torch
+from cut import halves
+from devices import devices
 
 from exl2flow.compat.exllamav2 import (
     ExLlamaV2,
@@ -21,6 +23,7 @@ from exl2flow.compat.exllamav2 import (
 )
 from exl2flow.compat.exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, SourceModelError
+from exl2flow.inference import load_model
 from exl2flow.inference.loading.layer_split import Split
 
 
@@ -122,6 +125,38 @@ def test_several_gpus_share_a_model_as_it_is_told(config, monkeypatch, load, spl
     load(model, cache)
 
     assert given == [split]
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda model, cache, told: [*model.load_autosplit_gen(cache, callback=told)],
+        lambda model, _, told: model.load([0.001, 20], callback=told),
+    ],
+)
+def test_programs_have_the_same_texts_on_several_devices(
+    config, model, tokenizer, monkeypatch, load
+) -> None:
+    def load_split(folder, *, placement, **options):
+        assert isinstance(placement, Split)
+        first, second = (torch.device("cpu", index) for index in range(2))
+        return load_model(folder, device="cpu", placement=halves(first, second, 2), **options)
+
+    def text(model, cache) -> str:
+        generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+        return generator.generate("The quick", 3, completion_only=True, seed=1)
+
+    split, told = ExLlamaV2(config), []
+    cache = ExLlamaV2Cache_Q4(split, max_seq_len=256, lazy=True)
+    with devices(), monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr("exl2flow.compat.exllamav2.model.load_model", load_split)
+        load(split, cache, lambda *part: told.append(part))
+        found = text(split, cache)
+
+    assert split.native.decoder.placement.is_split
+    assert told == [(part, 6) for part in range(1, 7)]
+    assert found == text(model, ExLlamaV2Cache_Q4(model, max_seq_len=256))
 
 
 def test_what_needs_more_devices_or_images_is_refused(model) -> None:

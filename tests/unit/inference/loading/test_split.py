@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapters import make_adapter
 from checkpoints import make_checkpoint
+from cut import cut
 from decoding import GREEDY, HOT, Again, Slots
 from devices import Devices, device_of, devices
 from packed_models import make_packed
@@ -272,6 +273,18 @@ def test_a_step_sends_lengths_ids_and_states_and_nothing_else(folder: Path, fake
         (A, B, (1, 64)),
         (B, C, (1, 64)),
     ]
+
+
+def test_a_cut_on_one_device_is_run_as_a_border_is(folder: Path, fakes: Devices) -> None:
+    models = [loaded(folder, each) for each in (cut(A, LAYERS), WHOLE)]
+    first, _ = generators = [Generator(model, slots=1, tokens=256) for model in models]
+
+    found, expected = (g.generate("A", max_new_tokens=3, settings=GREEDY) for g in generators)
+
+    assert found == expected
+    places = first._device_slots._runner._places
+    assert [place.span.layers for place in places] == [range(2), range(2, LAYERS)]
+    assert len({id(place.graphs) for place in places}) == 2
 
 
 def test_pages_of_a_layer_are_where_the_layer_is(folder: Path, fakes: Devices) -> None:
