@@ -165,7 +165,7 @@ def fitting(
     for device, nbytes in page_bytes.items():
         room = free_memory(device) if device.type == "cuda" else available_memory()
         if room is not None and nbytes:
-            room = min(room, *others)
+            room = min([room, *others])
             pages = (int(SHARE * room) - states[device]) // nbytes
             tokens = min(tokens, pages * PAGE_TOKENS)
     return max(PAGE_TOKENS, tokens)

@@ -75,6 +75,7 @@ class HiddenStates:
             for held in sequences:
                 self.table.release(held)
 
+    @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits fp32 (n, t, v) of hidden states (n, t, hidden)."""
         return self._device_slots.runner.head(hidden)

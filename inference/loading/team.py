@@ -165,14 +165,12 @@ class Team:
             ranks = met.get()
             if isinstance(ranks, Exl2FlowError):
                 raise self.lost(ranks)
-            self._watch.abort = ranks.abort
-        return ranks
+        self._watch.abort = ranks.abort  # without the guard, which refers to the team
+        return replace(ranks, guard=self._check_leading)
 
     def _joined(self, method: str) -> Ranks:
         device = self.devices[0] if self.devices[0].type == "cuda" else None
-        size = len(self.devices)
-        ranks = Ranks.join(method, rank=0, count=size, device=device, is_led=True)
-        return replace(ranks, guard=self._check_leading)
+        return Ranks.join(method, rank=0, count=len(self.devices), device=device, is_led=True)
 
     def begin(self, name: str, *args: Any) -> Callable[[], list[Any]]:
         """Let followers do something; what is returned waits for their results, by rank.
@@ -270,14 +268,14 @@ class _Watch(threading.Thread):
         super().__init__(name="exl2flow-team", daemon=True)
         self.peers, self._size, self._seen = list[_Peer](), size, dict[int, float]()
         self.failure: Exl2FlowError | None = None
-        self.failed, self._started = threading.Event(), threading.Event()
+        self.failed, self._are_there = threading.Event(), threading.Event()
         self.abort: Callable[[], None] = lambda: None
         self._lock, self._is_closed = threading.Lock(), False
 
     def start(self) -> None:
         """Start the thread, which starts the followers: they end with the thread that did."""
         super().start()
-        self._started.wait()
+        self._are_there.wait()
 
     def run(self) -> None:
         """Read until one is lost, or all shall end."""
@@ -285,7 +283,7 @@ class _Watch(threading.Thread):
             self.peers = [_started(rank) for rank in range(1, self._size)]
         except OSError as error:
             self.fail(InferenceError(f"no process starts for another rank: {error}"))
-        self._started.set()
+        self._are_there.set()
         pipes = {peer.pipe: peer for peer in self.peers}
         self._seen = {peer.rank: time.monotonic() + START_SECONDS for peer in self.peers}
         while not self._is_closed and self.failure is None:
