@@ -1,7 +1,8 @@
 """Fuse linears that read the same input and share a row order, and run chains of them."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,8 +60,8 @@ def product_of(
 class Exchange(FusedLinear):
     """A product of which this process computes a part; see `SharedLinear`."""
 
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
-    total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gather: Callable[..., torch.Tensor] | None = None
+    added: Callable[..., torch.Tensor] | None = None
     core: FusedLinear | None = None  # what this process computes
 
     @classmethod
@@ -70,7 +71,15 @@ class Exchange(FusedLinear):
         if shared.total is not None:
             core = FusedLinear(matrices=product.matrices, exact=True)
         fields = {name: getattr(product, name) for name in FusedLinear.__dataclass_fields__}
-        return cls(**fields, gather=shared.gather, total=shared.total, core=core)
+        return cls(**fields, gather=shared.gather, added=shared.added, core=core)
+
+    def ordered(self) -> "Exchange":
+        """Return the product of columns that are gathered in the order of its rows."""
+        assert self.gather is not None
+        assert self.core is not None
+        gather = partial(self.gather, to=torch.argsort(self.order).int())
+        core = replace(self.core, is_ordered=True)
+        return replace(self, is_ordered=True, gather=gather, core=core)
 
 
 _Part = tuple[list[FusedLinear], FusedLinear, FusedLinear]  # what runs; first and last as given
@@ -91,20 +100,27 @@ def multiply(
             x = first.gather(x)
         results, states = ops.multiply(x, part, hidden)
         hidden = states if hidden is not None or any(product.adds for product in part) else None
-        if isinstance(last, Exchange) and last.total is not None:
+        if isinstance(last, Exchange) and last.added is not None:
             total, *beside = results
-            hidden = _added(last, last.total(total), hidden)
+            hidden = _added(last, last.added, total, hidden)
             results = [hidden, *beside]
     return results, results[0] if hidden is None else hidden
 
 
-def _added(last: FusedLinear, total: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Return the next hidden state, fp16, of a sum fp32 and the last one."""
-    if last.after is not None:
-        total = get_ops(total.device).norm(total.half(), last.after).float()
-    if last.multiplier != 1.0:
-        total = total * last.multiplier
-    return (total if hidden is None else hidden + total).half()
+def _added(
+    last: FusedLinear,
+    added: Callable[..., torch.Tensor],
+    part: torch.Tensor,
+    hidden: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return the next hidden state, fp16, of this process's part of a sum, fp32, and the last."""
+    if last.after is None:
+        return added(part, hidden, last.multiplier)
+    total = get_ops(part.device).norm(added(part), last.after)
+    if last.multiplier != 1.0 or hidden is not None:
+        wide = total.float() * last.multiplier
+        total = (wide if hidden is None else hidden + wide).half()
+    return total
 
 
 def _parts(products: Sequence[FusedLinear]) -> list[_Part]:
@@ -113,7 +129,7 @@ def _parts(products: Sequence[FusedLinear]) -> list[_Part]:
     if key not in known:
         known[key], begin = [], 0
         for end, last in enumerate(products, 1):
-            is_exchanged = isinstance(last, Exchange) and last.total is not None
+            is_exchanged = isinstance(last, Exchange) and last.added is not None
             if is_exchanged or end == len(products):
                 part = [p.core or p if isinstance(p, Exchange) else p for p in products[begin:end]]
                 known[key].append((part, products[begin], last))

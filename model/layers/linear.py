@@ -136,12 +136,14 @@ class PackedLinear:
 class SharedLinear:
     """A map of which this process has a part, or reads a part; `linear` computes it.
 
-    gather: returns all of what it reads, (…, k), of this process's own columns; total: returns the
-    result of all processes, fp32, of this process's own.
+    gather: returns all of what it reads, (…, k), of this process's own columns, see `Ranks.gather`;
+    total: returns the result of all processes, fp32, of this process's own; added: returns the next
+    hidden states, see `Ranks.added`.
     """
 
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gather: Callable[..., torch.Tensor] | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    added: Callable[..., torch.Tensor] | None = None
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear

@@ -1,9 +1,9 @@
-"""Ranks: the processes that run one model together, and their two collectives."""
+"""Ranks: the processes that run one model together, and what they exchange."""
 
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import ClassVar, Self
 
@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from exl2flow.core.errors import BackendUnavailable, InferenceError
+from exl2flow.model.tensor_parallel.peers import PeerExchange
 
 SEED_BITS = 63
 PATIENCE = timedelta(minutes=5)  # with a rank that is alive; the loss of one is seen at once
@@ -23,12 +24,13 @@ class Ranks:
     A context manager, which leaves the others: a process that ends without that may abort.
     is_recordable: whether collectives may be part of a CUDA graph; seeds: of texts that are given
     none, the same on all ranks; like the group that `torch.distributed` makes, they are those of
-    the process.
+    the process. peers: exchanges of few rows, where that is faster than `torch.distributed`.
     """
 
     rank: int
     count: int
     is_recordable: bool = False
+    peers: PeerExchange | None = None
     seeds: ClassVar[random.Random] = random.SystemRandom()
 
     @classmethod
@@ -78,22 +80,59 @@ class Ranks:
         where = device if is_nccl else None
         drawn = torch.tensor([secrets.randbits(SEED_BITS)], device=where)
         cls.seeds = random.Random(int(ranks._all(drawn)[0]))
-        return ranks
+        if not is_nccl or device is None or ranks.count == 1:
+            return ranks
+        peers = PeerExchange.meet(ranks.rank, ranks.count, device, ranks._all)
+        return replace(ranks, peers=peers)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         type(self).seeds = random.SystemRandom()
+        if self.peers is not None:
+            self.peers.close()
         if distributed.is_initialized():
             distributed.destroy_process_group()
 
-    def gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        """Return the columns of all ranks, (…, Σ widths), of this rank's own, (…, width)."""
+    def check(self) -> None:
+        """Raise `InferenceError` if a recorded exchange has waited for another rank in vain."""
+        if self.peers is not None:
+            self.peers.check()
+
+    def gather(
+        self, x: torch.Tensor, widths: Sequence[int], to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the columns of all ranks, (…, Σ widths), of this rank's own, (…, width).
+
+        to: where each column goes, int32 (Σ widths,), if x is fp16; None: in order.
+        """
         rows, most = x.flatten(0, -2), max(widths)
+        peers = self._peers_for(len(rows) * most * x.element_size())
+        if peers is not None and all(width * x.element_size() % 4 == 0 for width in widths):
+            return peers.gather(rows, widths, to).view(*x.shape[:-1], -1)
         sent = torch.nn.functional.pad(rows, (0, most - rows.shape[1])).contiguous()
         columns = [part[:, :width] for part, width in zip(self._all(sent), widths, strict=True)]
-        return torch.cat(columns, dim=1).view(*x.shape[:-1], -1)
+        y = torch.cat(columns, dim=1).view(*x.shape[:-1], -1)
+        return y if to is None else torch.empty_like(y).index_copy_(-1, to.long(), y)
+
+    def added(
+        self, x: torch.Tensor, hidden: torch.Tensor | None = None, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        """Return hidden + multiplier · Σ x over all ranks, fp16 in the shape of x.
+
+        Args:
+            x: this rank's part, fp32; the sum is in the order of ranks, so equal on all of them.
+            hidden: fp16 in its shape; or None.
+            multiplier: of the sum.
+        """
+        peers = self._peers_for(x.numel() * x.element_size())
+        if peers is not None:
+            return peers.added(x, hidden, multiplier)
+        total = self.sum(x)
+        if multiplier != 1.0:
+            total = total * multiplier
+        return (total if hidden is None else hidden + total).half()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks, fp32, in their order, so it is equal on all of them."""
@@ -101,6 +140,11 @@ class Ranks:
         for part in others:
             first += part
         return first
+
+    def _peers_for(self, size: int) -> PeerExchange | None:
+        """Return the peers if they exchange so many bytes."""
+        is_small = self.peers is not None and self.peers.takes(size // 4)
+        return self.peers if is_small else None
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
         """Return a tensor of each rank, of one shape."""

@@ -67,7 +67,7 @@ class Summed(SharedLinear):
 
     def __init__(self, linear: Linear, ranks: Ranks) -> None:
         super().__init__(linear)
-        self.total = ranks.sum
+        self.total, self.added = ranks.sum, ranks.added
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,130 @@
+"""Exchanges between GPUs of one host: kernels that write into memory which processes share."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import cupy
+import numpy as np
+import torch
+from cupy.cuda import runtime
+
+from exl2flow.kernels.cuda.compiler import EXCHANGE_CTAS, launch, limits
+from exl2flow.kernels.plans.sources import fill, struct
+
+ROOM = 1 << 20  # words of 4 bytes that a rank sends at most
+THREADS, EACH = 256, 4  # of a CTA; words of a thread
+LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
+PEERS = struct("exchange.cu", "Peers")
+
+
+class Boxes:
+    """What the ranks of a host have sent to this one, in the memory of its GPU.
+
+    handle: by which other processes open it. The memory stays until the process ends, because
+    others may have it open.
+    """
+
+    def __init__(self, rank: int, count: int, device: torch.device) -> None:
+        """Reserve the memory.
+
+        Raises:
+            CUDARuntimeError: there is too little, or it cannot be shared.
+        """
+        self.rank, self.count, self.device = rank, count, device
+        size = 2 * count * ROOM * np.dtype(np.uint64).itemsize
+        with cupy.cuda.Device(device.index):
+            self._own = runtime.malloc(size)
+            runtime.memset(self._own, 0, size)
+            runtime.deviceSynchronize()
+            self.handle = bytes(runtime.ipcGetMemHandle(self._own))
+        self._opened = list[int]()
+
+    def open(self, handles: Sequence[bytes], *, patience: float) -> None:
+        """Open the boxes of all ranks; a kernel waits for the others `patience` seconds.
+
+        Raises:
+            CUDARuntimeError: this GPU cannot reach them.
+        """
+        addresses = list[int]()
+        with cupy.cuda.Device(self.device.index):
+            for rank, handle in enumerate(handles):
+                if rank == self.rank:
+                    addresses.append(self._own)
+                    continue
+                self._opened.append(runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS))
+                addresses.append(self._opened[-1])
+        self._failed = torch.zeros(1, dtype=torch.int32).pin_memory()  # kernels write to it
+        self._peers = np.zeros(1, PEERS)[0]
+        self._used = fill(
+            self._peers,
+            boxes=torch.tensor(addresses, device=self.device),
+            counters=torch.zeros(EXCHANGE_CTAS + 1, dtype=torch.int32, device=self.device),
+            failed=self._failed,
+        )
+        fill(self._peers, rank=self.rank, count=self.count, room=ROOM)
+        self.wait_for(patience)
+
+    def wait_for(self, patience: float) -> None:
+        """Set the seconds that later launches wait."""
+        self.patience = patience
+        self._peers["patience"] = round(1e9 * patience)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a kernel has waited in vain: its results, and all later ones, have no meaning."""
+        return bool(self._failed[0])
+
+    def close(self) -> None:
+        """Close the memory of the others."""
+        with cupy.cuda.Device(self.device.index):
+            for address in self._opened:
+                runtime.ipcCloseMemHandle(address)
+        self._opened.clear()
+
+    def added(
+        self, x: torch.Tensor, hidden: torch.Tensor | None, multiplier: float
+    ) -> torch.Tensor:
+        """Return hidden + multiplier · Σ x over all ranks, fp16 in the shape of x.
+
+        Args:
+            x: this rank's part, fp32, of at most `ROOM` elements.
+            hidden: fp16 in its shape; or None.
+            multiplier: of the sum.
+        """
+        y = torch.empty_like(x, dtype=torch.float16, memory_format=torch.contiguous_format)
+        others = 0 if hidden is None else hidden.contiguous()
+        self._launch("exchange_sums", x, others, y, x.numel(), np.float32(multiplier))
+        return y
+
+    def gathered(
+        self, x: torch.Tensor, widths: Sequence[int], to: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the columns of all ranks, (rows, Σ widths), in the dtype of x.
+
+        Args:
+            x: this rank's own, (rows, width), fp16 of even width or fp32; no rank has more than
+                `ROOM` words.
+            widths: of all ranks, the same on all.
+            to: where each column goes, int32 (Σ widths,), if x is fp16; None: in order.
+        """
+        y = x.new_empty(len(x), sum(widths))
+        begins = _begins(tuple(width * x.element_size() // 4 for width in widths), x.device)
+        self._launch("exchange_columns", x, y, begins, 0 if to is None else to, len(x))
+        return y
+
+    def _launch(
+        self, name: str, x: torch.Tensor, *arguments: torch.Tensor | int | np.generic
+    ) -> None:
+        x = x.contiguous()
+        if x.data_ptr() % 16:
+            x = x.clone()
+        words = x.numel() * x.element_size() // 4
+        processors, _ = limits(self.device.index)
+        ctas = min(EXCHANGE_CTAS, processors, -(-words // (THREADS * EACH)))
+        launch("exchange.cu", name, (ctas,), self._peers, x, *arguments, threads=THREADS)
+
+
+@cache
+def _begins(words: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return where the words of each rank begin in a row, and their end."""
+    return torch.tensor([0, *np.cumsum(words).tolist()], dtype=torch.int32, device=device)
