@@ -44,6 +44,7 @@ from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.interface.packed import (
     FEW_ROWS,
     MOST_BESIDE,
+    Boxes,
     FusedLinear,
     PackedMatrix,
     pack_blocks,
@@ -96,6 +97,7 @@ __all__ = [
     "SWIGLU_SLOPE",
     "AttentionRule",
     "BegunGroups",
+    "Boxes",
     "CacheFormat",
     "CardFacts",
     "DeltaArgs",

@@ -44,7 +44,7 @@ PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
 COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
 STRETCH = 2048  # positions of a history that a CTA searches for repetitions
 TEAM = 8  # CTAs for a row of many candidates
-EXCHANGE_CTAS = 128  # most of an exchange between GPUs
+EXCHANGE_CTAS = 512  # most of a launch with an exchange between GPUs
 SCAN_COLUMNS = 32  # of a state, that a CTA has while it reads a prompt
 # bytes of its shared memory: keys of two chunks; state, values, two kinds of δ, decays
 SCAN_ROOM = 2 * 2 * CHUNK_TOKENS * 136 + 4 * (
@@ -120,6 +120,7 @@ DEFINITIONS = {
     "STRETCH": STRETCH,
     "TEAM": TEAM,
     "EXCHANGE_CTAS": EXCHANGE_CTAS,
+    "MOST_RANKS": product.MOST_RANKS,
     "MOST_REPEATED": sampling.MOST_REPEATED,
     "STRONGEST": str(sampling.STRONGEST),  # fp64
     "LEAST": str(torch_sampler.LEAST),

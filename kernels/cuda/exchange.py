@@ -9,12 +9,13 @@ import torch
 from cupy.cuda import runtime
 
 from exl2flow.kernels.cuda.compiler import EXCHANGE_CTAS, launch, limits
-from exl2flow.kernels.plans.sources import fill, struct
+from exl2flow.kernels.plans.product import MOST_RANKS
+from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROOM = 1 << 20  # words of 4 bytes that a rank sends at most
-THREADS, EACH = 256, 4  # of a CTA; words of a thread
+THREADS, EACH, MOST_CTAS = 256, 4, 128  # of a CTA; words of a thread; CTAs
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
-PEERS = struct("exchange.cu", "Peers")
+PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
 
 
 class Boxes:
@@ -54,20 +55,25 @@ class Boxes:
                 self._opened.append(runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS))
                 addresses.append(self._opened[-1])
         self._failed = torch.zeros(1, dtype=torch.int32).pin_memory()  # kernels write to it
-        self._peers = np.zeros(1, PEERS)[0]
+        self.peers = np.zeros(1, PEERS)[0]
+        self.peers["boxes"][: self.count] = addresses
         self._used = fill(
-            self._peers,
-            boxes=torch.tensor(addresses, device=self.device),
+            self.peers,
             counters=torch.zeros(EXCHANGE_CTAS + 1, dtype=torch.int32, device=self.device),
             failed=self._failed,
         )
-        fill(self._peers, rank=self.rank, count=self.count, room=ROOM)
+        filled(self.peers, rank=self.rank, count=self.count, room=ROOM)
         self.wait_for(patience)
 
     def wait_for(self, patience: float) -> None:
         """Set the seconds that later launches wait."""
         self.patience = patience
-        self._peers["patience"] = round(1e9 * patience)
+        self.peers["patience"] = round(1e9 * patience)
+
+    @property
+    def room(self) -> int:
+        """Words of 4 bytes that a rank sends at most."""
+        return ROOM
 
     @property
     def has_failed(self) -> bool:
@@ -120,8 +126,8 @@ class Boxes:
             x = x.clone()
         words = x.numel() * x.element_size() // 4
         processors, _ = limits(self.device.index)
-        ctas = min(EXCHANGE_CTAS, processors, -(-words // (THREADS * EACH)))
-        launch("exchange.cu", name, (ctas,), self._peers, x, *arguments, threads=THREADS)
+        ctas = min(MOST_CTAS, processors, -(-words // (THREADS * EACH)))
+        launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=THREADS)
 
 
 @cache

@@ -82,6 +82,7 @@ class CudaOps(Ops):
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_prompts.decode_packed)
     multiply = staticmethod(cuda_products.multiply)
+    multiply_at_once = staticmethod(cuda_products.multiply_at_once)
     experts = staticmethod(cuda_experts.experts)
     runs_experts = staticmethod(cuda_experts.runs_experts)
     launches = staticmethod(cuda_products.launches)

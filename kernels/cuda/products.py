@@ -12,6 +12,7 @@ from exl2flow.core.options.environment import tuning_file, virtual_architecture
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import (
+    EXCHANGE_CTAS,
     OPTIONS,
     LaunchRefused,
     launch,
@@ -80,6 +81,27 @@ def multiply(
             return cuda_prompts.multiply(x, products, hidden)
         runs = [[product] for product in products]
     return _by_turns(runs, x, hidden)
+
+
+def multiply_at_once(
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
+) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+    """See `Ops.multiply_at_once`."""
+    is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
+    rows, runs = len(x), [*_runs(products, len(x))]
+    if rows > FEW_ROWS or not is_one_form or len(runs) > 1 or not fuses_all(products, rows):
+        return None
+    if any(p.boxes and rows * p.matrices[0].columns > p.boxes.room for p in products):
+        return None
+    plan = _plan(tuple(products), bucket(rows))
+    if not isinstance(plan, LaunchPlan) or plan.ctas > EXCHANGE_CTAS:
+        return None
+    try:
+        return _launched(plan, x, products, hidden)
+    except LaunchRefused as refusal:
+        _PLANS[products[0]][bucket(rows), *products[1:]] = None
+        tell_refusal(plan.file, refusal.reason, "its products between exchanges")
+        return None
 
 
 def _by_turns(
@@ -237,6 +259,11 @@ def _launched(
         adds = product.adds and product.after is None
         if adds and hidden is not None:
             filled(entries[0], residual=hidden)
+        if product.boxes is not None:
+            part = torch.empty(len(x), matrices[0].columns, device=x.device)
+            filled(entries[0], exact=part)
+            argument["peers"] = product.boxes.peers
+            used.append(part)
         if adds or product is products[-1]:
             dtype = torch.float32 if product.exact else x.dtype
             results = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
@@ -274,7 +301,9 @@ def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | str | No
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
-        plans[key] = _planned(products, rows, _choice(products, rows))
+        is_shared = any(product.boxes is not None for product in products)
+        choice = None if is_shared else _choice(products, rows)  # ranks would measure apart
+        plans[key] = _planned(products, rows, choice)
     return plans[key]
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import groupby, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -95,6 +96,19 @@ class PackedMatrix:
         return replace(self, columns=columns, bias=bias)
 
 
+class Boxes(Protocol):
+    """Memory in which ranks find what others have sent.
+
+    peers: what a kernel is told of it; room: most words of 4 bytes of an exchange.
+    """
+
+    @property
+    def peers(self) -> np.void: ...
+
+    @property
+    def room(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)
 class FusedLinear:
     """Multiply one x with matrices whose rows have the same order.
@@ -108,6 +122,8 @@ class FusedLinear:
     exact: give results in fp32 as they are summed; only without activation, `after` and `adds`, at
         the end.
     is_ordered: x is given in the order of the rows; only without `norm`, as the first product.
+    boxes: through which ranks add up the result, of which this one computes a part; only for
+        `Ops.multiply_at_once`, if it `adds`, without `after`.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -118,6 +134,7 @@ class FusedLinear:
     adds: bool = False
     exact: bool = False
     is_ordered: bool = False
+    boxes: Boxes | None = None
 
     @property
     def order(self) -> torch.Tensor:

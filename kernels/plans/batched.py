@@ -18,6 +18,7 @@ from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import (
     FIXED_SHARED,
     MOST_CHAINED,
+    MOST_RANKS,
     LaunchPlan,
     fill_matrix,
     fill_stage,
@@ -36,7 +37,13 @@ LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
 MOST_TOGETHER = 5  # matrices of a product
-CHAIN = struct("batched.cu", "Chain", MOST_TOGETHER=MOST_TOGETHER, MOST_CHAINED=MOST_CHAINED)
+CHAIN = struct(
+    "batched.cu",
+    "Chain",
+    MOST_TOGETHER=MOST_TOGETHER,
+    MOST_CHAINED=MOST_CHAINED,
+    MOST_RANKS=MOST_RANKS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,6 +116,12 @@ class Ops:
                 hidden = results[0]
         return [*results, *beside], results[0] if hidden is None else hidden
 
+    def multiply_at_once(
+        self, x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+        """Return what `multiply` does of products with `boxes`; None if no one launch runs all."""
+        return None
+
     def runs_experts(self, bank: ExpertBank) -> bool:
         """Return whether `experts` runs such a layer without waiting for its routes."""
         return False

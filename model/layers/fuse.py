@@ -63,15 +63,18 @@ class Exchange(FusedLinear):
     gather: Callable[..., torch.Tensor] | None = None
     added: Callable[..., torch.Tensor] | None = None
     core: FusedLinear | None = None  # what this process computes
+    whole: FusedLinear | None = None  # the same and the exchange of results, if a kernel does both
 
     @classmethod
     def of(cls, product: FusedLinear, shared: SharedLinear) -> "Exchange":
         """Return a product that exchanges what a linear does."""
-        core = product
+        core, whole = product, None
         if shared.total is not None:
             core = FusedLinear(matrices=product.matrices, exact=True)
+            if shared.boxes is not None and product.after is None and product.adds:
+                whole = replace(product, boxes=shared.boxes)
         fields = {name: getattr(product, name) for name in FusedLinear.__dataclass_fields__}
-        return cls(**fields, gather=shared.gather, added=shared.added, core=core)
+        return cls(**fields, gather=shared.gather, added=shared.added, core=core, whole=whole)
 
     def ordered(self) -> "Exchange":
         """Return the product of columns that are gathered in the order of its rows."""
@@ -94,10 +97,14 @@ def multiply(
     if not any(isinstance(product, Exchange) for product in products):
         return ops.multiply(x, products, hidden)
     results = [x]
-    for part, first, last in _parts(products):
+    for index, (part, first, last) in enumerate(_parts(products)):
         x = results[0]
         if isinstance(first, Exchange) and first.gather is not None:
             x = first.gather(x)
+        whole = None if index else _whole(products)
+        at_once = None if whole is None else ops.multiply_at_once(x, whole, hidden)
+        if at_once is not None:
+            return at_once
         results, states = ops.multiply(x, part, hidden)
         hidden = states if hidden is not None or any(product.adds for product in part) else None
         if isinstance(last, Exchange) and last.added is not None:
@@ -134,4 +141,18 @@ def _parts(products: Sequence[FusedLinear]) -> list[_Part]:
                 part = [p.core or p if isinstance(p, Exchange) else p for p in products[begin:end]]
                 known[key].append((part, products[begin], last))
                 begin = end
+    return known[key]
+
+
+_WHOLES = WeakKeyDictionary[FusedLinear, dict[tuple[FusedLinear, ...], list[FusedLinear] | None]]()
+
+
+def _whole(products: Sequence[FusedLinear]) -> list[FusedLinear] | None:
+    """Return products of which a kernel can do the only sum of all ranks, made once; else None."""
+    known, key = _WHOLES.setdefault(products[0], {}), tuple(products[1:])
+    if key not in known:
+        sums = [p for p in products if isinstance(p, Exchange) and p.added is not None]
+        can_sum = len(sums) == 1 and sums[0].whole is not None
+        plain = [p.whole or p.core or p if isinstance(p, Exchange) else p for p in products]
+        known[key] = plain if can_sum else None
     return known[key]

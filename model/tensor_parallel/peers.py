@@ -28,11 +28,11 @@ class PeerExchange:
     """Exchanges of few rows between the GPUs of one host; all ranks make the same ones.
 
     They may be part of a CUDA graph. Nothing tells the host when another rank does not come: the
-    kernel ends after `PATIENCE`, and `check` raises.
+    kernel ends after `PATIENCE`, and `check` raises. boxes: for exchanges within other kernels.
     """
 
     def __init__(self, boxes: "Boxes") -> None:
-        self._boxes = boxes
+        self.boxes = boxes
 
     @classmethod
     def meet(cls, rank: int, count: int, device: torch.device, gather: Gather) -> Self | None:
@@ -48,7 +48,7 @@ class PeerExchange:
         if not is_taken:
             peers.close()
             return None
-        peers._boxes.wait_for(PATIENCE)
+        peers.boxes.wait_for(PATIENCE)
         return peers
 
     @classmethod
@@ -69,26 +69,24 @@ class PeerExchange:
 
     def takes(self, words: int) -> bool:
         """Return whether a rank can send so many words of 4 bytes at once."""
-        from exl2flow.kernels.cuda.exchange import ROOM
-
-        return 0 < words <= ROOM
+        return 0 < words <= self.boxes.room
 
     def added(
         self, x: torch.Tensor, hidden: torch.Tensor | None = None, multiplier: float = 1.0
     ) -> torch.Tensor:
         """Return hidden + multiplier · Σ x of all ranks in their order; see `Ranks.added`."""
-        return self._boxes.added(x, hidden, multiplier)
+        return self.boxes.added(x, hidden, multiplier)
 
     def gather(
         self, x: torch.Tensor, widths: Sequence[int], to: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the columns of all ranks, (rows, Σ widths); see `Ranks.gather`."""
-        return self._boxes.gathered(x, widths, to)
+        return self.boxes.gathered(x, widths, to)
 
     def check(self) -> None:
         """Raise `InferenceError` if a kernel has waited for another rank in vain; costs 1 µs."""
-        if self._boxes.has_failed:
-            boxes = self._boxes
+        if self.boxes.has_failed:
+            boxes = self.boxes
             raise InferenceError(
                 f"rank {boxes.rank} waited {boxes.patience:g} s for another one of {boxes.count}; "
                 "start all again"
@@ -96,16 +94,16 @@ class PeerExchange:
 
     def close(self) -> None:
         """Leave the others' memory."""
-        self._boxes.close()
+        self.boxes.close()
 
     def _try(self, gather: Gather) -> tuple[bool, float, float]:
         """Return whether a sum is right, and the milliseconds of one, ours and by `gather`."""
-        boxes = self._boxes
+        boxes = self.boxes
         x = torch.arange(TRIAL_WORDS, device=boxes.device).float() + boxes.rank
         wanted = sum(range(boxes.count)) + boxes.count * torch.arange(TRIAL_WORDS).float()
         times = [_median(lambda: self.added(x)), _median(lambda: gather(x))]
         found = self.added(x).cpu()
-        return torch.equal(found, wanted.half()) and not boxes.has_failed, *times
+        return torch.equal(found, wanted.half()) and not boxes.has_failed, times[0], times[1]
 
 
 def _opened(
@@ -141,7 +139,8 @@ def _median(work: Callable[[], object]) -> float:
     """Return the milliseconds of a piece of work on the device."""
     times = list[float]()
     for _ in range(TRIALS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         begin.record()
         work()
         end.record()

@@ -68,6 +68,7 @@ class Summed(SharedLinear):
     def __init__(self, linear: Linear, ranks: Ranks) -> None:
         super().__init__(linear)
         self.total, self.added = ranks.sum, ranks.added
+        self.boxes = None if ranks.peers is None else ranks.peers.boxes
 
 
 @dataclass(frozen=True, slots=True)
