@@ -197,6 +197,8 @@ class Decode:
             return
         for result in launched.results:
             result.wait()
+        if self._device_slots.ranks is not None:
+            self._device_slots.ranks.check()
         for step_job in launched.step_jobs:
             if not step_job.job.is_done:
                 step_job.job.launched -= 1

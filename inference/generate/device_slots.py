@@ -50,7 +50,7 @@ class DeviceSlots:
     ids: int64 (slots, 1 + drafts), the token after those, then draft tokens; logits: fp32
     (slots, v), from which was sampled last.
     Idle slots write to the cache's spare page. drafts: the most per slot; proposer: makes them.
-    failure: after which the device may be in any state.
+    failure: after which the device may be in any state; ranks: that share the model, or None.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class DeviceSlots:
         idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
         self.failure: Exception | None = None
+        self.ranks = model.ranks
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
         self._runner = Runner(

@@ -13,7 +13,11 @@ from exl2flow.kernels.plans.product import MOST_RANKS
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROOM = 1 << 20  # words of 4 bytes that a rank sends at most
-THREADS, EACH, MOST_CTAS = 256, 4, 128  # of a CTA; words of a thread; CTAs
+EACH, CTAS_EACH = 4, 4  # words of a thread; most CTAs of a multiprocessor
+FEW, MANY = (
+    32,
+    256,
+)  # threads of a CTA; few: scattered stores take long where many share a processor
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
 
@@ -124,10 +128,11 @@ class Boxes:
         x = x.contiguous()
         if x.data_ptr() % 16:
             x = x.clone()
-        words = x.numel() * x.element_size() // 4
+        pieces = -(-x.numel() * x.element_size() // (4 * EACH))
+        threads = FEW if pieces <= FEW * EXCHANGE_CTAS else MANY
         processors, _ = limits(self.device.index)
-        ctas = min(MOST_CTAS, processors, -(-words // (THREADS * EACH)))
-        launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=THREADS)
+        ctas = min(EXCHANGE_CTAS, CTAS_EACH * processors, -(-pieces // threads))
+        launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=threads)
 
 
 @cache

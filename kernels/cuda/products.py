@@ -84,7 +84,7 @@ def multiply(
 
 
 def multiply_at_once(
-    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor] | None:
     """See `Ops.multiply_at_once`."""
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1

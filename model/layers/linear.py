@@ -138,13 +138,15 @@ class SharedLinear:
 
     gather: returns all of what it reads, (…, k), of this process's own columns, see `Ranks.gather`;
     total: returns the result of all processes, fp32, of this process's own; added: returns the next
-    hidden states, see `Ranks.added`; boxes: through which kernels add them up; or None.
+    hidden states, see `Ranks.added`; boxes: through which kernels add them up; or None. columns:
+    returns all columns of the result, fp32, of this process's own.
     """
 
     gather: Callable[..., torch.Tensor] | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     added: Callable[..., torch.Tensor] | None = None
     boxes: Boxes | None = None
+    columns: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
@@ -166,6 +168,8 @@ class SharedLinear:
         """Map (…, k) to (…, n)."""
         if self.gather is not None:
             return self.linear(self.gather(x))
+        if self.columns is not None:
+            return self.columns(self.exact(x))
         assert self.total is not None
         return self.total(self.exact(x)).to(x.dtype)
 

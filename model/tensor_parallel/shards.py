@@ -56,10 +56,7 @@ class Columns(SharedLinear):
 
     def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
         super().__init__(linear)
-        self._gathered = partial(ranks.gather, widths=widths)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gathered(self.exact(x))
+        self.columns = partial(ranks.gather, widths=widths)
 
 
 class Summed(SharedLinear):
