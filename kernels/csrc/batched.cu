@@ -50,6 +50,7 @@ struct Chain {
     Stage stages[MOST_CHAINED];
     unsigned* meetings;               // see meet
     Peers peers;
+    Gather gather;
     int count, rows, slots, x_bytes;  // slots: steps that a warp has in flight
 };
 
@@ -363,7 +364,12 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     Fetcher<SCALE_BYTES> fetcher(c, lists);
     for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
     wait_for_input();
-    const Exchange exchange(c.peers);
+    Exchange exchange(c.peers);
+    if (c.gather.all) {
+        exchange.gather(c.gather, c.rows);
+        meet(c.meetings, blockIdx.x, gridDim.x);
+        exchange.next();
+    }
 
     int slot = 0, parity = 0;
     unsigned met = 0;

@@ -14,14 +14,24 @@ struct Peers {
     int rank, count, room;  // count: 0: no exchanges; room: words
 };
 
+struct Gather {  // columns of all ranks that a chain of products reads
+    const unsigned* own;   // (rows, words), those of this rank
+    half_bits* all;        // (rows, 2 · words of all); or null
+    const int* to;         // where each of them goes in its row
+    int words;
+};
+
 struct Exchange {
     const Peers& p;
     unsigned number;
 
     __device__ __forceinline__ explicit Exchange(const Peers& p) : p(p), number(0) {
         if (!p.count) return;
-        number = __ldcg(p.counters + blockIdx.x) + 1;
-        if (!number) number = 2;  // 0 stands beside what nobody wrote
+        number = __ldcg(p.counters + blockIdx.x);
+        next();
+    }
+    __device__ __forceinline__ void next() {
+        if (!++number) number = 2;  // 0 stands beside what nobody wrote
     }
     __device__ __forceinline__ Word* box(int of, int from) const {
         return p.boxes[of] + ((integer)(number % 2) * p.count + from) * p.room;
@@ -62,6 +72,27 @@ struct Exchange {
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = (unsigned)w[i];
+    }
+    // Gather columns; CTAs meet before they read them.
+    __device__ __forceinline__ void gather(const Gather& g, int rows) const {
+        const int step = gridDim.x * blockDim.x, count = rows * g.words;
+        const int first = threadIdx.x * gridDim.x + blockIdx.x;
+        for (int i = first; i < count; i += step) send(i, __uint_as_float(__ldcg(g.own + i)));
+        for (int turn = 0; turn < p.count; ++turn) {
+            const int r = (p.rank + turn) % p.count;
+            for (int i = first; i < count; i += step) {
+                const int row = i / g.words, place = 2 * (r * g.words + i % g.words);
+                const int low = __ldg(g.to + place), high = __ldg(g.to + place + 1);
+                const integer at = i;
+                const bool there = true;
+                float value;
+                if (turn) receive_at<1>(r, &at, &there, &value);
+                else value = __uint_as_float(__ldcg(g.own + i));
+                half_bits* of_row = g.all + (integer)row * 2 * p.count * g.words;
+                of_row[low] = (half_bits)__float_as_uint(value);
+                of_row[high] = (half_bits)(__float_as_uint(value) >> 16);
+            }
+        }
     }
     // The sums of all ranks' numbers at COUNT places, in their order; there: which of them exist;
     // values: this one's, then the sums.

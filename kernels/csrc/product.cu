@@ -227,7 +227,12 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     };
     for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
     wait_for_input();
-    const Exchange exchange(c.peers);
+    Exchange exchange(c.peers);
+    if (c.gather.all) {
+        exchange.gather(c.gather, c.rows);
+        meet(c.meetings, blockIdx.x, gridDim.x);
+        exchange.next();
+    }
 
     int slot = 0, parity = 0;
 #pragma unroll 1

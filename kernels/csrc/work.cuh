@@ -49,6 +49,7 @@ struct Chain {
     Stage stages[MOST_STAGES];
     unsigned* meetings;            // see meet
     Peers peers;
+    Gather gather;
     int count, rows;
     int slots, slot_bytes;         // slots: steps that a warp has in flight
     int words, tiles;              // words: per warp, all stages; tiles: most per CTA

@@ -13,11 +13,8 @@ from exl2flow.kernels.plans.product import MOST_RANKS
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROOM = 1 << 20  # words of 4 bytes that a rank sends at most
+THREADS = 128  # of a CTA: many scatter faster, few let the next launch begin beside them
 EACH, CTAS_EACH = 4, 4  # words of a thread; most CTAs of a multiprocessor
-FEW, MANY = (
-    32,
-    256,
-)  # threads of a CTA; few: scattered stores take long where many share a processor
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
 
@@ -129,10 +126,9 @@ class Boxes:
         if x.data_ptr() % 16:
             x = x.clone()
         pieces = -(-x.numel() * x.element_size() // (4 * EACH))
-        threads = FEW if pieces <= FEW * EXCHANGE_CTAS else MANY
         processors, _ = limits(self.device.index)
-        ctas = min(EXCHANGE_CTAS, CTAS_EACH * processors, -(-pieces // threads))
-        launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=threads)
+        ctas = min(EXCHANGE_CTAS, CTAS_EACH * processors, -(-pieces // THREADS))
+        launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=THREADS)
 
 
 @cache

@@ -93,8 +93,10 @@ def multiply_at_once(
         return None
     if any(p.boxes and rows * p.matrices[0].columns > p.boxes.room for p in products):
         return None
+    if products[0].gathers and (x.shape[1] % 2 or rows * x.shape[1] > products[0].gathers.room):
+        return None
     plan = _plan(tuple(products), bucket(rows))
-    if not isinstance(plan, LaunchPlan) or plan.ctas > EXCHANGE_CTAS:
+    if not isinstance(plan, LaunchPlan) or plan.ctas > EXCHANGE_CTAS or not plan.meets:
         return None
     try:
         return _launched(plan, x, products, hidden)
@@ -237,6 +239,10 @@ def _launched(
         x = norm(x, by)
     results, beside = list[torch.Tensor](), list[torch.Tensor]()
     used = [x]  # kept until the launch: stages must not share memory
+    if products[0].gathers is not None:
+        own, x = x, x.new_empty(len(x), len(products[0].order))
+        filled(argument["gather"], own=own, all=x, words=own.shape[1] // 2)
+        used.append(x)
     before: FusedLinear | None = None
     for of_product, product in zip(plan.stages, products, strict=True):
         stages = argument["stages"][of_product]  # all rounds of the product

@@ -124,6 +124,8 @@ class FusedLinear:
     is_ordered: x is given in the order of the rows; only without `norm`, as the first product.
     boxes: through which ranks add up the result, of which this one computes a part; only for
         `Ops.multiply_at_once`, if it `adds`, without `after`.
+    gathers: through which ranks gather x, of which each has as many columns, in order; the same,
+        only as the first of several products and if it `is_ordered`.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -135,6 +137,7 @@ class FusedLinear:
     exact: bool = False
     is_ordered: bool = False
     boxes: Boxes | None = None
+    gathers: Boxes | None = None
 
     @property
     def order(self) -> torch.Tensor:

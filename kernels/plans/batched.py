@@ -20,6 +20,7 @@ from exl2flow.kernels.plans.product import (
     MOST_CHAINED,
     MOST_RANKS,
     LaunchPlan,
+    fill_gather,
     fill_matrix,
     fill_stage,
     instance_of,
@@ -132,6 +133,7 @@ def _chain(
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
     tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
+    tensors += fill_gather(argument, products[0])
     stages, list_at = argument["stages"], 0
     for index, (product, divisions, of_lists) in enumerate(
         zip(products, divided, lists, strict=True)

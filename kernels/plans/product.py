@@ -166,6 +166,13 @@ def fill_stage(
     )
 
 
+def fill_gather(argument: np.void, first: FusedLinear) -> list[torch.Tensor]:
+    """Fill what a `Chain` knows of columns that ranks gather; return the tensors."""
+    if first.gathers is None:
+        return []
+    return fill(argument["gather"], to=torch.argsort(first.order).int())
+
+
 def fill_matrix(
     entry: np.void, matrix: PackedMatrix, **fields: torch.Tensor | float
 ) -> list[torch.Tensor]:
@@ -321,6 +328,7 @@ def _chain(
         words=sum(division.words for division in divisions),
         tiles=max(division.tiles for division in divisions),
     )
+    tensors += fill_gather(argument, products[0])
     index = share_at = 0
     for number, (product, division) in enumerate(zip(products, divisions, strict=True)):
         entry = stages[index]

@@ -63,7 +63,7 @@ class Exchange(FusedLinear):
     gather: Callable[..., torch.Tensor] | None = None
     added: Callable[..., torch.Tensor] | None = None
     core: FusedLinear | None = None  # what this process computes
-    whole: FusedLinear | None = None  # the same and the exchange of results, if a kernel does both
+    whole: FusedLinear | None = None  # the same and the exchange, if a kernel does both
 
     @classmethod
     def of(cls, product: FusedLinear, shared: SharedLinear) -> "Exchange":
@@ -74,6 +74,7 @@ class Exchange(FusedLinear):
             if shared.boxes is not None and product.after is None and product.adds:
                 whole = replace(product, boxes=shared.boxes)
         fields = {name: getattr(product, name) for name in FusedLinear.__dataclass_fields__}
+        fields |= {"boxes": shared.boxes}
         return cls(**fields, gather=shared.gather, added=shared.added, core=core, whole=whole)
 
     def ordered(self) -> "Exchange":
@@ -82,7 +83,8 @@ class Exchange(FusedLinear):
         assert self.core is not None
         gather = partial(self.gather, to=torch.argsort(self.order).int())
         core = replace(self.core, is_ordered=True)
-        return replace(self, is_ordered=True, gather=gather, core=core)
+        whole = None if self.boxes is None else replace(core, boxes=None, gathers=self.boxes)
+        return replace(self, is_ordered=True, gather=gather, core=core, whole=whole)
 
 
 _Part = tuple[list[FusedLinear], FusedLinear, FusedLinear]  # what runs; first and last as given
@@ -99,12 +101,12 @@ def multiply(
     results = [x]
     for index, (part, first, last) in enumerate(_parts(products)):
         x = results[0]
-        if isinstance(first, Exchange) and first.gather is not None:
-            x = first.gather(x)
         whole = None if index else _whole(products)
         at_once = None if whole is None else ops.multiply_at_once(x, whole, hidden)
         if at_once is not None:
             return at_once
+        if isinstance(first, Exchange) and first.gather is not None:
+            x = first.gather(x)
         results, states = ops.multiply(x, part, hidden)
         hidden = states if hidden is not None or any(product.adds for product in part) else None
         if isinstance(last, Exchange) and last.added is not None:
@@ -152,7 +154,8 @@ def _whole(products: Sequence[FusedLinear]) -> list[FusedLinear] | None:
     known, key = _WHOLES.setdefault(products[0], {}), tuple(products[1:])
     if key not in known:
         sums = [p for p in products if isinstance(p, Exchange) and p.added is not None]
-        can_sum = len(sums) == 1 and sums[0].whole is not None
-        plain = [p.whole or p.core or p if isinstance(p, Exchange) else p for p in products]
-        known[key] = plain if can_sum else None
+        shared = [p for p in products if isinstance(p, Exchange)]
+        can_run = len(sums) == 1 and all(p.whole is not None for p in shared)
+        plain = [p.whole or p if isinstance(p, Exchange) else p for p in products]
+        known[key] = plain if can_run else None
     return known[key]

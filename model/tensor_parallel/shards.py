@@ -49,6 +49,7 @@ class Gathered(SharedLinear):
     def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
         super().__init__(linear)
         self.gather = partial(ranks.gather, widths=widths)
+        self.boxes = None if ranks.peers is None else ranks.peers.boxes
 
 
 class Columns(SharedLinear):
