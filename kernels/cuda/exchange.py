@@ -1,6 +1,7 @@
 """Exchanges between GPUs of one host: kernels that write into memory which processes share."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 
 import cupy
@@ -8,13 +9,14 @@ import numpy as np
 import torch
 from cupy.cuda import runtime
 
-from exl2flow.kernels.cuda.compiler import EXCHANGE_CTAS, launch, limits
+from exl2flow.kernels.cuda.compiler import EXCHANGE_CTAS, build, launch, limits
 from exl2flow.kernels.plans.product import MOST_RANKS
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROOM = 1 << 20  # words of 4 bytes that a rank sends at most
 THREADS = 128  # of a CTA: many scatter faster, few let the next launch begin beside them
 EACH, CTAS_EACH = 4, 4  # words of a thread; most CTAs of a multiprocessor
+KERNELS = SUMS, COLUMNS = "exchange_sums", "exchange_columns"
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
 
@@ -42,7 +44,9 @@ class Boxes:
         self._opened = list[int]()
 
     def open(self, handles: Sequence[bytes], *, patience: float) -> None:
-        """Open the boxes of all ranks; a kernel waits for the others `patience` seconds.
+        """Open the boxes of all ranks, and build the kernels.
+
+        handles: of all ranks; patience: seconds for which a kernel waits for another one.
 
         Raises:
             CUDARuntimeError: this GPU cannot reach them.
@@ -65,6 +69,8 @@ class Boxes:
         )
         filled(self.peers, rank=self.rank, count=self.count, room=ROOM)
         self.wait_for(patience)
+        for name in KERNELS:
+            build("exchange.cu", name, self.device.index)
 
     def wait_for(self, patience: float) -> None:
         """Set the seconds that later launches wait."""
@@ -82,8 +88,9 @@ class Boxes:
         return bool(self._failed[0])
 
     def close(self) -> None:
-        """Close the memory of the others."""
-        with cupy.cuda.Device(self.device.index):
+        """Close the memory of the others, when nothing uses it any more."""
+        with cupy.cuda.Device(self.device.index), suppress(runtime.CUDARuntimeError):
+            runtime.deviceSynchronize()
             for address in self._opened:
                 runtime.ipcCloseMemHandle(address)
         self._opened.clear()
@@ -100,7 +107,7 @@ class Boxes:
         """
         y = torch.empty_like(x, dtype=torch.float16, memory_format=torch.contiguous_format)
         others = 0 if hidden is None else hidden.contiguous()
-        self._launch("exchange_sums", x, others, y, x.numel(), np.float32(multiplier))
+        self._launch(SUMS, x, others, y, x.numel(), np.float32(multiplier))
         return y
 
     def gathered(
@@ -116,7 +123,7 @@ class Boxes:
         """
         y = x.new_empty(len(x), sum(widths))
         begins = _begins(tuple(width * x.element_size() // 4 for width in widths), x.device)
-        self._launch("exchange_columns", x, y, begins, 0 if to is None else to, len(x))
+        self._launch(COLUMNS, x, y, begins, 0 if to is None else to, len(x))
         return y
 
     def _launch(

@@ -80,7 +80,8 @@ class PeerExchange:
     def gather(
         self, x: torch.Tensor, widths: Sequence[int], to: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the columns of all ranks, (rows, Σ widths); see `Ranks.gather`."""
+        """Return the columns of all ranks, (rows, Σ widths); see `Ranks.gather`, and `check`."""
+        self.check()
         return self.boxes.gathered(x, widths, to)
 
     def check(self) -> None:
@@ -112,8 +113,10 @@ def _opened(
     """Return boxes that all ranks have opened; None if one of them cannot."""
     from cupy.cuda.runtime import CUDARuntimeError
 
-    from exl2flow.kernels.cuda.exchange import Boxes
+    from exl2flow.kernels.cuda.exchange import MOST_RANKS, Boxes
 
+    if count > MOST_RANKS:
+        return None
     boxes, told = None, bytes(HANDLE_BYTES)
     with suppress(CUDARuntimeError):
         boxes = Boxes(rank, count, device)
