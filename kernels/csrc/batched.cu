@@ -229,7 +229,7 @@ __device__ __forceinline__ void send_sums(const Stage& stage, int rows, const Ex
 }
 
 // Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
-template <int ROWS>
+template <int ROWS, bool EXCHANGES>
 __device__ __forceinline__ void finish(const Stage& stage, int rows, const Exchange& exchange) {
     constexpr int UNITS = ROWS / 4;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -256,11 +256,11 @@ __device__ __forceinline__ void finish(const Stage& stage, int rows, const Excha
         }
         float sums[4] = {}, gates[4] = {}, square = 0.0f, total = 0.0f;
         if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
-        if (stage.exchanges) {
-            integer places[4];
+        if constexpr (EXCHANGES) {
+            int places[4];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                places[c] = at + tile * TILE_COLUMNS + 8 * c + g;
+                places[c] = (int)at + tile * TILE_COLUMNS + 8 * c + g;
                 if (is_there[c]) sums[c] = m.exact[places[c]];
             }
             exchange.add<4>(places, is_there, sums);
@@ -272,16 +272,16 @@ __device__ __forceinline__ void finish(const Stage& stage, int rows, const Excha
             if (!is_there[c]) continue;
             const int column = tile * TILE_COLUMNS + 8 * c + g;
             float value = sums[c];
-            if (m.bias && !stage.exchanges) value += from_half(m.bias[column]);
+            if (m.bias && !EXCHANGES) value += from_half(m.bias[column]);
             value *= stage.multiplier;
-            if (m.exact && !stage.exchanges) m.exact[at + column] = value;
+            if (m.exact && !EXCHANGES) m.exact[at + column] = value;
             half_bits y = to_half(value);
             if (is_gated) {
                 float gate = gates[c];
                 if (gating.bias) gate += from_half(gating.bias[column]);
                 y = to_half(activated(stage.activation, from_half(to_half(gate))) * from_half(y));
             }
-            if (stage.exchanges) y = exchange.added(sums[c], stage.multiplier, m.residual, added[c]);
+            if (EXCHANGES) y = exchange.added(sums[c], stage.multiplier, m.residual, added[c]);
             else if (m.residual) y = to_half(from_half(added[c]) + from_half(y));
             if (m.y) m.y[at + column] = y;
             if (m.copy) m.copy[at + to[c]] = y;
@@ -364,11 +364,17 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     Fetcher<SCALE_BYTES> fetcher(c, lists);
     for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
     wait_for_input();
-    Exchange exchange(c.peers);
-    if (c.gather.all) {
-        exchange.gather(c.gather, c.rows);
-        meet(c.meetings, blockIdx.x, gridDim.x);
-        exchange.next();
+    __shared__ unsigned number;  // of the exchange: registers are few
+    const bool exchanges = ROWS <= EXCHANGED_ROWS && c.peers.count;
+    if (exchanges) {
+        Exchange exchange(c.peers);
+        if (c.gather.all) {
+            exchange.gather(c.gather, c.rows);
+            meet(c.meetings, blockIdx.x, gridDim.x);
+            exchange.next();
+        }
+        if (threadIdx.x == 0) number = exchange.number;
+        __syncthreads();
     }
 
     int slot = 0, parity = 0;
@@ -414,13 +420,18 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
             if (is_there) keep<ROWS>(work, work.tile + tile, c.rows, total);
         }
         meet(c.meetings, blockIdx.x, gridDim.x);
-        if (stage.exchanges) send_sums<ROWS>(stage, c.rows, exchange);
-        finish<ROWS>(stage, c.rows, exchange);
+        if (exchanges && stage.exchanges) {
+            const Exchange exchange(c.peers, number);
+            send_sums<ROWS>(stage, c.rows, exchange);
+            finish<ROWS, true>(stage, c.rows, exchange);
+        } else {
+            finish<ROWS, false>(stage, c.rows, Exchange(c.peers, 0));
+        }
         if (stage.after) {
             meet(c.meetings, blockIdx.x, gridDim.x);
             add_normed(stage, c.rows);
         }
         if (s + 1 < c.count) met = arrive(c.meetings, blockIdx.x, gridDim.x);
     }
-    exchange.end();
+    if (exchanges) Exchange(c.peers, number).end();
 }

@@ -25,6 +25,7 @@ struct Exchange {
     const Peers& p;
     unsigned number;
 
+    __device__ __forceinline__ Exchange(const Peers& p, unsigned number) : p(p), number(number) {}
     __device__ __forceinline__ explicit Exchange(const Peers& p) : p(p), number(0) {
         if (!p.count) return;
         number = __ldcg(p.counters + blockIdx.x);
@@ -39,6 +40,7 @@ struct Exchange {
     // Send a number, place `at` of all.
     __device__ __forceinline__ void send(integer at, float value) const {
         const Word word = (Word)number << 32 | __float_as_uint(value);
+#pragma unroll 1
         for (int r = 0; r < p.count; ++r)
             if (r != p.rank)
                 asm volatile("st.relaxed.sys.global.u64 [%0], %1;"
@@ -47,6 +49,7 @@ struct Exchange {
     // Send 4 words.
     __device__ __forceinline__ void send(integer at, uint4 v) const {
         const Word beside = (Word)number << 32;
+#pragma unroll 1
         for (int r = 0; r < p.count; ++r) {
             if (r == p.rank) continue;
             Word* to = box(r, p.rank) + at;
@@ -77,16 +80,18 @@ struct Exchange {
     __device__ __forceinline__ void gather(const Gather& g, int rows) const {
         const int step = gridDim.x * blockDim.x, count = rows * g.words;
         const int first = threadIdx.x * gridDim.x + blockIdx.x;
+#pragma unroll 1
         for (int i = first; i < count; i += step) send(i, __uint_as_float(__ldcg(g.own + i)));
+#pragma unroll 1
         for (int turn = 0; turn < p.count; ++turn) {
             const int r = (p.rank + turn) % p.count;
+#pragma unroll 1
             for (int i = first; i < count; i += step) {
                 const int row = i / g.words, place = 2 * (r * g.words + i % g.words);
                 const int low = __ldg(g.to + place), high = __ldg(g.to + place + 1);
-                const integer at = i;
                 const bool there = true;
                 float value;
-                if (turn) receive_at<1>(r, &at, &there, &value);
+                if (turn) receive_at<1>(r, &i, &there, &value);
                 else value = __uint_as_float(__ldcg(g.own + i));
                 half_bits* of_row = g.all + (integer)row * 2 * p.count * g.words;
                 of_row[low] = (half_bits)__float_as_uint(value);
@@ -97,8 +102,9 @@ struct Exchange {
     // The sums of all ranks' numbers at COUNT places, in their order; there: which of them exist;
     // values: this one's, then the sums.
     template <int COUNT>
-    __device__ __forceinline__ void add(const integer* at, const bool* there, float* values) const {
+    __device__ __forceinline__ void add(const int* at, const bool* there, float* values) const {
         float sums[COUNT];
+#pragma unroll 1
         for (int r = 0; r < p.count; ++r) {
             float parts[COUNT];
             if (r != p.rank) receive_at<COUNT>(r, at, there, parts);
@@ -128,7 +134,7 @@ struct Exchange {
 
 private:
     template <int COUNT>
-    __device__ __forceinline__ void receive_at(int from, const integer* at, const bool* there,
+    __device__ __forceinline__ void receive_at(int from, const int* at, const bool* there,
                                                float* parts) const {
         const Word* own = box(p.rank, from);
         Word w[COUNT], begun = 0;

@@ -146,7 +146,8 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         if (!end.is_there) continue;
         const integer of_row = (integer)(unit % rows) * m.columns, at = of_row + end.column;
         float sum = m.exact[at];
-        exchange.add<1>(&at, &end.is_there, &sum);
+        const int place = (int)at;
+        exchange.add<1>(&place, &end.is_there, &sum);
         const half_bits y = exchange.added(sum, stage.multiplier, m.residual, end.added);
         if (m.y) m.y[at] = y;
         if (m.copy) m.copy[of_row + end.to] = y;

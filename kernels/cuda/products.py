@@ -89,7 +89,8 @@ def multiply_at_once(
     """See `Ops.multiply_at_once`."""
     is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
     rows, runs = len(x), [*_runs(products, len(x))]
-    if rows > FEW_ROWS or not is_one_form or len(runs) > 1 or not fuses_all(products, rows):
+    is_one_launch = len(runs) == 1 and is_one_form and fuses_all(products, rows)
+    if rows > batched.EXCHANGED_ROWS or not is_one_launch:
         return None
     if any(p.boxes and rows * p.matrices[0].columns > p.boxes.room for p in products):
         return None

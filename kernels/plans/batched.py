@@ -38,6 +38,7 @@ LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
 MOST_TOGETHER = 5  # matrices of a product
+EXCHANGED_ROWS = 32  # most rows of a launch in which ranks exchange: with more, registers are few
 CHAIN = struct(
     "batched.cu",
     "Chain",
