@@ -113,7 +113,8 @@ def _opened(
     """Return boxes that all ranks have opened; None if one of them cannot."""
     from cupy.cuda.runtime import CUDARuntimeError
 
-    from exl2flow.kernels.cuda.exchange import MOST_RANKS, Boxes
+    from exl2flow.kernels.cuda.exchange import Boxes
+    from exl2flow.kernels.plans.product import MOST_RANKS
 
     if count > MOST_RANKS:
         return None
