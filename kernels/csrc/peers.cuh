@@ -8,16 +8,16 @@ typedef unsigned long long Word;  // 4 bytes, and above them a number
 
 struct Peers {
     Word* boxes[MOST_RANKS];  // in the memory of each: [number % 2][sender][room]
-    unsigned* counters;  // [CTA] number of the last exchange; behind them: not 0 after a failure
-    int* failed;         // the same in main memory
-    integer patience;    // ns
-    int rank, count, room;  // count: 0: no exchanges; room: words
+    unsigned* counters;       // [CTA] of the last exchange; behind them: not 0 after a failure
+    int* failed;              // the same in main memory
+    integer patience;         // ns
+    int rank, count, room;    // count: 0: no exchanges; room: words
 };
 
 struct Gather {  // columns of all ranks that a chain of products reads
-    const unsigned* own;   // (rows, words), those of this rank
-    half_bits* all;        // (rows, 2 · words of all); or null
-    const int* to;         // where each of them goes in its row
+    const unsigned* own;  // (rows, words), those of this rank
+    half_bits* all;       // (rows, 2 · words of all); or null
+    const int* to;        // where each of them goes in its row
     int words;
 };
 
