@@ -18,6 +18,7 @@ THREADS = 128  # of a CTA: many scatter faster, few let the next launch begin be
 EACH, CTAS_EACH = 4, 4  # words of a thread; most CTAs of a multiprocessor
 KERNELS = SUMS, COLUMNS = "exchange_sums", "exchange_columns"
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
+Unreachable = runtime.CUDARuntimeError  # memory that cannot be shared
 PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
 
 
@@ -32,7 +33,7 @@ class Boxes:
         """Reserve the memory.
 
         Raises:
-            CUDARuntimeError: there is too little, or it cannot be shared.
+            Unreachable: there is too little, or it cannot be shared.
         """
         self.rank, self.count, self.device = rank, count, device
         size = 2 * count * ROOM * np.dtype(np.uint64).itemsize
@@ -49,7 +50,7 @@ class Boxes:
         handles: of all ranks; patience: seconds for which a kernel waits for another one.
 
         Raises:
-            CUDARuntimeError: this GPU cannot reach them.
+            Unreachable: this GPU cannot reach them.
         """
         addresses = list[int]()
         with cupy.cuda.Device(self.device.index):
@@ -89,7 +90,7 @@ class Boxes:
 
     def close(self) -> None:
         """Close the memory of the others, when nothing uses it any more."""
-        with cupy.cuda.Device(self.device.index), suppress(runtime.CUDARuntimeError):
+        with cupy.cuda.Device(self.device.index), suppress(Unreachable):
             runtime.deviceSynchronize()
             for address in self._opened:
                 runtime.ipcCloseMemHandle(address)

@@ -125,11 +125,8 @@ def _added(
     """Return the next hidden state, fp16, of this process's part of a sum, fp32, and the last."""
     if last.after is None:
         return added(part, hidden, last.multiplier)
-    total = get_ops(part.device).norm(added(part), last.after)
-    if last.multiplier != 1.0 or hidden is not None:
-        wide = total.float() * last.multiplier
-        total = (wide if hidden is None else hidden + wide).half()
-    return total
+    total = get_ops(part.device).norm(added(part), last.after).float() * last.multiplier
+    return (total if hidden is None else hidden + total).half()
 
 
 def _parts(products: Sequence[FusedLinear]) -> list[_Part]:

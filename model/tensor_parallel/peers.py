@@ -111,15 +111,13 @@ def _opened(
     rank: int, count: int, device: torch.device, gather: Gather, patience: float
 ) -> "Boxes | None":
     """Return boxes that all ranks have opened; None if one of them cannot."""
-    from cupy.cuda.runtime import CUDARuntimeError
-
-    from exl2flow.kernels.cuda.exchange import Boxes
+    from exl2flow.kernels.cuda.exchange import Boxes, Unreachable
     from exl2flow.kernels.plans.product import MOST_RANKS
 
     if count > MOST_RANKS:
         return None
     boxes, told = None, bytes(HANDLE_BYTES)
-    with suppress(CUDARuntimeError):
+    with suppress(Unreachable):
         boxes = Boxes(rank, count, device)
         told = boxes.handle
     told += sha256(socket.gethostname().encode()).digest()
@@ -128,7 +126,7 @@ def _opened(
     handles = [part[:HANDLE_BYTES] for part in all_told]
     is_open = False
     if all(map(any, handles)) and len({part[HANDLE_BYTES:] for part in all_told}) == 1:
-        with suppress(CUDARuntimeError):
+        with suppress(Unreachable):
             assert boxes is not None
             boxes.open(handles, patience=patience)
             is_open = True
