@@ -8,6 +8,7 @@ from exl2flow.kernels.interface.activations import (
     SWIGLU_SLOPE,
 )
 from exl2flow.kernels.interface.attention_rule import AttentionRule
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.cache_formats import (
     CACHE_FORMATS,
     LARGEST_HALF,
@@ -44,7 +45,6 @@ from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.interface.packed import (
     FEW_ROWS,
     MOST_BESIDE,
-    Boxes,
     FusedLinear,
     PackedMatrix,
     pack_blocks,

@@ -22,12 +22,8 @@ Unreachable = runtime.CUDARuntimeError  # memory that cannot be shared
 PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
 
 
-class Boxes:
-    """What the ranks of a host have sent to this one, in the memory of its GPU.
-
-    handle: by which other processes open it. The memory stays until the process ends, because
-    others may have it open.
-    """
+class PeerBoxes:
+    """See `Boxes`. The memory stays until the process ends, because others may have it open."""
 
     def __init__(self, rank: int, count: int, device: torch.device) -> None:
         """Reserve the memory.
@@ -44,22 +40,12 @@ class Boxes:
             self.handle = bytes(runtime.ipcGetMemHandle(self._own))
         self._opened = list[int]()
 
-    def open(self, handles: Sequence[bytes], *, patience: float) -> None:
-        """Open the boxes of all ranks, and build the kernels.
-
-        handles: of all ranks; patience: seconds for which a kernel waits for another one.
-
-        Raises:
-            Unreachable: this GPU cannot reach them.
-        """
-        addresses = list[int]()
-        with cupy.cuda.Device(self.device.index):
-            for rank, handle in enumerate(handles):
-                if rank == self.rank:
-                    addresses.append(self._own)
-                    continue
-                self._opened.append(runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS))
-                addresses.append(self._opened[-1])
+    def open(self, handles: Sequence[bytes], *, patience: float) -> bool:
+        """See `Boxes.open`; builds the kernels, too."""
+        try:
+            addresses = self._addresses(handles)
+        except Unreachable:
+            return False
         self._failed = torch.zeros(1, dtype=torch.int32).pin_memory()  # kernels write to it
         self.peers = np.zeros(1, PEERS)[0]
         self.peers["boxes"][: self.count] = addresses
@@ -72,24 +58,36 @@ class Boxes:
         self.wait_for(patience)
         for name in KERNELS:
             build("exchange.cu", name, self.device.index)
+        return True
+
+    def _addresses(self, handles: Sequence[bytes]) -> list[int]:
+        addresses = list[int]()
+        with cupy.cuda.Device(self.device.index):
+            for rank, handle in enumerate(handles):
+                if rank == self.rank:
+                    addresses.append(self._own)
+                    continue
+                self._opened.append(runtime.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS))
+                addresses.append(self._opened[-1])
+        return addresses
 
     def wait_for(self, patience: float) -> None:
-        """Set the seconds that later launches wait."""
+        """See `Boxes.wait_for`."""
         self.patience = patience
         self.peers["patience"] = round(1e9 * patience)
 
     @property
     def room(self) -> int:
-        """Words of 4 bytes that a rank sends at most."""
+        """See `Boxes.room`."""
         return ROOM
 
     @property
     def has_failed(self) -> bool:
-        """Whether a kernel has waited in vain: its results, and all later ones, have no meaning."""
+        """See `Boxes.has_failed`."""
         return bool(self._failed[0])
 
     def close(self) -> None:
-        """Close the memory of the others, when nothing uses it any more."""
+        """See `Boxes.close`."""
         with cupy.cuda.Device(self.device.index), suppress(Unreachable):
             runtime.deviceSynchronize()
             for address in self._opened:
@@ -99,13 +97,7 @@ class Boxes:
     def added(
         self, x: torch.Tensor, hidden: torch.Tensor | None, multiplier: float
     ) -> torch.Tensor:
-        """Return hidden + multiplier · Σ x over all ranks, fp16 in the shape of x.
-
-        Args:
-            x: this rank's part, fp32, of at most `ROOM` elements.
-            hidden: fp16 in its shape; or None.
-            multiplier: of the sum.
-        """
+        """See `Boxes.added`."""
         y = torch.empty_like(x, dtype=torch.float16, memory_format=torch.contiguous_format)
         others = 0 if hidden is None else hidden.contiguous()
         self._launch(SUMS, x, others, y, x.numel(), np.float32(multiplier))
@@ -114,14 +106,7 @@ class Boxes:
     def gathered(
         self, x: torch.Tensor, widths: Sequence[int], to: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the columns of all ranks, (rows, Σ widths), in the dtype of x.
-
-        Args:
-            x: this rank's own, (rows, width), fp16 of even width or fp32; no rank has more than
-                `ROOM` words.
-            widths: of all ranks, the same on all.
-            to: where each column goes, int32 (Σ widths,), if x is fp16; None: in order.
-        """
+        """See `Boxes.gathered`."""
         y = x.new_empty(len(x), sum(widths))
         begins = _begins(tuple(width * x.element_size() // 4 for width in widths), x.device)
         self._launch(COLUMNS, x, y, begins, 0 if to is None else to, len(x))
@@ -137,6 +122,13 @@ class Boxes:
         processors, _ = limits(self.device.index)
         ctas = min(EXCHANGE_CTAS, CTAS_EACH * processors, -(-pieces // THREADS))
         launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=THREADS)
+
+
+def new_boxes(rank: int, count: int, device: torch.device) -> PeerBoxes | None:
+    """See `Ops.new_boxes`."""
+    with suppress(Unreachable):
+        return PeerBoxes(rank, count, device) if count <= MOST_RANKS else None
+    return None
 
 
 @cache

@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache, partial
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from exl2flow.core.options.environment import tuning_file, virtual_architecture
@@ -240,10 +241,7 @@ def _launched(
         x = norm(x, by)
     results, beside = list[torch.Tensor](), list[torch.Tensor]()
     used = [x]  # kept until the launch: stages must not share memory
-    if products[0].gathers is not None:
-        own, x = x, x.new_empty(len(x), len(products[0].order))
-        filled(argument["gather"], own=own, all=x, words=own.shape[1] // 2)
-        used.append(x)
+    used.append(x := _gathering(argument, x, products[0]))
     before: FusedLinear | None = None
     for of_product, product in zip(plan.stages, products, strict=True):
         stages = argument["stages"][of_product]  # all rounds of the product
@@ -266,11 +264,7 @@ def _launched(
         adds = product.adds and product.after is None
         if adds and hidden is not None:
             filled(entries[0], residual=hidden)
-        if product.boxes is not None:
-            part = torch.empty(len(x), matrices[0].columns, device=x.device)
-            filled(entries[0], exact=part)
-            argument["peers"] = product.boxes.peers
-            used.append(part)
+        used += _adding_up(argument, entries[0], len(x), product)
         if adds or product is products[-1]:
             dtype = torch.float32 if product.exact else x.dtype
             results = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
@@ -297,6 +291,28 @@ def _launched(
         together=plan.meets,
     )
     return [*results, *beside], results[0] if hidden is None else hidden
+
+
+def _gathering(argument: np.void, x: torch.Tensor, first: FusedLinear) -> torch.Tensor:
+    """Return what a chain reads, which its launch gathers if it is to."""
+    if first.gathers is None:
+        return x
+    whole = x.new_empty(len(x), len(first.order))
+    filled(argument["gather"], own=x, all=whole, words=x.shape[1] // 2)
+    return whole
+
+
+def _adding_up(
+    argument: np.void, entry: np.ndarray, rows: int, product: FusedLinear
+) -> list[torch.Tensor]:
+    """Fill what a launch needs to add up the results of ranks; return the tensors."""
+    if product.boxes is None:
+        return []
+    matrix = product.matrices[0]
+    part = torch.empty(rows, matrix.columns, device=matrix.words.device)
+    filled(entry, exact=part)
+    argument["peers"] = product.boxes.peers
+    return [part]
 
 
 # None: no launch runs all of them or it shall not; or `DECODED`

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import groupby, takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn import functional
 
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, Group
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.streams import device_cache, sent
@@ -94,19 +94,6 @@ class PackedMatrix:
     def cut(self, columns: int, bias: torch.Tensor | None = None) -> "PackedMatrix":
         """Return the matrix without its padding columns, with a bias."""
         return replace(self, columns=columns, bias=bias)
-
-
-class Boxes(Protocol):
-    """Memory in which ranks find what others have sent.
-
-    peers: what a kernel is told of it; room: most words of 4 bytes of an exchange.
-    """
-
-    @property
-    def peers(self) -> np.void: ...
-
-    @property
-    def room(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True, eq=False)

@@ -3,17 +3,14 @@
 import logging
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from statistics import median
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from exl2flow.core.errors import InferenceError
-
-if TYPE_CHECKING:
-    from exl2flow.kernels.cuda.exchange import Boxes
+from exl2flow.kernels import Boxes, get_ops
 
 PATIENCE = 60.0  # seconds for which a kernel waits for another rank: it may be compiling
 TRIAL_PATIENCE = 5.0
@@ -31,7 +28,7 @@ class PeerExchange:
     kernel ends after `PATIENCE`, and `check` raises. boxes: for exchanges within other kernels.
     """
 
-    def __init__(self, boxes: "Boxes") -> None:
+    def __init__(self, boxes: Boxes) -> None:
         self.boxes = boxes
 
     @classmethod
@@ -109,27 +106,16 @@ class PeerExchange:
 
 def _opened(
     rank: int, count: int, device: torch.device, gather: Gather, patience: float
-) -> "Boxes | None":
+) -> Boxes | None:
     """Return boxes that all ranks have opened; None if one of them cannot."""
-    from exl2flow.kernels.cuda.exchange import Boxes, Unreachable
-    from exl2flow.kernels.plans.product import MOST_RANKS
-
-    if count > MOST_RANKS:
-        return None
-    boxes, told = None, bytes(HANDLE_BYTES)
-    with suppress(Unreachable):
-        boxes = Boxes(rank, count, device)
-        told = boxes.handle
+    boxes = get_ops(device).new_boxes(rank, count, device)
+    told = bytes(HANDLE_BYTES) if boxes is None else boxes.handle
     told += sha256(socket.gethostname().encode()).digest()
     sent = torch.frombuffer(bytearray(told), dtype=torch.uint8).to(device)
     all_told = [bytes(part.tolist()) for part in gather(sent)]
     handles = [part[:HANDLE_BYTES] for part in all_told]
-    is_open = False
-    if all(map(any, handles)) and len({part[HANDLE_BYTES:] for part in all_told}) == 1:
-        with suppress(Unreachable):
-            assert boxes is not None
-            boxes.open(handles, patience=patience)
-            is_open = True
+    can_open = all(map(any, handles)) and len({part[HANDLE_BYTES:] for part in all_told}) == 1
+    is_open = can_open and boxes is not None and boxes.open(handles, patience=patience)
     if all(map(bool, gather(torch.tensor([is_open], device=device)))):
         return boxes
     if boxes is not None:
