@@ -4,7 +4,7 @@
         [--batch 1 4 16] [--context 512] [--prompt 2048 16384] [--gpu-split 20,24]
 
 Steps are recorded and greedy. Half of the layers are on each GPU, or what `--gpu-split` says; two
-processes share each layer through NCCL. Each way has a process of its own.
+processes share each layer. Each way has a process of its own.
 """
 
 import argparse

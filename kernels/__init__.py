@@ -8,6 +8,7 @@ from exl2flow.kernels.interface.activations import (
     SWIGLU_SLOPE,
 )
 from exl2flow.kernels.interface.attention_rule import AttentionRule
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.cache_formats import (
     CACHE_FORMATS,
     LARGEST_HALF,
@@ -96,6 +97,7 @@ __all__ = [
     "SWIGLU_SLOPE",
     "AttentionRule",
     "BegunGroups",
+    "Boxes",
     "CacheFormat",
     "CardFacts",
     "DeltaArgs",

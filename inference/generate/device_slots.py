@@ -83,6 +83,7 @@ class DeviceSlots:
         idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
         self.failure: Exception | None = None
+        self._ranks = model.ranks
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
         self.runner = Runner(
@@ -127,9 +128,11 @@ class DeviceSlots:
             ) from self.failure
 
     def check_ranks(self) -> None:
-        """Raise the error of another rank, if this process leads some and one is lost."""
+        """Raise `InferenceError` if another rank is lost."""
         if self.runner.link is not None:
             self.runner.link.team.check()
+        if self._ranks is not None:
+            self._ranks.check()
 
     def check_stream(self) -> None:
         """Raise `ConfigError` unless streams are those on which the models are always used."""

@@ -6,6 +6,7 @@
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
+#include "peers.cuh"
 
 constexpr int THREADS = 32 * CTA_WARPS;
 constexpr int PIECES = 4;  // of x that a thread reads at a time
@@ -16,7 +17,7 @@ struct Matrix {
     const half_bits* bias;      // (columns), or null
     const half_bits* residual;  // (rows, columns) to add to the product, or null
     half_bits* y;               // (rows, columns), or null
-    float* exact;               // y before it is rounded, or null
+    float* exact;               // y before it is rounded, or null; of this rank, if there are others
     half_bits* copy;            // y again, columns as `to` says; or null
     float* partial;             // [tile][part] of ROWS · 32, see keep
     int columns, tiles, tile_bytes;
@@ -37,6 +38,7 @@ struct Stage {  // a product with matrices that share x
     const int* to;          // (columns), for `copy`
     int k, matrices;
     int words, list_at;     // ints of a list; where it lies in shared memory
+    int exchanges;          // whether ranks add up their results, see Peers
     int gathers;            // whether lists say where rows are in x
     int centered, totals;   // whether the norm subtracts the mean of x, and the one behind does
     int activation;         // not 0: y of the second = activation(x Q of the first) · (x Q of it)
@@ -47,6 +49,8 @@ struct Stage {  // a product with matrices that share x
 struct Chain {
     Stage stages[MOST_CHAINED];
     unsigned* meetings;               // see meet
+    Peers peers;
+    Gather gather;
     int count, rows, slots, x_bytes;  // slots: steps that a warp has in flight
 };
 
@@ -200,8 +204,33 @@ __device__ __forceinline__ void add_parts(const Matrix& m, int tile, int u, floa
     else if (left > 0) add_some<ROWS, 4>(from, left, sums);
 }
 
+// Send other ranks the sums that a thread of `finish` is going to add to theirs.
+template <int ROWS>
+__device__ __forceinline__ void send_sums(const Stage& stage, int rows, const Exchange& exchange) {
+    constexpr int UNITS = ROWS / 4;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const Matrix& m = stage.of[0];
+    for (int unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < m.tiles * UNITS;
+         unit += gridDim.x * CTA_WARPS) {
+        const int tile = unit / UNITS, u = unit % UNITS, row = u / 2 * 8 + u % 2, own = row + 2 * t;
+        if (row >= rows) continue;
+        float sums[4] = {};
+        add_parts<ROWS>(m, tile, u, sums);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            const int column = tile * TILE_COLUMNS + 8 * c + g;
+            if (own >= rows || column >= m.columns) continue;
+            if (m.bias) sums[c] += from_half(m.bias[column]);
+            const integer at = (integer)own * m.columns + column;
+            m.exact[at] = sums[c];
+            exchange.send(at, sums[c]);
+        }
+    }
+}
+
 // Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
-template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, int rows) {
+template <int ROWS, bool EXCHANGES>
+__device__ __forceinline__ void finish(const Stage& stage, int rows, const Exchange& exchange) {
     constexpr int UNITS = ROWS / 4;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     int which = stage.activation != 0, first = 0;  // of a matrix, and its first unit
@@ -227,22 +256,33 @@ template <int ROWS> __device__ __forceinline__ void finish(const Stage& stage, i
         }
         float sums[4] = {}, gates[4] = {}, square = 0.0f, total = 0.0f;
         if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
-        add_parts<ROWS>(m, tile, u, sums);
+        if constexpr (EXCHANGES) {
+            int places[4];
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                places[c] = (int)at + tile * TILE_COLUMNS + 8 * c + g;
+                if (is_there[c]) sums[c] = m.exact[places[c]];
+            }
+            exchange.add<4>(places, is_there, sums);
+        } else {
+            add_parts<ROWS>(m, tile, u, sums);
+        }
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             if (!is_there[c]) continue;
             const int column = tile * TILE_COLUMNS + 8 * c + g;
             float value = sums[c];
-            if (m.bias) value += from_half(m.bias[column]);
+            if (m.bias && !EXCHANGES) value += from_half(m.bias[column]);
             value *= stage.multiplier;
-            if (m.exact) m.exact[at + column] = value;
+            if (m.exact && !EXCHANGES) m.exact[at + column] = value;
             half_bits y = to_half(value);
             if (is_gated) {
                 float gate = gates[c];
                 if (gating.bias) gate += from_half(gating.bias[column]);
                 y = to_half(activated(stage.activation, from_half(to_half(gate))) * from_half(y));
             }
-            if (m.residual) y = to_half(from_half(added[c]) + from_half(y));
+            if (EXCHANGES) y = exchange.added(sums[c], stage.multiplier, m.residual, added[c]);
+            else if (m.residual) y = to_half(from_half(added[c]) + from_half(y));
             if (m.y) m.y[at + column] = y;
             if (m.copy) m.copy[at + to[c]] = y;
             square += from_half(y) * from_half(y), total += from_half(y);
@@ -324,6 +364,18 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     Fetcher<SCALE_BYTES> fetcher(c, lists);
     for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
     wait_for_input();
+    __shared__ unsigned number;  // of the exchange: registers are few
+    const bool exchanges = ROWS <= EXCHANGED_ROWS && c.peers.count;
+    if (exchanges) {
+        Exchange exchange(c.peers);
+        if (c.gather.all) {
+            exchange.gather(c.gather, c.rows);
+            meet(c.meetings, blockIdx.x, gridDim.x);
+            exchange.next();
+        }
+        if (threadIdx.x == 0) number = exchange.number;
+        __syncthreads();
+    }
 
     int slot = 0, parity = 0;
     unsigned met = 0;
@@ -368,11 +420,18 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
             if (is_there) keep<ROWS>(work, work.tile + tile, c.rows, total);
         }
         meet(c.meetings, blockIdx.x, gridDim.x);
-        finish<ROWS>(stage, c.rows);
+        if (exchanges && stage.exchanges) {
+            const Exchange exchange(c.peers, number);
+            send_sums<ROWS>(stage, c.rows, exchange);
+            finish<ROWS, true>(stage, c.rows, exchange);
+        } else {
+            finish<ROWS, false>(stage, c.rows, Exchange(c.peers, 0));
+        }
         if (stage.after) {
             meet(c.meetings, blockIdx.x, gridDim.x);
             add_normed(stage, c.rows);
         }
         if (s + 1 < c.count) met = arrive(c.meetings, blockIdx.x, gridDim.x);
     }
+    if (exchanges) Exchange(c.peers, number).end();
 }

@@ -5,6 +5,7 @@
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
+#include "peers.cuh"
 #include "work.cuh"
 
 // Return whether this CTA is the last of `parts` to store its sums.
@@ -65,7 +66,8 @@ struct Ending {
 __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
                                        const float* last, const float* ended, const u32* warps,
                                        const Ending& first,
-                                       const float (*squares)[CTA_WARPS]) {
+                                       const float (*squares)[CTA_WARPS],
+                                       const Exchange& exchange) {
     const int lane = threadIdx.x % 32, together = work.together, step = rows * TILE_COLUMNS;
     const Matrix &gating = work.of[0], &m = work.of[together - 1];
     auto summed = [&](int i, int row) {
@@ -122,6 +124,11 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         }
         if (!end.is_there) continue;
         if (m.bias) value += from_half(m.bias[end.column]);
+        if (stage.exchanges) {
+            m.exact[at + end.column] = value;
+            exchange.send(at + end.column, value);
+            continue;
+        }
         value *= stage.multiplier;
         if (m.exact) m.exact[at + end.column] = value;
         half_bits y = to_half(value);
@@ -132,6 +139,18 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         if (m.residual) y = to_half(from_half(end.added) + from_half(y));
         if (m.y) m.y[at + end.column] = y;
         if (m.copy) m.copy[at + end.to] = y;
+    }
+    if (!stage.exchanges) return;
+    for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
+        const Ending end = unit >= CTA_WARPS ? Ending(stage, work, unit, rows) : first;
+        if (!end.is_there) continue;
+        const integer of_row = (integer)(unit % rows) * m.columns, at = of_row + end.column;
+        float sum = m.exact[at];
+        const int place = (int)at;
+        exchange.add<1>(&place, &end.is_there, &sum);
+        const half_bits y = exchange.added(sum, stage.multiplier, m.residual, end.added);
+        if (m.y) m.y[at] = y;
+        if (m.copy) m.copy[of_row + end.to] = y;
     }
 }
 
@@ -209,6 +228,12 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     };
     for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
     wait_for_input();
+    Exchange exchange(c.peers);
+    if (c.gather.all) {
+        exchange.gather(c.gather, c.rows);
+        meet(c.meetings, blockIdx.x, gridDim.x);
+        exchange.next();
+    }
 
     int slot = 0, parity = 0;
 #pragma unroll 1
@@ -266,6 +291,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (work.segments == work.share->segments && work.segments > 0)
             put<ROWS>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
         __syncthreads();
-        finish(stage, work, c.rows, last, ended, warps, ending, squares);
+        finish(stage, work, c.rows, last, ended, warps, ending, squares, exchange);
     }
+    exchange.end();
 }

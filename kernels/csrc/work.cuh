@@ -17,7 +17,7 @@ struct Matrix {
     const half_bits* bias;      // (columns), or null
     const half_bits* residual;  // (rows, columns) to add to the product, or null
     half_bits* y;               // (rows, columns), or null
-    float* exact;               // y before it is rounded, or null
+    float* exact;               // y before it is rounded, or null; of this rank, if there are others
     half_bits* copy;            // y again, columns as `to` says; or null
     float* partial;             // [tile][part][row][32 columns]
     int* arrived;               // [CTA of a part], zero before and after
@@ -39,6 +39,7 @@ struct Stage {  // a product with matrices that share x, or a round of one with 
     half_bits* sum;           // (rows, k), the same
     int k, length, ctas, parts;         // length: panels of a part
     int words, share_at;                // ints of a share; where it lies in a warp's
+    int exchanges;   // whether ranks add up their results, see Peers
     int activation;  // not 0: y = activation(x Q of the first) · (x Q of the second)
     float eps, multiplier;  // multiplier: of the result, before it is added
     float after_eps, after_multiplier;  // the same of x, where its norm is added
@@ -47,6 +48,8 @@ struct Stage {  // a product with matrices that share x, or a round of one with 
 struct Chain {
     Stage stages[MOST_STAGES];
     unsigned* meetings;            // see meet
+    Peers peers;
+    Gather gather;
     int count, rows;
     int slots, slot_bytes;         // slots: steps that a warp has in flight
     int words, tiles;              // words: per warp, all stages; tiles: most per CTA

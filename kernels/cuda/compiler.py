@@ -44,6 +44,7 @@ PIECE, SELECT_THREADS = 16384, 512  # ids from which a CTA selects candidates
 COUNTED, COUNT_THREADS = 4096, 512  # ids that a CTA adjusts, and whose occurrences it counts
 STRETCH = 2048  # positions of a history that a CTA searches for repetitions
 TEAM = 8  # CTAs for a row of many candidates
+EXCHANGE_CTAS = 512  # most of a launch with an exchange between GPUs
 SCAN_COLUMNS = 32  # of a state, that a CTA has while it reads a prompt
 # bytes of its shared memory: keys of two chunks; state, values, two kinds of δ, decays
 SCAN_ROOM = 2 * 2 * CHUNK_TOKENS * 136 + 4 * (
@@ -68,6 +69,7 @@ DEFINITIONS = {
     "BLOCK_PANELS": BLOCK_PANELS,
     "MOST_MATRICES": product.MOST_MATRICES,
     "MOST_TOGETHER": batched.MOST_TOGETHER,
+    "EXCHANGED_ROWS": batched.EXCHANGED_ROWS,
     "MOST_CHAINED": product.MOST_CHAINED,
     "MOST_STAGES": product.MOST_STAGES,
     "MOST_TILES": product.MOST_TILES,
@@ -118,6 +120,8 @@ DEFINITIONS = {
     "SETTINGS": ",".join(sampling.COLUMNS).upper(),
     "STRETCH": STRETCH,
     "TEAM": TEAM,
+    "EXCHANGE_CTAS": EXCHANGE_CTAS,
+    "MOST_RANKS": product.MOST_RANKS,
     "MOST_REPEATED": sampling.MOST_REPEATED,
     "STRONGEST": str(sampling.STRONGEST),  # fp64
     "LEAST": str(torch_sampler.LEAST),

@@ -16,6 +16,7 @@ import torch
 from exl2flow.core.runtime.background import own_stream
 from exl2flow.kernels.cuda import cache as cuda_cache
 from exl2flow.kernels.cuda import delta as cuda_delta
+from exl2flow.kernels.cuda import exchange as cuda_exchange
 from exl2flow.kernels.cuda import experts as cuda_experts
 from exl2flow.kernels.cuda import packing as cuda_packed
 from exl2flow.kernels.cuda import products as cuda_products
@@ -82,6 +83,8 @@ class CudaOps(Ops):
     attend_step = staticmethod(cuda_cache.attend_step)
     decode_packed = staticmethod(cuda_prompts.decode_packed)
     multiply = staticmethod(cuda_products.multiply)
+    new_boxes = staticmethod(cuda_exchange.new_boxes)
+    multiply_at_once = staticmethod(cuda_products.multiply_at_once)
     experts = staticmethod(cuda_experts.experts)
     runs_experts = staticmethod(cuda_experts.runs_experts)
     launches = staticmethod(cuda_products.launches)

@@ -6,12 +6,14 @@ from dataclasses import replace
 from functools import cache, partial
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
 from exl2flow.core.options.environment import tuning_file, virtual_architecture
 from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import (
+    EXCHANGE_CTAS,
     OPTIONS,
     LaunchRefused,
     launch,
@@ -80,6 +82,30 @@ def multiply(
             return cuda_prompts.multiply(x, products, hidden)
         runs = [[product] for product in products]
     return _by_turns(runs, x, hidden)
+
+
+def multiply_at_once(
+    x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+    """See `Ops.multiply_at_once`."""
+    is_one_form = len({matrix.has_zeros for p in products for matrix in p.matrices}) == 1
+    rows, runs = len(x), [*_runs(products, len(x))]
+    is_one_launch = len(runs) == 1 and is_one_form and fuses_all(products, rows)
+    if rows > batched.EXCHANGED_ROWS or not is_one_launch:
+        return None
+    if any(p.boxes and rows * p.matrices[0].columns > p.boxes.room for p in products):
+        return None
+    if products[0].gathers and (x.shape[1] % 2 or rows * x.shape[1] > products[0].gathers.room):
+        return None
+    plan = _plan(tuple(products), bucket(rows))
+    if not isinstance(plan, LaunchPlan) or plan.ctas > EXCHANGE_CTAS or not plan.meets:
+        return None
+    try:
+        return _launched(plan, x, products, hidden)
+    except LaunchRefused as refusal:
+        _PLANS[products[0]][bucket(rows), *products[1:]] = None
+        tell_refusal(plan.file, refusal.reason, "its products between exchanges")
+        return None
 
 
 def _by_turns(
@@ -215,6 +241,7 @@ def _launched(
         x = norm(x, by)
     results, beside = list[torch.Tensor](), list[torch.Tensor]()
     used = [x]  # kept until the launch: stages must not share memory
+    used.append(x := _gathering(argument, x, products[0]))
     before: FusedLinear | None = None
     for of_product, product in zip(plan.stages, products, strict=True):
         stages = argument["stages"][of_product]  # all rounds of the product
@@ -237,6 +264,7 @@ def _launched(
         adds = product.adds and product.after is None
         if adds and hidden is not None:
             filled(entries[0], residual=hidden)
+        used += _adding_up(argument, entries[0], len(x), product)
         if adds or product is products[-1]:
             dtype = torch.float32 if product.exact else x.dtype
             results = [x.new_empty(len(x), matrix.columns, dtype=dtype) for matrix in matrices]
@@ -265,6 +293,28 @@ def _launched(
     return [*results, *beside], results[0] if hidden is None else hidden
 
 
+def _gathering(argument: np.void, x: torch.Tensor, first: FusedLinear) -> torch.Tensor:
+    """Return what a chain reads, which its launch gathers if it is to."""
+    if first.gathers is None:
+        return x
+    whole = x.new_empty(len(x), len(first.order))
+    filled(argument["gather"], own=x, all=whole, words=x.shape[1] // 2)
+    return whole
+
+
+def _adding_up(
+    argument: np.void, entry: np.ndarray, rows: int, product: FusedLinear
+) -> list[torch.Tensor]:
+    """Fill what a launch needs to add up the results of ranks; return the tensors."""
+    if product.boxes is None:
+        return []
+    matrix = product.matrices[0]
+    part = torch.empty(rows, matrix.columns, device=matrix.words.device)
+    filled(entry, exact=part)
+    argument["peers"] = product.boxes.peers
+    return [part]
+
+
 # None: no launch runs all of them or it shall not; or `DECODED`
 _PLANS: WeakKeyDictionary[FusedLinear, dict[object, LaunchPlan | str | None]] = WeakKeyDictionary()
 
@@ -274,7 +324,9 @@ def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | str | No
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
-        plans[key] = _planned(products, rows, _choice(products, rows))
+        is_shared = any(product.boxes is not None for product in products)
+        choice = None if is_shared else _choice(products, rows)  # ranks would measure apart
+        plans[key] = _planned(products, rows, choice)
     return plans[key]
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, Group
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.streams import device_cache, sent
@@ -108,6 +109,10 @@ class FusedLinear:
     exact: give results in fp32 as they are summed; only without activation, `after` and `adds`, at
         the end.
     is_ordered: x is given in the order of the rows; only without `norm`, as the first product.
+    boxes: through which ranks add up the result, of which this one computes a part; only for
+        `Ops.multiply_at_once`, if it `adds`, without `after`.
+    gathers: through which ranks gather x, of which each has as many columns, in order; the same,
+        only as the first of several products and if it `is_ordered`.
     """
 
     matrices: tuple[PackedMatrix, ...]
@@ -118,6 +123,8 @@ class FusedLinear:
     adds: bool = False
     exact: bool = False
     is_ordered: bool = False
+    boxes: Boxes | None = None
+    gathers: Boxes | None = None
 
     @property
     def order(self) -> torch.Tensor:

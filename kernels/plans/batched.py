@@ -18,7 +18,9 @@ from exl2flow.kernels.interface.packed import TILE, FusedLinear, PackedMatrix
 from exl2flow.kernels.plans.product import (
     FIXED_SHARED,
     MOST_CHAINED,
+    MOST_RANKS,
     LaunchPlan,
+    fill_gather,
     fill_matrix,
     fill_stage,
     instance_of,
@@ -36,7 +38,14 @@ LIST_HEADER = 3  # ints of a list before its steps
 PART_BYTES = 180  # of codes, in whose time a warp's sums of a row of x are stored and added up
 READ_BYTES = 240  # of codes, in whose time one more part is read by those who add up
 MOST_TOGETHER = 5  # matrices of a product
-CHAIN = struct("batched.cu", "Chain", MOST_TOGETHER=MOST_TOGETHER, MOST_CHAINED=MOST_CHAINED)
+EXCHANGED_ROWS = 32  # most rows of a launch in which ranks exchange: with more, registers are few
+CHAIN = struct(
+    "batched.cu",
+    "Chain",
+    MOST_TOGETHER=MOST_TOGETHER,
+    MOST_CHAINED=MOST_CHAINED,
+    MOST_RANKS=MOST_RANKS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +134,7 @@ def _chain(
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
     tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
+    tensors += fill_gather(argument, products[0])
     stages, list_at = argument["stages"], 0
     for index, (product, divisions, of_lists) in enumerate(
         zip(products, divided, lists, strict=True)

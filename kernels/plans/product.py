@@ -31,7 +31,14 @@ MOST_TILES = 14  # per CTA, because it holds their sums
 MOST_CHAINED = 4  # products per launch
 MOST_STAGES = 8  # per launch; a product with more tiles than its CTAs hold has several
 NO_CTA = 1 << 30
-CHAIN = struct("work.cuh", "Chain", MOST_MATRICES=MOST_MATRICES, MOST_STAGES=MOST_STAGES)
+MOST_RANKS = 8  # that share a model on one host and add up results within a launch
+CHAIN = struct(
+    "product.cu",
+    "Chain",
+    MOST_MATRICES=MOST_MATRICES,
+    MOST_STAGES=MOST_STAGES,
+    MOST_RANKS=MOST_RANKS,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +161,16 @@ def fill_stage(
         k=len(product.order),
         activation=1 + list(ACTIVATIONS).index(activation) if activation else 0,
         multiplier=1.0 if product.after is not None else product.multiplier,
+        exchanges=product.boxes is not None,
         **fields,
     )
+
+
+def fill_gather(argument: np.void, first: FusedLinear) -> list[torch.Tensor]:
+    """Fill what a `Chain` knows of columns that ranks gather; return the tensors."""
+    if first.gathers is None:
+        return []
+    return fill(argument["gather"], to=torch.argsort(first.order).int())
 
 
 def fill_matrix(
@@ -313,6 +328,7 @@ def _chain(
         words=sum(division.words for division in divisions),
         tiles=max(division.tiles for division in divisions),
     )
+    tensors += fill_gather(argument, products[0])
     index = share_at = 0
     for number, (product, division) in enumerate(zip(products, divisions, strict=True)):
         entry = stages[index]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from exl2flow.kernels.interface import packed
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.experts import ExpertBank
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
 from exl2flow.kernels.interface.groups import (
@@ -115,6 +116,16 @@ class Ops:
                 results = [results[0] if hidden is None else results[0] + hidden]
                 hidden = results[0]
         return [*results, *beside], results[0] if hidden is None else hidden
+
+    def new_boxes(self, rank: int, count: int, device: torch.device) -> Boxes | None:
+        """Return boxes for one of `count` ranks, still closed; None if it cannot share memory."""
+        return None
+
+    def multiply_at_once(
+        self, x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
+    ) -> tuple[list[torch.Tensor], torch.Tensor] | None:
+        """Return what `multiply` does of products with `boxes`; None if no one launch runs all."""
+        return None
 
     def runs_experts(self, bank: ExpertBank) -> bool:
         """Return whether `experts` runs such a layer without waiting for its routes."""

@@ -16,6 +16,7 @@ from exl2flow.model.layers.linear import (
     DenseLinear,
     Linear,
     Part,
+    SharedLinear,
     is_packed,
     made_linear,
     read_part,
@@ -134,7 +135,9 @@ class Head:
         self.final_norm = final_norm
         self.linear = linear
         self.softcap = softcap
-        self._product = product_of([linear], norm=final_norm, exact=True)
+        self._columns = linear.columns if isinstance(linear, SharedLinear) else None
+        own = linear.linear if isinstance(linear, SharedLinear) else linear
+        self._product = product_of([own], norm=final_norm, exact=True)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what the projection reads, (b, t, hidden)."""
@@ -146,6 +149,8 @@ class Head:
             return self.logits(self.normed(hidden))
         flat = hidden.reshape(-1, hidden.shape[-1])
         [logits], _ = get_ops(hidden.device).multiply(flat, [self._product])
+        if self._columns is not None:
+            logits = self._columns(logits)
         return capped(logits.view(*hidden.shape[:-1], -1), self.softcap)
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:

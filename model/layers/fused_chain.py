@@ -229,8 +229,9 @@ def _ordered(
 ) -> tuple[Sequence[ExpertLink], Sequence[FusedLinear], torch.Tensor | None]:
     """Return what reads an attention, taking it in its order, and where its elements then go."""
     first, *others = runs[0].chain if runs else chain
-    if isinstance(first, Exchange):  # it gathers heads in their order
-        return runs, chain, None
+    if isinstance(first, Exchange):  # attention gives heads, which are ordered when they meet
+        can_order = not runs and first.gather is not None
+        return runs, [first.ordered(), *others] if can_order else chain, None
     to, read = torch.argsort(first.order).int(), [replace(first, is_ordered=True), *others]
     if not runs:
         return runs, read, to

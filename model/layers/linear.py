@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
 from exl2flow.core.runtime.background import send_async
-from exl2flow.kernels import LARGEST_HALF, FusedLinear, get_ops
+from exl2flow.kernels import LARGEST_HALF, Boxes, FusedLinear, get_ops
 from exl2flow.model.config.gptq_label import UNLABELLED, GptqLabel
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
 from exl2flow.model.files.exl2 import (
@@ -136,12 +136,18 @@ class PackedLinear:
 class SharedLinear:
     """A map of which this process has a part, or reads a part; `linear` computes it.
 
-    gather: returns all of what it reads, (…, k), of this process's own columns; total: returns the
-    result of all processes, fp32, of this process's own.
+    gather: returns all of what it reads, (…, k), of this process's own columns, see `Ranks.gather`;
+    total: returns the result of all processes, fp32, of this process's own; added: returns the next
+    hidden states, see `Ranks.added`; boxes: through which kernels add them up; or None. columns:
+    returns all columns of the result, fp32, of this process's own.
     """
 
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    gather: Callable[..., torch.Tensor] | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
+    added: Callable[..., torch.Tensor] | None = None
+    boxes: Boxes | None = None
+    guard: Callable[[], None] | None = None  # see `Ranks`
+    columns: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
@@ -163,6 +169,8 @@ class SharedLinear:
         """Map (…, k) to (…, n)."""
         if self.gather is not None:
             return self.linear(self.gather(x))
+        if self.columns is not None:
+            return self.columns(self.exact(x))
         assert self.total is not None
         return self.total(self.exact(x)).to(x.dtype)
 

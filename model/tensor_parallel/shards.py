@@ -59,6 +59,8 @@ class Gathered(SharedLinear):
     def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
         super().__init__(linear)
         self.gather = partial(ranks.gather, widths=widths)
+        self.boxes = None if ranks.peers is None else ranks.peers.boxes
+        self.guard = ranks.guard
 
 
 class Columns(SharedLinear):
@@ -66,10 +68,7 @@ class Columns(SharedLinear):
 
     def __init__(self, linear: Linear, ranks: Ranks, widths: Sequence[int]) -> None:
         super().__init__(linear)
-        self._gathered = partial(ranks.gather, widths=widths)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gathered(self.exact(x))
+        self.columns = partial(ranks.gather, widths=widths)
 
 
 class Summed(SharedLinear):
@@ -77,7 +76,9 @@ class Summed(SharedLinear):
 
     def __init__(self, linear: Linear, ranks: Ranks) -> None:
         super().__init__(linear)
-        self.total = ranks.sum
+        self.total, self.added = ranks.sum, ranks.added
+        self.boxes = None if ranks.peers is None else ranks.peers.boxes
+        self.guard = ranks.guard
 
 
 @dataclass(frozen=True, slots=True)

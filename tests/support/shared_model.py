@@ -17,7 +17,7 @@ from exl2flow.inference import Generator, LoadedModel, Request, SamplingSettings
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 IDS = [5, 6, 250, 7, 8, 9, 13, 14, 15] * 4
-SEEN = 8  # tokens that are read one by one
+SEEN, SEEN_BY_GPU = 8, 100  # tokens that are read one by one
 
 
 @torch.inference_mode()
@@ -25,10 +25,11 @@ def results(model: LoadedModel) -> dict[str, object]:
     """Return logits of a prompt, and of steps behind it, and ids of texts."""
     whole = model.decoder.forward(torch.tensor([IDS, IDS[::-1]])).cpu()
     generator = Generator(model, slots=2, tokens=512)
+    count = SEEN_BY_GPU if model.decoder.embedding.weight.is_cuda else SEEN
     settings = (SamplingSettings.greedy(), SamplingSettings(temperature=1.5))
     ids, logits = list[list[int]](), list[torch.Tensor]()
     for each in settings:
-        request = Request(IDS, max_new_tokens=SEEN, settings=each, seed=1, stops=(), logits=True)
+        request = Request(IDS, max_new_tokens=count, settings=each, seed=1, stops=(), logits=True)
         events = [*generator.stream(request)]
         ids.append([token for event in events for token in event.ids])
         logits += [x for event in events for x in event.logits if x is not None]
@@ -64,6 +65,11 @@ def main(rank: int, count: int, folder: Path, device: str, dies_in: str = "") ->
                 model.decoder.forward(torch.tensor([[5]]))
                 dies("step")
                 made[path.name] = results(model)
+                if where is not None:
+                    again = results(model)
+                    assert all(
+                        torch.equal(again[x], made[path.name][x]) for x in ("prompt", "steps")
+                    )
         torch.save(made, folder / f"{rank}.pt")
     except Exl2FlowError as error:
         print(f"{type(error).__name__}: {error}", flush=True)

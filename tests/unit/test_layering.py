@@ -56,7 +56,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "sentencepiece": ("model/text/sentencepiece_model.py", "model/text/tokenizer.py"),
     "tokenizers": ("model/text/",),
     "typer": ("flows/cli/",),
-    "cupy": ("kernels/cuda/ops.py", "kernels/cuda/compiler.py", "kernels/cuda/ptx.py"),
+    "cupy": tuple(f"kernels/cuda/{name}.py" for name in ("compiler", "exchange", "ops", "ptx")),
     "huggingface_hub": ("tasks/",),
     "h11": ("serve/running.py",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py", "serve/"),

@@ -11,6 +11,7 @@ from cupy_backends.cuda.libs import nvrtc
 from kernel_resources import DEVICES, compiled, resources
 
 from exl2flow.kernels.cuda import cache as cuda_cache
+from exl2flow.kernels.cuda import exchange as cuda_exchange
 from exl2flow.kernels.cuda import experts as cuda_experts
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
@@ -68,6 +69,7 @@ STRUCTS = {
     "batched.cu": ("Chain", batched.CHAIN),
     "choose.cu": ("Sampler", cuda_sampler.CALL),
     "decode.cu": ("Work", cuda_prompts.WORK),
+    "exchange.cu": ("Peers", cuda_exchange.PEERS),
     "experts.cu": ("Experts", plans_of_experts.ARGUMENT),
     "experts_many.cu": ("Sorted", cuda_experts.SORTED),
     "product.cu": ("Chain", plans_of_product.CHAIN),
@@ -108,6 +110,7 @@ def test_no_source_is_left_out() -> None:
         "delta_scan.cu",
         "descend.cu",
         "elementwise.cu",
+        "exchange.cu",
         "experts.cu",
         "experts_many.cu",
         "lay_out.cu",
