@@ -23,7 +23,6 @@ from exl2flow.inference import LoadedModel, load_model
 from exl2flow.inference.bench import DecodeBatch, seconds
 from exl2flow.inference.loading.layer_split import Split
 from exl2flow.model import Placement, resolve
-from exl2flow.model.tensor_parallel.ranks import Ranks
 
 WAYS = ("one GPU", "split", "tensor parallel")
 GPUS = tuple(torch.device("cuda", index) for index in range(2))
@@ -55,32 +54,20 @@ def measure(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, floa
     return times
 
 
-def run(way: str, rank: int, source: Path, arguments: argparse.Namespace) -> None:
+def run(way: str, source: Path, arguments: argparse.Namespace) -> None:
     """Load and time a model in one way, and print the result as JSON."""
     begun = time.perf_counter()
-    if way == "tensor parallel":
-        torch.cuda.set_device(GPUS[rank])
-        method = f"file://{source.parent / 'meeting'}"
-        with Ranks.join(method, rank=rank, count=2, device=GPUS[rank]) as ranks:
-            model = load_model(source, device=str(GPUS[rank]), ranks=ranks)
-            tell(model, begun, arguments, is_told=rank == 0)
-        return
     placement: Placement | Split | None = None
     if way == "split":
         placement = Split.parse(arguments.gpu_split) or halves(resolve(source).num_layers)
-    model = load_model(source, device="cuda:0", placement=placement)
+    shared = 2 if way == "tensor parallel" else None
+    model = load_model(source, device="cuda", placement=placement, tensor_parallel=shared)
     with torch.cuda.device(model.decoder.placement.head):  # where steps end
-        tell(model, begun, arguments, is_told=True)
-
-
-def tell(model: LoadedModel, begun: float, arguments: argparse.Namespace, *, is_told: bool) -> None:
-    """Time a loaded model; print the result."""
-    for device in model.decoder.placement.devices:
-        torch.cuda.synchronize(device)
-    times = {"load": 1e3 * (time.perf_counter() - begun), **measure(model, arguments)}
-    if is_told:
-        held = [torch.cuda.max_memory_allocated(device) / 1e9 for device in GPUS]
-        print(json.dumps(times | {"GB": max(held)}))
+        for device in model.decoder.placement.devices:
+            torch.cuda.synchronize(device)
+        times = {"load": 1e3 * (time.perf_counter() - begun), **measure(model, arguments)}
+    used = [total - free for free, total in map(torch.cuda.mem_get_info, GPUS)]
+    print(json.dumps(times | {"GB": max(used) / 1e9}))
 
 
 def main() -> None:
@@ -90,28 +77,18 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompt", nargs="+", type=int, default=[2048, 16384])
     parser.add_argument("--gpu-split", help="sizes in GB instead of halves")
-    parser.add_argument("--way", nargs=2, help=argparse.SUPPRESS)  # and the rank, of a child
+    parser.add_argument("--way", help=argparse.SUPPRESS)  # of a child
     arguments = parser.parse_args()
     if arguments.way:
-        way, rank = arguments.way
-        run(way, int(rank), arguments.model, arguments)
+        run(arguments.way, arguments.model, arguments)
         return
     with tempfile.TemporaryDirectory() as folder:
         source, results = model_of(arguments, Path(folder)), dict[str, dict[str, float]]()
         for way in WAYS:
             command = [sys.executable, __file__, *sys.argv[1:]]
             command += ["--model", str(source), "--way", way]
-            count = 2 if way == "tensor parallel" else 1
-            children = [
-                subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
-                for rank in range(count)
-            ]
-            try:
-                told = [child.communicate(timeout=PATIENCE)[0] for child in children]
-            finally:
-                for child in children:
-                    child.kill()
-            results[way] = json.loads(told[0])
+            child = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE, check=True)
+            results[way] = json.loads(child.stdout)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
     print("| ms; most GB on a GPU | " + " | ".join(WAYS) + " |\n|---|---|---|---|")
     for name, one in results[WAYS[0]].items():
