@@ -117,6 +117,11 @@ class Engine:
         return [self.name, *(f"{self.name}:{adapter}" for adapter in self.adapters)]
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the model cannot run again: a process that shares it is gone."""
+        return self.model.team is not None and self.model.team.failure is not None
+
+    @property
     def progress(self) -> int | None:
         """Steps of the generator so far, None while it has nothing to do or is made."""
         made = self._made
@@ -249,7 +254,7 @@ class Engine:
             return
         log.error("the generator failed: %s", "".join(format_exception(failure)).rstrip())
         before, self._failed_at = self._failed_at, time.monotonic()
-        if self._failed_at - before < SOUND_SECONDS:
+        if self.is_lost or self._failed_at - before < SOUND_SECONDS:
             self.state = "failed"
             return
         self.state = "recovering"

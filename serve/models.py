@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import torch
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.serve.engine import Engine, collect
+from exl2flow.serve.engine import SOUND_SECONDS, Engine, collect
 from exl2flow.serve.errors import ApiError, shown
 
 log = logging.getLogger("exl2flow.serve")
@@ -34,7 +35,7 @@ class Models:
         self._first = engine.model.spec.source_dir
         self._users, self._used_at, self._is_free = 0, time.monotonic(), asyncio.Event()
         self._change: asyncio.Task[None] | None = None
-        self._failed = dict[str, tuple[float, str]]()
+        self._failed, self._lost_at = dict[str, tuple[float, str]](), -math.inf
         self.is_draining = self._is_parked = False
 
     @property
@@ -120,9 +121,16 @@ class Models:
             self.engine.options = options
 
     def tick(self) -> None:
-        """Look for failures, and free a model that nobody has used for long; called often."""
+        """Look for failures, and free a model that nobody has used for long; called often.
+
+        A model that has lost a process is loaded again, unless it was within the hour.
+        """
         if self.engine is not None:
             self.engine.look()
+            is_lost = self.engine.is_lost and self.engine.state == "failed"
+            if is_lost and time.monotonic() - self._lost_at > SOUND_SECONDS:
+                self._lost_at = time.monotonic()
+                self._begin(self.name)
         limit = self.options.unload_after
         is_old = limit is not None and time.monotonic() - self._used_at > 60 * limit
         if is_old and self.engine is not None and not self._users and self._change is None:

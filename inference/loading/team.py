@@ -44,7 +44,8 @@ SILENCE = 8.0  # seconds without one, after which it is lost
 START_SECONDS = 120.0  # the same while it imports libraries
 GRACE = 2.0  # seconds in which the loss of a follower is seen after a collective has failed
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 Answer = tuple[bool, Any]  # whether it went well; a result, or what `failure_of` returned
 
 
@@ -102,7 +103,7 @@ def mirrored(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, 
     """Let followers run a method with the same arguments, which can be pickled."""
 
     @wraps(method)
-    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.link is None or self.link.team.is_leading:
             return method(self, *args, **kwargs)
         with self.link.team.leading(self.link.key, method.__name__, *args, **kwargs):
@@ -221,17 +222,22 @@ class Team:
             finally:
                 self.is_leading = False
 
+    @property
+    def failure(self) -> Exl2FlowError | None:
+        """The error with which the team ended."""
+        return self._watch.failure
+
     def check(self) -> None:
         """Raise the error with which the team ended."""
-        if (failure := self._watch.failure) is not None:
-            raise failure
+        if self.failure is not None:
+            raise self.failure
 
     def lost(self, error: Exception) -> Exl2FlowError:
         """End the team after an error in this process; return what caused it."""
         self._watch.failed.wait(0 if isinstance(error, torch.OutOfMemoryError) else GRACE)
         self._watch.fail(error_of(*failure_of(error, 0, self.devices[0])))
-        assert self._watch.failure is not None
-        return self._watch.failure
+        assert self.failure is not None
+        return self.failure
 
     def _check_leading(self) -> None:
         if not self.is_leading:

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import shutil
+import signal
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from adapters import make_adapter
 from serving import Served, serving
 from tiny import make_tiny
 
+from exl2flow.core.errors import InferenceError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
@@ -45,15 +47,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Loader:
     """Makes engines as the command does, and counts them."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.made, self._folder = list[str](), folder
+    def __init__(self, folder: Path, ranks: int = 1, **options: Any) -> None:
+        self.made, self._folder, self._ranks = list[str](), folder, ranks
         self.options = ServeOptions(
             models=folder, swap=True, slots=2, tool_grammar="off"
         ).model_copy(update=options)
 
     def __call__(self, folder: Path) -> Engine:
         self.made.append(folder.name)
-        model = load_model(folder, device="cpu")
+        model = load_model(folder, device="cpu", tensor_parallel=self._ranks)
         engine = Engine(
             model, lambda: Generator(model, slots=2), self.options, fmt=None, defaults={}
         )
@@ -332,3 +334,24 @@ def test_adapters_are_loaded_by_name(served: Served) -> None:
         assert client.post("/v1/unload_lora_adapter", json=gone).json() == {"adapters": []}
         assert client.post("/v1/unload_lora_adapter", json=gone).status_code == 404
         assert asked(client, "a:fr").status_code == 404
+
+
+def test_a_model_that_lost_a_process_is_loaded_again(folder: Path) -> None:
+    async def work() -> None:
+        loader = Loader(folder, ranks=2)
+        models = loader.models()
+        assert models.engine is not None
+        assert models.engine.model.team is not None
+        [pid] = models.engine.model.team.followers
+
+        os.kill(pid, signal.SIGKILL)
+
+        await until(lambda: models.engine is not None and models.engine.is_lost, pause=0.01)
+        models.engine.generator.fail(InferenceError("as a step does"))
+        models.tick()
+        assert models.state == "loading"
+        assert await name_of(models, "") == "a"
+        assert loader.made == ["a", "a"]
+        await models.close()
+
+    ended(work())
