@@ -1,7 +1,7 @@
 """Time a model on two GPUs beside the same model on one: layers split, and tensor parallel.
 
     python benchmarks/parallel.py [--shape 7b | --model DIR] [--layers N] [--bpw 4]
-        [--batch 1 4 16] [--context 512] [--prompt 2048 16384] [--gpu-split 20,24]
+        [--batch 1 4 16] [--context 512] [--prompt 2048 16384] [--gpu-split 20,24] [--ways WAY …]
 
 Steps are recorded and greedy. Half of the layers are on each GPU, or what `--gpu-split` says; two
 processes share each layer. Each way has a process of its own.
@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prompt", nargs="+", type=int, default=[2048, 16384])
     parser.add_argument("--gpu-split", help="sizes in GB instead of halves")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--way", help=argparse.SUPPRESS)  # of a child
     arguments = parser.parse_args()
     if arguments.way:
@@ -84,14 +85,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         source, results = model_of(arguments, Path(folder)), dict[str, dict[str, float]]()
-        for way in WAYS:
+        for way in arguments.ways:
             command = [sys.executable, __file__, *sys.argv[1:]]
             command += ["--model", str(source), "--way", way]
             child = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE, check=True)
             results[way] = json.loads(child.stdout)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print("| ms; most GB on a GPU | " + " | ".join(WAYS) + " |\n|---|---|---|---|")
-    for name, one in results[WAYS[0]].items():
+    print(
+        "| ms; most GB on a GPU | " + " | ".join(results) + " |\n|---" + "|---" * len(results) + "|"
+    )
+    for name, one in results[arguments.ways[0]].items():
         figures = (f"{way[name]:.2f} ({one / way[name]:.2f} x)" for way in results.values())
         print(f"| {name} | {' | '.join(figures)} |")
 

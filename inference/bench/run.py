@@ -88,7 +88,7 @@ def bench(
         memory=memory,
         copy_rate=copy_rate() if place.type == "cuda" else None,
         cards=tuple(card for card in cards if card is not None),
-        plans=decode_plans(model.decoder, steps) if session.on_gpu else (),
+        plans=decode_plans(model.decoder, steps) if session.on_gpu and not model.ranks else (),
         omitted=tuple(session.omitted),
     )
 

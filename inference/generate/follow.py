@@ -53,6 +53,11 @@ class Follower:
         device = self.device if self.device.type == "cuda" else None
         self._ranks = Ranks.join(method, rank=self.rank, count=count, device=device, is_led=True)
 
+    def leave(self) -> None:
+        """Leave the others."""
+        assert self._ranks is not None
+        self._ranks.__exit__()
+
     def load(self, folder: str, options: dict[str, Any]) -> None:
         """Load this rank's part of a model."""
         self._model = load_model(folder, device=str(self.device), ranks=self._ranks, **options)

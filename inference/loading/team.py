@@ -42,7 +42,7 @@ PROGRAM = "exl2flow.inference.generate.follow"
 BEAT = 1.0  # seconds between two signs of life of a follower
 SILENCE = 8.0  # seconds without one, after which it is lost
 START_SECONDS = 120.0  # the same while it imports libraries
-GRACE = 2.0  # seconds in which the loss of a follower is seen after a collective has failed
+GRACE = 2.0  # seconds in which the loss of a rank is seen after an error, and all leave
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,15 +119,7 @@ class Team:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        """Start a process for each device but the first.
-
-        Raises:
-            ConfigError: this process shares another model already.
-        """
-        if distributed.is_initialized():
-            raise ConfigError(
-                "a process shares one model at a time, and this one shares another; drop that first"
-            )
+        """Start a process for each device but the first."""
         self.devices, self.is_leading = tuple(devices), False
         self._lock, self._keys = threading.RLock(), count(1)
         self._dropped = deque[int]()
@@ -166,7 +158,7 @@ class Team:
             ranks = met.get()
             if isinstance(ranks, Exl2FlowError):
                 raise self.lost(ranks)
-        self._watch.abort = ranks.abort  # without the guard, which refers to the team
+        self._watch.ranks = ranks  # without the guard, which refers to the team
         return replace(ranks, guard=self._check_leading)
 
     def _joined(self, method: str) -> Ranks:
@@ -267,7 +259,7 @@ class _Peer(NamedTuple):
 class _Watch(threading.Thread):
     """Starts followers and reads what they tell, as long as they live.
 
-    failure: with which they ended; abort: ends collectives that wait for them.
+    failure: with which they ended; ranks: of this process, once they have met.
     """
 
     def __init__(self, size: int) -> None:
@@ -275,7 +267,7 @@ class _Watch(threading.Thread):
         self.peers, self._size, self._seen = list[_Peer](), size, dict[int, float]()
         self.failure: Exl2FlowError | None = None
         self.failed, self._are_there = threading.Event(), threading.Event()
-        self.abort: Callable[[], None] = lambda: None
+        self.ranks: Ranks | None = None
         self._lock, self._is_closed = threading.Lock(), False
 
     def start(self) -> None:
@@ -309,15 +301,25 @@ class _Watch(threading.Thread):
             self.failure = failure
         self.failed.set()
         self._end()
-        self.abort()
+        if self.ranks is not None:
+            self.ranks.abort()
         for peer in self.peers:
             peer.answers.put((False, None))
 
     def close(self) -> None:
         """End all followers."""
         self._is_closed = True
+        ranks, self.ranks = self.ranks, None
+        if ranks is not None and self.failure is None:  # all leave at the same time
+            for peer in self.peers:
+                with suppress(OSError):
+                    peer.pipe.send(([], 0, "leave", (), {}, False))
+            leaving = threading.Thread(target=ranks.__exit__, daemon=True)
+            leaving.start()
+            leaving.join(GRACE)
         self._end()
-        self.abort()
+        if threading.current_thread() is not self:  # which may collect garbage
+            self.join(GRACE)
 
     def _end(self) -> None:
         for peer in self.peers:

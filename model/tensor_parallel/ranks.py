@@ -1,14 +1,17 @@
 """Ranks: the processes that run one model together, and what they exchange."""
 
+import os
 import random
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import distributed
+from torch.distributed.rendezvous import rendezvous
 
 from exl2flow.core.errors import BackendUnavailable, InferenceError
 from exl2flow.model.tensor_parallel.peers import PeerExchange
@@ -24,15 +27,15 @@ class Ranks:
     A context manager, which leaves the others: a process that ends without that may abort.
     is_recordable: whether collectives may be part of a CUDA graph; peers: exchanges of few rows,
     where that is faster than `torch.distributed`; is_led: whether rank 0 alone knows the texts;
-    guard: called before each exchange, to refuse one that the others do not make; seeds: of texts
-    that are given none, the same on all ranks; like the group that `torch.distributed` makes, they
-    are those of the process.
+    guard: called before each exchange, to refuse one that the others do not make; group: a backend
+    of `torch.distributed`; seeds: of texts that are given none, the same on all ranks of a process.
     """
 
     rank: int
     count: int
     is_recordable: bool = False
     peers: PeerExchange | None = None
+    group: Any = None
     is_led: bool = False
     guard: Callable[[], None] | None = None
     seeds: ClassVar[random.Random] = random.SystemRandom()
@@ -67,23 +70,19 @@ class Ranks:
             BackendUnavailable: they do not meet.
             InferenceError: one is lost at once.
         """
-        if not distributed.is_initialized():
-            try:
-                distributed.init_process_group(
-                    backend or ("gloo" if device is None else "nccl"),
-                    init_method=init_method,
-                    rank=rank,
-                    world_size=count,
-                    timeout=PATIENCE,
-                    device_id=device if backend is None else None,
-                )
-            except (RuntimeError, ValueError) as error:
-                raise BackendUnavailable(
-                    f"the ranks of a model did not meet: {error}; start each with `torchrun`"
-                ) from error
-        is_nccl = distributed.get_backend() == "nccl"
-        own, all_ranks = distributed.get_rank(), distributed.get_world_size()
-        ranks = cls(own, all_ranks, is_recordable=is_nccl, is_led=is_led)
+        is_nccl = (backend or ("gloo" if device is None else "nccl")) == "nccl"
+        try:
+            meeting = rendezvous(init_method, rank, count, timeout=PATIENCE)
+            store, rank, count = next(meeting)
+            store.set_timeout(PATIENCE)
+            if is_led:  # or torch ends this process when another one is lost
+                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            group = _group(store, rank, count, is_nccl=is_nccl)
+        except (RuntimeError, ValueError) as error:
+            raise BackendUnavailable(
+                f"the ranks of a model did not meet: {error}; start each with `torchrun`"
+            ) from error
+        ranks = cls(rank, count, is_recordable=is_nccl, is_led=is_led, group=group)
         where = device if is_nccl else None
         drawn = torch.tensor([secrets.randbits(SEED_BITS)], device=where)
         cls.seeds = random.Random(int(ranks._all(drawn)[0]))
@@ -99,8 +98,8 @@ class Ranks:
         type(self).seeds = random.SystemRandom()
         if self.peers is not None:
             self.peers.close()
-        if distributed.is_initialized():
-            distributed.destroy_process_group()
+        if self.is_recordable:
+            self.group.shutdown()
 
     def check(self) -> None:
         """Raise `InferenceError` if a recorded exchange has waited for another rank in vain."""
@@ -108,12 +107,12 @@ class Ranks:
             self.peers.check()
 
     def abort(self) -> None:
-        """Leave others that are lost, also in a collective; any thread may call this."""
+        """Let what waits for others that are lost end; any thread may call this."""
+        type(self).seeds = random.SystemRandom()
         if self.peers is not None:
             self.peers.boxes.abort()
-        if self.is_recordable and distributed.is_initialized():
-            distributed.distributed_c10d._abort_process_group()  # a kernel may wait for them
-        self.__exit__()
+        if self.is_recordable:  # it ends kernels at once, but waits until recordings are gone
+            threading.Thread(target=self.group.abort, daemon=True).start()
 
     def gather(
         self, x: torch.Tensor, widths: Sequence[int], to: torch.Tensor | None = None
@@ -157,7 +156,7 @@ class Ranks:
             first = peers.gather(own, [words] * self.count)[0, :words]
             x.copy_(first.view(x.dtype).view(x.shape))
         elif self.is_recordable:
-            distributed.broadcast(x, src=0)
+            self.group.broadcast([x]).wait()
         else:
             x.copy_(self._all(x)[0])
 
@@ -182,11 +181,22 @@ class Ranks:
         if x.is_cuda and not self.is_recordable:  # gloo gathers in main memory
             return [part.to(x.device) for part in self._all(x.cpu())]
         parts = [torch.empty_like(x) for _ in range(self.count)]
-        gather: Callable[..., object] = distributed.all_gather
         try:
-            gather(parts, x)
+            self.group.allgather([parts], [x]).wait()
         except RuntimeError as error:
             raise InferenceError(
                 f"rank {self.rank} lost another one of {self.count}: {error}; start all again"
             ) from error
         return parts
+
+
+def _group(store: distributed.Store, rank: int, count: int, *, is_nccl: bool) -> Any:
+    """Return ranks that meet in a store, apart from the group that `torch.distributed` may have."""
+    store = distributed.PrefixStore("exl2flow", store)
+    if not is_nccl:
+        return distributed.ProcessGroupGloo(store, rank, count, timeout=PATIENCE)
+    if not distributed.is_nccl_available():
+        raise RuntimeError("this build of torch has no NCCL")
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = PATIENCE
+    return distributed.ProcessGroupNCCL(store, rank, count, options)

@@ -1,5 +1,6 @@
 """A model on two GPUs whose second process this one leads: near one GPU, and none stays behind."""
 
+import gc
 import os
 import signal
 import time
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.multigpu
 
 TEXT = "The quick brown fox jumps over the lazy dog. Numbers such as 3.14 and 42 " * 9
 GREEDY, HOT = SamplingSettings.greedy(), SamplingSettings(temperature=1.2, top_k=0, top_p=1.0)
+GUIDED = SamplingSettings(temperature=1.2, top_k=0, top_p=1.0, cfg_scale=1.5)
 NEAR = 2e-3  # relative error: hidden states are fp16
 STEPS = 100
 SOON = 10  # seconds in which the loss of a rank ends all
@@ -71,7 +73,7 @@ def steps(model: LoadedModel) -> tuple[list[int], torch.Tensor, list[list[int]]]
     several = [
         Request(TEXT, max_new_tokens=40, settings=GREEDY, stops=()),
         Request(TEXT + "more", max_new_tokens=40, settings=HOT, seed=2, stops=()),
-        Request((TEXT, "and"), max_new_tokens=40, settings=HOT, seed=3, stops=()),
+        Request((TEXT, "and"), max_new_tokens=40, settings=GUIDED, seed=3, stops=()),
     ]
     texts: list[list[int]] = [[] for _ in several]
     for found, one in zip(texts, several, strict=True):
@@ -86,13 +88,12 @@ def test_logits_are_near_those_of_one_gpu_and_the_same_again(
 ) -> None:
     ids, logits, texts = steps(led)
 
-    assert len(logits) == STEPS
     alone = load_model(folder, device="cuda:0", max_tokens=2048)
-    prompt = alone.tokenizer.encode(TEXT)
-    generator = Generator(alone, slots=1, tokens=2048)
-    [states] = generator.states.hidden([*prompt, *ids[:-1]], last=STEPS)
-    expected = generator.states.logits(states[None])[0, :, : logits.shape[1]].cpu()
-    assert (logits - expected).norm() <= NEAR * expected.norm()
+    expected_ids, expected, _ = steps(alone)
+    pairs = zip(ids, expected_ids, strict=True)
+    alike = next((i for i, (a, b) in enumerate(pairs) if a != b), STEPS - 1) + 1
+    assert len(logits) == STEPS
+    assert (logits - expected)[:alike].norm() <= NEAR * expected[:alike].norm()
     again = steps(led)
     assert again[0] == ids
     assert torch.equal(again[1], logits)
@@ -150,6 +151,7 @@ def test_a_program_of_exllamav2_loads_in_tensor_parallel(folder: Path) -> None:
     pids = model.native.team.followers
     model.unload()
     del generator, cache
+    gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
