@@ -91,9 +91,8 @@ def main() -> None:
             child = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE, check=True)
             results[way] = json.loads(child.stdout)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    print(
-        "| ms; most GB on a GPU | " + " | ".join(results) + " |\n|---" + "|---" * len(results) + "|"
-    )
+    print("| ms; most GB on a GPU | " + " | ".join(results) + " |")
+    print("|---" * (1 + len(results)) + "|")
     for name, one in results[arguments.ways[0]].items():
         figures = (f"{way[name]:.2f} ({one / way[name]:.2f} x)" for way in results.values())
         print(f"| {name} | {' | '.join(figures)} |")

