@@ -1,9 +1,8 @@
 """Fuse linears that read the same input and share a row order, and run chains of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -88,10 +87,6 @@ class Exchange(FusedLinear):
         return replace(self, is_ordered=True, gather=gather, core=core, whole=whole)
 
 
-_Part = tuple[list[FusedLinear], FusedLinear, FusedLinear]  # what runs; first and last as given
-_PARTS = WeakKeyDictionary[FusedLinear, dict[tuple[FusedLinear, ...], list[_Part]]]()
-
-
 def multiply(
     x: torch.Tensor, products: Sequence[FusedLinear], hidden: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -102,17 +97,18 @@ def multiply(
         return ops.multiply(x, products, hidden)
     if (guard := exchanges[0].guard) is not None:
         guard()
+    whole = _whole(products)
+    at_once = None if whole is None else ops.multiply_at_once(x, whole, hidden)
+    if at_once is not None:
+        return at_once
     results = [x]
-    for index, (part, first, last) in enumerate(_parts(products)):
-        x = results[0]
-        whole = None if index else _whole(products)
-        at_once = None if whole is None else ops.multiply_at_once(x, whole, hidden)
-        if at_once is not None:
-            return at_once
+    for part in _parts(products):
+        x, first, last = results[0], part[0], part[-1]
         if isinstance(first, Exchange) and first.gather is not None:
             x = first.gather(x)
-        results, states = ops.multiply(x, part, hidden)
-        hidden = states if hidden is not None or any(product.adds for product in part) else None
+        cores = [p.core or p if isinstance(p, Exchange) else p for p in part]
+        results, states = ops.multiply(x, cores, hidden)
+        hidden = states if hidden is not None or any(core.adds for core in cores) else None
         if isinstance(last, Exchange) and last.added is not None:
             total, *beside = results
             hidden = _added(last, last.added, total, hidden)
@@ -133,30 +129,19 @@ def _added(
     return (total if hidden is None else hidden + total).half()
 
 
-def _parts(products: Sequence[FusedLinear]) -> list[_Part]:
-    """Return what runs between two exchanges, made once: plans go by the identity of products."""
-    known, key = _PARTS.setdefault(products[0], {}), tuple(products[1:])
-    if key not in known:
-        known[key], begin = [], 0
-        for end, last in enumerate(products, 1):
-            is_exchanged = isinstance(last, Exchange) and last.added is not None
-            if is_exchanged or end == len(products):
-                part = [p.core or p if isinstance(p, Exchange) else p for p in products[begin:end]]
-                known[key].append((part, products[begin], last))
-                begin = end
-    return known[key]
-
-
-_WHOLES = WeakKeyDictionary[FusedLinear, dict[tuple[FusedLinear, ...], list[FusedLinear] | None]]()
+def _parts(products: Sequence[FusedLinear]) -> Iterator[Sequence[FusedLinear]]:
+    """Yield what runs between two sums of all ranks."""
+    begin = 0
+    for end, last in enumerate(products, 1):
+        is_summed = isinstance(last, Exchange) and last.added is not None
+        if is_summed or end == len(products):
+            yield products[begin:end]
+            begin = end
 
 
 def _whole(products: Sequence[FusedLinear]) -> list[FusedLinear] | None:
-    """Return products of which a kernel can do the only sum of all ranks, made once; else None."""
-    known, key = _WHOLES.setdefault(products[0], {}), tuple(products[1:])
-    if key not in known:
-        sums = [p for p in products if isinstance(p, Exchange) and p.added is not None]
-        shared = [p for p in products if isinstance(p, Exchange)]
-        can_run = len(sums) == 1 and all(p.whole is not None for p in shared)
-        plain = [p.whole or p if isinstance(p, Exchange) else p for p in products]
-        known[key] = plain if can_run else None
-    return known[key]
+    """Return products of which a kernel can do the only sum of all ranks; else None."""
+    shared = [p for p in products if isinstance(p, Exchange)]
+    if sum(p.added is not None for p in shared) != 1 or any(p.whole is None for p in shared):
+        return None
+    return [p.whole or p if isinstance(p, Exchange) else p for p in products]

@@ -32,7 +32,6 @@ from exl2flow.core.runtime.memory import free_memory
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_tensors
 from exl2flow.core.store.stage import COMPOSED, ROWS_FILE, Pipeline
-from exl2flow.flows.cli.serve import _engine
 from exl2flow.inference import (
     Adapter,
     Draft,
@@ -50,9 +49,6 @@ from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import CanonicalTensors, Placement, resolve
 from exl2flow.model.memory.footprint import Texts
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.models import Models
 
 pytestmark = pytest.mark.multigpu
 
@@ -193,6 +189,11 @@ def test_beginnings_of_prompts_come_back_from_host_memory_and_from_disk(
 
 
 def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
+    pytest.importorskip("starlette")
+    from exl2flow.flows.cli.serve import _engine
+    from exl2flow.serve.answers import AnswerPlan
+    from exl2flow.serve.models import Models
+
     size = first_half(plain / "a", tokens=1024, slots=2)
     names, plan = (
         ("a", "b", "a"),
@@ -208,7 +209,7 @@ def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
         )
         placed = set()
 
-        def make(folder: Path) -> Engine:
+        def make(folder: Path) -> Any:
             engine = _engine(folder, options, PromptCache())
             placed.add(engine.model.decoder.placement.devices)
             return engine
@@ -232,7 +233,7 @@ def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
     assert split[0] == split[2] != split[1] == split[3]
 
 
-async def answer_of(models: Models, name: str, plan: AnswerPlan) -> list[int]:
+async def answer_of(models: Any, name: str, plan: Any) -> list[int]:
     """Return the ids that the model of a name writes, which may have to be loaded first."""
     async with models.using(name) as engine:
         assert engine.name == name
