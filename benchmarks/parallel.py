@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +28,8 @@ from exl2flow.model import Placement, resolve
 
 WAYS = ("one GPU", "split", "tensor parallel")
 GPUS = tuple(torch.device("cuda", index) for index in range(2))
-PIECES, STEPS = 3, 50  # repeats of a prompt, and of a step
+PIECES, STEPS = 3, 20  # repeats of a prompt, and of steps
+TOGETHER = 10  # steps that are launched one after the other, as a generator does
 PATIENCE = 600  # seconds
 
 
@@ -37,6 +40,12 @@ def halves(layers: int) -> Placement:
     return Placement(embedding=first, layers=of_layer, head=second)
 
 
+def repeat(work: Callable[[], object]) -> None:
+    """Do something `TOGETHER` times."""
+    for _ in range(TOGETHER):
+        work()
+
+
 @torch.inference_mode()
 def measure(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, float]:
     """Return milliseconds by name of the work."""
@@ -45,7 +54,7 @@ def measure(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, floa
         timed = DecodeBatch(model, size=rows, context=arguments.context, cache="fp16")
         timed.read()
         timed.enter(SamplingSettings.greedy())
-        times[f"step of {rows}"] = 1e3 * seconds(timed.step, STEPS)
+        times[f"step of {rows}"] = 1e3 * seconds(partial(repeat, timed.step), STEPS) / TOGETHER
         del timed
     for tokens in arguments.prompt:
         timed = DecodeBatch(model, size=1, context=tokens, cache="fp16")
