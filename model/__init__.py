@@ -13,7 +13,8 @@ from exl2flow.model.files.canonical import CanonicalTensors, fused_rows
 from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams
 from exl2flow.model.files.headers import carried, check_layers, check_tied_head
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import KvCache, LayerCache, attend
+from exl2flow.model.layers.attention import attend
+from exl2flow.model.layers.cache import KvCache, LayerCache
 from exl2flow.model.layers.decoder import (
     Decoder,
     Embedding,

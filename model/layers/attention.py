@@ -1,21 +1,21 @@
-"""Attention over grouped heads: the half-layer, and the cache interface it needs."""
+"""Attention over grouped heads: the half-layer."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl2flow.kernels import AttentionRule, DeltaArgs, get_ops
+from exl2flow.kernels import AttentionRule, get_ops
 from exl2flow.model.config.family import HeadNorms
 from exl2flow.model.config.spec import AttentionSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.blockwise import attend_in_blocks
+from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear, narrowed
 from exl2flow.model.layers.norms import Norm
@@ -25,59 +25,6 @@ from exl2flow.model.layers.sublayer import Sublayer
 COMMON_TOKENS = 256  # cuDNN keeps a plan of 1.4 MB per shape: for texts of multiples of this only
 FAR_STEP, NEAR_STEP = 2048, 1024  # as above, for a piece of a prompt: of positions, of its tokens
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-class LayerCache(Protocol):
-    """KV cache of one layer; new keys and values are appended. Or states, of a layer with those."""
-
-    def advance(
-        self,
-        x: torch.Tensor,
-        qkv: torch.Tensor,
-        z: torch.Tensor,
-        args: DeltaArgs,
-        to: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Change the states by new tokens; return what `Ops.gated_delta` returns for them.
-
-        to: as in `attend`.
-        """
-        ...
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        table: RopeTable,
-        rule: AttentionRule,
-        to: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Add keys and values, then attend to all of them; see `attend`.
-
-        Args:
-            q: queries (b, heads, t, head_dim), before rotation.
-            k: keys of the same tokens (b, kv_heads, t, head_dim), before rotation.
-            v: values, shaped as the keys.
-            table: how queries and keys are rotated.
-            rule: what happens to the scores.
-            to: where the elements of a token's result go, see `StepCache`; None: in order. Only
-                of a `KvCache` that `orders_results`.
-        """
-        ...
-
-    def store(self, k: torch.Tensor, v: torch.Tensor, *, table: RopeTable) -> None:
-        """Add keys and values; arguments as in `attend`."""
-        ...
-
-
-class KvCache(Protocol):
-    """One `LayerCache` per layer; orders_results: whether `attend` and `advance` take `to`."""
-
-    orders_results: bool
-
-    def layer(self, index: int) -> LayerCache: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from exl2flow.core.requests.request import FIRST_EMBEDDING
 from exl2flow.kernels import get_ops, on_device
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import KvCache
+from exl2flow.model.layers.cache import KvCache
 from exl2flow.model.layers.experts import ExpertsSublayer
 from exl2flow.model.layers.fuse import product_of
 from exl2flow.model.layers.linear import (

@@ -9,7 +9,7 @@ from exl2flow.kernels import DeltaArgs, get_ops
 from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import LayerCache
+from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm

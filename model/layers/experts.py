@@ -16,7 +16,7 @@ from exl2flow.kernels import ExpertBank, ExpertMatrices, RouterArgs, Routes, get
 from exl2flow.model.config.spec import ModelSpec, router_tensors
 from exl2flow.model.config.sublayer_spec import ExpertGroup, SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.attention import LayerCache
+from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products
 from exl2flow.model.layers.linear import Linear, PackedLinear
 from exl2flow.model.layers.mlp import activated

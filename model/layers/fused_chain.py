@@ -14,7 +14,8 @@ from typing import Self
 import torch
 
 from exl2flow.kernels import FEW_ROWS, ExpertBank, FusedLinear
-from exl2flow.model.layers.attention import AttentionSublayer, KvCache
+from exl2flow.model.layers.attention import AttentionSublayer
+from exl2flow.model.layers.cache import KvCache
 from exl2flow.model.layers.delta import DeltaSublayer
 from exl2flow.model.layers.experts import ExpertsSublayer, Total, run_experts
 from exl2flow.model.layers.fuse import Exchange, multiply

@@ -2,7 +2,8 @@
 
 import torch
 
-from exl2flow.model.layers.attention import AttentionSublayer, LayerCache, Projected
+from exl2flow.model.layers.attention import AttentionSublayer, Projected
+from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.mlp import MlpSublayer, activated
 from exl2flow.model.layers.rope import RopeTable

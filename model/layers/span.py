@@ -6,7 +6,8 @@ import torch
 
 from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.spec import ModelSpec
-from exl2flow.model.layers.attention import AttentionSublayer, KvCache
+from exl2flow.model.layers.attention import AttentionSublayer
+from exl2flow.model.layers.cache import KvCache
 from exl2flow.model.layers.delta import DeltaSublayer
 from exl2flow.model.layers.experts import entering
 from exl2flow.model.layers.fused_chain import Chains

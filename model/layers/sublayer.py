@@ -8,19 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from exl2flow.kernels import FusedLinear
 from exl2flow.model.config.sublayer_spec import NormRole, Role, SublayerSpec
+from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
 from exl2flow.model.layers.linear import Linear
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
-
-if TYPE_CHECKING:
-    from exl2flow.model.layers.attention import LayerCache  # which imports this module
 
 FusedProjections = Mapping[str, Callable[[torch.Tensor], list[torch.Tensor]]]  # by capture
 
@@ -94,7 +92,7 @@ class Sublayer(ABC):
         hidden: torch.Tensor,
         *,
         start: int | RopeTable = 0,
-        cache: "LayerCache | None" = None,
+        cache: LayerCache | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return by capture what the projections read, (b, t, k) each, in order.
 
@@ -156,7 +154,7 @@ class Sublayer(ABC):
         hidden: torch.Tensor,
         *,
         start: int | RopeTable = 0,
-        cache: "LayerCache | None" = None,
+        cache: LayerCache | None = None,
     ) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
         return self.output(hidden, self.reads(hidden, start=start, cache=cache))
