@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from exl2flow.core.errors import ConfigError
@@ -31,6 +32,16 @@ def tuning_file() -> Path | None:
         return None if given == "off" else Path(os.path.expanduser(given))
     folder = cache_folder()
     return folder / "tuning.json" if folder is not None else None
+
+
+def with_path(folders: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a process that finds modules in these folders."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
+
+
+def survive_lost_ranks() -> None:
+    """Let torch not end this process when another one that it meets through NCCL is lost."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 def notify_socket() -> str:

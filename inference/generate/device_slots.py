@@ -87,19 +87,18 @@ class DeviceSlots:
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
         shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
         self.runner = Runner(
-            model.decoder,
+            model,
             shared,
             self.ids,
             self.positions,
             self._adapters,
             idle=idle,
             max_tokens=max_tokens + max(drafts, STEP_TOKENS),
-            ranks=model.ranks,
         )
         if model.team is not None:
             sizes = cache.pages, slots, max_tokens, drafts
-            self.runner.link = link = model.team.link(cache.form, *sizes)
-            finalize(self, model.team.drop, link.key)
+            self.runner.counterpart = counterpart = model.team.mirror(cache.form, *sizes)
+            finalize(self, model.team.drop, counterpart.key)
         self.proposer = None if draft is None else draft.start(model, shared)
         self.no_hidden = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
@@ -129,8 +128,8 @@ class DeviceSlots:
 
     def check_ranks(self) -> None:
         """Raise `InferenceError` if another rank is lost."""
-        if self.runner.link is not None:
-            self.runner.link.team.check()
+        if self.runner.counterpart is not None:
+            self.runner.counterpart.team.check()
         if self._ranks is not None:
             self._ranks.check()
 

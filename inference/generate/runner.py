@@ -13,12 +13,12 @@ from exl2flow.inference.drafts import SharedSlots
 from exl2flow.inference.generate.draft_positions import DraftPositions
 from exl2flow.inference.generate.passes import Key, Passes, Sequences, SpanPlace
 from exl2flow.inference.generate.tail_prefill import TailPrefill
-from exl2flow.inference.loading.team import Link, mirrored
+from exl2flow.inference.loading.load import LoadedModel
+from exl2flow.inference.loading.team import Counterpart, mirrored
 from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import GraphPool
-from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
+from exl2flow.model import KvCache, LayerCache, RopeTables
 from exl2flow.model.layers.span import Span
-from exl2flow.model.tensor_parallel.ranks import Ranks
 
 T = TypeVar("T")
 Idle = Callable[[], AbstractContextManager[None]]  # see `GraphPool`
@@ -27,14 +27,14 @@ Idle = Callable[[], AbstractContextManager[None]]  # see `GraphPool`
 class Runner:
     """Passes of a model; its decode steps read `ids` and write the logits of draft positions.
 
-    link: to the runners of other ranks, if this process leads them.
+    counterpart: the runners of other ranks, if this process leads them.
     """
 
-    link: Link | None = None
+    counterpart: Counterpart | None = None
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: LoadedModel,
         slots: SharedSlots,
         ids: torch.Tensor,
         positions: DraftPositions,
@@ -42,10 +42,11 @@ class Runner:
         *,
         idle: Idle,
         max_tokens: int,
-        ranks: Ranks | None = None,
     ) -> None:
         """Take the slots' state; `max_tokens`: positions of a sequence, and some beyond its end."""
-        self._decoder, self._slots, self._adapters = decoder, slots, adapters
+        decoder = self._decoder = model.decoder
+        self._slots, self._adapters = slots, adapters
+        ranks = model.ranks
         self._bring = ranks.bring if ranks is not None and ranks.is_led else None
         self._given: torch.Tensor | None = None  # to the head
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -121,45 +121,69 @@ def load_model(
         OutOfDeviceMemory: there is too little room.
     """
     _check_kinds(model_dir, max_tokens, placement)
+    folder, texts = Path(model_dir), _Texts(max_tokens, rope_scale, rope_alpha, rope_yarn)
     if tensor_parallel is not None:
-        if ranks is not None or placement is not None or streamed:
-            raise ConfigError("`tensor_parallel` goes without ranks, a split, and streaming")
-        devices = places(tensor_parallel, device)
+        is_alone = ranks is None and placement is None and not streamed
+        devices = _shared_devices(tensor_parallel, device, is_alone=is_alone)
         if len(devices) > 1:
-            stretch = {"rope_scale": rope_scale, "rope_alpha": rope_alpha, "rope_yarn": rope_yarn}
-            options = {"max_tokens": max_tokens} | stretch
-            return _load_led(Path(model_dir).absolute(), devices, options, progress)
+            return _load_led(folder, devices, texts, progress)
         device = str(devices[0])
-    head_device = placement.head if isinstance(placement, Placement) else resolve_device(device)
-    _check_places(head_device, placement, ranks, is_streamed=streamed)
-    spec = resolve(Path(model_dir)).undivided()
-    spec = spec.with_rope(scale=rope_scale, alpha=rope_alpha, yarn=rope_yarn)
-    limit = _checked_limit(max_tokens, spec)
-    on_gpu = head_device.type == "cuda"
-    source = StreamedSublayers(
-        spec=spec,
-        tensors=CanonicalTensors(spec),
-        dtype=torch.float16 if on_gpu else torch.float32,
-        device=head_device,
-        packed=on_gpu and not streamed,  # matrices used once are not repacked
-    )
-    check_layers(spec, source.tensors)
-    check_tied_head(spec, source.tensors)
+    place = placement.head if isinstance(placement, Placement) else resolve_device(device)
+    _check_places(place, placement, ranks, is_streamed=streamed)
+    source, limit = _source(folder, place, texts, is_streamed=streamed)
     if ranks is not None:
-        check_ranks(spec, ranks.count)
+        check_ranks(source.spec, ranks.count)
     if isinstance(placement, Split):
-        placement = split_model(placement, spec, source.tensors, device=head_device, context=limit)
-    placement = placement or Placement.on(head_device, spec.num_layers)
+        spec, tensors = source.spec, source.tensors
+        placement = split_model(placement, spec, tensors, device=place, context=limit)
+    placement = placement or Placement.on(place, source.spec.num_layers)
     decoder, tokenizer = _load(source, placement, ranks, is_streamed=streamed, progress=progress)
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
 
 
+class _Texts(NamedTuple):
+    """How long texts may be; see `load_model`."""
+
+    max_tokens: int | None
+    rope_scale: float | None
+    rope_alpha: float | None
+    rope_yarn: float | None
+
+
+def _source(
+    folder: Path, device: torch.device, texts: _Texts, *, is_streamed: bool
+) -> tuple[StreamedSublayers, int]:
+    """Return what reads a model's parts, and the longest text; nothing is read yet."""
+    spec = resolve(folder).undivided()
+    spec = spec.with_rope(scale=texts.rope_scale, alpha=texts.rope_alpha, yarn=texts.rope_yarn)
+    limit, on_gpu = _checked_limit(texts.max_tokens, spec), device.type == "cuda"
+    source = StreamedSublayers(
+        spec=spec,
+        tensors=CanonicalTensors(spec),
+        dtype=torch.float16 if on_gpu else torch.float32,
+        device=device,
+        packed=on_gpu and not is_streamed,  # matrices used once are not repacked
+    )
+    check_layers(spec, source.tensors)
+    check_tied_head(spec, source.tensors)
+    return source, limit
+
+
+def _shared_devices(
+    tensor_parallel: int | str | Sequence[int], device: str, *, is_alone: bool
+) -> list[torch.device]:
+    """Return the device of each rank; raise `ConfigError` if they share in another way, too."""
+    if not is_alone:
+        raise ConfigError("`tensor_parallel` goes without ranks, a split, and streaming")
+    return places(tensor_parallel, device)
+
+
 def _load_led(
     folder: Path,
     devices: Sequence[torch.device],
-    options: dict[str, Any],
+    texts: _Texts,
     progress: Callable[[int, int], None] | None,
 ) -> LoadedModel:
     """Load a model that this process shares with others, which it starts."""
@@ -173,7 +197,8 @@ def _load_led(
 
     try:
         ranks = team.join()
-        loaded = team.begin("load", str(folder), options)
+        options = texts._asdict()
+        loaded = team.begin("load", str(folder.absolute()), options)
         model = load_model(folder, device=str(devices[0]), ranks=ranks, progress=note, **options)
         loaded()
     except BaseException:

@@ -34,6 +34,7 @@ from exl2flow.core.errors import (
     InferenceError,
     OutOfDeviceMemory,
 )
+from exl2flow.core.options.environment import with_path
 from exl2flow.core.runtime.interrupt import uninterrupted
 from exl2flow.kernels import resolve_device
 from exl2flow.model.tensor_parallel.ranks import Ranks
@@ -83,20 +84,20 @@ def places(tensor_parallel: int | str | Sequence[int], device: str) -> list[torc
     return [torch.device("cuda", index) for index in chosen]
 
 
-class Link(NamedTuple):
-    """An object that followers have, too: its team, and the key that it has there."""
+class Counterpart(NamedTuple):
+    """What followers have of an object: their team, and the key that it has there."""
 
     team: "Team"
     key: int
 
 
-class Linked(Protocol):
+class Mirrored(Protocol):
     """An object whose `mirrored` methods followers run, too; None: nobody follows."""
 
-    link: Link | None
+    counterpart: Counterpart | None
 
 
-S = TypeVar("S", bound=Linked)
+S = TypeVar("S", bound=Mirrored)
 
 
 def mirrored(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
@@ -104,9 +105,9 @@ def mirrored(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, 
 
     @wraps(method)
     def run(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.link is None or self.link.team.is_leading:
+        if self.counterpart is None or self.counterpart.team.is_leading:
             return method(self, *args, **kwargs)
-        with self.link.team.leading(self.link.key, method.__name__, *args, **kwargs):
+        with self.counterpart.team.leading(self.counterpart.key, method.__name__, *args, **kwargs):
             return method(self, *args, **kwargs)
 
     return run
@@ -187,11 +188,11 @@ class Team:
         """Return the free bytes of each follower's GPU; on CPUs there is nothing to ask."""
         return self.begin("free")() if self.devices[0].type == "cuda" else []
 
-    def link(self, *args: Any) -> Link:
-        """Let followers make what `follow.Follower.make` makes, and return the link to it."""
+    def mirror(self, *args: Any) -> Counterpart:
+        """Let followers make what `follow.Follower.make` makes, and return where it is."""
         key = next(self._keys)
         self.begin("make", key, *args)()
-        return Link(self, key)
+        return Counterpart(self, key)
 
     def drop(self, key: int) -> None:
         """Let followers forget an object before their next work; any thread may call this."""
@@ -356,7 +357,7 @@ def _started(rank: int) -> _Peer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[there.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=with_path(sys.path),
         )
     return _Peer(rank, process, connection.Connection(here.detach()), SimpleQueue())
 

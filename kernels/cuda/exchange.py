@@ -10,6 +10,7 @@ import torch
 from cupy.cuda import runtime
 
 from exl2flow.kernels.cuda.compiler import EXCHANGE_CTAS, build, launch, limits
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.plans.product import MOST_RANKS
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
@@ -128,7 +129,7 @@ class PeerBoxes:
         launch("exchange.cu", name, (ctas,), self.peers, x, *arguments, threads=THREADS)
 
 
-def new_boxes(rank: int, count: int, device: torch.device) -> PeerBoxes | None:
+def new_boxes(rank: int, count: int, device: torch.device) -> Boxes | None:
     """See `Ops.new_boxes`."""
     with suppress(Unreachable):
         return PeerBoxes(rank, count, device) if count <= MOST_RANKS else None

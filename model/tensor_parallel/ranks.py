@@ -1,6 +1,5 @@
 """Ranks: the processes that run one model together, and what they exchange."""
 
-import os
 import random
 import secrets
 import threading
@@ -14,6 +13,7 @@ from torch import distributed
 from torch.distributed.rendezvous import rendezvous
 
 from exl2flow.core.errors import BackendUnavailable, InferenceError
+from exl2flow.core.options.environment import survive_lost_ranks
 from exl2flow.model.tensor_parallel.peers import PeerExchange
 
 SEED_BITS = 63
@@ -75,8 +75,8 @@ class Ranks:
             meeting = rendezvous(init_method, rank, count, timeout=PATIENCE)
             store, rank, count = next(meeting)
             store.set_timeout(PATIENCE)
-            if is_led:  # or torch ends this process when another one is lost
-                os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            if is_led:
+                survive_lost_ranks()
             group = _group(store, rank, count, is_nccl=is_nccl)
         except (RuntimeError, ValueError) as error:
             raise BackendUnavailable(

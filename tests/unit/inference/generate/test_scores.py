@@ -104,14 +104,15 @@ def test_ends_of_prompts_that_are_read_by_recordings_are_scored(
     generator = Generator(model, tokens=4096, chunk=256)
     generator._device_slots.graphs.records = True
     given = [prompt(256 + length, length) for length in (3, 9)]
-    tails, read_tails = list[bool](), generator._device_slots._runner.read_tails
+    of_tails = generator._device_slots.runner._tails
+    assert of_tails is not None
+    tails, takes = list[bool](), of_tails.takes
 
-    def reading(*work: Any) -> torch.Tensor | None:
-        hidden = read_tails(*work)
-        tails.append(hidden is not None)
-        return hidden
+    def asked(segments: Any) -> bool:
+        tails.append(takes(segments))
+        return tails[-1]
 
-    monkeypatch.setattr(generator._device_slots._runner, "read_tails", reading)
+    monkeypatch.setattr(of_tails, "takes", asked)
 
     events = [*generator.stream(*map(scored, given))]
 

@@ -239,7 +239,7 @@ def test_tails_of_prompts_and_copies_of_pages_are_recorded_on_every_device(
     for prompts in ([TEXT * 9], [TEXT * 9 + " more", TEXT * 9 + " or less"]):
         generator.generate(prompts, max_new_tokens=2, settings=GREEDY)
 
-    for place in generator._device_slots._runner._places:
+    for place in generator._device_slots.runner._places:
         assert {"tails", "copy"} <= {key[0] for key in place.graphs._graphs}
 
 
@@ -282,7 +282,7 @@ def test_a_cut_on_one_device_is_run_as_a_border_is(folder: Path, fakes: Devices)
     found, expected = (g.generate("A", max_new_tokens=3, settings=GREEDY) for g in generators)
 
     assert found == expected
-    places = first._device_slots._runner._places
+    places = first._device_slots.runner._places
     assert [place.span.layers for place in places] == [range(2), range(2, LAYERS)]
     assert len({id(place.graphs) for place in places}) == 2
 
@@ -454,6 +454,6 @@ def test_a_warm_up_writes_to_the_pages_that_slots_have_now(
 
     generator.warmup()
 
-    for slots in steps._runner._steps._of:
+    for slots in steps.runner._steps._of:
         assert torch.equal(slots.tables.cpu(), steps.tables.cpu())
         assert torch.equal(slots.lengths.cpu(), steps.lengths.cpu())
