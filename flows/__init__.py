@@ -1,6 +1,6 @@
 """The flows and the command line; names are imported on first use, as most need no Prefect.
 
-A flow has the name of its module. The import system would bind the module here, in place of the
+A flow has the name of its module. The import system would bind the module here, instead of the
 flow; `_Flows` leaves these names unbound, so that they always give the flow.
 """
 

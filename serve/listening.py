@@ -68,7 +68,7 @@ def own_address(host: str) -> str | None:
 
 
 def _bind(listener: socket.socket, path: Path) -> None:
-    """Bind a path, in place of a socket on which nobody listens any more.
+    """Bind a path, instead of a socket on which nobody listens any more.
 
     Clients wait from now on: a second server must find that somebody listens.
     """

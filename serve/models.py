@@ -95,7 +95,7 @@ class Models:
                 self._is_free.set()
 
     async def load(self, name: str) -> None:
-        """Load a model in place of the one that is loaded.
+        """Load a model instead of the one that is loaded.
 
         Raises:
             ApiError: there is no such model, or it cannot be loaded.

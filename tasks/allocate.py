@@ -58,7 +58,7 @@ def matrix_rows(
 
 
 def _with_its_like(key: str) -> str:
-    """Return a matrix's name, with a star in place of its expert's number."""
+    """Return a matrix's name, with a star instead of its expert's number."""
     return EXPERT.sub(".experts.*.", key)
 
 

@@ -104,7 +104,7 @@ class Request:
     adapters: what changes the model for this text; several add up.
     salt: texts with different salts share no pages, so none can find out what another one said.
     prefer_end: end the text as soon as the filters allow it.
-    embeddings: floating-point tensors (n, hidden size), read in place of tokens. In text, each
+    embeddings: floating-point tensors (n, hidden size), read instead of tokens. In text, each
         `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
         `FIRST_EMBEDDING + i` is row i of all tensors joined. A prompt must not end in one. In a
         pair, one of the prompts may have none.

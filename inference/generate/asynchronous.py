@@ -37,7 +37,7 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
     """Runs a generator as long as it has jobs; any thread and any event loop may submit.
 
     Nothing else may call the generator's `step` meanwhile. steps: how many it has done. With a
-    `pause`, texts that run on are told at most once in so many seconds, the rest at once.
+    `pause`, texts that run on are told at most once in that many seconds, the rest at once.
     """
 
     def __init__(self, generator: Generator, *, pause: float = 0.0) -> None:

@@ -78,5 +78,5 @@ class TailPrefill:
 
 
 def _key(batch: int) -> tuple[str, int]:
-    """Return the key of the recorded pass over so many tails."""
+    """Return the key of the recorded pass over a number of tails."""
     return "tails", batch

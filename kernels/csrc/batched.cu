@@ -334,7 +334,7 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
     }
 }
 
-// ROWS: 8, 16, 32 or 64, for at most so many rows of x.
+// ROWS: 8, 16, 32 or 64, the most rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
     constexpr bool IS_GROUPED = ROWS == GROUPED_ROWS;

@@ -154,7 +154,7 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
-// ROWS: 1 or 4, for at most so many rows of x.
+// ROWS: 1 or 4, the most rows of x.
 template <int ROWS, bool GPTQ>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;

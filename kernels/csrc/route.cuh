@@ -3,7 +3,7 @@
 
 constexpr int ROWS = ROUTE_ROWS;
 
-constexpr float LARGEST = 3.4e38f;  // in place of infinity
+constexpr float LARGEST = 3.4e38f;  // instead of infinity
 
 enum { SCORES };
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ float max_of_warp(float value) {
     return value;
 }
 
-// A share of the router's work: so many experts for so many rows.
+// A share of the router's work: some experts for some rows.
 struct RouterShare {
     int expert, first, rows;
     const float4* weights;

@@ -9,7 +9,7 @@ from exl2flow.kernels.plans.shares import WARPS
 
 
 def facts_of(plan: LaunchPlan, *, products: int, processors: int) -> PlanFacts:
-    """Return the facts of a plan for so many products on a GPU with `processors`."""
+    """Return the facts of a plan for a number of products on a GPU with `processors`."""
     return PlanFacts(
         kernel=plan.name,
         products=products,

@@ -274,7 +274,7 @@ def _fit(
     processors: int,
     room: int,
 ) -> _Fitting | None:
-    """Divide products into so many parts, or more until they fit.
+    """Divide products into a number of parts, or more until they fit.
 
     room: most bytes of shared memory. None: they cannot fit, or too many CTAs have to wait for each
     other.

@@ -132,7 +132,7 @@ class Ops:
         return False
 
     def launches(self, products: Sequence[FusedLinear], rows: int) -> list[PlanFacts]:
-        """Return the launches in which `multiply` computes a chain for so many rows.
+        """Return the launches in which `multiply` computes a chain for a number of rows.
 
         None: matrices are decoded first, or torch multiplies.
         """

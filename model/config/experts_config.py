@@ -11,7 +11,7 @@ from exl2flow.model.config.fields import WIDEST, Fields, quoted
 from exl2flow.model.config.layers_config import bias_of
 
 MOST_EXPERTS = 1 << 12  # that can be
-GROUP_SCORES = 2  # a group is ranked by the sum of so many scores
+GROUP_SCORES = 2  # a group is ranked by the sum of this many scores
 
 
 def read_mlps(
@@ -172,6 +172,6 @@ def _groups(config: Fields, row: Experts, experts: int, top: int) -> tuple[int, 
     if top_groups > groups or top_groups * (experts // groups) < top:
         raise SourceModelError(
             f"{config.named(chosen)} in `{config.path}` is {top_groups}; it must be at most "
-            f"{groups}, and so many groups must hold {top} experts"
+            f"{groups}, and that many groups must hold {top} experts"
         )
     return groups, top_groups

@@ -11,7 +11,7 @@ FORMS = {
     ".weight_packed": "compressed-tensors",
 }
 MOST_NAMED = 8  # models in a folder
-LFS_START = b"version https://git-lfs"  # of the text that git leaves in place of a large file
+LFS_START = b"version https://git-lfs"  # of the text that git leaves instead of a large file
 
 
 def is_lfs_pointer(data: bytes) -> bool:

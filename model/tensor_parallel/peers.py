@@ -65,7 +65,7 @@ class PeerExchange:
         return None if boxes is None else cls(boxes)
 
     def takes(self, words: int) -> bool:
-        """Return whether a rank can send so many words of 4 bytes at once."""
+        """Return whether a rank can send a number of words, of 4 bytes, at once."""
         return 0 < words <= self.boxes.room
 
     def added(

@@ -168,7 +168,7 @@ class Ranks:
         return first
 
     def _peers_for(self, size: int) -> PeerExchange | None:
-        """Return the peers if they exchange so many bytes."""
+        """Return the peers if they exchange this many bytes."""
         if self.guard is not None:
             self.guard()
         is_small = self.peers is not None and self.peers.takes(size // 4)

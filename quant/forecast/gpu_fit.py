@@ -71,7 +71,7 @@ def gpu_fits(config: ModelOptions, spec: ModelSpec) -> tuple[GpuFit, ...]:
 
 
 def fit_on(config: ModelOptions, spec: ModelSpec, gigabytes: int) -> GpuFit:
-    """Return whether a conversion fits a GPU, or a `--max-memory`, of so many GB (10⁹ bytes)."""
+    """Return whether a conversion fits a GPU, or a `--max-memory`, given in GB (10⁹ bytes)."""
     memory = usable(gigabytes * 10**9)
     works, verdict = stage_works(config, spec, memory), "yes"
     if any(work.least_bytes > memory for work in works):

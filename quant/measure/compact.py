@@ -40,7 +40,7 @@ Lists = dict[tuple[tuple[tuple[tuple[str, QuantParams], ...], int], ...], int]
 
 
 def is_compact(slots: int) -> bool:
-    """Return whether a measurement of so many slots, the head included, has arrays."""
+    """Return whether a measurement of that many slots, the head included, has arrays."""
     return slots > MOST_ENTRIES
 
 

@@ -111,7 +111,7 @@ class Coverage:
         return hessians
 
     def share(self, expert: int, in_features: int) -> float:
-        """Return the share of an expert's own tokens in a Hessian of so many in-features."""
+        """Return the share of an expert's own tokens in a Hessian of a number of in-features."""
         if expert not in self.added:
             return 1.0
         count = self.counts[expert]

@@ -35,7 +35,7 @@ def runs_together(
 
 
 def batches(items: Sequence[T], elements: int) -> Iterator[Sequence[T]]:
-    """Yield about equal batches of experts with so many elements each, at least one expert."""
+    """Yield about equal batches of experts with a number of elements each, at least one expert."""
     most = max(1, MOST_TOGETHER // elements)
     count = -(-len(items) // most)
     size = -(-len(items) // count)

@@ -332,7 +332,7 @@ def save(chat: Chat, argument: str) -> Result:
 
 @command("FILE", None)
 def load(chat: Chat, argument: str) -> Result:
-    """Go on with a saved conversation in place of this one, whose file is put aside."""
+    """Go on with a saved conversation instead of this one, whose file is put aside."""
     now = chat.session  # adapters and filters are no part of a file
     options: dict[str, Any] = {"adapters": now.adapters, "filters": now.filters}
     chat.session = type(now).load(_path(argument), now.generator, **options)

@@ -61,7 +61,7 @@ def changed(source: Path, folder: Path, **values: object) -> Path:
         ("glm4-moe", {"n_group": 3}, "`n_group`.* is 3; it must divide 8"),
         ("glm4-moe", {"n_group": 8}, "`n_group`.* is 8; it must divide .* groups of 2 or more"),
         ("glm4-moe", {"topk_group": 5}, "`topk_group`.* is 5; it must be at most 4"),
-        ("glm4-moe", {"topk_group": 1}, "`topk_group`.* is 1; .* so many groups must hold 3"),
+        ("glm4-moe", {"topk_group": 1}, "`topk_group`.* is 1; .* that many groups must hold 3"),
         ("glm4-moe", {"first_k_dense_replace": 3}, "`first_k_dense_replace`.* from 0 to 2"),
         ("glm4-moe", {"scoring_func": "softmax"}, "`scoring_func`.* is `softmax`.* `sigmoid`"),
         ("minimax-m2", {"scoring_func": "tanh"}, "`scoring_func`.* is `tanh`; supported"),
