@@ -79,15 +79,21 @@ class Follower:
 
 
 class Channel:
-    """The socket to rank 0; a thread says that this process lives, and ends it with rank 0."""
+    """The socket to rank 0; a thread says that this process lives, and ends it with rank 0.
+
+    beats: whether it says so; libraries may hold the thread up while they are set up.
+    """
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe, self._lock = pipe, threading.Lock()
+        self._pipe, self._lock, self.beats = pipe, threading.Lock(), False
         threading.Thread(target=self._beat, name="exl2flow-beat", daemon=True).start()
 
     def receive(self) -> Any:
-        """Return the next command."""
-        return self._pipe.recv()
+        """Return the next command; end with rank 0."""
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            os._exit(0)
 
     def send(self, kind: str, content: Any = None) -> None:
         """Tell rank 0 something."""
@@ -98,7 +104,8 @@ class Channel:
         watched = select.poll()
         watched.register(self._pipe, 0)  # whether the other end is closed
         while not watched.poll(1000 * BEAT):
-            self.send("alive")
+            if self.beats:
+                self.send("alive")
         os._exit(0)  # the main thread may wait for rank 0
 
 
@@ -123,6 +130,7 @@ def follow(follower: Follower, channel: Channel) -> None:
         else:
             if wants_answer:
                 channel.send("answer", (True, result))
+                channel.beats = True
 
 
 def main(rank: int, descriptor: int, parent: int) -> None:

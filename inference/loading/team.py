@@ -42,7 +42,7 @@ from exl2flow.model.tensor_parallel.ranks import Ranks
 PROGRAM = "exl2flow.inference.generate.follow"
 BEAT = 1.0  # seconds between two signs of life of a follower
 SILENCE = 8.0  # seconds without one, after which it is lost
-START_SECONDS = 120.0  # the same while it imports libraries
+START_SECONDS = 120.0  # the same until it has its device
 GRACE = 2.0  # seconds in which the loss of a rank is seen after an error, and all leave
 
 P = ParamSpec("P")
@@ -217,20 +217,22 @@ class Team:
 
     @property
     def failure(self) -> Exl2FlowError | None:
-        """The error with which the team ended."""
-        return self._watch.failure
+        """The error with which the team ended, another object each time: it will hold frames."""
+        failure = self._watch.failure
+        return None if failure is None else type(failure)(*failure.args)
 
     def check(self) -> None:
         """Raise the error with which the team ended."""
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self.failure) is not None:
+            raise failure
 
     def lost(self, error: Exception) -> Exl2FlowError:
         """End the team after an error in this process; return what caused it."""
         self._watch.failed.wait(0 if isinstance(error, torch.OutOfMemoryError) else GRACE)
         self._watch.fail(error_of(*failure_of(error, 0, self.devices[0])))
-        assert self.failure is not None
-        return self.failure
+        failure = self.failure
+        assert failure is not None
+        return failure
 
     def _check_leading(self) -> None:
         if not self.is_leading:

@@ -6,6 +6,7 @@ architecture, `ptx.py` does.
 
 import ctypes
 import logging
+import re
 import sys
 import threading
 from functools import cache
@@ -127,10 +128,6 @@ DEFINITIONS = {
     "LEAST": str(torch_sampler.LEAST),
     "NEAR": str(torch_sampler.NEAR),
 }
-OPTIONS = (
-    "-std=c++17",
-    *(f"-D{k}={v}f" if isinstance(v, float) else f"-D{k}={v}" for k, v in DEFINITIONS.items()),
-)
 GROUPED, GROUPED_CAPABILITY = "batched<64", 90  # what uses `grouped.cuh`, and where it can
 _BUILDING: dict[tuple[str, str | None], threading.Lock] = {}  # by source and instance
 log = logging.getLogger(__name__)
@@ -145,6 +142,21 @@ class LaunchRefused(RuntimeError):
 
 
 @cache
+def options_of(file: str) -> tuple[str, ...]:
+    """Return the options to compile a source: the constants that it names, and no others.
+
+    So a source is compiled anew only for a constant of its own.
+    """
+    code = source(file)
+    names = (name for name in DEFINITIONS if re.search(rf"\b{name}\b", code))
+    values = ((name, DEFINITIONS[name]) for name in names)
+    return "-std=c++17", *(
+        f"-D{name}={value}f" if isinstance(value, float) else f"-D{name}={value}"
+        for name, value in values
+    )
+
+
+@cache
 def module(file: str, instance: str | None = None) -> cupy.RawModule:
     """Return a source as a module; CuPy builds it for each device that uses it.
 
@@ -153,22 +165,22 @@ def module(file: str, instance: str | None = None) -> cupy.RawModule:
         instance: of a template, such as `attend<128, HALF, HALF>`; only it is built, because all
             instances of a file take 10 s. None: the functions that are not templates.
     """
-    architecture = virtual_architecture()
+    code, options, architecture = source(file), options_of(file), virtual_architecture()
     if architecture is not None:
-        return cupy.RawModule(path=ptx_file(source(file), OPTIONS, architecture, instance)[0])
+        return cupy.RawModule(path=ptx_file(code, options, architecture, instance)[0])
     names = None if instance is None else (instance,)
-    return cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
+    return cupy.RawModule(code=code, options=options, name_expressions=names)
 
 
 @cache
 def function(file: str, name: str, architecture: str | None = None) -> cupy.RawKernel:
     """Return a function of a source, or an instance of a template, which may be of `GROUPED`."""
     if architecture is not None:
-        path, name = cubin_file(source(file), OPTIONS, architecture, name)
+        path, name = cubin_file(source(file), options_of(file), architecture, name)
         return cupy.RawModule(path=path).get_function(name)
     instance, virtual = name if "<" in name else None, virtual_architecture()
     if instance is not None and virtual is not None:
-        name = ptx_file(source(file), OPTIONS, virtual, instance)[1]
+        name = ptx_file(source(file), options_of(file), virtual, instance)[1]
     with _BUILDING.setdefault((file, instance), threading.Lock()):  # `ahead` may be building it
         return module(file, instance).get_function(name)
 

@@ -14,10 +14,10 @@ from exl2flow.core.store.files import digest_of
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda.compiler import (
     EXCHANGE_CTAS,
-    OPTIONS,
     LaunchRefused,
     launch,
     limits,
+    options_of,
     tell_refusal,
 )
 from exl2flow.kernels.cuda.graphs import bucket
@@ -48,6 +48,7 @@ from exl2flow.kernels.plans.tuning import (
     key_of,
 )
 
+KERNELS = "product.cu", "batched.cu", "decode.cu"
 PASSES = 16  # reads of other memory before measured work: the host has launched it by their end
 OF_CACHE = 2  # a pass reads this many times the cache size
 MANY_ROWS = 17  # from here on, decoded matrices may be faster
@@ -370,8 +371,8 @@ def _choice(products: Sequence[FusedLinear], rows: int) -> Choice | None:
 
 @cache
 def _kernel() -> str:
-    sources = [source(file) for file in ("product.cu", "batched.cu", "decode.cu")]
-    return digest_of([sources, OPTIONS, virtual_architecture()])
+    sources = [(source(file), options_of(file)) for file in KERNELS]
+    return digest_of([sources, virtual_architecture()])
 
 
 _tuning = cache(Tuning)

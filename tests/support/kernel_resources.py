@@ -17,7 +17,7 @@ import checkout  # noqa: F401  # before the package
 from cuda_instances import INSTANCES, SOURCES
 from cupy_backends.cuda.libs import nvrtc
 
-from exl2flow.kernels.cuda.compiler import OPTIONS
+from exl2flow.kernels.cuda.compiler import options_of
 from exl2flow.kernels.cuda.ptx import CUPY_OPTIONS
 from exl2flow.kernels.plans.sources import source
 
@@ -48,7 +48,7 @@ def compiled(file: str, instances: Sequence[str], device: int) -> tuple[bytes, l
     for instance in instances:
         nvrtc.addNameExpression(program, instance)
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{device}"))
+        nvrtc.compileProgram(program, (*options_of(file), *CUPY_OPTIONS, f"-arch=sm_{device}"))
     except nvrtc.NVRTCError:
         raise AssertionError(f"sm_{device}: {nvrtc.getProgramLog(program)}") from None
     log = nvrtc.getProgramLog(program).strip("\0\n")

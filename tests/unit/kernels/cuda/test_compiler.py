@@ -166,7 +166,7 @@ def test_a_newer_architecture_than_the_gpu_s_is_refused(
 def test_a_source_becomes_ptx_of_a_virtual_architecture() -> None:
     code = source("product.cu")
 
-    path, name = ptx_file(code, compiler.OPTIONS, 80, "product<1, false>")
+    path, name = ptx_file(code, compiler.options_of("product.cu"), 80, "product<1, false>")
 
     ptx = Path(path).read_text()
     assert ".target sm_80\n" in ptx
@@ -194,7 +194,9 @@ def test_64_rows_are_multiplied_with_instructions_of_the_gpu_s_own(
 
 
 def test_an_instance_becomes_machine_code_of_its_own_architecture() -> None:
-    path, name = cubin_file(source("batched.cu"), compiler.OPTIONS, "90a", "batched<64, true>")
+    path, name = cubin_file(
+        source("batched.cu"), compiler.options_of("batched.cu"), "90a", "batched<64, true>"
+    )
 
     code = Path(path).read_bytes()
     taken = resources(code)[name]
@@ -206,3 +208,10 @@ def test_an_instance_becomes_machine_code_of_its_own_architecture() -> None:
 def test_an_architecture_that_nobody_knows_is_an_error_that_names_it() -> None:
     with pytest.raises(KernelError, match=r"compute_85.*architecture"):
         ptx_of("", (), 85, None)
+
+
+def test_a_source_is_compiled_with_the_constants_that_it_names() -> None:
+    options = {file: compiler.options_of(file) for file in ("choose.cu", "product.cu")}
+
+    assert f"-DTEAM={compiler.TEAM}" in options["choose.cu"]
+    assert f"-DTEAM={compiler.TEAM}" not in options["product.cu"]

@@ -16,7 +16,7 @@ from exl2flow.kernels.cuda import experts as cuda_experts
 from exl2flow.kernels.cuda import prompts as cuda_prompts
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda.cache import RESERVED, _beside
-from exl2flow.kernels.cuda.compiler import OPTIONS
+from exl2flow.kernels.cuda.compiler import options_of
 from exl2flow.kernels.interface.cache_formats import Element
 from exl2flow.kernels.plans import batched
 from exl2flow.kernels.plans import experts as plans_of_experts
@@ -94,7 +94,7 @@ def test_structs_are_laid_out_as_the_compiler_does_it(file: str) -> None:
     text = source(file) + "".join(f"static_assert({each});\n" for each in wanted)
     program = nvrtc.createProgram(text, file, (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, "-arch=sm_90", "-fdevice-syntax-only"))
+        nvrtc.compileProgram(program, (*options_of(file), "-arch=sm_90", "-fdevice-syntax-only"))
     except nvrtc.NVRTCError:
         pytest.fail(nvrtc.getProgramLog(program))
 
