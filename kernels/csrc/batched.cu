@@ -228,8 +228,9 @@ __device__ __forceinline__ void send_sums(const Stage& stage, int rows, const Ex
     }
 }
 
-// Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time.
-template <int ROWS, bool EXCHANGES>
+// Write what all CTAs have computed: a warp has 4 rows and 32 columns at a time. ADDS: up the sums
+// of all ranks.
+template <int ROWS, bool ADDS>
 __device__ __forceinline__ void finish(const Stage& stage, int rows, const Exchange& exchange) {
     constexpr int UNITS = ROWS / 4;
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -256,7 +257,7 @@ __device__ __forceinline__ void finish(const Stage& stage, int rows, const Excha
         }
         float sums[4] = {}, gates[4] = {}, square = 0.0f, total = 0.0f;
         if (is_gated) add_parts<ROWS>(gating, tile, u, gates);
-        if constexpr (EXCHANGES) {
+        if constexpr (ADDS) {
             int places[4];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -272,16 +273,16 @@ __device__ __forceinline__ void finish(const Stage& stage, int rows, const Excha
             if (!is_there[c]) continue;
             const int column = tile * TILE_COLUMNS + 8 * c + g;
             float value = sums[c];
-            if (m.bias && !EXCHANGES) value += from_half(m.bias[column]);
+            if (m.bias && !ADDS) value += from_half(m.bias[column]);
             value *= stage.multiplier;
-            if (m.exact && !EXCHANGES) m.exact[at + column] = value;
+            if (m.exact && !ADDS) m.exact[at + column] = value;
             half_bits y = to_half(value);
             if (is_gated) {
                 float gate = gates[c];
                 if (gating.bias) gate += from_half(gating.bias[column]);
                 y = to_half(activated(stage.activation, from_half(to_half(gate))) * from_half(y));
             }
-            if (EXCHANGES) y = exchange.added(sums[c], stage.multiplier, m.residual, added[c]);
+            if (ADDS) y = exchange.added(sums[c], stage.multiplier, m.residual, added[c]);
             else if (m.residual) y = to_half(from_half(added[c]) + from_half(y));
             if (m.y) m.y[at + column] = y;
             if (m.copy) m.copy[at + to[c]] = y;
@@ -334,8 +335,8 @@ __device__ __forceinline__ void add_normed(const Stage& stage, int rows) {
     }
 }
 
-// ROWS: 8, 16, 32 or 64, the most rows of x.
-template <int ROWS, bool GPTQ>
+// ROWS: 8, 16, 32 or 64, the most rows of x. EXCHANGES: whether ranks gather x or add up a result.
+template <int ROWS, bool GPTQ, bool EXCHANGES = false>
 __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Chain c) {
     constexpr bool IS_GROUPED = ROWS == GROUPED_ROWS;
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32, SLOT = STEP + BLOCK_PANELS * SCALE_BYTES;
@@ -365,8 +366,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
     for (int s = 0; s < c.slots; ++s) fetcher.next(barrier + 8 * s, ring_at + s * SLOT);
     wait_for_input();
     __shared__ unsigned number;  // of the exchange: registers are few
-    const bool exchanges = ROWS <= EXCHANGED_ROWS && c.peers.count;
-    if (exchanges) {
+    if constexpr (EXCHANGES) {
         Exchange exchange(c.peers);
         if (c.gather.all) {
             exchange.gather(c.gather, c.rows);
@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
             if (is_there) keep<ROWS>(work, work.tile + tile, c.rows, total);
         }
         meet(c.meetings, blockIdx.x, gridDim.x);
-        if (exchanges && stage.exchanges) {
+        if (EXCHANGES && stage.exchanges) {
             const Exchange exchange(c.peers, number);
             send_sums<ROWS>(stage, c.rows, exchange);
             finish<ROWS, true>(stage, c.rows, exchange);
@@ -433,5 +433,5 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         }
         if (s + 1 < c.count) met = arrive(c.meetings, blockIdx.x, gridDim.x);
     }
-    if (exchanges) Exchange(c.peers, number).end();
+    if constexpr (EXCHANGES) Exchange(c.peers, number).end();
 }

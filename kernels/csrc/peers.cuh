@@ -11,7 +11,7 @@ struct Peers {
     unsigned* counters;       // [CTA] of the last exchange; behind them: not 0 after a failure
     int* failed;              // the same in main memory
     integer patience;         // ns
-    int rank, count, room;    // count: 0: no exchanges; room: words
+    int rank, count, room;    // room: words
 };
 
 struct Gather {  // columns of all ranks that a chain of products reads
@@ -26,8 +26,8 @@ struct Exchange {
     unsigned number;
 
     __device__ __forceinline__ Exchange(const Peers& p, unsigned number) : p(p), number(number) {}
-    __device__ __forceinline__ explicit Exchange(const Peers& p) : p(p), number(0) {
-        if (!p.count) return;
+    __device__ __forceinline__ explicit Exchange(const Peers& p) : p(p), number(0) { begin(); }
+    __device__ __forceinline__ void begin() {
         number = __ldcg(p.counters + blockIdx.x);
         next();
     }
@@ -125,7 +125,6 @@ struct Exchange {
     }
     // Count the exchange; every thread of every CTA calls it, behind its last use.
     __device__ __forceinline__ void end() const {
-        if (!p.count) return;
         __syncthreads();
         if (threadIdx.x == 0) p.counters[blockIdx.x] = number;
         for (int i = gridDim.x + threadIdx.x; blockIdx.x == 0 && i < EXCHANGE_CTAS; i += blockDim.x)

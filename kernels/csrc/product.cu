@@ -63,6 +63,7 @@ struct Ending {
 // Add up the warps' sums of each tile, and write it: a warp has 32 columns of a row.
 // last: per warp the sums of its last segment; ended: per tile those of a warp that continues;
 // first: the first ending of this warp; squares: see stage_x.
+template <bool EXCHANGES>
 __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int rows,
                                        const float* last, const float* ended, const u32* warps,
                                        const Ending& first,
@@ -124,7 +125,7 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         }
         if (!end.is_there) continue;
         if (m.bias) value += from_half(m.bias[end.column]);
-        if (stage.exchanges) {
+        if (EXCHANGES && stage.exchanges) {
             m.exact[at + end.column] = value;
             exchange.send(at + end.column, value);
             continue;
@@ -140,7 +141,7 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         if (m.y) m.y[at + end.column] = y;
         if (m.copy) m.copy[at + end.to] = y;
     }
-    if (!stage.exchanges) return;
+    if (!EXCHANGES || !stage.exchanges) return;
     for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
         const Ending end = unit >= CTA_WARPS ? Ending(stage, work, unit, rows) : first;
         if (!end.is_there) continue;
@@ -154,8 +155,8 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
     }
 }
 
-// ROWS: 1 or 4, the most rows of x.
-template <int ROWS, bool GPTQ>
+// ROWS: 1 or 4, the most rows of x. EXCHANGES: whether ranks gather x or add up a result.
+template <int ROWS, bool GPTQ, bool EXCHANGES = false>
 __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_constant__ Chain c) {
     constexpr int SCALE_BYTES = GPTQ ? 128 : 32;
     extern __shared__ __align__(128) byte shared[];
@@ -228,11 +229,14 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     };
     for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
     wait_for_input();
-    Exchange exchange(c.peers);
-    if (c.gather.all) {
-        exchange.gather(c.gather, c.rows);
-        meet(c.meetings, blockIdx.x, gridDim.x);
-        exchange.next();
+    Exchange exchange(c.peers, 0);
+    if constexpr (EXCHANGES) {
+        exchange.begin();
+        if (c.gather.all) {
+            exchange.gather(c.gather, c.rows);
+            meet(c.meetings, blockIdx.x, gridDim.x);
+            exchange.next();
+        }
     }
 
     int slot = 0, parity = 0;
@@ -291,7 +295,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (work.segments == work.share->segments && work.segments > 0)
             put<ROWS>(total, c.rows, last + warp * c.rows * TILE_COLUMNS);
         __syncthreads();
-        finish(stage, work, c.rows, last, ended, warps, ending, squares, exchange);
+        finish<EXCHANGES>(stage, work, c.rows, last, ended, warps, ending, squares, exchange);
     }
-    exchange.end();
+    if constexpr (EXCHANGES) exchange.end();
 }

@@ -148,7 +148,9 @@ def plan_of(
 def instance_of(kernel: str, products: Sequence[FusedLinear], rows: int) -> str:
     """Return the instance of a kernel's template for a number of rows of x."""
     has_zeros = products[0].matrices[0].has_zeros
-    return f"{kernel}<{kernel_rows(rows)}, {str(has_zeros).lower()}>"
+    exchanges = any(p.boxes is not None or p.gathers is not None for p in products)
+    more = ", true" if exchanges else ""
+    return f"{kernel}<{kernel_rows(rows)}, {str(has_zeros).lower()}{more}>"
 
 
 def fill_stage(

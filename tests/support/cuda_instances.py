@@ -6,6 +6,7 @@ from caches import GPU_FORMATS
 
 from exl2flow.kernels.cuda.cache import SET, STEP_TOKENS, TOGETHER_WIDTH, WIDTHS
 from exl2flow.kernels.interface.cache_formats import CACHE_FORMATS
+from exl2flow.kernels.plans.batched import EXCHANGED_ROWS
 from exl2flow.kernels.plans.product import BATCHED_ROWS, ROWS
 from exl2flow.kernels.plans.sources import FOLDER
 
@@ -15,6 +16,7 @@ SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways t
 CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
 SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
 GPTQ = ("false", "true")
+EXCHANGES = ("", ", true")
 INSTANCES = {
     "attention.cu": [
         f"attend<{width}, {keys}, {values}, {tokens}, {columns}, 1>"
@@ -27,6 +29,14 @@ INSTANCES = {
         for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 2))
         if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
-    "product.cu": [f"product<{rows}, {gptq}>" for rows in ROWS for gptq in GPTQ],
-    "batched.cu": [f"batched<{rows}, {gptq}>" for rows in BATCHED_ROWS for gptq in GPTQ],
+    "product.cu": [
+        f"product<{rows}, {gptq}{more}>" for more in EXCHANGES for rows in ROWS for gptq in GPTQ
+    ],
+    "batched.cu": [
+        f"batched<{rows}, {gptq}{more}>"
+        for more in EXCHANGES
+        for rows in BATCHED_ROWS
+        for gptq in GPTQ
+        if not more or rows <= EXCHANGED_ROWS
+    ],
 }
