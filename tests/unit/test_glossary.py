@@ -1,4 +1,4 @@
-"""Names are words of the glossary in CONTRIBUTING.md."""
+"""Names are words of the glossary in `docs/reference/glossary.md`."""
 
 import ast
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from sources import FILES, offenders, parsed
 
-# folder → words that no identifier there has; the glossary in CONTRIBUTING has better ones
+# folder → words that no identifier there has; the glossary has better ones
 BANNED = {
     "": {
         "send_back",
