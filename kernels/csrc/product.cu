@@ -141,17 +141,18 @@ __device__ __forceinline__ void finish(const Stage& stage, const Work& work, int
         if (m.y) m.y[at + end.column] = y;
         if (m.copy) m.copy[at + end.to] = y;
     }
-    if (!EXCHANGES || !stage.exchanges) return;
-    for (int unit = threadIdx.x / 32; unit < units; unit += CTA_WARPS) {
-        const Ending end = unit >= CTA_WARPS ? Ending(stage, work, unit, rows) : first;
-        if (!end.is_there) continue;
-        const integer of_row = (integer)(unit % rows) * m.columns, at = of_row + end.column;
-        float sum = m.exact[at];
-        const int place = (int)at;
-        exchange.add<1>(&place, &end.is_there, &sum);
-        const half_bits y = exchange.added(sum, stage.multiplier, m.residual, end.added);
-        if (m.y) m.y[at] = y;
-        if (m.copy) m.copy[of_row + end.to] = y;
+    if constexpr (EXCHANGES) {
+        for (int unit = threadIdx.x / 32; stage.exchanges && unit < units; unit += CTA_WARPS) {
+            const Ending end = unit >= CTA_WARPS ? Ending(stage, work, unit, rows) : first;
+            if (!end.is_there) continue;
+            const integer of_row = (integer)(unit % rows) * m.columns, at = of_row + end.column;
+            float sum = m.exact[at];
+            const int place = (int)at;
+            exchange.add<1>(&place, &end.is_there, &sum);
+            const half_bits y = exchange.added(sum, stage.multiplier, m.residual, end.added);
+            if (m.y) m.y[at] = y;
+            if (m.copy) m.copy[of_row + end.to] = y;
+        }
     }
 }
 
