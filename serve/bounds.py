@@ -25,6 +25,7 @@ LONGEST_TEXT = 4 << 20  # characters of a prompt
 LONGEST_NAME, LONGEST_STOP, LONGEST_BREAKER, LONGEST_PATH = 1 << 10, 1 << 10, 1 << 8, 1 << 12
 LONGEST_BANS = 1 << 16  # bytes of all banned strings
 LONGEST_SCHEMA = 256 << 10  # characters of a grammar or a schema
+LONGEST_PATTERN = 64 << 10  # of an expression, whose compilation holds other texts up
 LONGEST_ID_LIST = 2 << 20  # characters of ids in a text
 LARGEST_NUMBER = 1e30  # fp32 holds it
 LARGEST_COUNT, LARGEST_SEED, LARGEST_ID = 2**53, 2**64, 2**31
@@ -86,6 +87,7 @@ def _ids(given: str) -> list[int]:
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
 Schema = Annotated[str, Field(max_length=LONGEST_SCHEMA)]
+Pattern = Annotated[str, Field(max_length=LONGEST_PATTERN)]
 Place = Annotated[str, Field(max_length=LONGEST_PATH)]
 Number = Annotated[float, Field(ge=-LARGEST_NUMBER, le=LARGEST_NUMBER)]
 Whole = Annotated[int, Field(ge=-LARGEST_COUNT, le=LARGEST_COUNT)]

@@ -44,6 +44,7 @@ from exl2flow.serve.bounds import (
     Messages,
     Name,
     Number,
+    Pattern,
     Prompt,
     Schema,
     Seed,
@@ -203,7 +204,7 @@ class Body(_Sampler, Json):  # type: ignore[misc]  # made of rows
     structured_outputs: Constraint = {}
     json_object: bool = False
     json_schema: Constraint | Schema | None = None
-    regex_pattern: Schema | None = None
+    regex_pattern: Pattern | None = None
     guided_choice: ChoiceTexts | None = None
     grammar: Schema | None = None
 

@@ -10,13 +10,13 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.request import Request
 from exl2flow.inference.filters import GrammarFilter
 from exl2flow.serve.answers import AnswerPlan
+from exl2flow.serve.bounds import LONGEST_PATTERN, LONGEST_SCHEMA
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.fields import Body
 from exl2flow.serve.sections import sampler_of
 
 NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-MOST_SCHEMA = 256 << 10  # characters
 
 
 def planned(
@@ -129,8 +129,9 @@ def grammar_of(body: Body) -> GrammarFilter | None:
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(f'`{name}`' for name in given)} are two constraints")
     for name, value in given.items():
-        if len(str(value)) > MOST_SCHEMA:
-            raise ConfigError(f"`{name}` has more than {MOST_SCHEMA} characters")
+        most = LONGEST_PATTERN if name == "regex" else LONGEST_SCHEMA
+        if len(str(value)) > most:
+            raise ConfigError(f"`{name}` has more than {most} characters")
     if body.guided_choice is not None:
         if not body.guided_choice:
             raise ConfigError("`choice` is empty; it takes texts")
