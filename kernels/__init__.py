@@ -69,6 +69,7 @@ from exl2flow.kernels.reference.steps import halved
 from exl2flow.kernels.streams import (
     Threads,
     device_table,
+    elapsed,
     on_device,
     record_stream,
     run_concurrently,
@@ -126,6 +127,7 @@ __all__ = [
     "Threads",
     "by_factor",
     "device_table",
+    "elapsed",
     "get_ops",
     "half_ranges",
     "halved",

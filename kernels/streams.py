@@ -52,6 +52,17 @@ def run_concurrently(works: Sequence[Callable[[], T]], device: torch.device) -> 
     return [work() for work in works]
 
 
+def elapsed(work: Callable[[], object]) -> float:
+    """Return the milliseconds of work on the current CUDA device; waits for it."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
 class Threads:
     """Threads that start work in submission order; a context manager.
 

@@ -28,7 +28,7 @@ def shared_by(options: PlacementOptions) -> int | str | tuple[int, ...] | None:
     """Return what shares each layer of a model; see `load_model`.
 
     Raises:
-        ConfigError: it is no number, does not fit the devices, or a split is asked for, too.
+        ConfigError: it is not a number, does not fit the devices, or a split is asked for, too.
     """
     text, devices = options.tensor_parallel, numbers("devices", options.devices, int)
     if text is None:

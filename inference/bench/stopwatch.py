@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from exl2flow.core.runtime.memory import free_memory
+from exl2flow.kernels import elapsed
 from exl2flow.kernels.cuda.graphs import CudaGraph
 
 COPIED = 1 << 28  # numbers of 32 bits, far more than the chip's cache holds
@@ -45,16 +46,7 @@ def _settle() -> None:
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     """Return the median time of a CUDA graph of the work."""
     graph = CudaGraph(work)
-    times: list[float] = []
-    for _ in range(repeats):
-        start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return median(times)
+    return median(elapsed(graph.replay) for _ in range(repeats))
 
 
 def copy_rate() -> float:

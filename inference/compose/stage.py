@@ -48,7 +48,7 @@ def compose(run: StageRun[RunOptions]) -> None:
     plan = Composition.of(resolve(run.config.source), run.config.calibration)
     tokens = plan.at_once * pages_of(plan.span) * PAGE_TOKENS
     split = Split.of(run.config, tokens=tokens, slots=plan.at_once)
-    longest = None if split is None else plan.span  # there is no room for longer texts
+    longest = None if split is None else plan.span  # room is left for these texts only
     model = load_model(run.config.source, device=run.device, placement=split, max_tokens=longest)
     count = folder.manifest.total = plan.rows
     starts = range(0, count, plan.at_once)

@@ -197,7 +197,7 @@ class Decode:
             return
         for result in launched.results:
             result.wait()
-        self._device_slots.check_ranks()  # what was computed without a lost one is no text
+        self._device_slots.check_ranks()  # results without a lost one mean nothing
         for step_job in launched.step_jobs:
             if not step_job.job.is_done:
                 step_job.job.launched -= 1

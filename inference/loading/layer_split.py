@@ -271,7 +271,7 @@ def place(
 
 
 def check_split(options: SplitOptions, device: torch.device) -> None:
-    """Check, before any work, that there are the GPUs among which models are to be split.
+    """Check, before any work, that the GPUs exist among which models are split.
 
     Raises:
         ConfigError: options are malformed, the device is no GPU, or one is not there.

@@ -52,7 +52,7 @@ THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cor
 class LoadedModel:
     """A model ready to run; `max_tokens` is the longest text that it reads.
 
-    ranks: the processes that share it; None: it is whole. team: those that this process leads.
+    ranks: the processes that share it; None: it is whole. team: the followers of this process.
     """
 
     spec: ModelSpec

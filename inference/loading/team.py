@@ -285,14 +285,13 @@ class _Watch(threading.Thread):
         except OSError as error:
             self.fail(InferenceError(f"no process starts for another rank: {error}"))
         self._are_there.set()
-        pipes = {peer.pipe: peer for peer in self.peers}
         self._seen = {peer.rank: time.monotonic() + START_SECONDS for peer in self.peers}
         while not self._is_closed and self.failure is None:
-            ready = connection.wait([*pipes], BEAT)
-            for pipe in ready:
-                self._read(pipes[pipe])  # type: ignore[index]  # of those that were given
+            ready = connection.wait([peer.pipe for peer in self.peers], BEAT)
             for peer in self.peers:
-                if peer.pipe not in ready and time.monotonic() - self._seen[peer.rank] > SILENCE:
+                if peer.pipe in ready:
+                    self._read(peer)
+                elif time.monotonic() - self._seen[peer.rank] > SILENCE:
                     self._lose(peer, f"has been silent for {SILENCE:.0f} s")
         self._end()
 

@@ -146,7 +146,7 @@ def calibration_text_rows(ids: torch.Tensor, kinds: Sequence[str]) -> torch.Tens
 def generate_sample(
     folder: Path, options: ValidateOptions, device: str, split: SplitOptions | None = None
 ) -> str:
-    """Return the prompt and the model's seeded continuation; arguments as of `sample_text`."""
+    """Return the prompt and the model's seeded continuation; see `sample_text`."""
     tokens = min(options.sample_tokens, resolve(folder).max_positions // 2)
     prompt = options.sample_prompt
     return prompt + sample_text(

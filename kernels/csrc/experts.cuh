@@ -24,7 +24,7 @@ struct Item {
 };
 
 struct Experts {
-    const Expert* of;          // those that are here, then the shared one if there is one; their steps
+    const Expert* of;          // the local ones, then the shared one if there is one; their steps
     const integer* places;     // (experts), of an id in `of`, or -1; null: all are here
     const half_bits* hidden;   // (rows, hidden), to which the result is added
     const half_bits* entering; // the same, or normalized

@@ -139,7 +139,7 @@ template <class Value> __device__ __forceinline__ Ranking<Value> ranked_by(int c
 }
 
 // Choose the experts of a row; a lane has one of them. ids: (rows, slots), of experts in `of`: first
-// those that are here, then the shared one, then -1.
+// the local ones, then the shared one, then -1.
 __device__ __forceinline__ void choose(const Experts& e, int row, float* scores, float* ranked,
                                        int* ids) {
     const int lane = threadIdx.x % 32;

@@ -47,6 +47,7 @@ from exl2flow.kernels.plans.tuning import (
     fastest,
     key_of,
 )
+from exl2flow.kernels.streams import elapsed
 
 KERNELS = "product.cu", "batched.cu", "decode.cu"
 PASSES = 16  # reads of other memory before measured work: the host has launched it by their end
@@ -421,15 +422,9 @@ def _ways(
 
 def _milliseconds(work: Callable[[], object], other: torch.Tensor) -> float:
     """Time work while the L2 cache holds other data, as between a model's layers; waits for it."""
-    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
     for _ in range(PASSES):
         other.sum()  # reads only, so no write-back remains during the work
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
+    return elapsed(work)
 
 
 def _device(products: Sequence[FusedLinear]) -> torch.device:

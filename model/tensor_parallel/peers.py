@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.kernels import Boxes, get_ops
+from exl2flow.kernels import Boxes, elapsed, get_ops
 
 PATIENCE = 60.0  # seconds for which a kernel waits for another rank: it may be compiling
 TRIAL_PATIENCE = 5.0
@@ -125,13 +125,4 @@ def _opened(
 
 def _median(work: Callable[[], object]) -> float:
     """Return the milliseconds of a piece of work on the device."""
-    times = list[float]()
-    for _ in range(TRIALS):
-        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
+    return median(elapsed(work) for _ in range(TRIALS))

@@ -192,7 +192,6 @@ class Ranks:
 
 def _group(store: Any, rank: int, count: int, *, is_nccl: bool) -> Any:
     """Return ranks that meet in a store, apart from the group that `torch.distributed` may have."""
-    store = distributed.PrefixStore("exl2flow", store)  # type: ignore[attr-defined]  # torch's
     if not is_nccl:
         return distributed.ProcessGroupGloo(store, rank, count, timeout=PATIENCE)
     if not distributed.is_nccl_available():

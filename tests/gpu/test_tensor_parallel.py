@@ -41,18 +41,8 @@ def test_two_ranks_say_what_one_process_says(tmp_path: Path, family: str, device
     run_until(config, "compile")
     folder = tmp_path / "models"
 
-    words = [sys.executable, str(SCRIPT)]
-    ranks = [
-        subprocess.Popen([*words, str(rank), "2", str(folder), device], cwd=SCRIPT.parent)
-        for rank in range(2)
-    ]
-    try:
-        codes = [process.wait(PATIENCE) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    assert statuses(SCRIPT, "2", folder, device) == [0, 0]
 
-    assert codes == [0, 0]
     alone = results(load_model(config.out, device="cuda:0"))
     first, second = (torch.load(folder / f"{rank}.pt")["packed"] for rank in range(2))
     for part in ("prompt", "steps"):
@@ -68,18 +58,20 @@ def test_two_ranks_say_what_one_process_says(tmp_path: Path, family: str, device
 
 @pytest.mark.multigpu
 def test_rows_that_gpus_exchange_are_those_of_torch(tmp_path: Path) -> None:
-    words = [sys.executable, str(EXCHANGES)]
+    assert statuses(EXCHANGES, tmp_path) == [0, 0]
+
+
+def statuses(script: Path, *words: object) -> list[int]:
+    """Run a script as both ranks, each with its number before the words; return how they end."""
     ranks = [
-        subprocess.Popen([*words, str(rank), str(tmp_path)], cwd=EXCHANGES.parent)
+        subprocess.Popen([sys.executable, script, str(rank), *map(str, words)], cwd=script.parent)
         for rank in range(2)
     ]
     try:
-        codes = [process.wait(PATIENCE) for process in ranks]
+        return [process.wait(PATIENCE) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
-
-    assert codes == [0, 0]
 
 
 def leading(ids: Sequence[int], others: Sequence[int]) -> int:
