@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
+from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.engine.cache.views import StepView
 from exl2flow.inference import LoadedModel, load_model
-from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.cache.views import StepView
 from exl2flow.inference.scoring.text import text_rows
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import RopeTables

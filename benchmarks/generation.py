@@ -26,10 +26,10 @@ from generation_jobs import DEFAULT, GREEDY, prompt, request, stepped
 from generation_prepare import prepare
 from psutil import Process
 
+from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.engine.generate.device_slots import DeviceSlots
+from exl2flow.engine.sampling import Kind, SamplerSlots, sample
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
-from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.generate.device_slots import DeviceSlots
-from exl2flow.inference.sampling import Kind, SamplerSlots, sample
 from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model.memory.footprint import Footprint
 

@@ -10,12 +10,12 @@ from statistics import median
 import torch
 from generation_jobs import GREEDY
 
+from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.engine.drafts import Drafter, DraftRequest
+from exl2flow.engine.generate.device_slots import DeviceSlots
+from exl2flow.engine.generate.draft_positions import restored
+from exl2flow.engine.sampling import Kind
 from exl2flow.inference import Event, Generator, LoadedModel, NgramDraft, Request
-from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.drafts import Drafter, DraftRequest
-from exl2flow.inference.generate.device_slots import DeviceSlots
-from exl2flow.inference.generate.draft_positions import restored
-from exl2flow.inference.sampling import Kind
 
 PROMPTS = (
     "The history of the city begins with",

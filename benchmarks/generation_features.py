@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from generation_jobs import request, stepped
 
+from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import Adapter, Generator, LoadedModel
-from exl2flow.inference.filters import GrammarFilter
 
 ROWS = 16
 

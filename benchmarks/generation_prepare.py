@@ -11,8 +11,8 @@ from statistics import median
 from generation_jobs import GREEDY, request
 
 from exl2flow.core.errors import ContextOverflow
+from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import AsyncGenerator, Event, Generator, LoadedModel, Request
-from exl2flow.inference.filters import GrammarFilter
 
 SENTENCE = "The quick brown fox counts 3.14 of its 17 naïve friends, doesn't it?\n"
 

@@ -21,9 +21,9 @@ import torch
 from decode import add_model, model_of
 
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.engine.loading.layer_split import Split
 from exl2flow.inference import LoadedModel, load_model
 from exl2flow.inference.bench import DecodeBatch, seconds
-from exl2flow.inference.loading.layer_split import Split
 from exl2flow.model import Placement, resolve
 
 WAYS = ("one GPU", "split", "tensor parallel")

@@ -33,9 +33,9 @@ from decode import add_model, model_of
 from generation_jobs import settle
 
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.engine.chat import choose_format
+from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import AsyncGenerator, Generator, LoadedModel, Request, load_model
-from exl2flow.inference.chat import choose_format
-from exl2flow.inference.filters import GrammarFilter
 from exl2flow.serve import chats, completions
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine

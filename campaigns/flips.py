@@ -35,8 +35,8 @@ from exl2flow.core.store import damage
 from exl2flow.core.store.files import FileRecord, digest
 from exl2flow.core.store.source import digests
 from exl2flow.core.store.store import MANIFEST, StageFolder
-from exl2flow.inference.cache.page_files import NAME_LENGTH, PageFiles
-from exl2flow.inference.cache.prefix_tree import FullPage
+from exl2flow.engine.cache.page_files import NAME_LENGTH, PageFiles
+from exl2flow.engine.cache.prefix_tree import FullPage
 from exl2flow.tasks.publish import _differences
 from exl2flow.tasks.repository import Repository
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save
 from tiny import FAMILY_CONFIGS, TEXT, make_tiny, tiny_config
 
 from exl2flow.core.store.model_files import carried_files, public_content
+from exl2flow.engine.adapters import Adapter
 from exl2flow.inference import load_model
-from exl2flow.inference.adapters import Adapter
 from exl2flow.inference.report.frames import measurement_frame
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.model import (

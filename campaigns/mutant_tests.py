@@ -19,7 +19,7 @@ MORE = {
     f"{OPTIONS}/publication.py": [BOUNDS, CONFIG, TABLES],
     f"{OPTIONS}/refine.py": ["tests/unit/quant/forecast/test_plan.py", BOUNDS, TABLES],
     f"{OPTIONS}/sampling.py": [
-        "tests/unit/inference/sampling/test_sampling.py",
+        "tests/unit/engine/sampling/test_sampling.py",
         BOUNDS,
         TABLES,
     ],
@@ -36,10 +36,10 @@ MORE = {
     "core/store/outline.py": ["tests/hub/test_outline.py"],
     "core/store/shard_index.py": ["tests/unit/model/files/test_weights.py"],
     "core/requests/conversation.py": [
-        "tests/unit/inference/chat/test_history.py",
-        "tests/unit/inference/chat/test_files.py",
+        "tests/unit/engine/chat/test_history.py",
+        "tests/unit/engine/chat/test_files.py",
     ],
-    "core/requests/request.py": ["tests/unit/inference/generate/test_prompt.py"],
+    "core/requests/request.py": ["tests/unit/engine/generate/test_prompt.py"],
     "core/store/files.py": [
         "tests/unit/core/store/test_folders.py",
         "tests/unit/core/store/test_power_cuts.py",
@@ -64,15 +64,15 @@ MORE = {
         "tests/property/test_quant_params.py",
         "tests/property/test_packing.py",
     ],
-    "inference/cache/page_pool.py": [
+    "engine/cache/page_pool.py": [
         "tests/property/test_pages.py",
-        "tests/unit/inference/generate/test_prompt_cache.py",
+        "tests/unit/engine/generate/test_prompt_cache.py",
     ],
-    "inference/generate/scheduler.py": [
-        "tests/unit/inference/generate/test_generator.py",
-        "tests/unit/inference/generate/test_rewinds.py",
-        "tests/unit/inference/generate/test_scores.py",
+    "engine/generate/scheduler.py": [
+        "tests/unit/engine/generate/test_generator.py",
+        "tests/unit/engine/generate/test_rewinds.py",
+        "tests/unit/engine/generate/test_scores.py",
         "tests/property/test_generator.py",
     ],
-    "inference/filters/phases.py": ["tests/unit/inference/filters/test_phases.py"],
+    "engine/filters/phases.py": ["tests/unit/engine/filters/test_phases.py"],
 }

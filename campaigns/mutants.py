@@ -38,9 +38,9 @@ MODULES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "core").rglob("[a-z]*.py")),
     "model/files/exl2.py",
     "quant/quantize/stored_form.py",
-    "inference/cache/page_pool.py",
-    "inference/filters/phases.py",
-    "inference/generate/scheduler.py",  # preemption
+    "engine/cache/page_pool.py",
+    "engine/filters/phases.py",
+    "engine/generate/scheduler.py",  # preemption
 )
 TURN = 4  # mutants of a file, then it is the turn of another
 MOST_TESTS = 4  # test files that run for a module, but all that `MORE` names

@@ -15,10 +15,10 @@ from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.engine.cache.page_files import PageFiles
+from exl2flow.engine.cache.prefix_tree import FullPage
+from exl2flow.engine.chat import all_formats
 from exl2flow.inference import Generator, load_model
-from exl2flow.inference.cache.page_files import PageFiles
-from exl2flow.inference.cache.prefix_tree import FullPage
-from exl2flow.inference.chat import all_formats
 from exl2flow.serve import agents, chats, completions
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.engine import Engine

@@ -1,17 +1,25 @@
-"""Load, run, score and inspect models."""
+"""What is made with the engine: scores, reports, a model's text for calibration, timings.
 
-from exl2flow.inference.adapters import Adapter
-from exl2flow.inference.drafts import Draft, NgramDraft
-from exl2flow.inference.generate import (
+The names with which programs load and run models are `exl2flow.engine`'s.
+"""
+
+import sys
+from importlib import import_module
+
+from exl2flow.engine import (
+    Adapter,
     AsyncGenerator,
+    Draft,
     Event,
     Generator,
     Job,
+    LoadedModel,
+    NgramDraft,
     PromptCache,
     Request,
+    SamplingSettings,
+    load_model,
 )
-from exl2flow.inference.loading.load import LoadedModel, load_model
-from exl2flow.inference.sampling import SamplingSettings
 
 __all__ = [
     "Adapter",
@@ -27,3 +35,7 @@ __all__ = [
     "SamplingSettings",
     "load_model",
 ]
+
+# programs import these rooms of the engine by the names that they had here
+for _room in ("adapters", "chat", "drafts", "filters", "generate", "sampling"):
+    sys.modules[f"{__name__}.{_room}"] = import_module(f"exl2flow.engine.{_room}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Annotated, Any, ClassVar, Literal
 
-from exl2flow.inference.chat import CallArguments, CallBegin
+from exl2flow.engine.chat import CallArguments, CallBegin
 from exl2flow.serve import chats
 from exl2flow.serve.answers import AnswerPlan, Part, Text, Update
 from exl2flow.serve.bounds import MOST_MESSAGES, MOST_TOOLS, Name, most

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.chat import CallArguments, CallBegin, ToolFormat, ToolParser, ToolText
-from exl2flow.inference.chat.tool_events import CallEnd, ToolEvent
-from exl2flow.inference.generate import Event, Job
+from exl2flow.engine.chat import CallArguments, CallBegin, ToolFormat, ToolParser, ToolText
+from exl2flow.engine.chat.tool_events import CallEnd, ToolEvent
+from exl2flow.engine.generate import Event, Job
 from exl2flow.model.text.thoughts import Splitter
 
 WRITE_SECONDS = 0.02  # between two writes of a stream

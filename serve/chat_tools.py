@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.chat.tool_grammar import Choice
+from exl2flow.engine.chat.tool_grammar import Choice
 from exl2flow.serve.fields import ChatBody
 
 Json = dict[str, Any]

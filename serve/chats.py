@@ -7,9 +7,9 @@ from typing import Any
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import Filter
-from exl2flow.inference.chat import tool_grammar
-from exl2flow.inference.chat.history import Reader
-from exl2flow.inference.filters import GrammarFilter, Phases
+from exl2flow.engine.chat import tool_grammar
+from exl2flow.engine.chat.history import Reader
+from exl2flow.engine.filters import GrammarFilter, Phases
 from exl2flow.model.text import messages as turns
 from exl2flow.model.text.repairs import joined
 from exl2flow.serve.answers import AnswerPlan

@@ -21,11 +21,11 @@ from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.core.runtime.collection import only_new_are_collected
 from exl2flow.core.runtime.turns import Turns
-from exl2flow.inference import Adapter, AsyncGenerator, Event, Generator, LoadedModel
-from exl2flow.inference.chat import named_tool_format, tool_format
-from exl2flow.inference.chat.history import Reader
-from exl2flow.inference.filters import GrammarFilter, forget
-from exl2flow.inference.filters.trial import Trial
+from exl2flow.engine import Adapter, AsyncGenerator, Event, Generator, LoadedModel
+from exl2flow.engine.chat import named_tool_format, tool_format
+from exl2flow.engine.chat.history import Reader
+from exl2flow.engine.filters import GrammarFilter, forget
+from exl2flow.engine.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers import AnswerPlan, RunningAnswer
 from exl2flow.serve.bounds import MOST_IDS

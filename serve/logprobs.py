@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from exl2flow.inference.generate import Event, PromptScores
-from exl2flow.inference.generate.event import TextPiece
+from exl2flow.engine.generate import Event, PromptScores
+from exl2flow.engine.generate.event import TextPiece
 from exl2flow.model import Tokenizer
 from exl2flow.model.text.spelling import Spelling
 

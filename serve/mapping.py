@@ -8,7 +8,7 @@ from typing import Any
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.filters import GrammarFilter
+from exl2flow.engine.filters import GrammarFilter
 from exl2flow.serve.answers import AnswerPlan
 from exl2flow.serve.bounds import LONGEST_PATTERN, LONGEST_SCHEMA
 from exl2flow.serve.engine import Engine

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from exl2flow.inference.chat import all_tool_formats
-from exl2flow.inference.generate.event import Reason
+from exl2flow.engine.chat import all_tool_formats
+from exl2flow.engine.generate.event import Reason
 from exl2flow.serve.answers import BROKEN, RunningAnswer
 from exl2flow.serve.fields import HARMLESS
 from exl2flow.serve.models import Models

@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
-from exl2flow.inference.chat import CallBegin
-from exl2flow.inference.generate import Event, Statistics
+from exl2flow.engine.chat import CallBegin
+from exl2flow.engine.generate import Event, Statistics
 from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
 from exl2flow.serve.chat_tools import customs_of
 from exl2flow.serve.engine import Engine

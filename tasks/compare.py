@@ -11,7 +11,7 @@ from prefect import task
 
 from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick
-from exl2flow.inference.loading.layer_split import SplitOptions
+from exl2flow.engine.loading.layer_split import SplitOptions
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
 from exl2flow.inference.report.tables import (

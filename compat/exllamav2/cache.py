@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from exl2flow.core.errors import ConfigError, ContextOverflow
-from exl2flow.inference import Generator
-from exl2flow.inference.cache.paged import pages_of
+from exl2flow.engine import Generator
+from exl2flow.engine.cache.paged import pages_of
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.memory.footprint import exact_format, layer_bytes, state_bytes
 

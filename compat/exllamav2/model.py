@@ -17,8 +17,8 @@ from exl2flow.compat.exllamav2.cache import ExLlamaV2Cache
 from exl2flow.compat.exllamav2.tensors import unpadded
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.store.model_files import weights_size
-from exl2flow.inference import Adapter, LoadedModel, load_model
-from exl2flow.inference.loading.layer_split import Split
+from exl2flow.engine import Adapter, LoadedModel, load_model
+from exl2flow.engine.loading.layer_split import Split
 from exl2flow.model import resolve
 
 log = logging.getLogger(__name__)

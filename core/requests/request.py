@@ -16,7 +16,7 @@ MOST_TOKENS = 2**31  # of a request
 MOST_RANKED = 20  # likeliest tokens of the model itself
 NO_PROMPTS = (bytes, bytearray, Mapping, Set)  # they have elements, but are neither text nor ids
 WHAT_PROMPTS_ARE = "give a text, or a list of texts, of lists of ids, or of tuples of two prompts"
-FOR_MESSAGES = "for messages use `Session` of `exl2flow.inference.chat`"
+FOR_MESSAGES = "for messages use `Session` of `exl2flow.engine.chat`"
 MOST_SHOWN = 60  # characters of a refused value
 # Sequences of a `Request`: whether an element is right, and why it is refused
 ELEMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -52,7 +52,7 @@ Hook = Callable[[Sampled], object]
 
 
 class Filter(Protocol):
-    """A constraint on texts, shared by any number of requests; see `inference/filters/`."""
+    """A constraint on texts, shared by any number of requests; see `engine/filters/`."""
 
     def start(self, tokenizer: Any, width: int, prefix: str = "") -> Any:
         """Return the `Constraint` of an empty text; may run in several threads at once.
@@ -66,7 +66,7 @@ class Filter(Protocol):
 
 
 class AdapterLike(Protocol):
-    """An adapter of a model (`inference/adapters/`); adapters of equal `digest` are the same."""
+    """An adapter of a model (`engine/adapters/`); adapters of equal `digest` are the same."""
 
     @property
     def digest(self) -> bytes: ...
@@ -108,7 +108,7 @@ class Request:
         `EMBEDDING` stands for the next tensor; blanks around it are dropped. Among ids,
         `FIRST_EMBEDDING + i` is row i of all tensors joined. A prompt must not end in one. In a
         pair, one of the prompts may have none.
-    end_loops: end a text that repeats itself without end; see `inference/generate/loops.py`.
+    end_loops: end a text that repeats itself without end; see `engine/generate/loops.py`.
     max_skips: how many other requests may overtake this one in the queue; None: any number.
     tag: returned in every event.
 

@@ -15,10 +15,10 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.images import refuse_images
 from exl2flow.core.requests.request import Request
 from exl2flow.core.store.files import naming
+from exl2flow.engine import Adapter, Generator
+from exl2flow.engine.generate.prompt import encoded
 from exl2flow.flows.cli.console import emit_json, json_line, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, prompt_cache, read_text
-from exl2flow.inference import Adapter, Generator
-from exl2flow.inference.generate.prompt import encoded
 from exl2flow.kernels import PAGE_TOKENS
 
 # what a line of a file of prompts may hold besides `prompt`

@@ -6,13 +6,13 @@ from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
+from exl2flow.engine import Draft, LoadedModel, NgramDraft, PromptCache, load_model
+from exl2flow.engine.cache.page_files import clear
+from exl2flow.engine.drafts import Drafter
+from exl2flow.engine.filters import GrammarFilter
+from exl2flow.engine.loading.layer_split import Split, numbers
 from exl2flow.flows.cli.console import say
 from exl2flow.flows.runs.conversion import choose_allocator
-from exl2flow.inference import Draft, LoadedModel, NgramDraft, PromptCache, load_model
-from exl2flow.inference.cache.page_files import clear
-from exl2flow.inference.drafts import Drafter
-from exl2flow.inference.filters import GrammarFilter
-from exl2flow.inference.loading.layer_split import Split, numbers
 
 
 def split_of(

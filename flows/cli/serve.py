@@ -16,7 +16,7 @@ from exl2flow.flows.cli.options import Values, settings_of, with_options
 from exl2flow.flows.cli.options.layers import as_toml, layered
 
 if TYPE_CHECKING:
-    from exl2flow.inference import PromptCache
+    from exl2flow.engine import PromptCache
     from exl2flow.serve.engine import Engine
     from exl2flow.serve.reloading import Configuration
 
@@ -141,10 +141,10 @@ def _of_any(options: ServeOptions) -> ServeOptions:
 
 def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine":
     """Return the engine of a model, loaded and warm."""
+    from exl2flow.engine import Adapter, Generator
+    from exl2flow.engine.chat import choose_format
     from exl2flow.flows.cli.loading import load, load_draft
     from exl2flow.flows.cli.options.chat import of_model
-    from exl2flow.inference import Adapter, Generator
-    from exl2flow.inference.chat import choose_format
     from exl2flow.serve.engine import Engine
 
     began = time.monotonic()

@@ -16,8 +16,8 @@ from exl2flow.core.options.ignored import tell_ignored
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Config, Stage
+from exl2flow.engine.loading.layer_split import check_split
 from exl2flow.flows.runs.conversion import conversions_of
-from exl2flow.inference.loading.layer_split import check_split
 from exl2flow.kernels import resolve_device
 from exl2flow.quant.forecast.fit import Fit, find_fit
 from exl2flow.quant.forecast.plan import Plan

@@ -3,12 +3,12 @@
 import torch
 
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.inference.cache.page_pool import Copy
-from exl2flow.inference.cache.paged import cache_format, pages_of, reserve
-from exl2flow.inference.cache.views import Segment, StepView
-from exl2flow.inference.generate.device_slots import DeviceSlots
-from exl2flow.inference.loading.load import LoadedModel
-from exl2flow.inference.sampling import Kind
+from exl2flow.engine.cache.page_pool import Copy
+from exl2flow.engine.cache.paged import cache_format, pages_of, reserve
+from exl2flow.engine.cache.views import Segment, StepView
+from exl2flow.engine.generate.device_slots import DeviceSlots
+from exl2flow.engine.loading.load import LoadedModel
+from exl2flow.engine.sampling import Kind
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import RopeTables
 from exl2flow.model.memory.footprint import PROMPT_TOKENS

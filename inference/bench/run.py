@@ -12,13 +12,13 @@ import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.engine.cache.paged import cache_format, fitting, pages_of
+from exl2flow.engine.loading.layer_split import Split
+from exl2flow.engine.loading.load import LoadedModel, load_model
 from exl2flow.inference.bench.batch import DecodeBatch
 from exl2flow.inference.bench.decode_plan import decode_plans
 from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, device_name
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
-from exl2flow.inference.cache.paged import cache_format, fitting, pages_of
-from exl2flow.inference.loading.layer_split import Split
-from exl2flow.inference.loading.load import LoadedModel, load_model
 from exl2flow.kernels import PAGE_TOKENS, get_ops, resolve_device
 from exl2flow.model import CanonicalTensors, Decoder
 from exl2flow.model.layers.linear import DenseLinear

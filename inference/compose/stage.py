@@ -20,10 +20,10 @@ from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import limit_memory
 from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.inference.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.inference.generate.passes import Passes, Sequences, SpanPlace
-from exl2flow.inference.loading.layer_split import Split
-from exl2flow.inference.loading.load import LoadedModel, load_model
+from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.engine.generate.passes import Passes, Sequences, SpanPlace
+from exl2flow.engine.loading.layer_split import Split
+from exl2flow.engine.loading.load import LoadedModel, load_model
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.kernels.cuda.graphs import GraphPool
 from exl2flow.model import Composition, Decoder, RopeTables, Tokenizer, resolve

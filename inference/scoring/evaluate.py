@@ -20,7 +20,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.memory import free_memory
-from exl2flow.inference.loading.streamed import StreamedModel
+from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals, json_number
 from exl2flow.model import SublayerSpec, check_ids, with_bos
 from exl2flow.model.layers.decoder import divergence_terms

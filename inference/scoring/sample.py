@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.runtime.memory import available_memory, free_memory
-from exl2flow.inference.generate.generator import Generator
-from exl2flow.inference.loading.layer_split import Split, SplitOptions
-from exl2flow.inference.loading.load import load_model
+from exl2flow.engine.generate.generator import Generator
+from exl2flow.engine.loading.layer_split import Split, SplitOptions
+from exl2flow.engine.loading.load import load_model
 from exl2flow.kernels import resolve_device
 from exl2flow.model import CanonicalTensors, expected_tensors, resolve
 from exl2flow.model.memory.footprint import Footprint, exact_format

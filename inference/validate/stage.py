@@ -36,7 +36,7 @@ from exl2flow.core.store.stage import (
     StageRun,
 )
 from exl2flow.core.store.store import StageFolder
-from exl2flow.inference.loading.layer_split import SplitOptions
+from exl2flow.engine.loading.layer_split import SplitOptions
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
 from exl2flow.inference.scoring.evaluate import RowKey, RowScores, Score, evaluate_texts

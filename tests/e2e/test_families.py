@@ -16,8 +16,8 @@ from stage_runs import prepared, run_until, text_parquet
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import RECORD_FILE
+from exl2flow.engine.loading.load import load_model
 from exl2flow.flows.runs.local import run_locally
-from exl2flow.inference.loading.load import load_model
 from exl2flow.kernels import FEW_ROWS
 from exl2flow.model import (
     CanonicalTensors,

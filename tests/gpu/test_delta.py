@@ -10,8 +10,8 @@ import torch
 from delta_layers import delta_layer
 from tiny import TOKENIZER_SIZE, make_tiny
 
+from exl2flow.engine.drafts import Drafter
 from exl2flow.inference import Generator, NgramDraft, Request, SamplingSettings, load_model
-from exl2flow.inference.drafts import Drafter
 from exl2flow.kernels import PAGE_TOKENS, DeltaArgs, DeltaSegment, DeltaSlots, get_ops
 from exl2flow.kernels.reference import delta as torch_delta
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.engine.drafts import Drafter
 from exl2flow.inference import (
     Draft,
     Event,
@@ -16,7 +17,6 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.inference.drafts import Drafter
 
 pytestmark = pytest.mark.gpu
 

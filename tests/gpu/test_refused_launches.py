@@ -16,7 +16,7 @@ from expert_banks import bank
 from expert_layers import LAYERS
 from sampled import PLAIN, slots_of
 
-from exl2flow.inference.sampling import Kind
+from exl2flow.engine.sampling import Kind
 from exl2flow.kernels import get_ops
 from exl2flow.kernels.cuda import compiler
 from exl2flow.kernels.cuda import products as cuda_products

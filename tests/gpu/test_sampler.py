@@ -9,7 +9,7 @@ import torch
 from pairs import pairs_of
 from sampled import PLAIN, slots_of
 
-from exl2flow.inference.sampling import Kind, SamplerSlots, SamplingSettings, sample
+from exl2flow.engine.sampling import Kind, SamplerSlots, SamplingSettings, sample
 from exl2flow.kernels.cuda.graphs import CudaGraph
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sampled import PLAIN, slots_of
 
-from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, SamplingSettings
+from exl2flow.engine.sampling import Kind, SampledTokens, SamplerSlots, SamplingSettings
 from exl2flow.kernels import get_ops
 
 pytestmark = pytest.mark.gpu

@@ -13,8 +13,8 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.runtime.memory import free_memory, limit_memory
+from exl2flow.engine.loading.layer_split import Sizes, Split, place
 from exl2flow.inference import Draft, Generator, LoadedModel, Request, SamplingSettings, load_model
-from exl2flow.inference.loading.layer_split import Sizes, Split, place
 from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model import CanonicalTensors, Placement, resolve
 from exl2flow.model.memory.footprint import Texts

@@ -32,6 +32,7 @@ from exl2flow.core.runtime.memory import free_memory
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_tensors
 from exl2flow.core.store.stage import COMPOSED, ROWS_FILE, Pipeline
+from exl2flow.engine.loading.layer_split import Sizes
 from exl2flow.inference import (
     Adapter,
     Draft,
@@ -44,7 +45,6 @@ from exl2flow.inference import (
     load_model,
 )
 from exl2flow.inference.compose.stage import COMPOSE
-from exl2flow.inference.loading.layer_split import Sizes
 from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import CanonicalTensors, Placement, resolve

@@ -10,8 +10,8 @@ from decoding import GREEDY, HOT, Slots
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.engine.sampling import Kind, SamplerSlots, completed, sample
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
-from exl2flow.inference.sampling import Kind, SamplerSlots, completed, sample
 from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model.layers.experts import ExpertsSublayer
 

@@ -7,7 +7,7 @@ from tiny import VOCAB_SIZE
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.files import read_json
-from exl2flow.inference.loading.streamed import StreamedModel
+from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.evaluate import evaluate, evaluate_texts
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.model import TensorFiles, resolve

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spelled import spelled
 
-from exl2flow.inference.filters import Combined, GrammarFilter, PrefixFilter, SelectFilter
+from exl2flow.engine.filters import Combined, GrammarFilter, PrefixFilter, SelectFilter
 from exl2flow.model import Tokenizer
 
 DEMO = Tokenizer.load(Path(__file__).parents[2] / "demo" / "model")

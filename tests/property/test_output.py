@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from outputs import Run, run_of
 from spelled import EOS, split
 
-from exl2flow.inference.generate.event import Token
+from exl2flow.engine.generate.event import Token
 
 TEXTS = st.text(alphabet="abAB \n🙂é", max_size=40)
 STRINGS = st.lists(st.text(alphabet="abAB \n🙂é", min_size=1, max_size=4), max_size=3)

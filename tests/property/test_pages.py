@@ -13,8 +13,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from exl2flow.inference.cache.page_pool import Copy, PagePool
-from exl2flow.inference.cache.prefix_tree import ID_BYTES, SequencePages, packed
+from exl2flow.engine.cache.page_pool import Copy, PagePool
+from exl2flow.engine.cache.prefix_tree import ID_BYTES, SequencePages, packed
 
 SIZE = 4  # tokens per page
 COUNT = 9

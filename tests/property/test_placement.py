@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import tiny_config
 
 from exl2flow.core.errors import OutOfDeviceMemory
-from exl2flow.inference.loading.layer_split import Sizes, place
+from exl2flow.engine.loading.layer_split import Sizes, place
 from exl2flow.model import ModelSpec, Placement, resolve
 from exl2flow.model.memory.footprint import Texts
 

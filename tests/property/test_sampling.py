@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampled import PLAIN, distribution, sample, sampled
 
-from exl2flow.inference.sampling import SamplingSettings
+from exl2flow.engine.sampling import SamplingSettings
 
 SHARES = st.floats(0, 1)
 STEPS = {

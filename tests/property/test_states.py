@@ -12,6 +12,8 @@ import pytest
 from checkpoints import make_checkpoint
 from tiny import TOKENIZER_SIZE
 
+from exl2flow.engine.cache.state_store import StateStore
+from exl2flow.engine.cache.states import States
 from exl2flow.inference import (
     Event,
     Generator,
@@ -23,8 +25,6 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.inference.cache.state_store import StateStore
-from exl2flow.inference.cache.states import States
 
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=1.2, top_k=0, top_p=1.0)

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from tiny import tiny_spec
 
-from exl2flow.inference.cache.paged import PagedCache, pages_of
-from exl2flow.inference.cache.views import PromptView, Segment, StepView
+from exl2flow.engine.cache.paged import PagedCache, pages_of
+from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.kernels import CACHE_FORMATS, AttentionRule
 from exl2flow.model import KvCache, ModelSpec, RopeTable, RopeTables
 

@@ -12,9 +12,9 @@ from tiny import tiny_tokenizer
 
 from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.chat import Piece, all_formats
-from exl2flow.inference.generate import Event, Statistics
-from exl2flow.inference.generate.event import TextPiece as Held
+from exl2flow.engine.chat import Piece, all_formats
+from exl2flow.engine.generate import Event, Statistics
+from exl2flow.engine.generate.event import TextPiece as Held
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Tokenizer
 

@@ -5,7 +5,7 @@ from random import Random
 
 import torch
 
-from exl2flow.inference.filters import Combined, Constraint
+from exl2flow.engine.filters import Combined, Constraint
 from exl2flow.kernels.reference.logits import contains
 from exl2flow.model import Tokenizer
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from exl2flow.inference.adapters import Adapter
-from exl2flow.inference.cache.paged import PagedCache, pages_of
-from exl2flow.inference.cache.views import Segment
-from exl2flow.inference.generate.device_slots import DeviceSlots
-from exl2flow.inference.loading.load import LoadedModel
-from exl2flow.inference.sampling import Kind, SampledTokens, SamplingSettings
+from exl2flow.engine.adapters import Adapter
+from exl2flow.engine.cache.paged import PagedCache, pages_of
+from exl2flow.engine.cache.views import Segment
+from exl2flow.engine.generate.device_slots import DeviceSlots
+from exl2flow.engine.loading.load import LoadedModel
+from exl2flow.engine.sampling import Kind, SampledTokens, SamplingSettings
 from exl2flow.kernels import CACHE_FORMATS
 
 GREEDY = SamplingSettings.greedy()

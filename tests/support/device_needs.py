@@ -2,7 +2,7 @@
 
 import torch
 
-from exl2flow.inference.loading.layer_split import Load, Sizes, parts_of
+from exl2flow.engine.loading.layer_split import Load, Sizes, parts_of
 from exl2flow.model import ModelSpec, Placement
 from exl2flow.model.memory.footprint import Texts
 

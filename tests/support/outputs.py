@@ -6,9 +6,9 @@ from typing import Any
 from spelled import spelled
 
 from exl2flow.core.requests.request import Request
-from exl2flow.inference.generate.event import Event, Token
-from exl2flow.inference.generate.output import Output
-from exl2flow.inference.generate.prompt import Prompt
+from exl2flow.engine.generate.event import Event, Token
+from exl2flow.engine.generate.output import Output
+from exl2flow.engine.generate.prompt import Prompt
 
 PROMPT = (1,)
 MANY = 10_000

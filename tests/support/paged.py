@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from bounds import moved_share, near, terms_of
 
+from exl2flow.engine.cache.paged import PagedCache, pages_of
+from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.inference import LoadedModel
-from exl2flow.inference.cache.paged import PagedCache, pages_of
-from exl2flow.inference.cache.views import PromptView, Segment, StepView
 from exl2flow.kernels import (
     CACHE_FORMATS,
     PAGE_TOKENS,

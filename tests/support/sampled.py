@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from exl2flow.inference.sampling import Kind, SampledTokens, SamplerSlots, SamplingSettings
-from exl2flow.inference.sampling import sample as sample_rows
+from exl2flow.engine.sampling import Kind, SampledTokens, SamplerSlots, SamplingSettings
+from exl2flow.engine.sampling import sample as sample_rows
 
 PLAIN = SamplingSettings(temperature=1.0, top_k=0, top_p=0.0)
 

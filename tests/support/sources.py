@@ -12,12 +12,13 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"core"},
     "model": {"core", "kernels"},
     "quant": {"core", "kernels", "model", "calibration_data"},
-    "inference": {"core", "kernels", "model", "calibration_data"},
+    "engine": {"core", "kernels", "model"},
 }
+BELOW["inference"] = {"core", "kernels", "model", "engine", "calibration_data"}
 BELOW["tasks"] = {*BELOW}
-BELOW["serve"] = {"core", "kernels", "model", "inference"}  # `flows/cli/serve.py` imports it
+BELOW["serve"] = {"core", "kernels", "model", "engine"}  # `flows/cli/serve.py` imports it
 BELOW["flows"] = {*BELOW}
-BELOW["compat"] = {"core", "kernels", "model", "inference"}  # nothing imports it
+BELOW["compat"] = {"core", "kernels", "model", "engine"}  # nothing imports it
 FOLDERS = set(BELOW)
 
 

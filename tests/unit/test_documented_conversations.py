@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2flow.core.requests.conversation import PromptFormat
-from exl2flow.inference.chat import all_formats
+from exl2flow.engine.chat import all_formats
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "converse-in-python.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from typing import Any
 from constrained import walk
 from spelled import spelled
 
-from exl2flow.inference.filters import Combined
+from exl2flow.engine.filters import Combined
 from exl2flow.model import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "constrain-texts.md"

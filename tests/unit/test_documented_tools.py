@@ -8,7 +8,7 @@ from typing import Any
 
 from tool_calls import template_of
 
-from exl2flow.inference.chat import all_tool_formats, named_tool_format
+from exl2flow.engine.chat import all_tool_formats, named_tool_format
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "call-functions.md"
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -28,7 +28,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "inference/report/page.py",
         "inference/report/card.py",
     ),
-    "llguidance": ("inference/filters/grammar.py", "inference/filters/trial_program.py"),
+    "llguidance": ("engine/filters/grammar.py", "engine/filters/trial_program.py"),
     "markdown_it": ("flows/cli/terminal/",),
     "matplotlib": ("inference/report/plots.py",),
     "scipy": ("inference/scoring/intervals.py",),
@@ -71,7 +71,7 @@ LAZY_IMPORTS = (
     "flows/",
     "kernels/backend.py",
     "model/layers/attention.py",
-    "inference/filters/grammar.py",
+    "engine/filters/grammar.py",
     "inference/scoring/intervals.py",
 )
 RUNNING_FLOWS = {
@@ -101,7 +101,7 @@ ORDER = {
         "compile",
         "forecast",
     ),
-    "inference": (
+    "engine": (
         "loading",
         "cache",
         "sampling",
@@ -110,6 +110,8 @@ ORDER = {
         "drafts",
         "generate",
         "chat",
+    ),
+    "inference": (
         "compose",
         "bench",
         "scoring",
@@ -132,6 +134,7 @@ ORDER = {
 }
 WITHOUT_PREFECT = (
     "quant/",
+    "engine/",
     "inference/",
     "compat/",
     "serve/",

@@ -19,8 +19,8 @@ from exl2flow.compat.exllamav2.tensors import SeqTensor
 from exl2flow.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import FIRST_EMBEDDING, Request
-from exl2flow.inference import Draft, Event, Generator, Job, NgramDraft
-from exl2flow.inference.generate.event import Statistics, TextPiece
+from exl2flow.engine import Draft, Event, Generator, Job, NgramDraft
+from exl2flow.engine.generate.event import Statistics, TextPiece
 from exl2flow.kernels import PAGE_TOKENS
 
 Settings = ExLlamaV2Sampler.Settings

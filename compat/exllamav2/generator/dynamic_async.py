@@ -9,7 +9,7 @@ from exl2flow.compat.exllamav2.generator.dynamic import (
     ExLlamaV2DynamicGenerator,
     ExLlamaV2DynamicJob,
 )
-from exl2flow.inference import AsyncGenerator, Event
+from exl2flow.engine import AsyncGenerator, Event
 
 
 class ExLlamaV2DynamicGeneratorAsync:

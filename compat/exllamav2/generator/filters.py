@@ -7,8 +7,8 @@ import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import Filter
-from exl2flow.inference import filters
-from exl2flow.inference.sampling.bits import ids_of
+from exl2flow.engine import filters
+from exl2flow.engine.sampling.bits import ids_of
 
 
 class ExLlamaV2Filter:

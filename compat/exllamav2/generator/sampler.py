@@ -13,9 +13,9 @@ import torch
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.request import Sampled
-from exl2flow.inference.filters import Combined, ForeignFilter
-from exl2flow.inference.sampling import choose
-from exl2flow.inference.sampling.bits import words_of
+from exl2flow.engine.filters import Combined, ForeignFilter
+from exl2flow.engine.sampling import choose
+from exl2flow.engine.sampling.bits import words_of
 from exl2flow.model import Tokenizer
 
 OURS = {each.name for each in fields(SamplingSettings)}

@@ -23,6 +23,8 @@ from rich.text import Text
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import ModelOptions
+from exl2flow.engine import Adapter
+from exl2flow.engine.chat import all_formats, choose_format
 from exl2flow.flows.cli.loading import filters_of
 from exl2flow.flows.cli.options.chat import CHAT
 from exl2flow.flows.cli.options.chat import SAMPLER as SAMPLED
@@ -30,8 +32,6 @@ from exl2flow.flows.cli.terminal.conversation_file import unused
 from exl2flow.flows.cli.terminal.input import Leave
 from exl2flow.flows.cli.terminal.loop import Chat, Result
 from exl2flow.flows.cli.terminal.screen import DIM, counted, summary
-from exl2flow.inference import Adapter
-from exl2flow.inference.chat import all_formats, choose_format
 
 OFF = "off"
 WORDS = {"True": "on", "False": OFF, "None": OFF}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, WriteFailed
 from exl2flow.core.requests.conversation import Turn
+from exl2flow.engine import Generator
+from exl2flow.engine.chat import Piece, Session
 from exl2flow.flows.cli.failures import FAILURES, of_the_machine
 from exl2flow.flows.cli.terminal.conversation_file import put_aside
 from exl2flow.flows.cli.terminal.input import Leave, Typed
@@ -21,8 +23,6 @@ from exl2flow.flows.cli.terminal.screen import (
     summary,
     without_echo,
 )
-from exl2flow.inference import Generator
-from exl2flow.inference.chat import Piece, Session
 
 NAMED = "raw"  # the format of a log, whose answers begin with a name
 Result = Iterator[Piece] | str | None  # of a command: an answer, a line, or nothing to show

@@ -11,9 +11,9 @@ from types import FrameType
 
 from rich.console import Console
 
+from exl2flow.engine.chat import ChatStatistics, Piece
 from exl2flow.flows.cli.console import printable
 from exl2flow.flows.cli.terminal.markdown import MarkdownStream
-from exl2flow.inference.chat import ChatStatistics, Piece
 
 MARK_PASTES = "\x1b[?2004h"  # those during an answer, too; the prompt ends it
 DIM, NAME, NOTE, ERROR = "dim", "bold blue", "yellow", "red"

@@ -11,6 +11,8 @@ from typing import Any
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.chat import ChatFiles
 from exl2flow.core.store.files import digest_of, make_private_folder
+from exl2flow.engine import Adapter, Generator
+from exl2flow.engine.chat import Piece, Session, all_formats, choose_format
 from exl2flow.flows.cli.console import OUT, emit_json, printable, say
 from exl2flow.flows.cli.loading import filters_of, load, load_draft, prompt_cache
 from exl2flow.flows.cli.options import Values
@@ -20,8 +22,6 @@ from exl2flow.flows.cli.terminal.conversation_file import reserved
 from exl2flow.flows.cli.terminal.input import Typed
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.flows.cli.terminal.screen import Screen, summary
-from exl2flow.inference import Adapter, Generator
-from exl2flow.inference.chat import Piece, Session, all_formats, choose_format
 from exl2flow.model import ChatTemplate, Message, resolve
 
 STATE = ("XDG_STATE_HOME", ".local/state")

@@ -23,8 +23,8 @@ from exl2flow.compat.exllamav2 import (
 )
 from exl2flow.compat.exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2MMEmbedding
 from exl2flow.core.errors import ConfigError, SourceModelError
+from exl2flow.engine.loading.layer_split import Split
 from exl2flow.inference import load_model
-from exl2flow.inference.loading.layer_split import Split
 
 
 def test_fields_changed_after_construction_count(folder) -> None:

@@ -14,7 +14,7 @@ from exl2flow.compat.exllamav2.generator import (
 )
 from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.core.requests.request import FIRST_EMBEDDING
-from exl2flow.inference.generate.device_slots import DeviceSlots
+from exl2flow.engine.generate.device_slots import DeviceSlots
 
 Settings = ExLlamaV2Sampler.Settings
 GREEDY = Settings.greedy()

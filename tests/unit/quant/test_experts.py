@@ -17,8 +17,8 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Progress, Tick, silent
 from exl2flow.core.store import store
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.inference.loading.load import load_model
-from exl2flow.inference.loading.streamed import StreamedModel
+from exl2flow.engine.loading.load import load_model
+from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.model import resolve
 from exl2flow.model.config import resolution
 from exl2flow.quant.measure.measurement import read_measurement, slot_projections

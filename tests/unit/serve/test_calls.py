@@ -16,8 +16,8 @@ from serving import DEMO
 from tool_calls import TOOLS
 
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.engine.chat import all_tool_formats, choose_format
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.inference.chat import all_tool_formats, choose_format
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.models import Models

@@ -13,8 +13,8 @@ from tiny import make_tiny
 from exl2flow.core import errors
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import PromptFormat
+from exl2flow.engine.chat import choose_format
 from exl2flow.inference import Generator, load_model
-from exl2flow.inference.chat import choose_format
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, as_api_error, shown

@@ -13,9 +13,9 @@ from sources import ROOT
 from tiny import make_tiny
 
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.engine.chat import all_tool_formats
+from exl2flow.engine.generate.event import Reason
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.inference.chat import all_tool_formats
-from exl2flow.inference.generate.event import Reason
 from exl2flow.serve.app import create_app
 from exl2flow.serve.engine import Engine
 from exl2flow.serve.fields import HARMLESS

@@ -18,9 +18,9 @@ from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.core.requests.request import Request
+from exl2flow.engine.chat import CallArguments, CallBegin, all_tool_formats
+from exl2flow.engine.generate import Event
 from exl2flow.inference import Generator, load_model
-from exl2flow.inference.chat import CallArguments, CallBegin, all_tool_formats
-from exl2flow.inference.generate import Event
 from exl2flow.serve.answers import AnswerPlan, Choice, RunningAnswer, Text, Update
 from exl2flow.serve.completions import plan_of
 from exl2flow.serve.engine import Engine

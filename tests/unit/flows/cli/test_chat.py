@@ -170,7 +170,7 @@ def test_a_file_of_another_chat_is_left_alone(folder: Path, home: Path) -> None:
 def test_a_file_is_locked_before_it_is_read(
     folder: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from exl2flow.inference.chat import Session
+    from exl2flow.engine.chat import Session
 
     file, read = home / "talk.json", Session.load
     run(folder, "--conversation", file, text="First")
@@ -194,8 +194,8 @@ def test_an_error_after_an_answer_begins_a_line(folder: Path) -> None:
 
 
 def test_an_answer_that_fails_ends_its_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from exl2flow.engine.chat import Piece
     from exl2flow.flows.cli.terminal.loop import Chat
-    from exl2flow.inference.chat import Piece
 
     def reply(*_: object) -> Iterator[Piece]:
         yield Piece("half an ans")
@@ -338,7 +338,7 @@ def test_the_profile_of_the_tutorial_can_be_read(home: Path, tmp_path: Path) -> 
 
 
 def test_every_format_is_listed_with_an_example() -> None:
-    from exl2flow.inference.chat import all_formats
+    from exl2flow.engine.chat import all_formats
 
     done = CliRunner().invoke(app, ["chat", "--formats"])
 

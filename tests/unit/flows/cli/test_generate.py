@@ -11,8 +11,8 @@ from adapters import make_adapter, merged
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
+from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.flows.cli.main import app
-from exl2flow.inference.generate.device_slots import DeviceSlots
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_a_long_context_ends_with_the_model(folder: Path) -> None:
 
 
 def test_rows_without_room_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exl2flow.inference.cache.paged.available_memory", lambda: 10**6)
+    monkeypatch.setattr("exl2flow.engine.cache.paged.available_memory", lambda: 10**6)
 
     found = bench(folder, device="cpu", context=40, rows=(1, 1000))
 

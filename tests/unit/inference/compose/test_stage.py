@@ -21,6 +21,8 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.files import read_json, read_tensors
 from exl2flow.core.store.stage import Pipeline
+from exl2flow.engine.loading.layer_split import Split
+from exl2flow.engine.loading.load import LoadedModel, load_model
 from exl2flow.inference.compose import stage as compose
 from exl2flow.inference.compose.stage import (
     COMPOSE,
@@ -30,8 +32,6 @@ from exl2flow.inference.compose.stage import (
     plausible_openings,
     write_rows,
 )
-from exl2flow.inference.loading.layer_split import Split
-from exl2flow.inference.loading.load import LoadedModel, load_model
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Placement, Tokenizer
 from exl2flow.model.memory import composition

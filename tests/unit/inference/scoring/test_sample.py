@@ -7,8 +7,8 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.loading.layer_split import Split
-from exl2flow.inference.loading.load import LoadedModel, load_model
+from exl2flow.engine.loading.layer_split import Split
+from exl2flow.engine.loading.load import LoadedModel, load_model
 from exl2flow.inference.scoring import sample
 from exl2flow.inference.validate.stage import generate_sample
 

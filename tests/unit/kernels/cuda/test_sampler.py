@@ -8,7 +8,7 @@ import torch
 from sampled import PLAIN, slots_of
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.inference.sampling import Kind, SamplingSettings
+from exl2flow.engine.sampling import Kind, SamplingSettings
 from exl2flow.kernels.cuda import sampler as cuda_sampler
 from exl2flow.kernels.cuda.compiler import STRETCH, LaunchRefused
 from exl2flow.kernels.interface.sampling import MOST_REPEATED

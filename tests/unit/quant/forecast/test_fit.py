@@ -8,7 +8,7 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.inference.cache.paged import PagedCache, pages_of
+from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import DEVICE_BYTES, cache_bytes

@@ -9,11 +9,11 @@ from screens import Script
 from tiny import make_tiny
 
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.engine.chat import Session, all_formats
 from exl2flow.flows.cli.terminal.commands import obey
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.flows.cli.terminal.screen import Screen
 from exl2flow.inference import Generator, load_model
-from exl2flow.inference.chat import Session, all_formats
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from screens import Screen as Terminal
 from screens import Script
 
 from exl2flow.core.errors import InferenceError
+from exl2flow.engine.chat import Piece, Session
 from exl2flow.flows.cli.terminal.conversation_file import reserved
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.inference import Generator
-from exl2flow.inference.chat import Piece, Session
 
 Say = Callable[[str], str]
 

@@ -8,10 +8,10 @@ import pytest
 from screens import Screen as Terminal
 
 from exl2flow.core.options.sampling import SamplingSettings
+from exl2flow.engine.chat import Piece
 from exl2flow.flows.cli.terminal.loop import Chat
 from exl2flow.flows.cli.terminal.screen import Screen
 from exl2flow.inference import Event
-from exl2flow.inference.chat import Piece
 
 Say = Callable[[str], str]
 

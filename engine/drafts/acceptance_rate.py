@@ -1,0 +1,35 @@
+"""The acceptance rate of draft tokens, and how many are worth proposing."""
+
+import math
+from dataclasses import dataclass
+
+from exl2flow.engine.drafts.proposer import MOST_DRAFTED
+
+WORTH = 0.25
+DECAY = 0.9  # of earlier counts, per step
+
+
+@dataclass(slots=True)
+class AcceptanceRate:
+    """Acceptance rate of a text's draft tokens, which decays with every step.
+
+    drafted, accepted: tokens so far.
+    """
+
+    drafted: int = 0
+    accepted: int = 0
+    _accepted: float = 4.0  # of the last ones
+    _verified: float = 5.0
+
+    @property
+    def tokens(self) -> int:
+        """The number n of tokens to draft: at rate p, the largest with p^n ≥ `WORTH`, or 1."""
+        rate = min(self._accepted / self._verified, 0.99)
+        return max(1, min(MOST_DRAFTED, int(math.log(WORTH) / math.log(max(rate, 0.01)))))
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Update the acceptance rate; draft tokens after the first mismatch are not evidence."""
+        self.drafted += drafted
+        self.accepted += accepted
+        self._accepted = DECAY * self._accepted + accepted
+        self._verified = DECAY * self._verified + min(drafted, accepted + 1)

@@ -1,0 +1,142 @@
+"""Draft tokens from a smaller model with the same vocabulary.
+
+Its cache has as many pages as the generator's and uses them alike, so tables, lengths, copies and
+shared beginnings are those of the generator.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from operator import ne
+
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.engine.cache.paged import reserve
+from exl2flow.engine.cache.views import PromptView, Segment, StepView
+from exl2flow.engine.drafts.proposer import MOST_DRAFTED, DraftRequest, SharedSlots, check
+from exl2flow.engine.loading.load import LoadedModel, check_loaded
+from exl2flow.kernels import PAGE_TOKENS, on_device
+from exl2flow.kernels.cuda.graphs import bucket
+from exl2flow.model import RopeTables, Tokenizer
+
+SPARE_IDS = 128  # that one vocabulary may have more than the other
+SHOWN = 20  # characters of a piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Proposes the likeliest tokens of a draft model.
+
+    tokens: the most draft tokens per step; least: a token of less probability ends the draft.
+    Raises `ConfigError` for a number out of range.
+    """
+
+    model: LoadedModel
+    tokens: int = 4
+    least: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_loaded("model", self.model)
+        check("tokens", self.tokens, 1, MOST_DRAFTED)
+        check("least", self.least, 0, 1)
+
+    def start(self, model: LoadedModel, slots: SharedSlots) -> "ModelProposer":
+        """Reserve a cache.
+
+        Raises:
+            ConfigError: vocabularies or devices differ, or the draft's model has a state.
+        """
+        if self.model.spec.deltas:
+            raise ConfigError(
+                f"`{self.model.spec.source_dir}` has layers with a state, which cannot be taken "
+                "back: it drafts nothing; use n-grams (`--ngram`)"
+            )
+        check_vocabularies(self.model.tokenizer, model.tokenizer)
+        return ModelProposer(self, slots)
+
+
+class ModelProposer:
+    """A draft model and its cache, in the slots of a generator.
+
+    ids: int64 (slots, 2 + tokens), the last two of each text, then draft tokens; proposed: fp64
+    (slots, tokens, 2), draft tokens and their probabilities.
+    """
+
+    def __init__(self, draft: Draft, slots: SharedSlots) -> None:
+        self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
+        device, size, spec = slots.tables.device, len(slots.lengths), draft.model.spec
+        placement = self.decoder.placement
+        if placement.is_split or placement.head != device:
+            raise ConfigError(f"the draft's model is not on {device}; load all of it there")
+        self.cache = reserve(
+            spec, pages=slots.cache.pages, form=slots.cache.form, placement=placement
+        )
+        self._angles = RopeTables.of(spec, slots.tables.shape[1] * PAGE_TOKENS, device)
+        self._ids = torch.zeros(size, 2 + draft.tokens, dtype=torch.int64, device=device)
+        self._proposed = torch.zeros(size, draft.tokens, 2, dtype=torch.float64, device=device)
+
+    @property
+    def stored(self) -> list[torch.Tensor]:
+        return self.cache.tensors
+
+    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
+        view = PromptView(self.cache, segments)
+        self.decoder.fill(tokens, view, self._angles.at(view.positions))
+
+    def copy(self, pages: torch.Tensor) -> None:
+        self.cache.copy(pages)
+
+    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
+        """Return the likeliest tokens of each slot, fewer where the model is unsure.
+
+        The first pass takes the last two tokens of each text: if all draft tokens were accepted,
+        the keys of the last one are still missing. Texts without draft tokens follow it, too.
+        """
+        slots, drafts = max(requests) + 1, {slot: list[int]() for slot in requests}
+        last = [requests[slot].ids[-2:] if slot in requests else (0,) for slot in range(slots)]
+        pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
+        self._ids[:slots, :2] = on_device(pairs, self._ids.device)
+        going, position = {slot for slot, request in requests.items() if request.most}, 0
+        self._pass(slots, position)
+        while going:
+            proposed = self._proposed[:slots, position].tolist()
+            going = {slot for slot in going if proposed[slot][1] >= self._least}
+            for slot in going:
+                drafts[slot].append(int(proposed[slot][0]))
+            position += 1
+            going = {slot for slot in going if position < requests[slot].most}
+            if going:
+                self._pass(slots, position)
+        return drafts
+
+    def _pass(self, slots: int, position: int) -> None:
+        batch = min(bucket(slots), len(self._ids))
+        work = partial(self._propose, batch, position)
+        self._slots.graphs.replay(("draft", batch, position), work)
+
+    def _propose(self, batch: int, position: int) -> None:
+        """Append the likeliest token to the draft tokens; repeating it changes nothing."""
+        new, ids = 1 if position else 2, self._ids[:batch]
+        lengths = (self._slots.lengths[:batch] + (position or -1)).clamp(min=0)
+        view = StepView(self.cache, self._slots.tables[:batch], lengths, count=new)
+        tokens = ids[:, position + 2 - new : position + 2]
+        logits = self.decoder.forward(tokens, view, self._angles.at(view.positions))[:, -1]
+        greatest, best = logits.max(dim=-1)
+        ids[:, position + 2] = best
+        probability = torch.exp(greatest - logits.logsumexp(-1))
+        proposed = torch.stack((best.double(), probability.double()), dim=-1)
+        self._proposed[:batch, position] = proposed
+
+
+def check_vocabularies(draft: Tokenizer, model: Tokenizer) -> None:
+    """Raise `ConfigError` unless ids stand for the same pieces, but for a few at the end."""
+    theirs, ours, problem = draft.pieces, model.pieces, ""
+    if abs(len(theirs) - len(ours)) > SPARE_IDS:
+        problem = f"the draft's vocabulary has {len(theirs)} ids, the model's {len(ours)}"
+    elif any(map(ne, theirs, ours)):
+        i, one, other = next(x for x in zip(count(), theirs, ours, strict=False) if x[1] != x[2])
+        problem = f"id {i} is {one[:SHOWN]!r} for the draft and {other[:SHOWN]!r} for the model"
+    if problem:
+        raise ConfigError(f"{problem}; take a draft of the same model family")

@@ -1,0 +1,68 @@
+"""Interfaces of speculative decoding: proposers, and the slots that they share."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.engine.cache.paged import PagedCache
+from exl2flow.engine.cache.views import Segment
+from exl2flow.engine.loading.load import LoadedModel
+from exl2flow.kernels import STEP_TOKENS
+from exl2flow.kernels.cuda.graphs import GraphPool
+from exl2flow.model import Decoder
+
+MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies
+
+
+class SharedSlots(NamedTuple):
+    """The slots of a generator as runners and draft models share them; see `DeviceSlots`."""
+
+    cache: PagedCache
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    graphs: GraphPool
+
+
+class DraftRequest(NamedTuple):
+    """Asks for up to `most` draft tokens after a text's ids; `owner` identifies the text."""
+
+    owner: object
+    ids: Sequence[int]
+    most: int
+
+
+class Proposer(Protocol):
+    """Proposes draft tokens for the slots of one generator."""
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The model that it runs, if any."""
+
+    @property
+    def stored(self) -> Sequence[torch.Tensor]:
+        """The tensors of its cache, if any, which has the pages of the generator's."""
+
+    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
+        """Follow a pass over prompts, int64 (1, t)."""
+
+    def copy(self, pages: torch.Tensor) -> None:
+        """Follow the copy of pages, int64 (2, n): sources and targets."""
+
+    def propose(self, requests: Mapping[int, DraftRequest]) -> Mapping[int, Sequence[int]]:
+        """Return the draft tokens of each slot."""
+
+
+class Drafter(Protocol):
+    """Options of speculative decoding; `tokens`: the most draft tokens per text and step."""
+
+    @property
+    def tokens(self) -> int: ...
+    def start(self, model: LoadedModel, slots: SharedSlots) -> Proposer: ...
+
+
+def check(name: str, value: float, least: float, most: float) -> None:
+    """Raise `ConfigError` for a field of a draft that is out of range."""
+    if not least <= value <= most:
+        raise ConfigError(f"`{name}` of a draft is {value}; it must be from {least} to {most}")

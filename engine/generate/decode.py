@@ -1,0 +1,303 @@
+"""Decode: launch a step for all running jobs, read its tokens one step later."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import takewhile
+from math import inf
+from weakref import WeakMethod
+
+import torch
+
+from exl2flow.core.errors import InferenceError, TextStuck
+from exl2flow.core.requests.request import Request, Sampled
+from exl2flow.engine.drafts import DraftRequest
+from exl2flow.engine.filters import prepare
+from exl2flow.engine.generate.device_slots import DeviceSlots
+from exl2flow.engine.generate.draft_positions import restored
+from exl2flow.engine.generate.event import Token
+from exl2flow.engine.generate.failures import ENDS_PROGRAM, as_text_error
+from exl2flow.engine.generate.job import FREE, Job
+from exl2flow.engine.generate.pending_result import PendingResult
+from exl2flow.engine.generate.scheduler import Scheduler
+from exl2flow.engine.generate.step_job import UNCONSTRAINED, StepJob, TokenMask
+from exl2flow.engine.sampling import (
+    Kind,
+    OwnProbabilities,
+    SampledTokens,
+    own_probabilities,
+)
+from exl2flow.engine.sampling.bits import ids_of
+
+CANDIDATES = 64  # that a hook sees
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the device works on: its jobs, and a result for each draft position.
+
+    mu: Mirostat's bounds before it, fp64 (slots,), which a discarded sample must not change; None
+    if no job has any.
+    """
+
+    step_jobs: list[StepJob]
+    results: list[PendingResult]
+    mu: torch.Tensor | None
+
+
+class Decode:
+    """Runs decode steps: samples tokens for each job whose prompt is read, and outputs them."""
+
+    def __init__(self, device_slots: DeviceSlots, scheduler: Scheduler) -> None:
+        self._device_slots, self._scheduler = device_slots, scheduler
+        self._launched: _Launched | None = None
+        scheduler.catch_up = WeakMethod(self.catch_up)
+
+    def step(self) -> None:
+        """Launch the next step of jobs that need not wait for the last one, then read that."""
+        if self._launched is not None and self._must_wait(self._launched.step_jobs):
+            self.catch_up()
+        self._scheduler.reserve_pages()
+        step_jobs, slots = self._forward()
+        if any(step_job.job.constraint is not None for step_job in step_jobs):
+            self.catch_up()  # what a constraint allows follows from the last token
+        launched = self._sample(step_jobs, slots)
+        self.catch_up()
+        self._launched = launched
+        is_stepwise = any(step_job.job.is_stepwise for step_job in step_jobs)
+        if not self._device_slots.is_asynchronous or is_stepwise:
+            self.catch_up()
+
+    def _must_wait(self, step_jobs: list[StepJob]) -> bool:
+        """Return whether the next forward pass depends on the tokens of these jobs."""
+        waits = (one.job.output.waits or one.job.is_stale for one in step_jobs)
+        return self._device_slots.proposer is not None or any(waits)
+
+    def _forward(self) -> tuple[list[StepJob], int]:
+        """Launch the next forward pass; return the jobs that sample from it, and its slots."""
+        self._scheduler.close_gaps()
+        jobs = [job for job in self._scheduler.running if job.is_decoding and job.wants_more]
+        slots = self._scheduler.top if jobs else 0
+        step_jobs = [StepJob(job, draft) for job, draft in self._drafted(jobs, slots)]
+        if step_jobs:
+            drafts = {slot: one.draft for one in step_jobs for slot in one.slots}
+            self._device_slots.forward(slots, drafts)
+        for job in jobs:
+            for s in job.sequences:
+                s.held.behind = len(s.ids) - 1 + job.launched
+            job.launched += 1
+        return step_jobs, slots
+
+    def _drafted(self, jobs: Sequence[Job], slots: int) -> Iterator[tuple[Job, list[int]]]:
+        """Yield the jobs with draft tokens."""
+        if self._device_slots.proposer is None or not jobs:
+            yield from ((job, []) for job in jobs)
+            return
+        limit = self._device_slots.max_drafts(slots)
+        requests = {
+            s.slot: DraftRequest(s, s.ids, job.max_drafts(limit) if s is job.lead else 0)
+            for job in jobs
+            for s in job.sequences
+        }
+        drafts = self._device_slots.proposer.propose(requests)
+        vocabulary = range(self._device_slots.sampler.vocab_size)
+        for job in jobs:
+            draft = [*takewhile(vocabulary.__contains__, drafts[job.lead.slot])]
+            yield job, draft[: self._scheduler.reserve_ahead(job, len(draft))]
+
+    def _sample(self, step_jobs: list[StepJob], slots: int) -> _Launched | None:
+        """Launch the samples of a forward pass, one draft position of all jobs after the other."""
+        constraints = [one.job.constraint for one in step_jobs]
+        prepare(part for c in constraints if c is not None for part in c.parts)
+        step_jobs = [one for one in step_jobs if self._plan(one)]
+        if not step_jobs:
+            return None
+        kind, results = self._kind(step_jobs), list[PendingResult]()
+        count, mu = max(len(one.masks) for one in step_jobs), None
+        if any(one.job.request.settings.mirostat for one in step_jobs):
+            mu = self._device_slots.sampler.mu.clone()
+        with restored(self._device_slots.sampler.active) if count > 1 else nullcontext():
+            self._prepare(step_jobs, slots, count)
+            for position in range(count):
+                sampling = [one for one in step_jobs if position < len(one.masks)]
+                self._restrict(sampling, position)
+                sampled = self._device_slots.sample(slots, kind, after_draft=position > 0)
+                requests = [(one.slot, one.job.request) for one in sampling]
+                copied = [slot for slot, request in requests if request.logits or request.hooks]
+                own = self._own(requests, sampled)
+                results.append(PendingResult(sampled, self._device_slots.logits, copied, own))
+        return _Launched(step_jobs, results, mu)
+
+    def _own(
+        self, requests: Sequence[tuple[int, Request]], sampled: SampledTokens
+    ) -> tuple[Sequence[int], OwnProbabilities] | None:
+        """Compute the model's own probabilities for the slots whose requests want them."""
+        tops = {slot: request.top_tokens for slot, request in requests if _wants_own(request)}
+        if not tops:
+            return None
+        return [*tops], self._device_slots.own([*tops], sampled, max(tops.values()))
+
+    def _prepare(self, step_jobs: list[StepJob], slots: int, count: int) -> None:
+        """Copy the draws of all draft positions, and the draft tokens, to the device."""
+        draws = [[0.0] * slots for _ in range(count)]
+        drafted = [[-1] * slots for _ in range(count - 1)]
+        for one in step_jobs:
+            for position in range(len(one.masks)):
+                draws[position][one.slot] = one.job.draw(position)
+                for slot in one.slots if position else ():
+                    drafted[position - 1][slot] = one.draft[position - 1]
+        self._device_slots.positions.prepare(draws, drafted)
+
+    def _plan(self, step_job: StepJob) -> bool:
+        """Compute the masks of a job; False: the job has ended."""
+        if step_job.job.is_done:
+            return False
+        try:
+            step_job.plan()
+            if step_job.is_masked:
+                self._device_slots.sampler.late("allowed")  # here it ends no other text
+        except ENDS_PROGRAM:
+            raise
+        except BaseException as error:  # of a filter, or no memory is left
+            event = step_job.job.output.finish("error", error=as_text_error(error))
+        else:
+            if not step_job.masks[0].allowed.must_end:
+                return True
+            event = step_job.job.output.finish("end_filter")
+        self._scheduler.end(step_job.job, event)
+        return False
+
+    def _kind(self, step_jobs: list[StepJob]) -> Kind:
+        """Return the sampler steps that all running jobs need."""
+        jobs = [job for job in self._scheduler.running if job.is_decoding]
+        has_mask = any(one.is_masked for one in step_jobs)
+        settings = [job.request.settings for job in jobs]
+        return Kind.of(
+            {id(s): s for s in settings}.values(),  # a hash reads all of a long bias
+            masked=has_mask or any(job.slot_mask != FREE for job in jobs),
+            top=max(_top(job.request) for job in jobs),
+            probabilities=any(_wants_probability(job.request) for job in jobs),
+        )
+
+    def _restrict(self, sampling: Sequence[StepJob], position: int) -> None:
+        """Restrict the next samples of jobs to their masks at a draft position."""
+        sampler, masks = self._device_slots.sampler, dict[int, torch.Tensor | None]()
+        for one in sampling:
+            mask = one.masks[position]
+            if mask.allowed is not UNCONSTRAINED or mask.mask != one.job.slot_mask:
+                one.job.slot_mask = mask.mask
+                masks[one.slot] = mask.words(sampler.width)
+        if masks:
+            sampler.allow(masks)
+
+    def catch_up(self) -> None:
+        """Read the tokens of the last step."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        for result in launched.results:
+            result.wait()
+        self._device_slots.check_ranks()  # results without a lost one mean nothing
+        for step_job in launched.step_jobs:
+            if not step_job.job.is_done:
+                step_job.job.launched -= 1
+                self._read(step_job, launched)
+
+    def _read(self, step_job: StepJob, launched: _Launched) -> None:
+        """Hand the tokens of a step to a job, up to the first one that is not its draft token."""
+        job, slot, top = step_job.job, step_job.slot, _top(step_job.job.request)
+        if job.is_stale:
+            job.is_stale = False
+            if launched.mu is not None:
+                self._device_slots.sampler.mu[slot].copy_(launched.mu[slot])
+            self._scheduler.advance(job)  # goes back to the last token that was read
+            return
+        results, own_top = launched.results[: len(step_job.masks)], job.request.top_tokens
+        tokens = [result.token(slot, top, own_top) for result in results]
+        pairs = zip(tokens, step_job.draft, strict=False)
+        accepted = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
+        job.acceptance.note(len(step_job.draft), accepted)
+        for token, mask in zip(tokens[: accepted + 1], step_job.masks, strict=False):
+            before = len(job.output.ids)
+            job.draws.popleft()
+            if token.id < 0:
+                self._end_without_token(job, mask)
+                break
+            try:
+                self._take(job, token, mask.allowed.ends)
+            except ENDS_PROGRAM:
+                raise
+            except BaseException as error:  # of a hook, or no memory is left to hold a state
+                self._scheduler.end(job, job.output.finish("error", error=as_text_error(error)))
+            if job.is_done or len(job.output.ids) <= before:
+                break
+
+    def _end_without_token(self, job: Job, mask: TokenMask) -> None:
+        """End a job that nothing was sampled for: it excludes all ids, or its logits are broken."""
+        sampler = self._device_slots.sampler
+        message = "the logits are not finite; check the files of the model"
+        words, vocabulary = mask.words(sampler.width), {*range(sampler.vocab_size)}
+        left = vocabulary if words is None else vocabulary.intersection(ids_of(words))
+        left = left.difference(i for i, bias in job.request.settings.token_bias if bias == -inf)
+        if not left:
+            message = (
+                "no token is left to sample: `excluded`, `token_bias`, bans, and stops before "
+                "`min_new_tokens` rule out all of them; allow more"
+            )
+        error = InferenceError(message) if left else TextStuck(message)
+        event = job.output.finish("error", error=error)
+        self._scheduler.end(job, event, keep=not left)  # others may not read broken values
+
+    def _take(self, job: Job, token: Token, ends: frozenset[int]) -> None:
+        job.sampled()
+        if job.request.hooks:
+            token = self._hooked(job, token)
+        token = token.raw()
+        event = job.output.push(token)
+        if event is not None and event.reason is not None:
+            self._scheduler.end(job, event)
+            return
+        if event is not None:
+            job.deliver(event)
+        if job.follows(token, len(event.suppressed_ids) if event is not None else 0, ends):
+            self._scheduler.advance(job)
+        else:
+            self._scheduler.end(job, job.output.finish("end_filter"))
+
+    def _hooked(self, job: Job, token: Token) -> Token:
+        """Let the hooks see a token and replace it."""
+        seen = Sampled(
+            sampled_token=token.id,
+            sampled_prob=token.probability or 0.0,
+            candidate_tokens=token.top_ids,
+            candidate_probs=token.top_probabilities,
+            logits=token.logits,
+        )
+        for hook in job.request.hooks:
+            hook(seen)
+        token = token._replace(fed=seen.feed_filters)
+        if seen.sampled_token == token.id:
+            return token
+        for s in job.sequences:
+            self._device_slots.replace(s.slot, len(s.ids), seen.sampled_token)
+        own = token.own
+        if own is not None and isinstance(token.logits, torch.Tensor):
+            row, ids = token.logits[None], torch.tensor([seen.sampled_token])
+            logs = own_probabilities(row, ids, top=0, vocab_size=row.shape[1]).logs
+            own = float(logs.exp()), *own[1:]
+        return token._replace(id=seen.sampled_token, probability=None, own=own)
+
+
+def _top(request: Request) -> int:
+    """Return the number of top-k tokens that the request or its hooks need from the sampler."""
+    return max(0 if request.raw else request.top_tokens, CANDIDATES if request.hooks else 0)
+
+
+def _wants_probability(request: Request) -> bool:
+    """Return whether the request or its hooks need the probability of the sampler."""
+    return bool((request.probabilities and not request.raw) or request.hooks)
+
+
+def _wants_own(request: Request) -> bool:
+    """Return whether the request needs the model's own probabilities."""
+    return request.raw and bool(request.probabilities or request.top_tokens)

@@ -1,0 +1,322 @@
+"""Drafts: the same texts with and without, whatever is guessed; and guesses that are good."""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from bounds import near, terms_of
+from decoding import Again
+from tiny import make_tiny
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.engine.drafts import AcceptanceRate, DraftRequest
+from exl2flow.engine.filters import GrammarFilter
+from exl2flow.inference import (
+    Draft,
+    Event,
+    Generator,
+    LoadedModel,
+    NgramDraft,
+    Request,
+    SamplingSettings,
+    load_model,
+)
+from exl2flow.kernels.cuda import graphs as cuda_graphs
+
+DEMO = Path(__file__).parents[4] / "demo" / "model"
+GREEDY = SamplingSettings.greedy()
+COOL = SamplingSettings(top_k=10)
+HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
+RICH = SamplingSettings(
+    temperature=1.5,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    dry_multiplier=0.8,
+    xtc_probability=0.3,
+    typical=0.95,
+)
+MIROSTAT = SamplingSettings(mirostat=True, mirostat_tau=3.0)
+STORY = "Once upon a time there was a little"
+DATE = GrammarFilter(regex=r"[0-9]{4}-[0-9]{2}-[0-9]{2} [a-z ]{4,20}")
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model(DEMO, device="cpu", max_tokens=1024)
+
+
+def requests() -> list[Request]:
+    options: list[dict[str, object]] = [
+        {"settings": GREEDY, "max_new_tokens": 60},
+        {"settings": HOT},
+        {"settings": RICH, "probabilities": True, "top_tokens": 3},
+        {"settings": MIROSTAT},
+        {"settings": HOT, "banned_strings": ("a", "th", ".")},
+        {"settings": MIROSTAT, "banned_strings": ("e", "o")},
+        {"settings": SamplingSettings(cfg_scale=1.5), "prompt": (STORY, "There was")},
+        {"settings": HOT, "filters": (DATE,)},
+        {"settings": GREEDY, "filters": (DATE,), "banned_strings": ("1", "x")},
+        {"settings": HOT, "stops": (" the",), "min_new_tokens": 20},
+        {"settings": GREEDY, "heal": True, "logits": True},
+        {"settings": HOT, "hooks": (lambda seen: None,)},
+        {"settings": GREEDY, "max_new_tokens": 1},
+        {"settings": GREEDY, "max_new_tokens": 2},
+    ]
+    return [
+        Request(**{"prompt": STORY, "max_new_tokens": 40, "seed": i, "stops": (), **more})  # type: ignore[arg-type]
+        for i, more in enumerate(options)
+    ]
+
+
+def run(generator: Generator, wanted: Sequence[Request]) -> list[list[Event]]:
+    """Return the events of each request, all generated together."""
+    found = [list[Event]() for _ in wanted]
+    for request, events in zip(wanted, found, strict=True):
+        generator.submit(request, deliver=events.append)
+    while not generator.is_idle:
+        generator.step()
+    assert generator.free_pages == generator.pages
+    return found
+
+
+class Share(float):
+    """A probability, but for rounding."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(self - other) < 1e-4
+
+    __hash__ = float.__hash__
+
+
+def seen(events: list[Event]) -> tuple[object, ...]:
+    """Return what the events of a request say, but how it was cut into pieces."""
+    fields = ("ids", "top_ids", "suppressed_ids")
+    joined = [tuple(x for e in events for x in getattr(e, name)) for name in fields]
+    shares = [Share(p) for e in events for p in e.probabilities]
+    logits = [int(torch.as_tensor(x).argmax()) for e in events for x in e.logits]
+    end = events[-1]
+    held = None if end.held is None else (end.held.text, end.held.ids)
+    text = "".join(e.text for e in events)
+    return text, *joined, shares, logits, end.reason, end.trigger, held, type(end.error)
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [i for event in events for i in event.ids]
+
+
+@pytest.fixture(scope="module")
+def expected(model: LoadedModel) -> list[list[Event]]:
+    return run(Generator(model, tokens=8192, slots=16), requests())
+
+
+@dataclass
+class Oracle:
+    """Guesses what it has seen, but errs as often as asked; for each text any number of tokens."""
+
+    texts: list[list[int]]
+    right: float
+    tokens: int
+    decoder = None
+
+    def start(self, *_: object) -> "Oracle":
+        self._random = random.Random(0)
+        return self
+
+    def read(self, *_: object) -> None: ...
+
+    def copy(self, *_: object) -> None: ...
+
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
+        return {slot: self._guess([*one.ids], one.most) for slot, one in wanted.items()}
+
+    def _guess(self, ids: list[int], most: int) -> list[int]:
+        for text in self.texts:
+            if text[: len(ids)] == ids:
+                known = text[len(ids) : len(ids) + self._random.randint(0, most)]
+                return [i if self._random.random() < self.right else i + 1 for i in known]
+        return [self._random.randrange(400) for _ in range(most)]
+
+
+@pytest.mark.parametrize(
+    ("slots", "right", "tokens"),
+    [
+        pytest.param(1, 0.7, 4, marks=pytest.mark.slow),
+        pytest.param(2, 1.0, 7, marks=pytest.mark.slow),
+        (3, 0.7, 7),
+        pytest.param(4, 0.0, 3, marks=pytest.mark.slow),
+        pytest.param(8, 0.7, 1, marks=pytest.mark.slow),
+        (16, 0.8, 4),
+    ],
+)
+def test_texts_do_not_depend_on_guesses(
+    slots: int, right: float, tokens: int, model: LoadedModel, expected: list[list[Event]]
+) -> None:
+    start = model.tokenizer.encode(STORY, add_bos=True)
+    oracle = Oracle([start + ids_of(events) for events in expected], right, tokens)
+    pairs = [*zip(requests(), expected, strict=True)]
+    if slots == 1:
+        pairs = [(request, known) for request, known in pairs if len(request.prompts) == 1]
+
+    found = run(Generator(model, tokens=8192, slots=slots, draft=oracle), [r for r, _ in pairs])
+
+    assert [*map(seen, found)] == [seen(known) for _, known in pairs]
+
+
+@pytest.mark.parametrize("tokens", [pytest.param(512, marks=pytest.mark.slow), 1024])
+def test_texts_that_were_sent_back_do_not_depend_on_guesses(
+    tokens: int, model: LoadedModel
+) -> None:
+    wanted = [
+        Request(f"The {i}. day", settings=COOL, seed=i, stops=(), max_new_tokens=250)
+        for i in range(4)
+    ]
+    known = run(Generator(model, tokens=2048, slots=4), wanted)
+    starts = [model.tokenizer.encode(request.prompts[0], add_bos=True) for request in wanted]
+    texts = [start + ids_of(events) for start, events in zip(starts, known, strict=True)]
+
+    found = run(Generator(model, tokens=tokens, slots=4, draft=Oracle(texts, 0.9, 7)), wanted)
+
+    assert [*map(seen, found)] == [*map(seen, known)]
+
+
+@pytest.mark.parametrize("draft", [NgramDraft(), NgramDraft(tokens=7, longest=2)])
+def test_texts_do_not_depend_on_ngrams(
+    draft: NgramDraft, model: LoadedModel, expected: list[list[Event]]
+) -> None:
+    found = run(Generator(model, tokens=8192, slots=16, draft=draft), requests())
+
+    assert [*map(seen, found)] == [*map(seen, expected)]
+
+
+@pytest.mark.parametrize(("least", "launched"), [(0.0, True), (0.5, False)])
+def test_texts_do_not_depend_on_a_draft_model(
+    least: float,
+    launched: bool,
+    model: LoadedModel,
+    expected: list[list[Event]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Again.made = []
+    monkeypatch.setattr(cuda_graphs, "CudaGraph", Again)
+    draft = Draft(model=model, tokens=3, least=least)
+    generator = Generator(model, tokens=8192, slots=16, draft=draft)
+    generator._device_slots.graphs.records = not launched
+
+    found = run(generator, requests())
+
+    assert [*map(seen, found)] == [*map(seen, expected)]
+    assert bool(Again.made) != launched
+
+
+def test_a_draft_model_that_is_the_model_itself_is_always_right(model: LoadedModel) -> None:
+    """Also behind prompts that were shared or copied, after bans, and for jobs sent back."""
+    generator = Generator(model, tokens=1024, slots=3, draft=Draft(model=model, least=0.0))
+    long = STORY + " dog. It was a very good dog" * 40
+    prompts = [STORY, long, long + " and", STORY + " cat"]
+    wanted = [
+        Request(p, settings=GREEDY, stops=(), max_new_tokens=120, banned_strings=bans)
+        for p, bans in zip(prompts, [(), (), (), (".",)], strict=True)
+    ]
+
+    ends = [events[-1].statistics for events in run(generator, wanted)]
+
+    free, banned = ends[:3], ends[3]
+    assert [s.accepted_tokens for s in free] == [s.drafted_tokens for s in free]
+    assert all(s.accepted_tokens > 60 for s in free)
+    assert 20 < banned.accepted_tokens < banned.drafted_tokens
+
+
+def test_guesses_are_counted(model: LoadedModel) -> None:
+    request = Request(STORY, settings=GREEDY, stops=(), max_new_tokens=40)
+    [known] = run(Generator(model, tokens=1024), [request])
+    text = model.tokenizer.encode(STORY, add_bos=True) + ids_of(known)
+
+    for right in (0.0, 1.0):
+        [events] = run(Generator(model, tokens=1024, draft=Oracle([text], right, 4)), [request])
+        found = events[-1].statistics
+        assert found.drafted_tokens > 0
+        assert found.accepted_tokens == (found.drafted_tokens if right else 0)
+        assert found.new_tokens == 40
+
+
+@pytest.mark.slow
+def test_wrong_guesses_leave_no_trace_in_the_cache(model: LoadedModel) -> None:
+    request = Request(STORY, settings=COOL, seed=1, stops=(), max_new_tokens=300, logits=True)
+    logits = list[torch.Tensor]()
+    for draft in (None, Oracle([], 0.0, 7)):
+        [events] = run(Generator(model, tokens=1024, draft=draft), [request])
+        logits.append(torch.stack([torch.as_tensor(x) for e in events for x in e.logits]))
+
+    bound = near(logits[1], terms_of(model.spec, 1024))
+    torch.testing.assert_close(*logits, **bound)
+
+
+def test_ngrams_go_on_as_they_did() -> None:
+    guesses = NgramDraft(longest=3).start()
+
+    def after(ids: list[int], most: int = 4) -> list[int]:
+        return guesses.propose({0: DraftRequest(guesses, ids, most)})[0]
+
+    assert after([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2]
+    assert after([1, 2, 9, 7, 2, 8, 6, 1, 2]) == [9, 7, 2, 8]  # the longest, not the latest
+    assert after([1, 2, 9, 1, 2, 8, 6, 1, 2], 2) == [8, 6]  # of equally long ones the latest
+    assert after([7, 1, 2, 1, 2]) == [1, 2, 1, 2]  # it may overlap itself
+    assert after([5, 5, 5], 3) == [5, 5, 5]
+    assert after([5, 6, 5]) == []  # one token is a bad guide
+    assert after([1, 2, 3]) == []
+    assert after([1]) == []
+    assert after([2**8, 2**9, 2**10, 1, 2]) == []  # bytes that look like ids are none
+    assert after([1, 2, 1], 0) == []
+
+
+def test_ngrams_follow_a_text_that_was_cut_back() -> None:
+    guesses = NgramDraft(longest=2).start()
+    ids = [*range(100), 7, 8]
+    assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [9, 10]
+
+    ids[-2:] = [20, 21, 22]
+
+    assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [23, 24]
+
+
+def test_acceptance_rate_follows_the_accepted_tokens() -> None:
+    good, bad = AcceptanceRate(), AcceptanceRate()
+    for _ in range(20):
+        good.note(good.tokens, good.tokens)
+        bad.note(bad.tokens, 0)
+
+    assert (good.tokens, bad.tokens) == (7, 1)
+    assert bad.drafted > bad.accepted == 0
+
+
+def test_many_texts_are_drafted_less(model: LoadedModel) -> None:
+    steps = Generator(model, tokens=512, slots=40, draft=NgramDraft(tokens=4))._device_slots
+
+    assert [steps.max_drafts(slots) for slots in (1, 4, 5, 8, 9, 16, 17, 40)] == [
+        4,
+        4,
+        3,
+        3,
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:
+    other = load_model(make_tiny("llama", tmp_path / "tiny"), device="cpu", max_tokens=512)
+
+    with pytest.raises(ConfigError, match="take a draft of the same model family"):
+        Generator(model, tokens=512, draft=Draft(model=other))
+    with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
+        NgramDraft(tokens=8)
+    with pytest.raises(ConfigError, match="`longest` of a draft is 1"):
+        NgramDraft(longest=1)
+    with pytest.raises(ConfigError, match="`least` of a draft is"):
+        Draft(model=model, least=1.5)
