@@ -30,10 +30,10 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline, Stage
-from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.model.files.measured import measurement_files
-from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 
 Changes = Mapping[str, object]
 BY_SUBLAYER = {"measurement": "alone"}  # allocation by the measurement of the table `alone`

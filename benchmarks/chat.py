@@ -30,14 +30,14 @@ from decode import add_model, model_of
 from generation_jobs import settle
 from rich.console import Console
 
+from exl2flow.cli.options.chat import DEFAULTS
+from exl2flow.cli.terminal.commands import obey
+from exl2flow.cli.terminal.loop import Chat
+from exl2flow.cli.terminal.screen import Screen
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.conversation import Answer, Turn
 from exl2flow.core.requests.request import Request
 from exl2flow.engine.chat import Piece, Session, choose_format
-from exl2flow.flows.cli.options.chat import DEFAULTS
-from exl2flow.flows.cli.terminal.commands import obey
-from exl2flow.flows.cli.terminal.loop import Chat
-from exl2flow.flows.cli.terminal.screen import Screen
 from exl2flow.inference import Generator, LoadedModel, load_model
 from exl2flow.model import Tokenizer
 

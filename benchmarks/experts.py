@@ -39,10 +39,11 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.files import read_json, write_tensors
 from exl2flow.core.store.model_files import weights_size
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.validate.stage import held_out_rows
 from exl2flow.model.layers.experts import ExpertsSublayer
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate import stage as allocating
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 from exl2flow.quant.rounding.coverage import Coverage
@@ -50,7 +51,6 @@ from exl2flow.quant.sensitivity import stage as sensing
 from exl2flow.quant.sensitivity.fisher import storing_factors
 from exl2flow.quant.tokenize.stage import text_rows
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.tasks.stages import STAGES
 
 HERE = Path(__file__).resolve().parent
 STANDARD: Mapping[str, object] = {"quality": "standard"}

@@ -26,10 +26,10 @@ from shapes import SHAPES, make_model
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
 from exl2flow.core.store import store
-from exl2flow.flows.runs.conversion import choose_allocator, open_pipeline
+from exl2flow.pipeline.conversion import choose_allocator, open_pipeline
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.plan import base_memory
 from exl2flow.quant.forecast.preflight import preflight
-from exl2flow.tasks.stages import STAGES
 
 PAUSE_SECONDS = 0.01
 OWN = ("RssAnon", "RssShmem")

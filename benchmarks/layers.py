@@ -25,10 +25,10 @@ from shapes import SHAPES, make_model
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
-from exl2flow.flows.runs.conversion import choose_allocator, open_pipeline
+from exl2flow.pipeline.conversion import choose_allocator, open_pipeline
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.walk.needs import Need
-from exl2flow.tasks.stages import STAGES
 
 LAYER = re.compile(r"model\.layers\.\d+")
 

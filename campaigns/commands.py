@@ -21,6 +21,7 @@ from refinements import rough_model
 from stage_runs import foreign_measurement, text_parquet
 from tiny import make_tiny
 
+from exl2flow.cli.output.failures import of_the_machine
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import ConversionConfig, SharedOptions
 from exl2flow.core.options.publication import PublishConfig
@@ -30,14 +31,13 @@ from exl2flow.core.store import store
 from exl2flow.core.store.cleaning import clean_after
 from exl2flow.core.store.source import HubModel
 from exl2flow.core.store.stage import Stage
-from exl2flow.flows.cli.failures import of_the_machine
-from exl2flow.flows.runs.local import run_locally, sweep_locally
 from exl2flow.inference.report import page
 from exl2flow.inference.validate import stage as validate_stage
 from exl2flow.model import resolve
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.publish import publish
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.publish import publish
+from exl2flow.pipeline.local import run_locally, sweep_locally
+from exl2flow.pipeline.stages import STAGES
 
 SMALL = {
     "num_hidden_layers": 1,

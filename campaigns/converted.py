@@ -20,8 +20,8 @@ from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.inference.scoring.text import text_rows
 from exl2flow.inference.validate.stage import check_verdict, verdict
 from exl2flow.model import Tokenizer, resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.compile.stage import _compare, _Tensors
-from exl2flow.tasks.stages import STAGES
 
 MAX_KL = PublishConfig.model_fields["max_kl"].default
 

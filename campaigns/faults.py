@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.store.store import StageFolder
-from exl2flow.flows.runs.local import run_locally
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import STAGES
 
 MEMORY = Path("/dev/shm")
 LASTING = ("ENOSPC",)  # until the command has ended; others strike once

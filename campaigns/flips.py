@@ -37,8 +37,8 @@ from exl2flow.core.store.source import digests
 from exl2flow.core.store.store import MANIFEST, StageFolder
 from exl2flow.engine.cache.page_files import NAME_LENGTH, PageFiles
 from exl2flow.engine.cache.prefix_tree import FullPage
-from exl2flow.tasks.publish import _differences
-from exl2flow.tasks.repository import Repository
+from exl2flow.pipeline.hub.publish import _differences
+from exl2flow.pipeline.hub.repository import Repository
 
 ROOT = Path(__file__).parents[1]
 TENSORS = {  # kind → endings of the names of its tensors

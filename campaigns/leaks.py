@@ -297,7 +297,7 @@ def flows(scene: Scene, count: int, end: float) -> None:
     from prefect.blocks.system import Secret
 
     from exl2flow.flows.server.temporary import api
-    from exl2flow.tasks import hub as hub_tasks
+    from exl2flow.pipeline.hub import fetch as hub_tasks
 
     opened = hub_tasks.Hub.open
     hub_tasks.Hub.open = staticmethod(  # type: ignore[method-assign]

@@ -18,13 +18,13 @@ from mutations import changed_bytes, changed_header, changed_json, changed_tenso
 from reader import JSON, Reader
 from tiny import tiny_config
 
+from exl2flow.cli.output.results import _part_rows, _summary, cost_table
+from exl2flow.cli.output.tables import plan_table, table_of
 from exl2flow.core.store.files import digest, digest_of, read_metadata, read_tensors, write_tensors
 from exl2flow.core.store.manifest import CHECKSUM
 from exl2flow.core.store.source import digests, provenance
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.core.store.store import MANIFEST, StageFolder, WorkDir
-from exl2flow.flows.cli.results import _part_rows, _summary, cost_table
-from exl2flow.flows.cli.tables import plan_table, table_of
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import inspect_model

@@ -36,7 +36,7 @@ from serving import BEGIN, DEMO, START_SECONDS
 from signals import KILLED, TERMINATED
 from sources import ROOT
 
-IMPORTED = ["__main__", "exl2flow.flows.cli.serve", "exl2flow.serve.app", "exl2flow.inference"]
+IMPORTED = ["__main__", "exl2flow.cli.commands.serve", "exl2flow.serve.app", "exl2flow.inference"]
 FLAGS = ("--device", "cpu", "--port", "0", "--tokens", "3072", "--slots", "4", "--drain", "5")
 SIZE = 20_000_000  # bytes of pages
 CLIENTS, PROMPTS, STEMS = 4, 12, 3
@@ -55,7 +55,7 @@ CHECKS = (STARTS, ANSWERS, TEXTS, CODE, FOUND)
 
 def serve(words: list[str], log: Path) -> None:
     """Run the command line in this process, which is a fork."""
-    from exl2flow.flows.cli import main
+    from exl2flow.cli.main import main
 
     handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(handle, 1)

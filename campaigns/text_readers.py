@@ -17,11 +17,11 @@ from sentencepiece import SentencePieceTrainer
 from tekken_files import write as write_tekken
 from tiny import TEXT, make_tiny
 
+from exl2flow.cli.options.chat import of_model
 from exl2flow.core.errors import ChatTemplateError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.conversation import Conversation
 from exl2flow.engine.chat import Session, all_formats
-from exl2flow.flows.cli.options.chat import of_model
 from exl2flow.inference import Generator, load_model
 from exl2flow.model import ChatTemplate, Message, Tokenizer
 from exl2flow.model.text import tokenizer, tokenizer_program

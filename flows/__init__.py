@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from exl2flow.flows.measure import measure as measure
     from exl2flow.flows.publish import publish as publish
     from exl2flow.flows.refine import refine as refine
-    from exl2flow.flows.runs.local import run_locally as run_locally
-    from exl2flow.flows.runs.local import sweep_locally as sweep_locally
     from exl2flow.flows.sweep import sweep as sweep
     from exl2flow.flows.validate import validate as validate
     from exl2flow.flows.watch import watch as watch
+    from exl2flow.pipeline.local import run_locally as run_locally
+    from exl2flow.pipeline.local import sweep_locally as sweep_locally
 
 FLOWS = ("convert", "measure", "publish", "refine", "sweep", "validate", "watch")
-MODULES = {name: name for name in FLOWS}
-MODULES |= {name: "runs.local" for name in ("run_locally", "sweep_locally")}
+MODULES = {name: f"{__name__}.{name}" for name in FLOWS}
+MODULES |= dict.fromkeys(("run_locally", "sweep_locally"), "exl2flow.pipeline.local")
 
 
 class _Flows(ModuleType):
     def __getattr__(self, name: str) -> object:
         if name not in MODULES:
             raise AttributeError(f"module `{__name__}` has no `{name}`")
-        return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+        return getattr(import_module(MODULES[name]), name)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in MODULES:

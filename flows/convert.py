@@ -3,9 +3,9 @@
 from prefect import flow
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.flows.runs.conversion import Conversion
 from exl2flow.flows.runs.endings import ending
 from exl2flow.flows.runs.in_flow import run_in_flow
+from exl2flow.pipeline.conversion import Conversion
 
 
 @flow(flow_run_name="{config.run_name}", persist_result=False)

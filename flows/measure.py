@@ -7,9 +7,9 @@ from prefect import flow
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.measure import MeasureConfig
-from exl2flow.flows.runs.conversion import Conversion
 from exl2flow.flows.runs.endings import ending
 from exl2flow.flows.runs.in_flow import run_in_flow
+from exl2flow.pipeline.conversion import Conversion
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 
 

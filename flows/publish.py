@@ -4,11 +4,11 @@ from prefect import flow
 
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.flows.runs.endings import ending
-from exl2flow.flows.runs.local import PUBLISHING
+from exl2flow.pipeline.hub.publish import Published
+from exl2flow.pipeline.local import PUBLISHING
 from exl2flow.tasks.artifacts import run_artifact
 from exl2flow.tasks.hub_tasks import publish_models
 from exl2flow.tasks.logs import logged
-from exl2flow.tasks.publish import Published
 
 
 @flow(flow_run_name="{config.repo}", persist_result=False)

@@ -3,9 +3,9 @@
 from prefect import flow
 
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.flows.runs.bitrates import Sweep
 from exl2flow.flows.runs.endings import ending
 from exl2flow.flows.runs.in_flow import run_in_flow
+from exl2flow.pipeline.bitrates import Sweep
 
 
 @flow(flow_run_name="{config.run_name}", persist_result=False)

@@ -7,12 +7,12 @@ from exl2flow.core.options.comparison import Comparison as Comparison
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.engine.loading.layer_split import check_split
-from exl2flow.flows.runs.conversion import in_a_line
 from exl2flow.flows.runs.endings import ending
 from exl2flow.inference.report.comparison import compared
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import judge
 from exl2flow.kernels import resolve_device
+from exl2flow.pipeline.conversion import in_a_line
 from exl2flow.tasks.artifacts import Artifacts, run_artifact
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
 from exl2flow.tasks.hub_tasks import fetched_in_flow

@@ -1,1 +1,1 @@
-"""An HTTP server for one model; only `flows/cli/serve.py` imports it."""
+"""An HTTP server for one model; only `cli/commands/serve.py` imports it."""

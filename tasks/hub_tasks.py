@@ -13,11 +13,11 @@ from prefect.blocks.system import Secret
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.store.source import HubModel
+from exl2flow.pipeline.hub.client import Hub
+from exl2flow.pipeline.hub.fetch import fetch, local_or_fetched
+from exl2flow.pipeline.hub.outline import outlined
+from exl2flow.pipeline.hub.publish import Published, publish
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
-from exl2flow.tasks.client import Hub
-from exl2flow.tasks.hub import fetch, local_or_fetched
-from exl2flow.tasks.outline import outlined
-from exl2flow.tasks.publish import Published, publish
 from exl2flow.tasks.retries import RETRIED
 
 SHORT = 8  # digits of a commit on a page

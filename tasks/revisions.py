@@ -9,7 +9,7 @@ from prefect import task
 from prefect.client.orchestration import get_client
 from prefect.events.schemas.events import Event, Resource
 
-from exl2flow.tasks.client import Hub
+from exl2flow.pipeline.hub.client import Hub
 from exl2flow.tasks.retries import RETRIED
 
 EVENT = "exl2flow.revision"

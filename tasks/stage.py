@@ -16,10 +16,10 @@ from exl2flow.core.errors import Interrupted
 from exl2flow.core.store.changes import outlook
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageRef
+from exl2flow.pipeline.stages import run_in_order
 from exl2flow.tasks import allocate, judge, quantize, validate
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact
 from exl2flow.tasks.retries import RETRIED
-from exl2flow.tasks.stages import run_in_order
 
 PUBLISHERS: Mapping[str, Callable[[Pipeline, Artifacts], None]] = {
     "allocate": allocate.publish,

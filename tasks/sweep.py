@@ -26,9 +26,9 @@ from exl2flow.core.runtime.progress import labelled
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.kernels import resolve_device
+from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
-from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 log = logging.getLogger(__name__)
 

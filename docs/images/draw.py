@@ -23,9 +23,10 @@ from exl2flow.core.options.config import ConversionConfig, ScaleSearch
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_json, read_tensors
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.kernels import Group, get_ops, times_output
 from exl2flow.model import DenseLinear, Linear, ProjectionSpec, QuantizedMatrix
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
 from exl2flow.quant.measure.candidates import parse_params
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
@@ -44,7 +45,6 @@ from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import divergence
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import advance
-from exl2flow.tasks.stages import STAGES
 
 FOLDER = Path(__file__).parent
 SOURCE = FOLDER.parents[1] / "demo" / "model"

@@ -1,5 +1,8 @@
-"""The command line: one file per command; `main` is the program."""
+"""The part of the command line that is about Prefect, and the program by its first name."""
 
-from exl2flow.flows.cli.main import main
 
-__all__ = ["main"]
+def main() -> None:
+    """Run the program `exl2flow` and exit."""
+    from exl2flow.cli.main import main as program  # which asks this folder for its commands
+
+    program()

@@ -1,27 +1,18 @@
-"""Begins the run of a command; Prefect's server starts while torch is imported."""
+"""The server that runs a command's flow; a temporary one starts while torch is imported."""
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from exl2flow import flows
+from exl2flow.cli.output.console import say
 from exl2flow.core.errors import ServerFailed
 from exl2flow.core.options.config import RunOptions
-from exl2flow.flows.cli.console import say
-from exl2flow.flows.cli.options import RunSwitches
-
-
-def run_command(name: str, config: RunOptions, switches: RunSwitches) -> None:
-    """Check a run, carry it out and print it; see `execute`."""
-    with nullcontext() if switches.no_prefect or switches.dry_run else _on_server(name) as flow:
-        from exl2flow.flows.cli.execution import execute  # imports torch
-
-        execute(name, config, flow, switches)
 
 
 @contextmanager
-def _on_server(name: str) -> Iterator[Callable[[RunOptions], Any]]:
+def on_server(name: str) -> Iterator[Callable[[RunOptions], Any]]:
     """Yield a flow of `exl2flow.flows` with its server; a temporary one starts meanwhile.
 
     Flows log warnings to the API only: commands show progress and errors themselves.
@@ -38,7 +29,7 @@ def _on_server(name: str) -> Iterator[Callable[[RunOptions], Any]]:
 
         def run(config: RunOptions) -> Any:
             if server.is_temporary:
-                from exl2flow.flows.runs.local import HERE, RUNS, carry_out, is_finished
+                from exl2flow.pipeline.local import HERE, RUNS, carry_out, is_finished
 
                 if is_finished(name, config):  # a server for nothing would take half a minute
                     return carry_out(RUNS[name], config, HERE)

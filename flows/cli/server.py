@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from exl2flow.cli.options import AsJson
+from exl2flow.cli.output.console import emit_json, say, show
+from exl2flow.cli.output.failures import FAILURE
+from exl2flow.cli.output.tables import plan_table
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.console import emit_json, say, show
-from exl2flow.flows.cli.failures import FAILURE
-from exl2flow.flows.cli.options import AsJson
-from exl2flow.flows.cli.tables import plan_table
 from exl2flow.flows.server.services import (
     DATABASE_VARIABLE,
     HOME,

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from exl2flow.cli.output.console import say
 from exl2flow.core.errors import ConfigError
-from exl2flow.flows.cli.console import say
 
 SECRET_VARIABLE = "EXL2FLOW_WEBHOOK_SECRET"
 EXAMPLES = (

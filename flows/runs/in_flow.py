@@ -12,11 +12,11 @@ from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.whole_run import Watcher
-from exl2flow.flows.runs.bitrates import Sweep, check_runner
-from exl2flow.flows.runs.local import RUNS, Steps, carry_out, output_of
-from exl2flow.flows.runs.preparation import Sources
-from exl2flow.flows.runs.release import check_release, target_of
 from exl2flow.flows.runs.runners import make_all
+from exl2flow.pipeline.bitrates import Sweep, check_runner
+from exl2flow.pipeline.local import RUNS, Steps, carry_out, output_of
+from exl2flow.pipeline.preparation import Sources
+from exl2flow.pipeline.release import check_release, target_of
 from exl2flow.tasks.artifacts import run_artifact
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.hub_tasks import (

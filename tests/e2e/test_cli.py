@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
-from exl2flow.flows.cli.main import app
+from exl2flow.cli.main import app
 
 SHORT_ROWS = ("--row-tokens", "64", "--measure-row-tokens", "64")
 CALIBRATION = ("--rows", "2", "--measure-rows", "1", *SHORT_ROWS, "--quality", "fast")
@@ -281,7 +281,7 @@ def test_a_signal_commits_and_the_printed_command_goes_on(
 ) -> None:
     out = tmp_path / "signal test.json"
     arguments = ["measure", str(converted.source), "--out", str(out), *CALIBRATION]
-    program = "from exl2flow.flows.cli import main; main()"
+    program = "from exl2flow.cli.main import main; main()"
     command = [sys.executable, "-c", program, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # as the other one was measured
     lines = []

@@ -10,9 +10,9 @@ from conversions import small_config
 from exl2flow.core.options.config import CalibrationOptions
 from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.store.files import read_json
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference import Generator, Request, SamplingSettings, load_model
 from exl2flow.model import Tokenizer, expected_tensors, resolve
+from exl2flow.pipeline.local import run_locally
 
 DEMO = Path(__file__).parents[2] / "demo" / "model"
 HELD_OUT = DEMO.parent / "heldout.txt"

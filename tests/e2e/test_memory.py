@@ -14,7 +14,7 @@ from tiny import make_tiny
 PROGRAM = """
 import sys
 from pathlib import Path
-from exl2flow.flows.cli import main
+from exl2flow.cli.main import main
 
 try:
     main()

@@ -24,8 +24,8 @@ from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.flows import convert, measure
 from exl2flow.flows.runs import preparation
-from exl2flow.flows.runs.preparation import prepare, reuse_checks
-from exl2flow.tasks import stages
+from exl2flow.pipeline import stages
+from exl2flow.pipeline.preparation import prepare, reuse_checks
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates
 STAGES = (*SHARED, "allocate", "quantize", "compile", "validate")

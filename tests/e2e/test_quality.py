@@ -9,9 +9,9 @@ from conversions import small_config
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.runs.local import run_locally
+from exl2flow.cli.main import app
 from exl2flow.inference.report.inspection import inspect_model
+from exl2flow.pipeline.local import run_locally
 
 ROWS = ("--rows", "8", "--row-tokens", "96", "--measure-rows", "2", "--measure-row-tokens", "96")
 VALIDATION = ("--validate-rows", "2", "--validate-row-tokens", "96", "--sample-tokens", "2")

@@ -16,9 +16,9 @@ from stage_runs import text_parquet
 from tiny import make_tiny
 from typer.testing import CliRunner, Result
 
+from exl2flow.cli.main import app
+from exl2flow.cli.options import settings_of
 from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options import settings_of
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "4")

@@ -14,18 +14,18 @@ from rich.console import Console
 from tiny import make_tiny
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
+from exl2flow.cli.output.results import comparison_table, score_table
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.store.files import read_json
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.results import comparison_table, score_table
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.report.card import render_card
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.frames import allocation_frame, measurement_frame, score_frame
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.report.publication import Origin, describe
+from exl2flow.pipeline.local import run_locally
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.validate import report_page
 

@@ -32,8 +32,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.flows.server.deployments import core, marked
+from exl2flow.pipeline.local import run_locally
 
 CREATE = "/deployments/filter"
 SERVICES = {"supervisor", "server", "worker"}

@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 300
 WHERE = """
 import importlib, json
 names = "core.options.config kernels.cuda model.files.exl2 quant.rounding.hessian".split()
-names += ["tasks.stages", "flows.cli"]
+names += ["pipeline.stages", "flows.cli"]
 names += ["inference", "compat", "calibration_data", "serve.app"]
 modules = [importlib.import_module(f"exl2flow.{name}") for name in names]
 print(json.dumps([module.__file__ for module in modules]))

@@ -15,9 +15,9 @@ from prefect.serializers import JSONSerializer
 
 from exl2flow.core.store.stage import Stage
 from exl2flow.core.store.store import StageRef
-from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.flows.runs.local import run_locally
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import STAGES
 
 # a tiny model, and its work root with the finished stages up to `quantize`
 STORED = Path(__file__).with_name("work_root.tar.xz")

@@ -10,8 +10,8 @@ from roundings import whole_groups
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ScaleSearch
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.kernels import get_ops, times_output
+from exl2flow.pipeline.local import run_locally
 from exl2flow.quant.measure.candidates import CANDIDATES, parse_params
 from exl2flow.quant.rounding.descent import Metric, refine
 from exl2flow.quant.rounding.error_feedback import RoundingJob, round_matrices

@@ -10,9 +10,9 @@ from decoders import build_decoder
 from tiny import VOCAB_SIZE
 
 from exl2flow.core.options.config import CalibrationOptions
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference import load_model
 from exl2flow.model import CanonicalTensors, resolve
+from exl2flow.pipeline.local import run_locally
 
 pytestmark = pytest.mark.gpu
 

@@ -11,11 +11,11 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.runtime.progress import silent
-from exl2flow.flows.runs.conversion import open_pipeline
 from exl2flow.model import resolve
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.least import stage_works
 from exl2flow.quant.forecast.preflight import preflight
-from exl2flow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.gpu
 

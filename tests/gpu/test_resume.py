@@ -16,8 +16,8 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Progress, Tick, silent
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import SCORE_FILE
-from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.stages import STAGES
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, constants
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, HubError, HubUnavailable
-from exl2flow.tasks.client import Hub
+from exl2flow.pipeline.hub.client import Hub
 
 
 @pytest.fixture

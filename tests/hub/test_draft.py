@@ -8,15 +8,15 @@ import pytest
 from hub_server import Hub
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.core.errors import ConfigError, PublicationRefused, WorkDirBusy
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store.files import digest
 from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.core.store.store import WorkDir
-from exl2flow.flows.cli.main import app
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.publish import PublicationDraft, draft, publish
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.publish import PublicationDraft, draft, publish
 
 REPO = "org/tiny-exl2"
 

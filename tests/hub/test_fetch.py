@@ -14,9 +14,9 @@ from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.core.store.source import HubModel, provenance
-from exl2flow.tasks import client as client_module
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.hub import fetch, local_or_fetched
+from exl2flow.pipeline.hub import client as client_module
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.fetch import fetch, local_or_fetched
 
 SHARD = "model-00001-of-00002.safetensors"
 NEEDED = {

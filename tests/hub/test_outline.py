@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
+from exl2flow.cli.work.sources import sources
 from exl2flow.core.errors import (
     Exl2FlowError,
     HubError,
@@ -32,16 +34,14 @@ from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.outline import Outline
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance
 from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.sources import sources
 from exl2flow.flows.runs.in_flow import TASKS
-from exl2flow.flows.runs.preparation import Prepared, prepare, prepare_source
 from exl2flow.model import resolve
 from exl2flow.model.files.canonical import CanonicalTensors
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.outline import outlined
+from exl2flow.pipeline.preparation import Prepared, prepare, prepare_source
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.outline import outlined
-from exl2flow.tasks.stages import STAGES
 
 SHARD = "model-00001-of-00002.safetensors"
 FLAGS = ("--rows", "2", "--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")

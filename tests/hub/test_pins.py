@@ -12,12 +12,12 @@ import pytest
 from hub_server import Hub
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.core.errors import HubError, HubUnavailable
 from exl2flow.core.store.source import HubModel
-from exl2flow.flows.cli.main import app
-from exl2flow.tasks import client
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.hub import PINS_FILE, fetch
+from exl2flow.pipeline.hub import client
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.fetch import PINS_FILE, fetch
 
 SHARD = "model-00001-of-00002.safetensors"
 

@@ -13,8 +13,8 @@ from hub_server import PART_BYTES, TOKEN, Hub
 
 from exl2flow.core.errors import ConfigError, PublicationDamaged
 from exl2flow.core.store.stage import RECORD_FILE
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.repository import Repository
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.repository import Repository
 
 BRANCHES = {"3.0bpw", "6.0bpw"}
 SENDS = r"(PUT|POST) /(uploads|completed|api/models/.*/commit)"

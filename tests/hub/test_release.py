@@ -11,6 +11,8 @@ from hub_server import TOKEN, Hub
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
+from exl2flow.cli.work.execution import ONLY_PUBLISHING
 from exl2flow.core.errors import (
     ConfigError,
     HubError,
@@ -23,13 +25,11 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.core.store.source import HubModel
 from exl2flow.core.store.stage import RECORD_FILE
-from exl2flow.flows.cli.execution import ONLY_PUBLISHING
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.flows.runs.local import run_locally, sweep_locally
-from exl2flow.flows.runs.release import check_release
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.local import run_locally, sweep_locally
+from exl2flow.pipeline.release import check_release
+from exl2flow.pipeline.stages import STAGES
 
 REPO = "org/tiny-exl2"
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from screens import Screen
 
-from exl2flow.flows.cli.terminal.markdown import MarkdownStream, SafeMarkdown, closed_lines
+from exl2flow.cli.terminal.markdown import MarkdownStream, SafeMarkdown, closed_lines
 
 LINES = [
     "",

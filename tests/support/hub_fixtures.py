@@ -14,9 +14,9 @@ from tiny import make_tiny
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.store.source import HubModel
 from exl2flow.core.store.stage import FILES, RECORD_FILE
-from exl2flow.flows.runs.local import run_locally
-from exl2flow.tasks import hub as hub_tasks
-from exl2flow.tasks.publish import Published, publish
+from exl2flow.pipeline.hub import fetch as hub_tasks
+from exl2flow.pipeline.hub.publish import Published, publish
+from exl2flow.pipeline.local import run_locally
 
 REPO = "org/tiny-exl2"
 

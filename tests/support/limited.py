@@ -11,8 +11,8 @@ import torch
 from conversions import small_config
 
 from exl2flow.core.runtime.progress import silent
-from exl2flow.flows.runs.conversion import open_pipeline
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.stages import STAGES
 
 
 def main(source: str, out: str) -> None:

@@ -14,14 +14,14 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from exl2flow.cli.main import app
+from exl2flow.cli.options import settings_of
+from exl2flow.cli.options.setting import EMPTY, group_of
 from exl2flow.core.options.config import ConversionConfig, in_form_order
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options import settings_of
-from exl2flow.flows.cli.options.setting import EMPTY, group_of
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 PAGES = (REFERENCE / "cli.md", REFERENCE / "configuration.md")

@@ -14,7 +14,7 @@ from exl2flow.core.store.stage import RECORD_FILE, Pipeline
 from exl2flow.kernels import Group
 from exl2flow.model import QuantizedMatrix, resolve
 from exl2flow.model.files.exl2 import tensor_names
-from exl2flow.tasks.stages import REFINE_STAGES
+from exl2flow.pipeline.stages import REFINE_STAGES
 
 CALIBRATION = {"rows": 10, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
 VALIDATION = {

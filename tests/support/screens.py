@@ -8,7 +8,7 @@ import pexpect
 import pyte
 from rich.console import Console
 
-from exl2flow.flows.cli.terminal.input import Leave, Typed
+from exl2flow.cli.terminal.input import Leave, Typed
 
 
 def rows_of(screen: pyte.HistoryScreen) -> list[str]:

@@ -16,7 +16,7 @@ BELOW: dict[str, set[str]] = {
 }
 BELOW["inference"] = {"core", "kernels", "model", "engine", "calibration_data"}
 BELOW["tasks"] = {*BELOW}
-BELOW["serve"] = {"core", "kernels", "model", "engine"}  # `flows/cli/serve.py` imports it
+BELOW["serve"] = {"core", "kernels", "model", "engine"}  # `cli/commands/serve.py` imports it
 BELOW["flows"] = {*BELOW}
 BELOW["compat"] = {"core", "kernels", "model", "engine"}  # nothing imports it
 FOLDERS = set(BELOW)

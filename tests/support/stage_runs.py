@@ -13,9 +13,9 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import ModelSpec, resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.measurement import candidate_bits
-from exl2flow.tasks.stages import STAGES
 
 
 def text_parquet(path: Path) -> Path:

@@ -18,10 +18,10 @@ import traceback
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from exl2flow.cli.main import main
 from exl2flow.core.store import store
 from exl2flow.flows import run_locally  # noqa: F401  # imported here so that no fork has to
-from exl2flow.flows.cli import main
-from exl2flow.tasks import client
+from exl2flow.pipeline.hub import client
 
 MESSAGE_BYTES = 1 << 16
 LIMIT_SECONDS = 120  # a process that hangs dies, and its exit code says so

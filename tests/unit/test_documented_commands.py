@@ -11,8 +11,8 @@ import pytest
 import typer
 from starlette.testclient import TestClient
 
+from exl2flow.cli.main import app
 from exl2flow.flows import webhook
-from exl2flow.flows.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference" / "cli.md"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2flow.tasks.stages import REFINE_STAGES, STAGES
+from exl2flow.pipeline.stages import REFINE_STAGES, STAGES
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from serving import serving
 
+from exl2flow.cli.options.layers import layered
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.flows.cli.options.layers import layered
 from exl2flow.serve.errors import TYPES
 from exl2flow.serve.fields import ALIASES, HARMLESS, ChatBody, CompletionBody
 from exl2flow.serve.keys import read_keys

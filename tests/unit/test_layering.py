@@ -14,7 +14,7 @@ from sources import BELOW, FILES, FOLDERS, ROOT, offenders, parsed
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from exl2flow.model.config.families import FAMILIES
-from exl2flow.tasks.stages import REFINE_STAGES, STAGES
+from exl2flow.pipeline.stages import REFINE_STAGES, STAGES
 
 PATHS_ONLY = {"exl2flow.calibration_data", "exl2flow.calibration_data.standard"}
 PATHS_ONLY |= {"exl2flow.calibration_data.chat", "exl2flow.calibration_data.heldout"}
@@ -29,14 +29,14 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "inference/report/card.py",
     ),
     "llguidance": ("engine/filters/grammar.py", "engine/filters/trial_program.py"),
-    "markdown_it": ("flows/cli/terminal/",),
+    "markdown_it": ("cli/terminal/",),
     "matplotlib": ("inference/report/plots.py",),
     "scipy": ("inference/scoring/intervals.py",),
     "pandas": ("inference/report/frames.py", "quant/tokenize/frame.py"),
     "prefect": ("flows/", "tasks/"),
     "prefect_dask": ("flows/runs/runners.py",),
     "prefect_ray": ("flows/runs/runners.py",),
-    "prompt_toolkit": ("flows/cli/terminal/",),
+    "prompt_toolkit": ("cli/terminal/",),
     "psutil": ("flows/server/",),
     "pyarrow": ("quant/tokenize/", "inference/scoring/text.py", "calibration_data/build.py"),
     "prometheus_client": ("serve/",),
@@ -78,7 +78,7 @@ RUNNING_FLOWS = {
     "flows/cli/running.py",
     "flows/cli/server.py",
     "flows/cli/webhook.py",
-    "flows/cli/main.py",
+    "cli/main.py",
 }
 # may print
 PROGRAMS = ("flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
@@ -138,12 +138,12 @@ WITHOUT_PREFECT = (
     "inference/",
     "compat/",
     "serve/",
-    "tasks/stages.py",
-    "tasks/hub.py",
-    "tasks/publish.py",
-    "tasks/origin.py",
+    "pipeline/stages.py",
+    "pipeline/hub/fetch.py",
+    "pipeline/hub/publish.py",
+    "pipeline/hub/origin.py",
     "flows/cli/",
-    "flows/runs/local.py",
+    "pipeline/local.py",
     "flows/__init__.py",
 )
 LONGEST_FILE = 400  # lines of code
@@ -301,7 +301,7 @@ def test_only_its_command_imports_the_http_server() -> None:
         return {i.name for i in imports(file) if i.name.startswith("exl2flow.serve")}
 
     outside = [file for file in FILES if not file.startswith("serve/")]
-    assert {*offenders(serving, outside)} == {"flows/cli/serve.py"}
+    assert {*offenders(serving, outside)} == {"cli/commands/serve.py"}
 
 
 def test_every_stage_is_found_by_its_name() -> None:

@@ -33,7 +33,7 @@ def test_flow_is_found_by_the_entrypoint_of_its_deployment() -> None:
 def test_prefect_is_not_imported_without_need() -> None:
     code = """
 import sys
-import exl2flow.flows.cli
+import exl2flow.cli.main
 from exl2flow.flows import run_locally
 assert not [name for name in sys.modules if name.partition(".")[0] == "prefect"]
 """

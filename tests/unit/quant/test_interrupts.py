@@ -28,7 +28,7 @@ from exl2flow.kernels import get_ops
 from exl2flow.model import QuantizedMatrix, Tokenizer
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.mlp import MlpSublayer
-from exl2flow.tasks.stages import REFINE_STAGES, STAGES
+from exl2flow.pipeline.stages import REFINE_STAGES, STAGES
 
 CALLS = 3  # of what is counted, before the signal
 

@@ -21,10 +21,10 @@ from servers import wait_for
 from serving import DEMO, Served, serving
 from tiny import make_tiny
 
+from exl2flow.cli.main import app
+from exl2flow.cli.options.layers import as_toml, layered
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options.layers import as_toml, layered
 from exl2flow.inference import Adapter, Event, Generator, load_model
 from exl2flow.serve.completions import plan_of
 from exl2flow.serve.engine import Engine

@@ -12,11 +12,11 @@ from tiny import make_tiny
 from exl2flow.inference.report.plots import Measured
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.model import QuantParams, resolve
+from exl2flow.pipeline.hub.publish import Published
 from exl2flow.tasks import allocate
 from exl2flow.tasks.allocate import matrix_rows
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.hub_tasks import branch_links, publication_page
-from exl2flow.tasks.publish import Published
 from exl2flow.tasks.quantize import errors_page, measured_of, sublayer_rows
 
 

@@ -12,10 +12,10 @@ from exl2flow.core.errors import Exl2FlowError, NonFiniteState
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.tasks.artifacts import Artifacts
 from exl2flow.tasks.retries import is_retryable
 from exl2flow.tasks.stage import publish_outlook, stage_task
-from exl2flow.tasks.stages import STAGES
 
 
 class Away(Exl2FlowError):

@@ -11,8 +11,8 @@ from exl2flow.core.errors import ConfigError, Interrupted
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.device_locks import visible_gpus
 from exl2flow.core.runtime.interrupt import StopRequest
-from exl2flow.flows.runs.bitrates import workers_of
 from exl2flow.flows.runs.runners import Messenger
+from exl2flow.pipeline.bitrates import workers_of
 from exl2flow.tasks.sweep import ProcessShare, make_bitrate
 
 

@@ -4,6 +4,8 @@ import pytest
 import typer
 from pydantic import BaseModel, ValidationError
 
+from exl2flow.cli.main import app
+from exl2flow.cli.options import settings_of
 from exl2flow.core.options.base import Options
 from exl2flow.core.options.comparison import ComparedModels
 from exl2flow.core.options.config import ConversionConfig
@@ -13,8 +15,6 @@ from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.cli.options import settings_of
 
 MODELS = [
     ConversionConfig,

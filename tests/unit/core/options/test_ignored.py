@@ -14,7 +14,7 @@ from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
-from exl2flow.tasks.stages import STAGES
+from exl2flow.pipeline.stages import STAGES
 
 KINDS: dict[type[RunOptions], dict[str, str]] = {
     ConversionConfig: {},

@@ -32,7 +32,7 @@ from exl2flow.core.store.stage import (
     StageRun,
 )
 from exl2flow.core.store.store import StageFolder
-from exl2flow.tasks.stages import run_in_order
+from exl2flow.pipeline.stages import run_in_order
 
 DOCS = Path(__file__).parents[4] / "docs"
 

@@ -15,9 +15,9 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.core.errors import ConfigError
 from exl2flow.flows.cli import server
-from exl2flow.flows.cli.main import app
 from exl2flow.flows.server import lasting
 from exl2flow.flows.server.services import DATABASE_VARIABLE, Home, ServerSettings, installed
 

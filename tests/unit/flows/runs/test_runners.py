@@ -13,11 +13,11 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from tiny import make_tiny
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sweep import SWEEP_FILE, Runner, SweepConfig
-from exl2flow.flows.cli.main import app
-from exl2flow.flows.runs.bitrates import check_runner, conclude_sweep
 from exl2flow.flows.runs.runners import _ray, _settings_exported
+from exl2flow.pipeline.bitrates import check_runner, conclude_sweep
 
 
 def config_of(runner: Runner, **values: object) -> SweepConfig:

@@ -11,7 +11,7 @@ import typer
 import uvicorn
 from prefect.cli._app import _app as prefect_app
 
-from exl2flow.flows.cli.main import app
+from exl2flow.cli.main import app
 from exl2flow.flows.cli.server import app as server_app
 from exl2flow.flows.server.services import (
     HEARTBEAT_SECONDS,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from expert_reports import group_report, item, model_reports, report_of
 
+from exl2flow.cli.output.results import layer_table, print_report, show_contents
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.flows.cli.results import layer_table, print_report, show_contents
 from exl2flow.inference.report.blocks import by_block, by_role
 from exl2flow.inference.report.costs import matrix_costs
 from exl2flow.inference.report.experts import (

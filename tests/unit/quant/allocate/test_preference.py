@@ -18,6 +18,7 @@ from exl2flow.core.store.stage import RECORD_FILE, Pipeline
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.page import write_up
 from exl2flow.model import ModelSpec, resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.bit_range import BitRange, smallest_choice
 from exl2flow.quant.allocate.budget import allot, read_candidates, read_choice
 from exl2flow.quant.allocate.layout import output_bytes
@@ -29,7 +30,6 @@ from exl2flow.quant.measure.candidates import (
     parse_params,
 )
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
-from exl2flow.tasks.stages import STAGES
 
 SPEED = {"prefer": "speed"}
 SHARED = ("tokenize", "sensitivity", "measure")

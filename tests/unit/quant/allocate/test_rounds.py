@@ -19,6 +19,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
@@ -38,7 +39,6 @@ from exl2flow.quant.measure.candidates import HEAD_PARAMS
 from exl2flow.quant.measure.measurement import Measurement, projection_bits
 from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, split_rows
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.tasks.stages import STAGES
 
 ROUNDS = 2
 

@@ -16,9 +16,9 @@ from exl2flow.core.errors import Interrupted
 from exl2flow.core.runtime.progress import Progress, Tick, silent
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
 from exl2flow.quant.allocate.trials import Trials, Verdict
-from exl2flow.tasks.stages import STAGES
 
 SUBLAYERS = 4
 ROUNDS = 2

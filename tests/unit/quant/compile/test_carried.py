@@ -10,12 +10,12 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed, SourceModelError
 from exl2flow.core.store.stage import RECORD_FILE
-from exl2flow.flows.runs.local import run_locally
 from exl2flow.inference.report.publication import CARD_FILE, describe, public_files
+from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.compile.refined import other_files
 from exl2flow.quant.compile.stage import remove_others
 from exl2flow.quant.forecast.preflight import preflight
-from exl2flow.tasks.stages import STAGES
 
 
 @pytest.fixture

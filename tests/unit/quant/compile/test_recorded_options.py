@@ -15,8 +15,8 @@ from tiny import make_tiny
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import PRESETS, ConversionConfig
 from exl2flow.core.store.stage import Pipeline
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.compile.recorded_options import name_of_preset, recorded_options
-from exl2flow.tasks.stages import STAGES
 
 TEXTS = ("log", "speed", "layer", "fast", "best", "error", "fisher", "self")  # choices of options
 

@@ -12,9 +12,9 @@ from tiny import make_tiny
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.least import stage_works
 from exl2flow.quant.rounding import hessian
-from exl2flow.tasks.stages import STAGES
 
 WIDTH = 512  # of an MLP whose Hessians are larger than everything else
 

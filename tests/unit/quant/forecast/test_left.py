@@ -16,12 +16,12 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store import store
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.flows.runs.local import run_locally
+from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.plan import Plan
 from exl2flow.quant.forecast.preflight import SHARED, check_disk, preflight
 from exl2flow.quant.walk.needs import Need
-from exl2flow.tasks.stages import MEASURE_STAGES, STAGES
 
 KILOBYTES = 10**3
 

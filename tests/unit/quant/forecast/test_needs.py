@@ -19,6 +19,7 @@ from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store import store
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import stage_needs, work_bytes
@@ -28,7 +29,6 @@ from exl2flow.quant.quantize.correction import paired_rows
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.needs import Card, Need
 from exl2flow.quant.walk.walk import STATE_FILES
-from exl2flow.tasks.stages import STAGES
 
 ROWS, TOKENS, HIDDEN = 64, 64, 64
 STATES = 4 * ROWS * TOKENS * HIDDEN

@@ -17,6 +17,7 @@ from stage_runs import one_layer, run_until
 from tiny import make_tiny
 from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import AllocateOptions, ConversionConfig
 from exl2flow.core.options.publication import PublishConfig
@@ -24,7 +25,6 @@ from exl2flow.core.store.files import digest, read_json
 from exl2flow.core.store.source import SourceFingerprint
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageFolder
-from exl2flow.flows.cli.main import app
 from exl2flow.inference.report.frames import measurement_frame
 from exl2flow.model import ModelSpec, TensorFiles, resolve
 from exl2flow.quant.allocate.budget import Allocation, allocate_bits, decoder_numel, read_candidates

@@ -20,6 +20,7 @@ from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageFolder
 from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.measure import projection as projection_module
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.measure.estimate import HEAD_FILE
@@ -31,7 +32,6 @@ from exl2flow.quant.sensitivity import fisher as fisher_module
 from exl2flow.quant.sensitivity.fisher import Factors, OutputFactor, estimate
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.tasks.stages import STAGES
 
 DAMPING, FISHER_SHARE, OUTPUT_DAMPING = 0.05, 0.5, 0.3  # the defaults
 

@@ -19,6 +19,7 @@ from exl2flow.core.store import store
 from exl2flow.core.store.files import read_tensors
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import Linear, QuantizedLinear, QuantizedMatrix, Sublayer, resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.quantize.correction import (
     Correction,
     CrossProducts,
@@ -30,7 +31,6 @@ from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
 from exl2flow.quant.rounding.hessian import collect_hessians
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.tasks.stages import STAGES
 
 HIDDEN = 64
 DAMPING = 0.05

@@ -16,10 +16,10 @@ from exl2flow.core.store.store import StageFolder
 from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.model import QuantizedMatrix, TensorFiles, expected_tensors, resolve
 from exl2flow.model.files.exl2 import is_quantized, tensor_names
+from exl2flow.pipeline.stages import REFINE_STAGES
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.refine.stage import hessian_rows
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
-from exl2flow.tasks.stages import REFINE_STAGES
 
 DOWN = "model.layers.0.mlp.down_proj"
 CHANGING = 3  # of a matrix's five tensors: codes, scale codes, maxima

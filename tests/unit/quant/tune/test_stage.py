@@ -22,6 +22,7 @@ from exl2flow.core.store.files import read_json, read_tensors, write_json, write
 from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
 from exl2flow.model import QuantizedLinear, QuantizedMatrix, resolve
 from exl2flow.model.files.weights import TensorFiles
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tokenize.stage import rows_apart, split_rows
@@ -35,7 +36,6 @@ from exl2flow.quant.tune.stage import (
 )
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.tasks.stages import STAGES
 
 LAST = ("tune", "compile", "validate")
 UP_TO_TUNE = (*(stage for stage in STAGES if stage.name not in LAST), TUNE)

@@ -11,9 +11,9 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.memory import usable
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model.layers.stream import CALIBRATION_TENSORS, rows_together
+from exl2flow.pipeline.stages import REFINE_STAGES, STAGES
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import BYTES
-from exl2flow.tasks.stages import REFINE_STAGES, STAGES
 
 TIGHT = "1GiB"  # nothing of it is left for tensors
 AMPLE = "24GB"

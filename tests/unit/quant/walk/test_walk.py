@@ -16,10 +16,10 @@ from exl2flow.core.runtime.progress import Progress, Tick, silent
 from exl2flow.core.store import store
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageFolder
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.quantize.stage import QUANTIZE
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import remedied
-from exl2flow.tasks.stages import STAGES
 
 LAYERS = 2
 SHAPE = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 64}

@@ -1,0 +1,1 @@
+"""The command line; `main.py` is the program, and what needs Prefect plugs in from `flows`."""

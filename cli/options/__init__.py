@@ -1,0 +1,19 @@
+"""Options of commands, made from the fields that they set."""
+
+from exl2flow.cli.options.build import Values, build, flags, validated, with_options
+from exl2flow.cli.options.common import AsJson, FlowSwitches, ModelFolder, RunSwitches
+from exl2flow.cli.options.setting import Setting, settings_of
+
+__all__ = [
+    "AsJson",
+    "FlowSwitches",
+    "ModelFolder",
+    "RunSwitches",
+    "Setting",
+    "Values",
+    "build",
+    "flags",
+    "settings_of",
+    "validated",
+    "with_options",
+]

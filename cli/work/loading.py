@@ -1,0 +1,128 @@
+"""Load model, draft model and filters for commands that generate; its imports take seconds."""
+
+from pathlib import Path
+
+from exl2flow.core import words
+from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
+from exl2flow.core.requests.request import Filter
+from exl2flow.engine import Draft, LoadedModel, NgramDraft, PromptCache, load_model
+from exl2flow.engine.cache.page_files import clear
+from exl2flow.engine.drafts import Drafter
+from exl2flow.engine.filters import GrammarFilter
+from exl2flow.engine.loading.layer_split import Split, numbers
+from exl2flow.cli.output.console import say
+from exl2flow.pipeline.conversion import choose_allocator
+
+
+def split_of(
+    options: PlacementOptions, *, tokens: int | None, slots: int, draft: Path | None = None
+) -> Split | None:
+    """Return how a model is split among GPUs, with room for all else; see `Split`."""
+    if options.tensor_parallel is not None:
+        return None
+    return Split.of(options, tokens=tokens, cache=options.cache, slots=slots, draft=draft)
+
+
+def shared_by(options: PlacementOptions) -> int | str | tuple[int, ...] | None:
+    """Return what shares each layer of a model; see `load_model`.
+
+    Raises:
+        ConfigError: it is not a number, does not fit the devices, or a split is asked for, too.
+    """
+    text, devices = options.tensor_parallel, numbers("devices", options.devices, int)
+    if text is None:
+        return None
+    if options.gpu_split is not None or options.reserve is not None:
+        raise ConfigError("`--tensor-parallel` and a split of layers are two ways; give one")
+    if text != "all" and not (text.isdecimal() and int(text)):
+        raise ConfigError(f"`--tensor-parallel {text}` is neither a number of GPUs nor `all`")
+    if devices is None:
+        return text if text == "all" else int(text)
+    if text not in ("all", str(len(devices))):
+        raise ConfigError(f"`--tensor-parallel {text}`, but `--devices` names {len(devices)}")
+    return devices
+
+
+def load(
+    model: Path, options: LoadOptions, *, slots: int, tokens: int | None = None
+) -> LoadedModel:
+    """Load a model as the options say; a split leaves room for the logits of `slots` texts."""
+    choose_allocator()
+    return load_model(
+        model,
+        device=options.device,
+        placement=split_of(options, tokens=tokens, slots=slots, draft=options.draft),
+        tensor_parallel=shared_by(options),
+        max_tokens=options.max_tokens,
+        rope_scale=options.rope_scale,
+        rope_alpha=options.rope_alpha,
+        rope_yarn=options.rope_yarn,
+    )
+
+
+def load_draft(options: LoadOptions, model: LoadedModel) -> Drafter | None:
+    """Return what proposes draft tokens, on the device of the model's head.
+
+    Raises:
+        ConfigError: two would.
+    """
+    if options.draft is not None and options.ngram:
+        raise ConfigError("`--draft` and `--ngram` are two drafts; give one")
+    if options.draft is None and not options.ngram:
+        return None
+    if options.draft is None:
+        return NgramDraft(tokens=options.draft_tokens)
+    draft = load_model(options.draft, device=str(model.decoder.placement.head))
+    return Draft(model=draft, tokens=options.draft_tokens)
+
+
+def prompt_cache(options: LoadOptions) -> PromptCache:
+    """Return where read prompts are kept, which is said, and cleared first if so asked.
+
+    Raises:
+        ConfigError: options do not go together, or the folder is not ours.
+    """
+    folder = options.cache_disk
+    if folder is None and options.clear_cache:
+        raise ConfigError("`--clear-cache` goes with `--cache-disk`")
+    if folder is not None:
+        if options.clear_cache:
+            clear(folder)
+        say(f"`{folder}` keeps prompts and answers in readable form; only you may read it")
+    return PromptCache(
+        ram=options.cache_ram,
+        disk=folder,
+        disk_size=options.cache_disk_size,
+        states=options.state_memory,
+    )
+
+
+def filters_of(options: ModelOptions) -> list[Filter]:
+    """Return what all answers must match: a schema or its file, an expression, a grammar's file.
+
+    Raises:
+        ConfigError: one of them is broken, or a file cannot be read.
+    """
+    filters = list[Filter]()
+    if (schema := options.json_schema) is not None:
+        is_text = schema.lstrip().startswith("{")
+        text = schema if is_text else read_text(Path(schema))
+        filters.append(GrammarFilter(json_schema=text))
+    if options.regex is not None:
+        filters.append(GrammarFilter(regex=options.regex))
+    if options.grammar is not None:
+        filters.append(GrammarFilter(lark=read_text(options.grammar)))
+    return filters
+
+
+def read_text(path: Path) -> str:
+    """Return a text file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read `{path}`: {words.cause(error)}") from error

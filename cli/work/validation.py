@@ -1,0 +1,69 @@
+"""Scores models, and prints and plots the comparison; its imports take seconds."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from exl2flow.core.options.comparison import ComparedModels
+from exl2flow.core.options.config import default_work_root
+from exl2flow.core.options.validation import ValidateOptions
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.store.files import write_text
+from exl2flow.cli.output.console import emit_json, say, tell
+from exl2flow.cli.output.progress import shown
+from exl2flow.cli.output.results import show_comparison
+from exl2flow.cli.work.sources import fetched_with_progress
+from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, differences
+from exl2flow.inference.report.plots import render_comparison
+from exl2flow.inference.scoring.evaluate import Score, evaluate
+from exl2flow.inference.validate.stage import held_out_rows, judge
+from exl2flow.kernels import resolve_device
+
+
+def validate_models(
+    config: ComparedModels, options: ValidateOptions, plot: Path | None, *, as_json: bool
+) -> None:
+    """Score models, and report whether divergence falls as size rises.
+
+    Raises:
+        ValidationFailed: a model is above a limit.
+    """
+    scores = _scored(config, options, plain=as_json)
+    models = compared(scores)
+    if as_json:
+        between = differences(models)
+        for score, model in zip(scores, models, strict=True):
+            steps = [known.to_json(_folder) for known in between if known.model is model]
+            emit_json({**asdict(score), **model.to_json(), "differences": steps})
+    else:
+        show_comparison(models)
+    sound, warnings = check_bitrates(models)
+    if sound and not as_json:
+        tell(sound)
+    for text in warnings:
+        say(f"warning: {text}", style="yellow")
+    if plot is not None:
+        write_text(plot, render_comparison(models))
+        say(f"plot    {plot}")
+    judge(scores, options)
+
+
+def _scored(config: ComparedModels, options: ValidateOptions, *, plain: bool) -> list[Score]:
+    models, reference = config.models, config.reference
+    if reference is not None:
+        root = default_work_root(models[0])
+        reference = fetched_with_progress(reference, root, config.token_block, plain=plain)
+    with shown(plain=plain) as progress:
+        return evaluate(
+            models,
+            held_out_rows([reference or models[0], *models], options),
+            reference=reference,
+            device=resolve_device(config.device),
+            advance=lambda done, total, detail: progress(
+                Tick(stage="validate", done=done, total=total, detail=detail)
+            ),
+        )
+
+
+def _folder(model: Compared) -> str:
+    """Return the folder by which JSON names a scored model."""
+    return model.label if model.score is None else model.score.model

@@ -1,0 +1,1 @@
+"""Runs without Prefect: their kinds, the list of stages, checks, the Hub."""

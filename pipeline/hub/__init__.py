@@ -1,0 +1,1 @@
+"""Models on the Hugging Face Hub: fetched, checked before their weights arrive, published."""
