@@ -26,7 +26,8 @@ from shapes import SHAPES, make_model
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
 from exl2flow.core.store import store
-from exl2flow.pipeline.conversion import choose_allocator, open_pipeline
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.devices import choose_allocator
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.plan import base_memory
 from exl2flow.quant.forecast.preflight import preflight

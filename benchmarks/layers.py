@@ -25,7 +25,8 @@ from shapes import SHAPES, make_model
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
-from exl2flow.pipeline.conversion import choose_allocator, open_pipeline
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.devices import choose_allocator
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.walk.needs import Need

@@ -36,12 +36,12 @@ from exl2flow.core.options.serving import ServeOptions
 from exl2flow.engine.chat import choose_format
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import AsyncGenerator, Generator, LoadedModel, Request, load_model
-from exl2flow.serve import chats, completions
-from exl2flow.serve.app import create_app
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.fields import ChatBody, CompletionBody
-from exl2flow.serve.models import Models
-from exl2flow.serve.running import run as run_app
+from exl2flow.serve.answers.fields import ChatBody, CompletionBody
+from exl2flow.serve.apis import chats, completions
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.app import create_app
+from exl2flow.serve.http.running import run as run_app
 
 T = TypeVar("T")
 CLIENTS = Path(__file__).with_name("serving_clients.py")

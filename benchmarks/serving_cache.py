@@ -21,9 +21,9 @@ from serving import Bench, clients, fill_vocabulary, served
 
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Generator, PromptCache, Request, load_model
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.models import Models
+from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
 
 TRIALS = 3  # of what takes little time
 

@@ -36,7 +36,12 @@ from serving import BEGIN, DEMO, START_SECONDS
 from signals import KILLED, TERMINATED
 from sources import ROOT
 
-IMPORTED = ["__main__", "exl2flow.cli.commands.serve", "exl2flow.serve.app", "exl2flow.inference"]
+IMPORTED = [
+    "__main__",
+    "exl2flow.cli.commands.serve",
+    "exl2flow.serve.http.app",
+    "exl2flow.inference",
+]
 FLAGS = ("--device", "cpu", "--port", "0", "--tokens", "3072", "--slots", "4", "--drain", "5")
 SIZE = 20_000_000  # bytes of pages
 CLIENTS, PROMPTS, STEMS = 4, 12, 3

@@ -19,14 +19,14 @@ from exl2flow.engine.cache.page_files import PageFiles
 from exl2flow.engine.cache.prefix_tree import FullPage
 from exl2flow.engine.chat import all_formats
 from exl2flow.inference import Generator, load_model
-from exl2flow.serve import agents, chats, completions
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.fields import Body, ChatBody, CompletionBody
-from exl2flow.serve.keys import read_keys
-from exl2flow.serve.messages import MessagesBody
-from exl2flow.serve.responses import ResponsesBody
-from exl2flow.serve.tabby import LlamaBody
+from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.serve.answers.fields import Body, ChatBody, CompletionBody
+from exl2flow.serve.apis import agents, chats, completions
+from exl2flow.serve.apis.messages import MessagesBody
+from exl2flow.serve.apis.responses import ResponsesBody
+from exl2flow.serve.apis.tabby import LlamaBody
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.keys import read_keys
 
 CONTEXT = 8192
 BODIES_EACH = 12  # whole ones of each endpoint

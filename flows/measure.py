@@ -10,7 +10,6 @@ from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.flows.runs.endings import ending
 from exl2flow.flows.runs.in_flow import run_in_flow
 from exl2flow.pipeline.conversion import Conversion
-from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
 
 
 @flow(
@@ -31,5 +30,5 @@ def measure(config: MeasureConfig | ConversionConfig) -> Path:
     """
     if isinstance(config, ConversionConfig) and config.measurement is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
-    measurement: Conversion = run_in_flow("measure", config)
-    return measurement.stages["measure"] / MEASUREMENT_FILE
+    measured: Conversion = run_in_flow("measure", config)
+    return measured.measurement

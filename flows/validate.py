@@ -1,18 +1,16 @@
 """The flow `validate`: compare finished models with their source."""
 
-import torch
 from prefect import flow
 
 from exl2flow.core.options.comparison import Comparison as Comparison
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.runtime.progress import Tick, report
-from exl2flow.engine.loading.layer_split import check_split
 from exl2flow.flows.runs.endings import ending
 from exl2flow.inference.report.comparison import compared
 from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import judge
-from exl2flow.kernels import resolve_device
 from exl2flow.pipeline.conversion import in_a_line
+from exl2flow.pipeline.devices import checked_device
 from exl2flow.tasks.artifacts import Artifacts, run_artifact
 from exl2flow.tasks.compare import comparison_page, sample_text, score_models
 from exl2flow.tasks.hub_tasks import fetched_in_flow
@@ -35,9 +33,8 @@ def validate(config: Comparison) -> list[Score]:
     with logged(), run_artifact(base.resolve().name, f"scores of {models}") as watcher:
         tag_run(base)
         watcher.expect(("score", "sample"))
-        device = str(resolve_device(config.device))
+        device = str(checked_device(config))
         options = config.options
-        check_split(config, torch.device(device))
         reference = config.reference
         if reference is not None:
             root = default_work_root(config.models[0])

@@ -1,12 +1,12 @@
 """The result of a run that makes one model, and its pipeline, the same with and without Prefect."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
 from exl2flow.core import words
+from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.refine import ModelOptions
@@ -14,13 +14,8 @@ from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Config, Pipeline, Stage
 from exl2flow.inference.report.comparison import Compared, compared, known_score
 from exl2flow.inference.validate.stage import check_verdict
-from exl2flow.kernels import resolve_device
+from exl2flow.pipeline.devices import choose_allocator, resolve_device
 from exl2flow.pipeline.hub.publish import Published
-
-# The first avoids fragmentation of GPU memory; the others pin gigabytes without taking seconds
-ALLOCATOR = (
-    "expandable_segments:True,pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +37,11 @@ class Conversion:
             return f"`{self.stages[list(self.stages)[-1]]}`"
         return in_a_line(str(self.out), self.figures)
 
+    @property
+    def measurement(self) -> Path:
+        """The file of what was measured."""
+        return self.stages["measure"] / MEASUREMENT_FILE
+
     def record(self, published: Published) -> Self:
         """Return this with where it was published."""
         return replace(self, published=published)
@@ -60,11 +60,6 @@ def open_pipeline(config: Config, stages: Sequence[Stage[Config]]) -> Pipeline:
     """Return the stages of a configuration, resolved for its device."""
     choose_allocator()
     return Pipeline(config, stages, device=resolve_device(config.device).type)
-
-
-def choose_allocator() -> None:
-    """Configure torch's GPU allocator unless the user has. Call before CUDA is initialized."""
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
 def result_of(pipeline: Pipeline) -> Conversion:

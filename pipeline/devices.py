@@ -4,9 +4,10 @@ import os
 
 import torch
 
-from exl2flow.core.options.base import SplitModels
+from exl2flow.core.options.comparison import Comparison
+from exl2flow.core.options.config import RunOptions
 from exl2flow.engine.loading.layer_split import check_split
-from exl2flow.kernels import resolve_device
+from exl2flow.kernels import resolve_device as resolve_device
 
 # The first avoids fragmentation of GPU memory; the others pin gigabytes without taking seconds
 ALLOCATOR = (
@@ -19,16 +20,7 @@ def choose_allocator() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATOR)
 
 
-def device_of(name: str) -> torch.device:
-    """Return the device that an option names.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    return resolve_device(name)
-
-
-def checked_device(config: SplitModels) -> torch.device:
+def checked_device(config: RunOptions | Comparison) -> torch.device:
     """Return the device of a run, whose other GPUs exist if it splits models.
 
     Raises:

@@ -16,9 +16,8 @@ from exl2flow.core.options.ignored import tell_ignored
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.stage import Config, Stage
-from exl2flow.engine.loading.layer_split import check_split
-from exl2flow.kernels import resolve_device
 from exl2flow.pipeline.conversion import conversions_of
+from exl2flow.pipeline.devices import checked_device
 from exl2flow.pipeline.stages import stages_of
 from exl2flow.quant.forecast.fit import Fit, find_fit
 from exl2flow.quant.forecast.plan import Plan
@@ -131,8 +130,7 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
 def _checked(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     """Check a run as `prepare` does, and tell nothing."""
     fit = None
-    if config.is_split:
-        check_split(config, resolve_device(config.device))
+    checked_device(config)
     if isinstance(config, RefinementConfig):
         check_refinement(config)
     elif isinstance(config, ConversionConfig):

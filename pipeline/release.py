@@ -11,7 +11,7 @@ from exl2flow.pipeline.conversion import conversions_of, open_pipeline
 from exl2flow.pipeline.hub.client import Hub
 from exl2flow.pipeline.hub.origin import check_target
 from exl2flow.pipeline.stages import MEASURE_STAGES
-from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
+from exl2flow.core.options.base import MEASUREMENT_FILE
 
 
 def hub_of(token_block: str | None) -> Hub:

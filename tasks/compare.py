@@ -9,9 +9,9 @@ from pathlib import Path
 
 from prefect import task
 
+from exl2flow.core.options.base import SplitModels
 from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.runtime.progress import Tick
-from exl2flow.engine.loading.layer_split import SplitOptions
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
 from exl2flow.inference.report.tables import (
@@ -48,7 +48,7 @@ def score_models(
 
 @task(name="sample", task_run_name="sample {model.name}", persist_result=False)
 def sample_text(
-    model: Path, options: ValidateOptions, *, device: str, split: SplitOptions | None = None
+    model: Path, options: ValidateOptions, *, device: str, split: SplitModels | None = None
 ) -> str:
     """Return the prompt and a model's seeded continuation; `split`: see `generate_sample`."""
     return generate_sample(model, options, device, split) if options.sample_tokens else ""

@@ -23,9 +23,8 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, visible_gpus
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
-from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.validate.stage import check_verdict
-from exl2flow.kernels import resolve_device
+from exl2flow.pipeline.conversion import open_pipeline
 from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
@@ -80,7 +79,7 @@ def _made(
             if share is not None and index_of(config.device) is not None:
                 config = config.model_copy(update={"device": "cuda"})  # the only one it sees now
             log.info("bitrate=%s slot=%s process=%d", name, slot, os.getpid())
-            pipeline = Pipeline(config, STAGES, device=resolve_device(config.device).type)
+            pipeline = open_pipeline(config, STAGES)
             run_stages(pipeline, label=name, done=SHARED)
             check_verdict(pipeline.path("validate"))
     except Interrupted as stop:

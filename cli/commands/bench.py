@@ -30,7 +30,7 @@ def bench_command(
     from exl2flow.cli.work.loading import shared_by, split_of  # these import torch
     from exl2flow.inference.bench import bench
     from exl2flow.kernels import PAGE_TOKENS
-    from exl2flow.pipeline.conversion import choose_allocator
+    from exl2flow.pipeline.devices import choose_allocator
 
     choose_allocator()
     largest = max(counts)

@@ -17,8 +17,8 @@ from exl2flow.core.options.serving import LISTEN, ServeOptions
 
 if TYPE_CHECKING:
     from exl2flow.engine import PromptCache
-    from exl2flow.serve.engine import Engine
-    from exl2flow.serve.reloading import Configuration
+    from exl2flow.serve.hosts.engine import Engine
+    from exl2flow.serve.hosts.reloading import Configuration
 
 BACKLOG = 256  # connections that are not accepted yet
 KEY_VARIABLE = "EXL2FLOW_API_KEY"
@@ -67,8 +67,8 @@ def serve(
     Requests go to http://127.0.0.1:5000/v1; without a key in the environment, EXL2FLOW_API_KEY, or
     in the file of --keys, only from this machine.
     """
-    from exl2flow.serve.reloading import Configuration
-    from exl2flow.serve.sections import checked
+    from exl2flow.serve.apis.sections import checked
+    from exl2flow.serve.hosts.reloading import Configuration
 
     def read() -> ServeOptions:
         return layered(ServeOptions, values, path=config, prefix=PREFIX, of="`exl2flow serve`")
@@ -79,7 +79,7 @@ def serve(
         tell(as_toml(given))
         return
     if new_key is not None:
-        from exl2flow.serve.keys import add_key
+        from exl2flow.serve.hosts.keys import add_key
 
         if options.keys is None:
             raise ConfigError("`--new-key` goes with `--keys FILE`")
@@ -92,12 +92,12 @@ def serve(
 
 def _run(model: Path, configuration: "Configuration") -> None:
     from exl2flow.cli.work.loading import prompt_cache  # imports torch
-    from exl2flow.serve.app import create_app
-    from exl2flow.serve.guard import is_open
-    from exl2flow.serve.keys import Keys
-    from exl2flow.serve.listening import listening, own_address, url_of
-    from exl2flow.serve.models import Models
-    from exl2flow.serve.running import run
+    from exl2flow.serve.hosts.keys import Keys
+    from exl2flow.serve.hosts.models import Models
+    from exl2flow.serve.http.app import create_app
+    from exl2flow.serve.http.guard import is_open
+    from exl2flow.serve.http.listening import listening, own_address, url_of
+    from exl2flow.serve.http.running import run
 
     options = configuration.options
     if options.swap and options.models is None:
@@ -145,7 +145,7 @@ def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine"
     from exl2flow.cli.work.loading import load, load_draft
     from exl2flow.engine import Adapter, Generator
     from exl2flow.engine.chat import choose_format
-    from exl2flow.serve.engine import Engine
+    from exl2flow.serve.hosts.engine import Engine
 
     began = time.monotonic()
     loaded = load(model, options, slots=options.slots, tokens=options.tokens)

@@ -12,7 +12,7 @@ from exl2flow.engine.drafts import Drafter
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.engine.loading.layer_split import Split, numbers
 from exl2flow.cli.output.console import say
-from exl2flow.pipeline.conversion import choose_allocator
+from exl2flow.pipeline.devices import choose_allocator
 
 
 def split_of(

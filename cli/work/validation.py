@@ -16,7 +16,7 @@ from exl2flow.inference.report.comparison import Compared, check_bitrates, compa
 from exl2flow.inference.report.plots import render_comparison
 from exl2flow.inference.scoring.evaluate import Score, evaluate
 from exl2flow.inference.validate.stage import held_out_rows, judge
-from exl2flow.kernels import resolve_device
+from exl2flow.pipeline.devices import resolve_device
 
 
 def validate_models(

@@ -26,8 +26,8 @@ from exl2flow.core.runtime.device_locks import DeviceLocks
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.core.store.files import write_text
-from exl2flow.kernels import resolve_device
 from exl2flow.pipeline.bitrates import no_cluster, workers_of
+from exl2flow.pipeline.devices import resolve_device
 from exl2flow.tasks.sweep import ProcessShare, make_bitrate
 
 ATTEMPTS = 3  # of a bitrate whose process died

@@ -27,7 +27,7 @@ WHERE = """
 import importlib, json
 names = "core.options.config kernels.cuda model.files.exl2 quant.rounding.hessian".split()
 names += ["pipeline.stages", "flows.cli"]
-names += ["inference", "compat", "calibration_data", "serve.app"]
+names += ["inference", "compat", "calibration_data", "serve.http.app"]
 modules = [importlib.import_module(f"exl2flow.{name}") for name in names]
 print(json.dumps([module.__file__ for module in modules]))
 """
@@ -118,7 +118,7 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
     expected |= {"exl2flow/__init__.py", "exl2flow/py.typed"}
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
     data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}
-    data |= {"exl2flow/flows/server/automations.yaml", "exl2flow/serve/pages/index.html"}
+    data |= {"exl2flow/flows/server/automations.yaml", "exl2flow/serve/http/pages/index.html"}
 
     names = set(zipfile.ZipFile(wheel).namelist())
 

@@ -191,8 +191,8 @@ def test_beginnings_of_prompts_come_back_from_host_memory_and_from_disk(
 def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
     pytest.importorskip("starlette")
     from exl2flow.cli.commands.serve import _engine
-    from exl2flow.serve.answers import AnswerPlan
-    from exl2flow.serve.models import Models
+    from exl2flow.serve.answers.answer import AnswerPlan
+    from exl2flow.serve.hosts.models import Models
 
     size = first_half(plain / "a", tokens=1024, slots=2)
     names, plan = (

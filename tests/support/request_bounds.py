@@ -9,9 +9,8 @@ from annotated_types import Ge, Gt, Le, MaxLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from exl2flow.serve.admin import AdapterName, AdapterPlace, ModelName
-from exl2flow.serve.bounds import Size
-from exl2flow.serve.fields import (
+from exl2flow.serve.answers.bounds import Size
+from exl2flow.serve.answers.fields import (
     ALIASES,
     Body,
     ChatBody,
@@ -19,9 +18,10 @@ from exl2flow.serve.fields import (
     DetokenizeBody,
     TokenizeBody,
 )
-from exl2flow.serve.messages import MessagesBody
-from exl2flow.serve.responses import ResponsesBody
-from exl2flow.serve.tabby import DecodeBody, EncodeBody, LlamaBody
+from exl2flow.serve.apis.messages import MessagesBody
+from exl2flow.serve.apis.responses import ResponsesBody
+from exl2flow.serve.apis.tabby import DecodeBody, EncodeBody, LlamaBody
+from exl2flow.serve.http.admin import AdapterName, AdapterPlace, ModelName
 
 HI = [{"role": "user", "content": "Hi"}]
 ANSWERS: dict[str, tuple[type[Body], dict[str, Any]]] = {

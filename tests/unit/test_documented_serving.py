@@ -12,12 +12,12 @@ from serving import serving
 
 from exl2flow.cli.options.layers import layered
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.serve.answers.fields import ALIASES, HARMLESS, ChatBody, CompletionBody
+from exl2flow.serve.apis.sections import checked
 from exl2flow.serve.errors import TYPES
-from exl2flow.serve.fields import ALIASES, HARMLESS, ChatBody, CompletionBody
-from exl2flow.serve.keys import read_keys
-from exl2flow.serve.metrics import TABLE
-from exl2flow.serve.reloading import RELOADED, TABLES
-from exl2flow.serve.sections import checked
+from exl2flow.serve.hosts.keys import read_keys
+from exl2flow.serve.hosts.metrics import TABLE
+from exl2flow.serve.hosts.reloading import RELOADED, TABLES
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = (ROOT / "docs" / "reference" / "serving.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ import pytest
 from serving import Served, serving
 from sources import ROOT
 
-from exl2flow.serve.messages import MessagesBody
-from exl2flow.serve.responses import ResponsesBody
+from exl2flow.serve.apis.messages import MessagesBody
+from exl2flow.serve.apis.responses import ResponsesBody
 
 GOLDEN = ROOT / "tests" / "golden" / "serve" / "agents"
 AGENTS: dict[str, Any] = {

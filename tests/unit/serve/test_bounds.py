@@ -11,8 +11,7 @@ from pydantic import BaseModel, ValidationError
 from request_bounds import HI, INTERNAL, REQUESTS, bounds, names_of, table
 from sources import ROOT
 
-from exl2flow.serve.agents import AgentBody, turns
-from exl2flow.serve.bounds import (
+from exl2flow.serve.answers.bounds import (
     MOST_CONTAINERS,
     MOST_MESSAGES,
     MOST_TEXTS,
@@ -20,12 +19,13 @@ from exl2flow.serve.bounds import (
     MOST_VALUES,
     check_body,
 )
-from exl2flow.serve.chats import messages_of
+from exl2flow.serve.answers.fields import Body, ChatBody, CompletionBody, TokenizeBody
+from exl2flow.serve.apis.agents import AgentBody, turns
+from exl2flow.serve.apis.chats import messages_of
+from exl2flow.serve.apis.messages import MessagesBody
+from exl2flow.serve.apis.responses import ResponsesBody
+from exl2flow.serve.apis.tabby import LlamaBody
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import Body, ChatBody, CompletionBody, TokenizeBody
-from exl2flow.serve.messages import MessagesBody
-from exl2flow.serve.responses import ResponsesBody
-from exl2flow.serve.tabby import LlamaBody
 
 MODELS = [*dict.fromkeys(model for model, _ in REQUESTS.values())]
 LEAST = dict(REQUESTS.values())

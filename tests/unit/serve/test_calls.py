@@ -18,10 +18,10 @@ from tool_calls import TOOLS
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.engine.chat import all_tool_formats, choose_format
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.serve.app import create_app
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.models import Models
-from exl2flow.serve.running import Connection
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.app import create_app
+from exl2flow.serve.http.running import Connection
 
 OF_KIND = {row.kind: row.name for row in reversed(all_tool_formats().values())}
 SEEDS = range(4)

@@ -26,15 +26,15 @@ from exl2flow.cli.options.layers import as_toml, layered
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Adapter, Event, Generator, load_model
-from exl2flow.serve.completions import plan_of
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.fields import CompletionBody
-from exl2flow.serve.listening import listening
-from exl2flow.serve.mapping import settings_of
-from exl2flow.serve.models import Models
-from exl2flow.serve.reloading import Configuration
-from exl2flow.serve.running import _Server
-from exl2flow.serve.sections import checked
+from exl2flow.serve.answers.fields import CompletionBody
+from exl2flow.serve.apis.completions import plan_of
+from exl2flow.serve.apis.mapping import settings_of
+from exl2flow.serve.apis.sections import checked
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.hosts.reloading import Configuration
+from exl2flow.serve.http.listening import listening
+from exl2flow.serve.http.running import _Server
 
 PREFIX = "EXL2FLOW_SERVE_"
 

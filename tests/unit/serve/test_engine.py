@@ -15,12 +15,12 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.request import Request
 from exl2flow.inference import Adapter, Generator, LoadedModel, load_model
-from exl2flow.serve import engine as module
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.serve.answers.fields import Lora
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import Lora
-from exl2flow.serve.models import Models
+from exl2flow.serve.hosts import engine as module
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
 
 LONG, SHORT = (
     AnswerPlan(requests=(Request([5], max_new_tokens=n, stops=(), tag=0),), prompts=((5,),))

@@ -15,10 +15,10 @@ from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.engine.chat import choose_format
 from exl2flow.inference import Generator, load_model
-from exl2flow.serve.app import create_app
-from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import STATUSES, as_api_error, shown
-from exl2flow.serve.models import Models
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.app import create_app
 
 FOLDERS = ["/", "/srv/", "/home/joe/.cache/x~1/é+@/", "/a b/c/"]
 NAMES = ["model", "chat_template.jinja", "a b.c", ".x"]

@@ -10,11 +10,11 @@ from tiny import make_tiny
 
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.serve.app import create_app
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.keys import Keys
-from exl2flow.serve.listening import own_address, url_of
-from exl2flow.serve.models import Models
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.keys import Keys
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.app import create_app
+from exl2flow.serve.http.listening import own_address, url_of
 
 PAGE, KEY = "http://app.example", "a-key"
 Ask = Callable[..., Coroutine[Any, Any, httpx.Response]]

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.serve.chat_tools import tools_of
-from exl2flow.serve.chats import messages_of
-from exl2flow.serve.fields import ChatBody, CompletionBody
-from exl2flow.serve.messages import MessagesBody
-from exl2flow.serve.responses import ResponsesBody
+from exl2flow.serve.answers.fields import ChatBody, CompletionBody
+from exl2flow.serve.apis.chat_tools import tools_of
+from exl2flow.serve.apis.chats import messages_of
+from exl2flow.serve.apis.messages import MessagesBody
+from exl2flow.serve.apis.responses import ResponsesBody
 
 Json = dict[str, Any]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -20,8 +20,8 @@ from serving import Served, serving
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fair_queue import Admission, FairQueue
-from exl2flow.serve.keys import Key, Keys, add_key, read_keys
+from exl2flow.serve.hosts.fair_queue import Admission, FairQueue
+from exl2flow.serve.hosts.keys import Key, Keys, add_key, read_keys
 
 FILE = """
 [[key]]

@@ -16,11 +16,11 @@ from exl2flow.core.options.serving import ServeOptions
 from exl2flow.engine.chat import all_tool_formats
 from exl2flow.engine.generate.event import Reason
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.serve.app import create_app
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.fields import HARMLESS
-from exl2flow.serve.metrics import LABEL, TABLE, TIERS, Metrics
-from exl2flow.serve.models import Models
+from exl2flow.serve.answers.fields import HARMLESS
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.metrics import LABEL, TABLE, TIERS, Metrics
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.app import create_app
 
 
 @pytest.fixture(scope="module")

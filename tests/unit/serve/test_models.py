@@ -24,10 +24,10 @@ from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.request import Request
 from exl2flow.inference import Generator, load_model
 from exl2flow.model import Tokenizer
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.models import Models
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.models import Models
 
 T = TypeVar("T")
 

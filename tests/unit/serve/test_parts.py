@@ -21,17 +21,17 @@ from exl2flow.core.requests.request import Request
 from exl2flow.engine.chat import CallArguments, CallBegin, all_tool_formats
 from exl2flow.engine.generate import Event
 from exl2flow.inference import Generator, load_model
-from exl2flow.serve.answers import AnswerPlan, Choice, RunningAnswer, Text, Update
-from exl2flow.serve.completions import plan_of
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import AnswerPlan, Choice, RunningAnswer, Text, Update
+from exl2flow.serve.answers.fields import ALIASES, ChatBody, CompletionBody
+from exl2flow.serve.apis.completions import plan_of
+from exl2flow.serve.apis.mapping import settings_of
+from exl2flow.serve.apis.messages import MessagesDialect
+from exl2flow.serve.apis.openai import ChatDialect
+from exl2flow.serve.apis.responses import ResponsesBody, ResponsesDialect
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
-from exl2flow.serve.fields import ALIASES, ChatBody, CompletionBody
-from exl2flow.serve.mapping import settings_of
-from exl2flow.serve.messages import MessagesDialect
-from exl2flow.serve.metrics import Metrics
-from exl2flow.serve.models import Models
-from exl2flow.serve.openai import ChatDialect
-from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.hosts.models import Models
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TEXT = '<think>\nA thought.</think>\n\nText. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'

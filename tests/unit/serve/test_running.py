@@ -15,11 +15,11 @@ from tiny import make_tiny
 
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Generator, load_model
-from exl2flow.serve.app import create_app
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.keys import Keys
-from exl2flow.serve.models import Models
-from exl2flow.serve.running import _Server
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.keys import Keys
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.app import create_app
+from exl2flow.serve.http.running import _Server
 
 KEY = "a-key-of-ours"
 HEADERS = {"authorization": f"Bearer {KEY}"}

@@ -9,12 +9,12 @@ from typing import Any
 
 from exl2flow.engine.chat import CallBegin
 from exl2flow.engine.generate import Event, Statistics
-from exl2flow.serve.answers import Part, RunningAnswer, Text, Update
-from exl2flow.serve.chat_tools import customs_of
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import Part, RunningAnswer, Text, Update
+from exl2flow.serve.answers.fields import Body, ChatBody, CompletionBody
+from exl2flow.serve.answers.logprobs import Row, rows_of, rows_of_prompt
+from exl2flow.serve.apis.chat_tools import customs_of
 from exl2flow.serve.errors import ApiError, body
-from exl2flow.serve.fields import Body, ChatBody, CompletionBody
-from exl2flow.serve.logprobs import Row, rows_of, rows_of_prompt
+from exl2flow.serve.hosts.engine import Engine
 
 DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index

@@ -12,8 +12,8 @@ import torch
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.serve.engine import SOUND_SECONDS, Engine, collect
 from exl2flow.serve.errors import ApiError, shown
+from exl2flow.serve.hosts.engine import SOUND_SECONDS, Engine, collect
 
 log = logging.getLogger("exl2flow.serve")
 REFUSED_SECONDS = 60.0  # before a model that failed to load is tried again

@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from exl2flow.serve.agents import (
+from exl2flow.serve.answers.answer import RunningAnswer
+from exl2flow.serve.apis.agents import (
     AgentBody,
     AgentDialect,
     Block,
@@ -15,9 +16,8 @@ from exl2flow.serve.agents import (
     turns,
     words_of,
 )
-from exl2flow.serve.answers import RunningAnswer
-from exl2flow.serve.engine import Engine
 from exl2flow.serve.errors import ApiError, messages_body
+from exl2flow.serve.hosts.engine import Engine
 
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n*", re.MULTILINE)  # new in each request
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}

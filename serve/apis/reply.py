@@ -12,14 +12,14 @@ from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from exl2flow.serve.answers import BROKEN, AnswerPlan, RunningAnswer
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import BROKEN, AnswerPlan, RunningAnswer
+from exl2flow.serve.answers.fields import HARMLESS, Body
+from exl2flow.serve.apis.openai import Dialect
 from exl2flow.serve.errors import ApiError, as_api_error, response
-from exl2flow.serve.fields import HARMLESS, Body
-from exl2flow.serve.keys import Key
-from exl2flow.serve.metrics import OTHER, Metrics
-from exl2flow.serve.models import Models
-from exl2flow.serve.openai import Dialect
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.keys import Key
+from exl2flow.serve.hosts.metrics import OTHER, Metrics
+from exl2flow.serve.hosts.models import Models
 
 MOST_NAMED, LONGEST_NAME, LONGEST_WARNINGS = 20, 40, 500  # in headers
 LEFT = 499  # nobody reads it

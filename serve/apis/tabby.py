@@ -9,18 +9,18 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from exl2flow.core.errors import ChatTemplateError
-from exl2flow.serve import chats, completions
-from exl2flow.serve.answers import Update
-from exl2flow.serve.body_pace import PacedRoute
-from exl2flow.serve.bounds import Ids, Messages, Text
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import Update
+from exl2flow.serve.answers.bounds import Ids, Messages, Text
+from exl2flow.serve.answers.fields import CompletionBody, Json, TokenizeBody
+from exl2flow.serve.apis import chats, completions
+from exl2flow.serve.apis.mapping import settings_of
+from exl2flow.serve.apis.openai import Chunk, CompletionDialect, sse, timings_of
+from exl2flow.serve.apis.reply import AnswerResponse
 from exl2flow.serve.errors import ApiError, shown
-from exl2flow.serve.fields import CompletionBody, Json, TokenizeBody
-from exl2flow.serve.mapping import settings_of
-from exl2flow.serve.metrics import Metrics
-from exl2flow.serve.models import Models
-from exl2flow.serve.openai import Chunk, CompletionDialect, sse, timings_of
-from exl2flow.serve.reply import AnswerResponse
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.body_pace import PacedRoute
 
 SLICE = 1 << 13  # values that are written as JSON at once
 

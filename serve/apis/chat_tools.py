@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.chat.tool_grammar import Choice
-from exl2flow.serve.fields import ChatBody
+from exl2flow.serve.answers.fields import ChatBody
 
 Json = dict[str, Any]
 CHOICES: dict[str, Choice] = {"auto": "auto", "required": "required", "none": "none"}

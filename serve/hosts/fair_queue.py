@@ -7,7 +7,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.keys import Key
+from exl2flow.serve.hosts.keys import Key
 
 AHEAD = 8  # texts that the generator has beside those in its slots
 ENDS = 32  # the last ones say how fast the queue is

@@ -11,7 +11,7 @@ from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.serve.fields import NAMES, Body
+from exl2flow.serve.answers.fields import NAMES, Body
 
 SAMPLER = tuple(each.name for each in fields(SamplingSettings))
 OFF = -1  # of fields that others switch off so

@@ -27,13 +27,13 @@ from exl2flow.engine.chat.history import Reader
 from exl2flow.engine.filters import GrammarFilter, forget
 from exl2flow.engine.filters.trial import Trial
 from exl2flow.kernels import PAGE_TOKENS
-from exl2flow.serve.answers import AnswerPlan, RunningAnswer
-from exl2flow.serve.bounds import MOST_IDS
+from exl2flow.serve.answers.answer import AnswerPlan, RunningAnswer
+from exl2flow.serve.answers.bounds import MOST_IDS
+from exl2flow.serve.answers.fields import Lora
+from exl2flow.serve.answers.logprobs import Names
 from exl2flow.serve.errors import ApiError, shown
-from exl2flow.serve.fair_queue import AHEAD, Admission, FairQueue
-from exl2flow.serve.fields import Lora
-from exl2flow.serve.keys import Key
-from exl2flow.serve.logprobs import Names
+from exl2flow.serve.hosts.fair_queue import AHEAD, Admission, FairQueue
+from exl2flow.serve.hosts.keys import Key
 
 log = logging.getLogger("exl2flow.serve")
 PREPARING = 4  # requests that are rendered, encoded and compiled at once

@@ -8,12 +8,12 @@ from itertools import chain, groupby
 from typing import Annotated, Any, ClassVar, Literal
 
 from exl2flow.engine.chat import CallArguments, CallBegin
-from exl2flow.serve import chats
-from exl2flow.serve.answers import AnswerPlan, Part, Text, Update
-from exl2flow.serve.bounds import MOST_MESSAGES, MOST_TOOLS, Name, most
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.fields import ChatBody
-from exl2flow.serve.openai import Chunk, Dialect, ended, sse
+from exl2flow.serve.answers.answer import AnswerPlan, Part, Text, Update
+from exl2flow.serve.answers.bounds import MOST_MESSAGES, MOST_TOOLS, Name, most
+from exl2flow.serve.answers.fields import ChatBody
+from exl2flow.serve.apis import chats
+from exl2flow.serve.apis.openai import Chunk, Dialect, ended, sse
+from exl2flow.serve.hosts.engine import Engine
 
 Json = dict[str, Any]
 

@@ -21,8 +21,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from exl2flow.core.options.environment import notify_socket
 from exl2flow.core.runtime.collection import only_new_are_collected
 from exl2flow.serve.errors import ApiError, body
-from exl2flow.serve.models import Models
-from exl2flow.serve.reloading import Configuration
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.hosts.reloading import Configuration
 
 KEEP_ALIVE_SECONDS = 60
 TICKS = 10  # of uvicorn's server in a second

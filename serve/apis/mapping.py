@@ -9,12 +9,12 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.requests.request import Request
 from exl2flow.engine.filters import GrammarFilter
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.bounds import LONGEST_PATTERN, LONGEST_SCHEMA
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.serve.answers.bounds import LONGEST_PATTERN, LONGEST_SCHEMA
+from exl2flow.serve.answers.fields import Body
+from exl2flow.serve.apis.sections import sampler_of
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import Body
-from exl2flow.serve.sections import sampler_of
+from exl2flow.serve.hosts.engine import Engine
 
 NEUTRAL: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 

@@ -13,9 +13,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from exl2flow.serve import agents, chats, completions
-from exl2flow.serve.admin import admin_router
-from exl2flow.serve.answer_schemas import (
+from exl2flow.serve.answers.answer_schemas import (
     ChatAnswer,
     CompletionAnswer,
     Decoded,
@@ -26,26 +24,28 @@ from exl2flow.serve.answer_schemas import (
     Tokens,
     told,
 )
-from exl2flow.serve.body_pace import PacedRoute
-from exl2flow.serve.engine import Engine
-from exl2flow.serve.errors import ApiError, as_api_error, response
-from exl2flow.serve.fields import (
+from exl2flow.serve.answers.fields import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     ErrorBody,
     TokenizeBody,
 )
-from exl2flow.serve.guard import Guard
-from exl2flow.serve.keys import Keys
-from exl2flow.serve.messages import MessagesBody, MessagesDialect
-from exl2flow.serve.metrics import Metrics
-from exl2flow.serve.models import Models
-from exl2flow.serve.openai import ChatDialect, CompletionDialect
-from exl2flow.serve.page import page
-from exl2flow.serve.reply import AnswerResponse
-from exl2flow.serve.responses import ResponsesBody, ResponsesDialect
-from exl2flow.serve.tabby import encoded, names_of, tabby, text_of
+from exl2flow.serve.apis import agents, chats, completions
+from exl2flow.serve.apis.messages import MessagesBody, MessagesDialect
+from exl2flow.serve.apis.openai import ChatDialect, CompletionDialect
+from exl2flow.serve.apis.reply import AnswerResponse
+from exl2flow.serve.apis.responses import ResponsesBody, ResponsesDialect
+from exl2flow.serve.apis.tabby import encoded, names_of, tabby, text_of
+from exl2flow.serve.errors import ApiError, as_api_error, response
+from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.keys import Keys
+from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.hosts.models import Models
+from exl2flow.serve.http.admin import admin_router
+from exl2flow.serve.http.body_pace import PacedRoute
+from exl2flow.serve.http.guard import Guard
+from exl2flow.serve.http.page import page
 
 MISSING = "embeddings rerank batches files moderations images/generations images/edits audio/speech"
 MISSING += " audio/transcriptions audio/translations"

@@ -23,7 +23,7 @@ from pydantic import ModelWrapValidatorHandler as Handler
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.serve.bounds import (
+from exl2flow.serve.answers.bounds import (
     DEPTH,
     LARGEST_COUNT,
     MOST_ADAPTERS,

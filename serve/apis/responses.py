@@ -4,7 +4,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from exl2flow.serve.agents import (
+from exl2flow.serve.answers.answer import RunningAnswer
+from exl2flow.serve.answers.bounds import MOST_TOOLS, Name, most
+from exl2flow.serve.apis.agents import (
     AgentBody,
     AgentDialect,
     Block,
@@ -15,11 +17,9 @@ from exl2flow.serve.agents import (
     turns,
     words_of,
 )
-from exl2flow.serve.answers import RunningAnswer
-from exl2flow.serve.bounds import MOST_TOOLS, Name, most
-from exl2flow.serve.chat_tools import KINDS, as_function
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.apis.chat_tools import KINDS, as_function
 from exl2flow.serve.errors import ApiError
+from exl2flow.serve.hosts.engine import Engine
 
 STORED = "this server stores no answers; send the whole conversation as `input`"
 # calls of tools that the client runs, and the field with their arguments

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from exl2flow.engine.chat import all_tool_formats
 from exl2flow.engine.generate.event import Reason
-from exl2flow.serve.answers import BROKEN, RunningAnswer
-from exl2flow.serve.fields import HARMLESS
-from exl2flow.serve.models import Models
+from exl2flow.serve.answers.answer import BROKEN, RunningAnswer
+from exl2flow.serve.answers.fields import HARMLESS
+from exl2flow.serve.hosts.models import Models
 
 log = logging.getLogger("exl2flow.serve")
 PREFIX, LABEL, OTHER = "exl2flow_", "model_name", "other"

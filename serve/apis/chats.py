@@ -12,12 +12,12 @@ from exl2flow.engine.chat.history import Reader
 from exl2flow.engine.filters import GrammarFilter, Phases
 from exl2flow.model.text import messages as turns
 from exl2flow.model.text.repairs import joined
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.chat_tools import Tools, has_grammar, tools_of
-from exl2flow.serve.engine import NO_TOOLS, Engine
+from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.serve.answers.fields import ChatBody
+from exl2flow.serve.apis.chat_tools import Tools, has_grammar, tools_of
+from exl2flow.serve.apis.mapping import grammar_of, planned
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import ChatBody
-from exl2flow.serve.mapping import grammar_of, planned
+from exl2flow.serve.hosts.engine import NO_TOOLS, Engine
 
 GENERIC = (
     "You may call these functions:\n<tools>\n{tools}\n</tools>\nTo call one, write an object with "

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import cast
 
-from exl2flow.serve.answers import AnswerPlan
-from exl2flow.serve.bounds import MOST_PROMPTS
-from exl2flow.serve.engine import Engine
+from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.serve.answers.bounds import MOST_PROMPTS
+from exl2flow.serve.answers.fields import CompletionBody
+from exl2flow.serve.apis.mapping import grammar_of, planned
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.fields import CompletionBody
-from exl2flow.serve.mapping import grammar_of, planned
+from exl2flow.serve.hosts.engine import Engine
 
 # marks before the text, before what follows it, and before what is missing
 FILLING = (

@@ -1,0 +1,1 @@
+"""The APIs: a file each, which reads bodies and writes answers."""

@@ -1,0 +1,1 @@
+"""Models that are loaded: their running texts, turns, keys, figures."""
