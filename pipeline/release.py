@@ -5,13 +5,13 @@ Check everything that could refuse the release first; publish only complete resu
 
 from importlib import import_module
 
+from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.config import RunOptions, SharedOptions
 from exl2flow.core.options.publication import PublishConfig, PublishOptions
 from exl2flow.pipeline.conversion import conversions_of, open_pipeline
 from exl2flow.pipeline.hub.client import Hub
 from exl2flow.pipeline.hub.origin import check_target
 from exl2flow.pipeline.stages import MEASURE_STAGES
-from exl2flow.core.options.base import MEASUREMENT_FILE
 
 
 def hub_of(token_block: str | None) -> Hub:

@@ -16,11 +16,11 @@ from exl2flow.serve.apis import chats, completions
 from exl2flow.serve.apis.mapping import settings_of
 from exl2flow.serve.apis.openai import Chunk, CompletionDialect, sse, timings_of
 from exl2flow.serve.apis.reply import AnswerResponse
+from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.errors import ApiError, shown
 from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.metrics import Metrics
 from exl2flow.serve.hosts.models import Models
-from exl2flow.serve.http.body_pace import PacedRoute
 
 SLICE = 1 << 13  # values that are written as JSON at once
 

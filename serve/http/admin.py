@@ -9,9 +9,9 @@ from starlette.requests import Request
 
 from exl2flow.serve.answers.bounds import LARGEST_NUMBER, Name, Place
 from exl2flow.serve.answers.fields import Json
+from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.hosts.models import Models
-from exl2flow.serve.http.body_pace import PacedRoute
 
 
 class ModelName(Json):

@@ -37,13 +37,13 @@ from exl2flow.serve.apis.openai import ChatDialect, CompletionDialect
 from exl2flow.serve.apis.reply import AnswerResponse
 from exl2flow.serve.apis.responses import ResponsesBody, ResponsesDialect
 from exl2flow.serve.apis.tabby import encoded, names_of, tabby, text_of
+from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.keys import Keys
 from exl2flow.serve.hosts.metrics import Metrics
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.admin import admin_router
-from exl2flow.serve.http.body_pace import PacedRoute
 from exl2flow.serve.http.guard import Guard
 from exl2flow.serve.http.page import page
 

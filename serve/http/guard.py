@@ -18,10 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.serve.answers.bounds import LARGEST_BODY, check_body
+from exl2flow.serve.body_pace import BodyPace, seconds_of
 from exl2flow.serve.errors import ApiError, as_api_error, response
 from exl2flow.serve.hosts.keys import Key, Keys
 from exl2flow.serve.hosts.metrics import OTHER, Metrics
-from exl2flow.serve.http.body_pace import BodyPace, seconds_of
 from exl2flow.serve.http.listening import UNIX
 
 LARGEST_HEADERS = 32 << 10  # bytes

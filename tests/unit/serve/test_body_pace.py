@@ -10,8 +10,8 @@ import pytest
 from fastapi import APIRouter, Body, FastAPI
 
 from exl2flow.serve.answers.bounds import LARGEST_BODY
+from exl2flow.serve.body_pace import SHARE, SMALL, BodyPace, PacedRoute, seconds_of
 from exl2flow.serve.http import body_pace
-from exl2flow.serve.http.body_pace import SHARE, SMALL, BodyPace, PacedRoute, seconds_of
 
 JSON = {"content-type": "application/json"}
 
