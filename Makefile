@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo dev test test-all test-gpu test-cards sanitize test-lowest campaign check format build clean
+.PHONY: demo dev test test-all test-base test-gpu test-cards sanitize test-lowest campaign check format build clean
 
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
@@ -20,13 +20,22 @@ demo: .venv/.installed
 	@echo "installing exl2flow and its libraries (torch is the largest) into .venv:" \
 	    "2 to 6 GB, a few minutes the first time; pip reports only errors"
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,prefect]'
 	touch $@
 
 # A contributor's environment: the same plus the development tools.
 .venv/.installed-dev: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
+
+# What a person gets without extras: it generates, chats and serves, and says what converting needs.
+.venv-base/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-base
+	.venv-base/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+test-base: .venv-base/.installed
+	.venv-base/bin/python tests/support/base.py .venv-base/bin demo/model
 
 # The lowest versions that pyproject.toml allows; pip has no such choice, uv has. Prefect gets a home of its own,
 # because it cannot read the database of a newer version.

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from exl2flow.cli.output.console import json_line, say
+from exl2flow.cli.output.extras import how_to_install
 from exl2flow.core import words
 from exl2flow.core.errors import (
     ConfigError,
@@ -116,6 +117,11 @@ def explained(arguments: Sequence[str]) -> Iterator[None]:
         code = USAGE if isinstance(error, ConfigError) else FAILURE
         _fail(code, type(error).__name__, _message(error) + tail, arguments, style="red")
         raise typer.Exit(code) from None
+    except ModuleNotFoundError as error:
+        if error.name is None or (message := how_to_install(error.name)) is None:
+            raise
+        _fail(FAILURE, type(error).__name__, f"error: {message}", arguments, style="red")
+        raise typer.Exit(FAILURE) from None
     except FAILURES as error:
         if (message := of_the_machine(error)) is None:
             raise

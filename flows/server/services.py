@@ -50,7 +50,7 @@ PAUSE_SECONDS = 10.0  # at least, between two starts of a service
 HOME_VARIABLE, NAME_VARIABLE = "EXL2FLOW_SERVICE_OF", "EXL2FLOW_SERVICE"
 PROGRAM_VARIABLE = "EXL2FLOW_SERVICE_PROGRAM"
 PACKAGE = Path(__file__).parents[2]
-PARTS = ("core", "flows", "inference", "kernels", "model", "quant", "tasks")
+PARTS = ("core", "kernels", "model", "quant", "engine", "inference", "pipeline", "tasks", "flows")
 MODULES = "exl2flow.flows.server."
 # Where to reach a server that listens on all interfaces; on `::`, it has no IPv4 address
 LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}

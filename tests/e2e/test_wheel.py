@@ -18,8 +18,8 @@ from tiny import make_tiny
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("build", "dist", "demo-exl2", "*.egg-info", "__pycache__", ".*")
-CODE = ["core", "kernels", "model", "quant", "tasks", "flows", "inference", "compat"]
-CODE += ["calibration_data", "serve"]
+CODE = ["core", "kernels", "model", "quant", "engine", "inference", "pipeline", "tasks", "flows"]
+CODE += ["cli", "compat", "calibration_data", "serve"]
 SHIPPED = (".py", ".cu", ".cuh", ".j2", ".jinja", ".toml")
 LEAST_SETUPTOOLS = 77  # as `pyproject.toml` asks for
 TIMEOUT_SECONDS = 300

@@ -15,10 +15,11 @@ BELOW: dict[str, set[str]] = {
     "engine": {"core", "kernels", "model"},
 }
 BELOW["inference"] = {"core", "kernels", "model", "engine", "calibration_data"}
-BELOW["tasks"] = {*BELOW}
-BELOW["serve"] = {"core", "kernels", "model", "engine"}  # `cli/commands/serve.py` imports it
-BELOW["flows"] = {*BELOW}
-BELOW["compat"] = {"core", "kernels", "model", "engine"}  # nothing imports it
+BELOW["pipeline"] = {"core", "kernels", "model", "quant", "engine", "inference"}
+BELOW["tasks"] = {"core", "model", "quant", "inference", "pipeline"}
+BELOW["serve"] = BELOW["compat"] = {"core", "kernels", "model", "engine"}
+BELOW["cli"] = {*BELOW["pipeline"], "pipeline", "serve"}
+BELOW["flows"] = {"core", "inference", "pipeline", "tasks", "cli"}
 FOLDERS = set(BELOW)
 
 

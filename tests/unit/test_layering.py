@@ -1,6 +1,7 @@
 """Who may import whom, and where certain words may stand: every file of the package is parsed."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prometheus_client": ("serve/",),
     "pydantic": (
         "core/",
+        "cli/",
         "flows/",
         "serve/http/admin.py",
         "serve/answers/answer_schemas.py",
@@ -50,14 +52,14 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
         "serve/hosts/keys.py",
         "serve/apis/sections.py",
     ),
-    "pydantic_core": ("flows/", "model/text/repairs.py", "serve/"),
-    "rich": ("flows/cli/",),
+    "pydantic_core": ("cli/", "flows/", "model/text/repairs.py", "serve/"),
+    "rich": ("cli/",),
     "highspy": ("quant/allocate/knapsack.py",),
     "sentencepiece": ("model/text/sentencepiece_model.py", "model/text/tokenizer.py"),
     "tokenizers": ("model/text/",),
-    "typer": ("flows/cli/",),
+    "typer": ("cli/", "flows/cli/"),
     "cupy": tuple(f"kernels/cuda/{name}.py" for name in ("compiler", "exchange", "ops", "ptx")),
-    "huggingface_hub": ("tasks/",),
+    "huggingface_hub": ("pipeline/hub/", "tasks/revisions.py"),
     "h11": ("serve/http/running.py",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py", "serve/"),
     "fastapi": ("flows/webhook.py", "serve/"),
@@ -68,20 +70,15 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
 }
 # may import inside functions
 LAZY_IMPORTS = (
+    "cli/",
     "flows/",
     "kernels/backend.py",
     "model/layers/attention.py",
     "engine/filters/grammar.py",
     "inference/scoring/intervals.py",
 )
-RUNNING_FLOWS = {
-    "flows/cli/running.py",
-    "flows/cli/server.py",
-    "flows/cli/webhook.py",
-    "cli/main.py",
-}
 # may print
-PROGRAMS = ("flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
+PROGRAMS = ("cli/", "flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
 # what lies directly in a folder: each may import earlier ones only; in quant/ as in the pipeline
 ORDER = {
     "core": ("errors", "words", "device_name", "options", "runtime", "store", "requests"),
@@ -118,6 +115,18 @@ ORDER = {
         "report",
         "validate",
     ),
+    "serve": ("errors", "body_pace", "answers", "hosts", "apis", "http"),
+    "pipeline": (
+        "devices",
+        "stages",
+        "hub",
+        "conversion",
+        "preparation",
+        "bitrates",
+        "release",
+        "local",
+    ),
+    "cli": ("output", "options", "work", "terminal", "commands", "main"),
     "flows": (
         "runs",
         "convert",
@@ -132,20 +141,9 @@ ORDER = {
         "cli",
     ),
 }
-WITHOUT_PREFECT = (
-    "quant/",
-    "engine/",
-    "inference/",
-    "compat/",
-    "serve/",
-    "pipeline/stages.py",
-    "pipeline/hub/fetch.py",
-    "pipeline/hub/publish.py",
-    "pipeline/hub/origin.py",
-    "flows/cli/",
-    "pipeline/local.py",
-    "flows/__init__.py",
-)
+ON_PREFECT = ("tasks/", "flows/")
+BELOW_PREFECT = [file for file in FILES if not file.startswith(ON_PREFECT)]
+PLUGGED = re.compile(r"import_module\(f?\"(exl2flow\.(?:flows|tasks)\.[a-z_]+)")
 LONGEST_FILE = 400  # lines of code
 LONGEST_FUNCTION = 60  # lines, docstring included
 MOST_PARAMETERS = 8
@@ -373,20 +371,14 @@ def test_what_needs_no_prefect_does_not_load_it() -> None:
             if i.at_top and i.name.startswith("prefect")
         }
 
-    entries = [file for file in FILES if file.startswith(WITHOUT_PREFECT)]
-    assert len(entries) > 30
-    assert offenders(loading, entries) == {}
+    assert offenders(loading, BELOW_PREFECT) == {}
     assert loading("flows/convert.py")
 
 
-def test_only_commands_that_run_flows_load_them_later() -> None:
-    def loading(file: str) -> set[str]:
-        later = [file_of(i.name) for i in imports(file) if not i.at_top]
-        reached = {other for found in later if found for other in loaded_with(found)}
-        return {o for o in reached for i in imports(o) if i.at_top and i.name.startswith("prefect")}
+def test_the_command_line_names_what_plugs_in_and_imports_none_of_it() -> None:
+    plugged = set(PLUGGED.findall("".join((ROOT / file).read_text() for file in BELOW_PREFECT)))
 
-    commands = [file for file in FILES if file.startswith("flows/cli/")]
-    assert set(offenders(loading, commands)) <= RUNNING_FLOWS
+    assert plugged == {"exl2flow.flows.cli", "exl2flow.tasks.hub_tasks"}
 
 
 def test_environment_is_read_in_configuration_and_flows_only() -> None:
@@ -399,6 +391,8 @@ def test_environment_is_read_in_configuration_and_flows_only() -> None:
     allowed = (
         "core/options/environment.py",
         "core/runtime/device_locks.py",
+        "pipeline/devices.py",
+        "cli/",
         "flows/",
     )  # slots choose the device of a process
     outside = [f for f in FILES if not f.startswith(allowed)]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path, PurePath
@@ -26,9 +27,9 @@ CARRIED_BY = {
     "pydantic_core": "pydantic",
     "httpx": "prefect",
     "starlette": "fastapi",
-    "uvicorn": "prefect",
     "yaml": "pyyaml",
 }  # a dependency's own dependency
+OPTIONAL = {"cupy", "prefect_dask", "prefect_ray"}  # asked for by extras of their own
 
 
 def normalized(requirement: str) -> str:
@@ -130,33 +131,50 @@ def test_installed_version_is_that_of_the_project() -> None:
 
 def test_every_dependency_is_pinned() -> None:
     project = PROJECT["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["convert"], *extras["prefect"], *extras["dev"]]
 
-    missing = {normalized(requirement) for requirement in wanted} - set(pinned())
+    missing = {normalized(requirement) for requirement in wanted} - {"exl2flow", *pinned()}
 
     assert not missing
     assert pinned()["torch"] == "2.13.0"
 
 
-def test_every_imported_library_is_a_dependency() -> None:
-    declared = {normalized(requirement) for requirement in PROJECT["project"]["dependencies"]}
-    imported: set[str] = set()
-    for top in TOP:
-        for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    imported |= {alias.name.partition(".")[0] for alias in node.names}
-                elif isinstance(node, ast.ImportFrom):
-                    imported.add(str(node.module).partition(".")[0])
-
-    extras = {"cupy", "prefect_dask", "prefect_ray"}
-    foreign = imported - sys.stdlib_module_names - extras - {"exl2flow"}
-
-    names = {CARRIED_BY.get(name, name).lower().replace("_", "-") for name in foreign}
-    assert names - {normalized(name) for name in declared} == set()
+def declared(*extras: str) -> set[str]:
+    """Return the distributions that an installation with extras brings."""
+    project = PROJECT["project"]
+    groups = [project["dependencies"], *(project["optional-dependencies"][name] for name in extras)]
+    return {normalized(requirement) for group in groups for requirement in group}
 
 
-@pytest.mark.parametrize("extra", ["cuda12", "cuda13", "dask", "ray", "dev"])
+def imported(folders: Iterable[str]) -> set[str]:
+    """Return the distributions of the libraries that files of these folders import."""
+    found: set[str] = set()
+    for path in (path for top in folders for path in (ROOT / top).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(str(node.module).partition(".")[0])
+    foreign = found - sys.stdlib_module_names - OPTIONAL - {"exl2flow"}
+    return {CARRIED_BY.get(name, name).lower().replace("_", "-") for name in foreign}
+
+
+@pytest.mark.parametrize(
+    ("extras", "folders"),
+    [
+        ((), ("core", "kernels", "model", "engine", "serve", "compat", "cli", "pipeline")),
+        (("convert",), ("quant", "inference", "calibration_data")),
+        (("prefect",), ("tasks", "flows")),
+    ],
+)
+def test_every_imported_library_is_a_dependency(
+    extras: tuple[str, ...], folders: tuple[str, ...]
+) -> None:
+    assert imported(folders) - declared(*extras) == set()
+
+
+@pytest.mark.parametrize("extra", ["convert", "prefect", "cuda12", "cuda13", "dask", "ray", "dev"])
 def test_extra_is_offered(extra: str) -> None:
     assert PROJECT["project"]["optional-dependencies"][extra]
 

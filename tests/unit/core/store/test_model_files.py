@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sources import FILES, ROOT
 
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.store.model_files import (
@@ -129,9 +130,7 @@ def test_weight_files_are_those_that_a_loader_reads(
 
 
 def test_nobody_else_looks_for_weights_by_a_pattern() -> None:
-    root = Path(__file__).parents[4]
-    packages = ("compat", "core", "flows", "inference", "model", "quant", "serve", "tasks")
-    files = {path for name in packages for path in (root / name).rglob("*.py")}
+    files = {ROOT / file for file in FILES if not file.startswith("calibration_data/")}
 
     assert [path for path in files if '.glob("*.safetensors' in path.read_text()] == []
 

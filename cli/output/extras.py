@@ -1,0 +1,26 @@
+"""Libraries that only some commands need, and how to install them."""
+
+import shlex
+from importlib.metadata import requires
+
+PROJECT = "exl2flow"
+BRINGS = {"docket": "pydocket", "yaml": "pyyaml", "httpx": "prefect"}  # module → distribution
+EXTRAS = ("convert", "prefect")
+
+
+def how_to_install(module: str) -> str | None:
+    """Return what to type where a module of an extra is missing; None: no extra brings it."""
+    name = BRINGS.get(module, module)
+    for extra in EXTRAS:
+        wanted = _requirements(extra)
+        if any(requirement.startswith(name) for requirement in wanted):
+            return (
+                f"`{module}` is missing, which the extra `{extra}` brings: "
+                f"`pip install {shlex.join(wanted)}`"
+            )
+    return None
+
+
+def _requirements(extra: str) -> list[str]:
+    pairs = (line.partition(";") for line in requires(PROJECT) or ())
+    return sorted(name for name, _, marker in pairs if marker.strip() == f'extra == "{extra}"')
