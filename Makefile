@@ -92,7 +92,7 @@ campaign: $(DEV)
 check: dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant tasks flows inference compat serve
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs core kernels model quant engine inference pipeline tasks flows cli compat serve
 	$(BIN)/mypy
 
 format: dev
@@ -101,7 +101,7 @@ format: dev
 
 build: dev
 	rm -rf build dist
-	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python -m build --outdir dist .
 
 clean:
 	rm -rf .venv .venv-lowest build dist *.egg-info demo-*/ .exl2flow

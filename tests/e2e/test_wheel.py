@@ -26,7 +26,7 @@ TIMEOUT_SECONDS = 300
 WHERE = """
 import importlib, json
 names = "core.options.config kernels.cuda model.files.exl2 quant.rounding.hessian".split()
-names += ["pipeline.stages", "flows.cli"]
+names += ["engine", "pipeline.stages", "tasks.stage", "flows.cli", "cli.main"]
 names += ["inference", "compat", "calibration_data", "serve.http.app"]
 modules = [importlib.import_module(f"exl2flow.{name}") for name in names]
 print(json.dumps([module.__file__ for module in modules]))
@@ -73,10 +73,10 @@ def isolation() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the tree, so that the checkout stays clean."""
+    """The wheel of the sdist of a copy of the tree, so that the checkout stays clean."""
     root = tmp_path_factory.mktemp("build")
     shutil.copytree(ROOT, root / "tree", ignore=shutil.ignore_patterns(*LEFT_OUT))
-    run_here("build", "--wheel", *isolation(), "--outdir", str(root), str(root / "tree"))
+    run_here("build", *isolation(), "--outdir", str(root), str(root / "tree"))
     (path,) = root.glob("*.whl")
     return path
 
