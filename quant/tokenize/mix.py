@@ -6,8 +6,9 @@ file is read from its start. Text that is too short gives overlapping rows rathe
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -124,7 +125,7 @@ def _standard_rows(path: Path, tokenizer: Tokenizer, request: RowRequest) -> Cal
     texts: dict[str, list[str]] = {kind: [] for kind in TEXT_KINDS}
     for kind, text in records(path, ["kind", "text"]):
         texts[kind].append(text)
-    streams = {kind: _stream(kind, texts[kind], tokenizer) for kind in TEXT_KINDS}
+    streams = cache(lambda kind: _stream(kind, texts[kind], tokenizer))
     generator = torch.Generator().manual_seed(request.seed)
     length = request.row_tokens
     counts = {kind: count for kind, count in row_counts(request).items() if count}
@@ -143,7 +144,7 @@ def _standard_rows(path: Path, tokenizer: Tokenizer, request: RowRequest) -> Cal
             stream = _long_enough(kind, streams, length)
             offsets = row_offsets(stream, count, length)
             blocks.append(cut(stream, offsets, length, bos=tokenizer.bos_token_id))
-            notes += short_notes(kind, len(streams[kind].ids), offsets, length)
+            notes += short_notes(kind, len(streams(kind).ids), offsets, length)
     kinds = tuple(kind for kind, count in counts.items() for _ in range(count))
     return CalibrationRows(ids=torch.cat(blocks), kinds=kinds, notes=tuple(notes))
 
@@ -165,16 +166,16 @@ def _stream(kind: str, texts: Sequence[str], tokenizer: Tokenizer) -> Stream:
     return stream
 
 
-def _long_enough(kind: str, streams: Mapping[str, Stream], length: int) -> Stream:
+def _long_enough(kind: str, streams: Callable[[str], Stream], length: int) -> Stream:
     """Return the kind's stream, extended by other kinds if it is shorter than a row."""
-    stream = streams[kind]
+    stream = streams(kind)
     if len(stream.ids) >= length:
         return stream
     ids = list(stream.ids)
     after = TEXT_KINDS.index(kind) + 1
     for other in (*TEXT_KINDS[after:], *TEXT_KINDS[: after - 1]):
         if len(ids) < 2 * length:
-            ids += streams[other].ids
+            ids += streams(other).ids
     if len(ids) < length:
         raise NotEnoughRows(
             f"the standard calibration set has {len(ids)} tokens with this tokenizer, one row "
