@@ -74,7 +74,7 @@ COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
 TESTED = (ast.Compare, ast.UnaryOp)  # conditions that are changed themselves
 # `zip` asserts lengths that callers have made equal; the other is for debuggers
 UNTESTED = ("strict", "thread_name_prefix")
-# Words for people, whose exact text is no fact that a test should hold
+# Words for people, whose exact text is not a fact that a test should hold
 SPOKEN_CALLS = ("Field", "info", "warning", "debug", "append_notes")
 
 

@@ -1,4 +1,4 @@
-"""What is made with the engine: scores, reports, a model's text for calibration, timings.
+"""Made with the engine: scores, reports, a model's text for calibration, timings.
 
 The names with which programs load and run models are `exl2flow.engine`'s.
 """

@@ -25,7 +25,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
     """Return the device for `auto`, `cpu`, `cuda`, or `cuda:1` and the like.
 
     Raises:
-        ConfigError: it is no device's name.
+        ConfigError: it is not a device's name.
         BackendUnavailable: CUDA is requested but torch finds no device, or not that one, or the
             kernels cannot be used. `auto` takes the CPU then, and a warning says why.
     """
@@ -43,7 +43,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
     index, count = index_of(name), torch.cuda.device_count()
     if index is not None and index >= count:
         names = "`cuda:0`" if count == 1 else f"`cuda:0` to `cuda:{count - 1}`"
-        raise BackendUnavailable(f"there is no device `{name}`: torch sees {names}; give one")
+        raise BackendUnavailable(f"no device `{name}`: torch sees {names}; give one")
     if name.startswith("cuda"):
         _cuda_ops()
     return torch.device(name)

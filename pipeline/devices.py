@@ -24,7 +24,7 @@ def checked_device(config: RunOptions | Comparison) -> torch.device:
     """Return the device of a run, whose other GPUs exist if it splits models.
 
     Raises:
-        ConfigError: a device is not there, or is no GPU.
+        ConfigError: a device is not there, or is not a GPU.
     """
     device = resolve_device(config.device)
     check_split(config, device)

@@ -18,7 +18,7 @@ def hub_of(token_block: str | None) -> Hub:
     """Return a client with the token of a Secret block, or that of the environment.
 
     Raises:
-        ConfigError: there is no such block.
+        ConfigError: no such block.
     """
     if token_block is None:
         return Hub.open()

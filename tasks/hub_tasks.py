@@ -27,7 +27,7 @@ def read_token(block: str | None) -> str | None:
     """Return a Secret block's token; None without one, because the client reads HF_TOKEN itself.
 
     Raises:
-        ConfigError: there is no such block, or it does not hold text.
+        ConfigError: no such block, or it does not hold text.
     """
     if block is None:
         return None
@@ -35,7 +35,7 @@ def read_token(block: str | None) -> str | None:
         token = cast(Secret[Any], Secret.load(block)).get()
     except ValueError:
         raise ConfigError(
-            f"there is no Secret block `{block}` on this Prefect server; create one in its UI "
+            f"no Secret block `{block}` on this Prefect server; create one in its UI "
             "under Blocks, or set HF_TOKEN"
         ) from None
     if not isinstance(token, str) or not token:

@@ -36,7 +36,7 @@ SHARED = tuple(stage.name for stage in MEASURE_STAGES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessShare:
-    """How a separate process takes a device.
+    """The way a separate process takes a device.
 
     workers: number of processes on a host without GPUs; stop: file that appears when everything is
     to stop and holds the signal's number.

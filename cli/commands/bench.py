@@ -55,7 +55,7 @@ def _counts(text: str) -> tuple[int, ...]:
     """Return the numbers in a comma-separated list.
 
     Raises:
-        ConfigError: one is no number of rows, or there is none.
+        ConfigError: one is not a number of rows, or there is none.
     """
     entries = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in entries):

@@ -132,7 +132,7 @@ def _absolute(options: ServeOptions) -> ServeOptions:
 
 
 def _of_any(options: ServeOptions) -> ServeOptions:
-    """Return the options for another model, without those that only fit the first one."""
+    """Return the options for another model, without the ones that fit only the first."""
     names = "draft lora format tool_format rope_scale rope_alpha rope_yarn"
     fields = ServeOptions.model_fields
     own = {name: fields[name].get_default(call_default_factory=True) for name in names.split()}

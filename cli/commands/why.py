@@ -55,7 +55,7 @@ def why(
     pipeline = pipeline_of(record)
     if (wanted := stage or named) is not None and wanted not in pipeline.stages:
         choices = ", ".join(f"`{name}`" for name in pipeline.stages)
-        raise ConfigError(f"there is no stage `{wanted}`; choose one of {choices}")
+        raise ConfigError(f"no stage `{wanted}`; choose one of {choices}")
     outlooks = [each for each in outlook(pipeline) if wanted in (None, each.stage)]
     if as_json:
         emit_json({"run": record.config, "stages": [asdict(each) for each in outlooks]})

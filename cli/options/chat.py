@@ -115,7 +115,7 @@ def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[s
     """Return the options of a profile, or of the one remembered for the model, and its origin.
 
     Raises:
-        ConfigError: there is no such profile, or it has no such option; or a file is damaged.
+        ConfigError: no such profile, or it has no such option; or a file is damaged.
         CorruptCheckpoint, ReadFailed: the names that are remembered cannot be read.
     """
     folder, key = home("XDG_CONFIG_HOME", ".config"), str(model.resolve())

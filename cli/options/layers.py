@@ -43,7 +43,7 @@ def layered(
             continue
         field = variable.removeprefix(prefix).lower()
         if field not in lists:
-            raise ConfigError(f"`{variable}` is no option of {of}{words.nearest(field, lists)}")
+            raise ConfigError(f"`{variable}` is not an option of {of}{words.nearest(field, lists)}")
         if text:
             found[field] = text.split(",") if lists[field] else text
             shown[field] = variable
@@ -68,12 +68,12 @@ def options_in(
     """Return field → value of a table, whose keys may be spelled as options are.
 
     Raises:
-        ConfigError: a key is no option, with the names that are near.
+        ConfigError: a key is not an option, with the names that are near.
     """
     values = {key.replace("-", "_"): value for key, value in table.items()}
     for key in values:
         if key not in known:
-            why = f"`{key}`, which is no option of {of}{words.nearest(key, known)}"
+            why = f"`{key}`, which is not an option of {of}{words.nearest(key, known)}"
             raise ConfigError(f"{where} has {why}")
     return values
 

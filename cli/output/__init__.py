@@ -1,1 +1,1 @@
-"""What commands print: the console, tables, results, progress, help, failures in words."""
+"""The output of commands: the console, tables, results, progress, help, failures in words."""

@@ -79,7 +79,7 @@ def obey(chat: Chat, text: str) -> Result:
     name, _, argument = text.strip().partition(" ")
     if f"/{name}" not in COMMANDS and (setting := name.replace("-", "_")) in SETTINGS:
         value = "on" if isinstance(attrgetter(SETTINGS[setting])(chat), bool) else "VALUE"
-        raise ConfigError(f"`/{name}` is no command but a setting: `/set {setting} {value}`")
+        raise ConfigError(f"`/{name}` is not a command but a setting: `/set {setting} {value}`")
     return _named(f"/{name}", COMMANDS, "command").run(chat, argument.strip())
 
 
@@ -90,7 +90,7 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
         ConfigError: there is none of this name.
     """
     if name not in table:
-        raise ConfigError(f"there is no {what} `{name}`{words.nearest(name, table)}")
+        raise ConfigError(f"no {what} `{name}`{words.nearest(name, table)}")
     return table[name]
 
 
@@ -149,7 +149,7 @@ def edit(chat: Chat, argument: str) -> Result:
     turns = chat.session.turns
     numbers = [str(number) for number in range(1, len(turns) + 1)]
     if (number := argument or str(len(turns) or 1)) not in numbers:
-        raise ConfigError(f"there is no turn {number:.20}; there are {len(turns)}")
+        raise ConfigError(f"no turn {number:.20}; there are {len(turns)}")
     assert chat.typed is not None
     index, text = int(number) - 1, ""
     with suppress(Leave):
@@ -274,7 +274,7 @@ def _path(text: str) -> Path:
     if not text:
         raise ConfigError("give a file")
     if "\0" in text:
-        raise ConfigError(f"`{text}` is no name of a file: it holds a NUL")
+        raise ConfigError(f"`{text}` is not a name of a file: it holds a NUL")
     return Path(text).expanduser()
 
 

@@ -49,7 +49,7 @@ class Screen:
 
     def show(self, pieces: Iterable[Piece]) -> None:
         """Show an answer; its pieces end at the first Ctrl-C, a second one raises."""
-        # it is heard between two pieces, and by those that can, while the next one is awaited
+        # it is heard between two pieces, and, where it can be, while the next one is awaited
         with _interruptible(getattr(pieces, "abort_event", None) or Flag()) as stop:
             self.console.file.write(MARK_PASTES)
             try:

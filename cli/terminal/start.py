@@ -101,7 +101,7 @@ def _message(model: Path) -> str:
 
     Raises:
         ConfigError: nothing does.
-        SourceModelError: there is no model.
+        SourceModelError: no model.
     """
     resolve(model)
     text = sys.stdin.buffer.read().decode("utf-8", "replace")

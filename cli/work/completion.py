@@ -138,11 +138,11 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             value = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{where} is no JSON: {error}") from error
+            raise ConfigError(f"{where} is not JSON: {error}") from error
         if isinstance(value, dict):
             refuse_images({**value, "tag": None}, where)
         if not isinstance(value, dict) or "prompt" not in value:
-            raise ConfigError(f"{where} is no object with a `prompt`")
+            raise ConfigError(f"{where} is not an object with a `prompt`")
         if unknown := [key for key in value if key not in ("prompt", "tag", *OF_A_LINE)]:
             raise ConfigError(
                 f"{where} has `{unknown[0]}`; it may have `prompt`, `tag`, "

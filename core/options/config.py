@@ -353,7 +353,7 @@ class RunOptions(SplitModels):
             given = merged.get(group, {})
             if isinstance(given, BaseModel):
                 given = given.model_dump(exclude_unset=True)
-            # what is no group is refused with all other problems
+            # what is not a group is refused with all other problems
             if group in cls.model_fields and isinstance(given, Mapping):
                 merged[group] = {**preset, **{k: v for k, v in given.items() if v is not None}}
         return merged

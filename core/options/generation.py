@@ -65,7 +65,7 @@ class DrawOptions(Options):
 
 
 class LoadOptions(PlacementOptions):
-    """How `generate`, `chat` and `serve` load a model, what changes it and what drafts for it."""
+    """Options by which `generate`, `chat` and `serve` load a model, change it and draft for it."""
 
     lora: Annotated[list[Path], Option("FOLDER", MODEL)] = Field(
         default=[], description="folder of an adapter that changes the model"
@@ -138,7 +138,7 @@ class SlotOptions(LoadOptions):
 
 
 class ModelOptions(LoadOptions):
-    """What all texts must and must not hold, besides how a model is loaded."""
+    """Options for what all texts must and must not hold, and for loading a model."""
 
     ban: Annotated[list[str], Option("TEXT", "Stopping")] = Field(
         default=[], description="text that must not appear, in upper or lower case"

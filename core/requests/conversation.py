@@ -35,7 +35,7 @@ class PromptFormat:
     """A prompt format: a template of conversations, and what ends an answer besides EOS ids.
 
     template: Jinja; file: where it is from, for messages.
-    stop_tokens: end an answer as tokens, those that the vocabulary has.
+    stop_tokens: end an answer as tokens, if the vocabulary has them.
     stop_strings: end an answer as text, and as tokens where the vocabulary has them. `{user}`,
         `{USER}`, `{lower}` and `{initial}` stand for the user's name in different spellings.
     marks: tokens by which a vocabulary is recognized; without any it never is.

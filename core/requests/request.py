@@ -26,8 +26,8 @@ ELEMENTS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "banned_strings": (lambda ban: isinstance(ban, str) and ban, "; it takes non-empty strings"),
     "hooks": (callable, ", which cannot be called"),
-    "filters": (lambda one: callable(getattr(one, "start", None)), ", which is no filter"),
-    "embeddings": (lambda one: hasattr(one, "is_floating_point"), ", which is no tensor"),
+    "filters": (lambda one: callable(getattr(one, "start", None)), ", which is not a filter"),
+    "embeddings": (lambda one: hasattr(one, "is_floating_point"), ", which is not a tensor"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What `Generator.generate` takes beside prompts: names and types for editors, and for messages."""
+"""Options of `Generator.generate` beside prompts: names and types for editors, and for messages."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields
@@ -58,7 +58,7 @@ def refuse_unknown(names: Iterable[str], known: Collection[str], call: str) -> N
     """Raise `ConfigError` for an option that a call does not have, with the one that was meant."""
     for name in names:
         if name not in known:
-            raise ConfigError(f"`{name}` is no option of `{call}`{_hint(name, known)}")
+            raise ConfigError(f"`{name}` is not an option of `{call}`{_hint(name, known)}")
 
 
 def _hint(name: str, known: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""How far a whole run is: how many of its stages are done, which one is at work, when that ends."""
+"""Progress of a whole run: how many stages are done, which one is at work, when that ends."""
 
 import logging
 import time

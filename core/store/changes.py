@@ -56,7 +56,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What a run does with a stage, and why.
+    """The work of a run on a stage, and its reason.
 
     finished: nothing; continues: from its checkpoints; again: although there is an earlier result;
     begins: for the first time. detail: what else there is to say; changes: since the earlier one.

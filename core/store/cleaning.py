@@ -199,12 +199,12 @@ def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list
         partial: whether to include unfinished conversions.
 
     Raises:
-        ConfigError: the folder is no work root.
+        ConfigError: the folder is not a work root.
         ReadFailed: a manifest cannot be read.
     """
     if not (root / DIGESTS_FILE).is_file() and not (root / "sources").is_dir():
         raise ConfigError(
-            f"`{root}` is no work root; give the folder of checkpoints: `--work-root` of the "
+            f"`{root}` is not a work root; give the folder of checkpoints: `--work-root` of the "
             "conversion, or `.exl2flow` beside its output"
         )
     return list(_Root(path=root.resolve(), keep_latest=keep_latest, partial=partial).items())
@@ -220,7 +220,7 @@ def clean(
         skip_busy: whether to skip a work directory that is in use instead of refusing.
 
     Raises:
-        ConfigError: the folder is no work root.
+        ConfigError: the folder is not a work root.
         WorkDirBusy: a run is using it.
         WriteFailed: something cannot be removed.
     """

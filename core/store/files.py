@@ -202,7 +202,7 @@ def naming(path: Path) -> Iterator[None]:
         if isinstance(error, FileNotFoundError | NotADirectoryError | FileExistsError):
             advice = "choose another place"
             if not path.parent.is_dir():
-                why = f"`{path.parent}` is no folder"
+                why = f"`{path.parent}` is not a folder"
         raise WriteFailed(f"cannot write `{path}`: {why}; {advice}") from error
 
 

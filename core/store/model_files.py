@@ -115,7 +115,7 @@ def left_out(folder: Path) -> list[str]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the visible files at the top of a folder, sorted; none if there is no folder."""
+    """Return the visible files at the top of a folder, sorted; none without the folder."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if not p.name.startswith(".") and p.is_file())

@@ -17,7 +17,7 @@ from exl2flow.core.store.files import write_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """What the Hub tells about a model before its weights are fetched.
+    """The Hub's facts about a model before its weights are fetched.
 
     place: the folder that a fetch makes; download_bytes: what it still has to fetch;
     digests: file name → sha256 of the real files.

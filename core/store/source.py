@@ -161,7 +161,7 @@ def hub_model(source: Path, work_root: Path) -> HubModel | None:
     is_path = wanted.revision is None and source.parent.is_dir()
     if is_path and not wanted.is_begun(work_root):
         raise SourceModelError(
-            f"there is no folder `{source}`, but `{source.parent}` is one; correct the path, or "
+            f"no folder `{source}`, but `{source.parent}` is one; correct the path, or "
             f"write `{source}@main` for a model on the Hub"
         )
     return wanted
@@ -231,7 +231,7 @@ def _load(memory: Path) -> dict[str, FileRecord]:
 
 
 def _remember(memory: Path, path: Path, record: FileRecord) -> None:
-    """Add a digest to those that this and other processes remember."""
+    """Add a digest to what this and other processes remember."""
     try:
         with exclusive(memory):
             records = {**_load(memory), str(path): record}

@@ -365,7 +365,7 @@ def draw_correction(demo: Demo, axes: Axes) -> None:
 
 
 def draw_allocation(demo: Demo, axes: Axes) -> None:
-    """The cost of every candidate of every matrix, and those that are chosen."""
+    """The cost of every candidate of every matrix, and the chosen ones."""
     spec = demo.model.spec
     chosen = read_json(demo.stage("allocate") / ALLOCATION_FILE)["choice"]
     measurement = read_measurement(demo.stage("measure") / MEASUREMENT_FILE, spec)

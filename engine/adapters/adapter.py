@@ -154,7 +154,7 @@ def _halves(folder: Path, spec: ModelSpec, rank: int) -> dict[str, tuple[Tensor,
         elif name.endswith(".bias") and (x.abs() <= NO_BIAS).all():
             continue
         elif not layers or not key.endswith(HALVES):
-            why = "is no `lora_A` or `lora_B` weight of a decoder layer; merge it into the model"
+            why = "is not a `lora_A` or `lora_B` weight of a decoder layer; merge it into the model"
         elif key.startswith(of_experts):
             why = "changes an expert, which no adapter can do yet; merge it into the model"
         elif key not in shapes:

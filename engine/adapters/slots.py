@@ -21,7 +21,7 @@ ALIGNED = 8  # ranks, so that rows of fp16 begin at multiples of 16 bytes
 class AdapterSlots:
     """The adapters of a generator's slots; they take no memory before one is used.
 
-    Tensors stay where they are until there is no room for what the slots use.
+    Tensors stay where they are until no room is left for what the slots use.
     """
 
     def __init__(self, decoder: Decoder, slots: int, moved: Callable[[str], None]) -> None:

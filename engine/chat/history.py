@@ -101,7 +101,7 @@ class Reader:
         under way may displace as much as leaves it half of the room, then its own beginning.
 
         Raises:
-            ContextOverflow: there is no room even without a message.
+            ContextOverflow: no room even without a message.
             ChatTemplateError: the template refuses the conversation, or fails.
         """
         last = turns[-1]

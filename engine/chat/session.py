@@ -47,7 +47,7 @@ STORED = (
 class Session:
     """A conversation.
 
-    turns: all of them, those that the model does not read any more as well. settings, bans,
+    turns: all of them, also the ones that the model no longer reads. settings, bans,
     filters, adapters, max_answer_tokens, amnesia and keep_thinking may be changed between answers.
     notes: what loading a file could not keep.
     """
@@ -187,8 +187,8 @@ class Session:
         self.stop()
         if not -len(self.turns) <= number < len(self.turns):
             if not self.turns:
-                raise ConfigError("there is no turn yet; send a message first")
-            raise ConfigError(f"there is no turn {number}; the last one is {len(self.turns) - 1}")
+                raise ConfigError("no turn yet; send a message first")
+            raise ConfigError(f"no turn {number}; the last one is {len(self.turns) - 1}")
         return self.turns[number]
 
     @property
@@ -390,11 +390,11 @@ def _checked(text: str) -> str:
     """Return a text that can be encoded.
 
     Raises:
-        ConfigError: it is no text, or holds half of a surrogate pair, as broken UTF-8 becomes.
+        ConfigError: it is not text, or holds half of a surrogate pair, as broken UTF-8 becomes.
     """
     if not isinstance(text, str):
         refuse_images(text, "the message")
-        raise ConfigError(f"{text!r:.40} is no text")
+        raise ConfigError(f"{text!r:.40} is not text")
     try:
         text.encode()
     except UnicodeEncodeError as error:

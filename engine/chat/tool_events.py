@@ -1,4 +1,4 @@
-"""What is read from a text with tool calls: events as it comes, calls and content at the end."""
+"""Reads of a text with tool calls: events as it comes, calls and content at the end."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass(slots=True)
 class Parsed:
-    """What a text says. is_broken: some of the content begins like a call, and is none."""
+    """Content and calls of a text. is_broken: some content begins like a call, and is none."""
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -77,8 +77,8 @@ def functions_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]
             isinstance(schema.get(key) or kind(), kind) for key, kind in kinds.items()
         ):
             raise ConfigError(
-                f"`parameters` of `{name}` is no JSON schema of an object; give it `properties`, a "
-                "mapping, and `required`, a list"
+                f"`parameters` of `{name}` is not a JSON schema of an object; give it `properties`, "
+                "a mapping, and `required`, a list"
             )
         found[name] = dict(schema)
     return found

@@ -69,7 +69,7 @@ def tool_grammar(
     """
     functions = functions_of(tools)
     if choice == "named" and name not in functions:
-        raise ConfigError(f"there is no function `{name}`; there are {', '.join(functions)}")
+        raise ConfigError(f"no function `{name}`; there are {', '.join(functions)}")
     if choice in ("auto", "required") and not functions:
         raise ConfigError(f"`{choice}` needs functions to call; give some, or choose `none`")
     chosen = {name: functions[name]} if choice == "named" else functions
@@ -237,7 +237,7 @@ class _Writer:
         needed, optional = list[str](), list[str]()
         for key, inner, is_required in _properties(schema):
             if not NAME.fullmatch(key):
-                self.warnings.append(f"`{name}.{key}` is no name of an argument; it is left out")
+                self.warnings.append(f"`{name}.{key}` is not a name of an argument; it is left out")
                 continue
             if types_of(inner) == {"boolean"} and not {"const", "enum"} & inner.keys():
                 value = CONSTANTS

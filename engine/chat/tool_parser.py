@@ -26,7 +26,7 @@ Reading = Generator[None, None, None]  # ends when what it reads has been read
 
 
 class _BrokenCall(Exception):
-    """What began like a call is none."""
+    """Take back what began like a call and is none."""
 
 
 def parse_calls(

@@ -23,7 +23,7 @@ Kind = Literal["json", "json_list", "name_json", "parameters", "pythonic", "chan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a model writes calls of functions.
+    """The form in which a model writes calls of functions.
 
     kind: which code reads and forces it.
     marks, without: strings by which it is found.
@@ -87,7 +87,7 @@ def named_tool_format(name: str) -> ToolFormat:
     if name not in rows:
         near = difflib.get_close_matches(name.lower(), rows, n=3, cutoff=0.5)
         names = ", ".join(f"`{row}`" for row in near or rows)
-        raise ConfigError(f"`{name}` is no format of tool calls; take one of {names}")
+        raise ConfigError(f"`{name}` is not a format of tool calls; take one of {names}")
     return rows[name]
 
 

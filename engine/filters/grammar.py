@@ -65,7 +65,7 @@ class GrammarFilter:
                 schema = json.dumps(json.loads(schema) if isinstance(schema, str) else schema)
                 object.__setattr__(self, "json_schema", schema)
             elif not isinstance(getattr(self, given[0]), str):
-                raise TypeError("it is no text")
+                raise TypeError("it is not text")
             wrong = self._mistake() if self.check else ""
         except RecursionError:
             wrong = "it is nested too deeply"

@@ -1,4 +1,4 @@
-"""What filters keep of a tokenizer, which would outlive its model."""
+"""Tables that filters keep of a tokenizer, which would outlive its model."""
 
 from exl2flow.engine.filters import choice, grammar, phases
 from exl2flow.model.text.spelling import spelling_of

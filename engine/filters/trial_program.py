@@ -1,4 +1,4 @@
-"""What llguidance makes of a grammar; as a program, it does so for strangers' grammars.
+"""Compiles grammars with llguidance; as a program, it does so for strangers' grammars.
 
 The program imports nothing of exl2flow, hence no torch. Standard input is a socket that brings a
 socket for each request: the first one is for the vocabulary, each further one for a grammar, which
@@ -22,7 +22,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 VOCABULARY_SECONDS = 60  # of processor time
 MEMORY = 1 << 30  # bytes of address space, beyond what the vocabulary takes
 MASK_STACK = 1 << 20  # bytes: half of what llguidance's own threads have
-UNLIMITED_STACK = 2 << 20  # bytes that glibc gives a thread where there is no limit
+UNLIMITED_STACK = 2 << 20  # bytes that glibc gives a thread without a limit
 STEP_ITEMS = 5_000  # of the parser, for one mask; ordinary schemas need some hundreds
 SCHEMA = re.compile("\0([0-9]+)\0")  # in a Lark grammar: where one of its schemas stands
 Source = dict[str, Any]

@@ -75,7 +75,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScores:
-    """What the model expected at each place of a prompt: an entry per token.
+    """The model's expectation at each place of a prompt: an entry per token.
 
     logs: natural logarithms of the probability of each token, given those before it; None for the
     first one, before which there is nothing. top_ids, top_logs: the likeliest ids in its place, if

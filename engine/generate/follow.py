@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
 
 
 class Follower:
-    """What a follower has: its rank's model, and runners by their keys."""
+    """A follower's objects: its rank's model, and runners by their keys."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")

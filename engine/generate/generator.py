@@ -104,7 +104,7 @@ class Generator:
                 much memory snapshots of states may take.
 
         Raises:
-            ConfigError: there is no such format, a number is out of range, the draft has another
+            ConfigError: no such format, a number is out of range, the draft has another
                 vocabulary or layers with a state, or pages cannot be kept as `keep` says.
             OutOfDeviceMemory: the cache does not fit.
         """
@@ -267,7 +267,7 @@ class Generator:
 
     @property
     def preemptions(self) -> int:
-        """How many jobs were preempted so far."""
+        """The number of jobs that were preempted so far."""
         return self._scheduler.preemptions
 
     @property

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 0.002  # for files in a step that has nothing else to do
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Pages of a sequence, in order: those that are read, and those whose turn comes later."""
+    """Pages of a sequence, in order: which are read, and which come later."""
 
     reading: deque[tuple[FullPage, str, Future[torch.Tensor | None]]] = field(
         default_factory=deque

@@ -22,7 +22,7 @@ Key = tuple[Hashable, ...]
 
 
 class Sequences(NamedTuple):
-    """What a pass reads of each sequence: int32 (n, pages), int32 (n,) and int64 (n, tokens)."""
+    """The input of a pass for each sequence: int32 (n, pages), int32 (n,) and int64 (n, tokens)."""
 
     tables: torch.Tensor
     lengths: torch.Tensor

@@ -94,7 +94,7 @@ def embedded(prompt: Prompt, tensors: Sequence[torch.Tensor], decoder: Decoder) 
         if one.shape[1] != width:
             raise ConfigError(
                 f"`embeddings` contains a tensor of width {one.shape[1]}, the hidden size of the "
-                f"model is {width}; use those that were made for it"
+                f"model is {width}; use ones that were made for it"
             )
     rows = torch.cat([one.detach().to("cpu", dtype) for one in tensors])
     if not rows.isfinite().all():

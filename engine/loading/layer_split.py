@@ -92,7 +92,7 @@ class SplitOptions(Protocol):
 
     @property
     def reserve(self) -> str | None:
-        """What `auto` leaves free."""
+        """The bytes that `auto` leaves free."""
 
     @property
     def devices(self) -> str | None:
@@ -152,7 +152,7 @@ class Split:
         The others are those of `Split`.
 
         Raises:
-            ConfigError: one of them is no such list, or they contradict each other.
+            ConfigError: one of them is not such a list, or they contradict each other.
         """
         if gpu_split is None and reserve is None and devices is None:
             return None
@@ -274,7 +274,7 @@ def check_split(options: SplitOptions, device: torch.device) -> None:
     """Check, before any work, that the GPUs exist among which models are split.
 
     Raises:
-        ConfigError: options are malformed, the device is no GPU, or one is not there.
+        ConfigError: options are malformed, the device is not a GPU, or one is not there.
     """
     split = Split.of(options, tokens=None, slots=1)
     if split is not None:
@@ -300,7 +300,7 @@ def split_model(
         context: the longest text.
 
     Raises:
-        ConfigError: the device is no GPU, or one is not there.
+        ConfigError: the device is not a GPU, or one is not there.
         OutOfDeviceMemory: the model does not fit.
     """
     _check_gpu(device)
@@ -423,5 +423,5 @@ def numbers(name: str, text: str | None, read: Callable[[str], int]) -> tuple[in
         if min(values) < 0:
             raise ValueError
     except (ValueError, OverflowError):
-        raise ConfigError(f"`--{name} {text}` is no list such as {EXAMPLES[name]}") from None
+        raise ConfigError(f"`--{name} {text}` is not a list such as {EXAMPLES[name]}") from None
     return values

@@ -73,7 +73,7 @@ class LoadedModel:
 
 
 def check_loaded(name: str, model: object) -> None:
-    """Raise `ConfigError` if an argument is no loaded model."""
+    """Raise `ConfigError` if an argument is not a loaded model."""
     if isinstance(model, str | Path):
         raise ConfigError(f"`{name}` is a folder, `{model}`; give `load_model({str(model)!r})`")
     if not isinstance(model, LoadedModel):
@@ -144,7 +144,7 @@ def load_model(
 
 
 class _Texts(NamedTuple):
-    """How long texts may be; see `load_model`."""
+    """The longest text; see `load_model`."""
 
     max_tokens: int | None
     rope_scale: float | None

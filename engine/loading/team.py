@@ -85,7 +85,7 @@ def places(tensor_parallel: int | str | Sequence[int], device: str) -> list[torc
 
 
 class Counterpart(NamedTuple):
-    """What followers have of an object: their team, and the key that it has there."""
+    """The followers' copy of an object: their team, and the key that it has there."""
 
     team: "Team"
     key: int

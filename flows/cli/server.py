@@ -162,7 +162,7 @@ def _gpus(text: str | None) -> tuple[str, ...]:
     lacking = [g for g in chosen if g not in present and not g.startswith(("GPU-", "MIG-"))]
     if lacking and present:
         raise ConfigError(
-            f"`--gpus`: there is no GPU `{lacking[0]}`; take some of {', '.join(present)}, or none"
+            f"`--gpus`: no GPU `{lacking[0]}`; take some of {', '.join(present)}, or none"
         )
     if lacking:
         say(f"no GPU found: the workers of {', '.join(lacking)} will use the CPU", style="yellow")

@@ -1,4 +1,4 @@
-"""How a flow ends: a known error as a state whose message is its sentence, without a traceback.
+"""The end of a flow: a known error as a state whose message is its sentence, without a traceback.
 
 The first page of a run shows that message; a raised error would begin with Prefect's words.
 """

@@ -187,7 +187,7 @@ def _attempt(
 
 
 class Messenger:
-    """Passes a signal on to those that make bitrates, once."""
+    """Passes a signal on to whoever makes bitrates, once."""
 
     def __init__(self, config: SweepConfig, stop: StopRequest, file: Path) -> None:
         self.stop = stop

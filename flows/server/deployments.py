@@ -1,4 +1,4 @@
-"""What a Prefect server needs for our runs, without loss of what users set there.
+"""The objects that a Prefect server needs for our runs, without loss of what users set there.
 
 Deployments and automations are files in Prefect's own form, `prefect.yaml` (a link to the root of
 the repository) and `automations.yaml`. `prefect deploy` would replace a deployment as a whole; here
@@ -77,7 +77,7 @@ class Deployment:
 
     @property
     def code(self) -> dict[str, Any]:
-        """What always is that of this version."""
+        """The part that always is of this version."""
         triggers = [trigger["name"] for trigger in self.triggers]
         return {
             "entrypoint": self.entrypoint,

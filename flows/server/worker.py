@@ -18,7 +18,7 @@ _submit = ProcessWorker._submit_scheduled_flow_runs
 
 
 async def submit_others(worker: ProcessWorker, flow_run_response: list[Any]) -> list[Any]:
-    """Start the runs that were found, except those that the worker still holds."""
+    """Start the runs that were found, except the ones that the worker still holds."""
     held = worker.limiter.statistics().borrowers
     others = [entry for entry in flow_run_response if entry.flow_run.id not in held]
     return await _submit(worker, others)

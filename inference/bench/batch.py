@@ -24,7 +24,7 @@ class DecodeBatch:
         """Reserve a cache of the format `cache`.
 
         Raises:
-            ConfigError: there is no such format.
+            ConfigError: no such format.
             OutOfDeviceMemory: the cache does not fit.
         """
         placement, pages = model.decoder.placement, pages_of(context + 1)

@@ -1,4 +1,4 @@
-"""How a GPU runs the products of decode steps: as few launches, with codes in flight, or not."""
+"""The products of decode steps on a GPU: in few launches, with codes in flight, or not."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -51,14 +51,14 @@ def bench(
         placement: how the model is divided among GPUs; None: it is on one.
         tensor_parallel: see `load_model`; memory is that of the first GPU.
         cache: its cache's format; None: fp16 on a GPU, fp32 on a CPU.
-        context: tokens before those that are decoded, at most.
+        context: tokens before the decoded ones, at most.
         rows: numbers of sequences that are decoded at once.
         report: called with what is done next.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
         BackendUnavailable: the device is not available.
-        ConfigError: there is no such cache format.
+        ConfigError: no such cache format.
     """
     place = resolve_device(device)
     form = cache or exact_format(place)

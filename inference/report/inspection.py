@@ -163,7 +163,7 @@ def inspect_model(folder: Path) -> ModelContents:
         TensorShapeError: tensors of a matrix contradict one another.
     """
     if not folder.is_dir():
-        raise SourceModelError(f"`{folder}` is no folder; give the folder of an EXL2 model")
+        raise SourceModelError(f"`{folder}` is not a folder; give the folder of an EXL2 model")
     tensors = TensorFiles(folder)
     keys = dict.fromkeys(name.rpartition(".")[0] for name in tensors.names)
     quantized = [key for key in keys if is_quantized(key, tensors)]

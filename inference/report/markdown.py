@@ -170,7 +170,7 @@ def _tables(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _role_cell(matrices: Sequence[MatrixCost]) -> str:
-    """Return the figures of a matrix, or of those that have one role."""
+    """Return the figures of a matrix, or of all that have one role."""
     nats = words.cost(total_nats(matrices))
     bits = words.spread([matrix.bpw for matrix in matrices], words.bits)
     errors = words.spread([matrix.rel_err for matrix in matrices], words.error)

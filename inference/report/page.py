@@ -82,7 +82,7 @@ def write_up(folder: Path) -> str:
     Models of different sources, or scored on different texts, are in sections of their own.
 
     Raises:
-        SourceModelError: there is no validated model.
+        SourceModelError: no validated model.
     """
     folder = folder.expanduser().resolve()
     folders = _found(folder)

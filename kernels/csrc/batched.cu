@@ -72,7 +72,7 @@ struct Work {
             tiles = max(0, min(m.each, m.tiles - tile));
         }
     }
-    // The most tiles that a warp has of those that multiply together: the first one has.
+    // The most tiles that a warp has of the ones that multiply together: the first one has.
     __device__ __forceinline__ int turns() const {
         if (!of) return 0;
         const int first = tile - (int)threadIdx.x / 32 % GROUP * of->each;

@@ -157,7 +157,7 @@ __device__ void spare_unlikely(Row& r, const unsigned* ignored, int kept) {
         v[i] *= i < last[2] && is_likely(i) ? share - 1 : more;
 }
 
-// Put candidates in order again: those that are negative and those that are positive are in order
+// Put candidates in order again: the negative and the positive ones are in order
 // each, so that a place is one's own in its list and that in the other one. Returns how many are
 // not dropped; their weights are in `sums`.
 __device__ int put_in_order(Row& r, int kept) {

@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply(const byte* codes, const byte* scales, 
         return scales_of<GPTQ>(scales + (kind >> (8 + 2 * panel) & 3) * SCALE_BYTES, g);
     };
     u32 w[B], a[8];
-    if constexpr (ROWS == 1) {  // where there is no panel, codes of any kind are times 0
+    if constexpr (ROWS == 1) {  // without a panel, codes of any kind are times 0
         constexpr int MOST = STEP / 128 / B < BLOCK_PANELS ? STEP / 128 / B : BLOCK_PANELS;
         int sums[2][4] = {};
         uint2 own = {0, 0};

@@ -68,7 +68,7 @@ __device__ __forceinline__ void score(const Experts& e, const RouterShare& share
         for (int w = 0; w < WARPS; ++w) square[row] += squares[row][w];
         square[row] = rsqrtf(square[row] / e.size + e.eps);
     }
-    for (int c = threadIdx.x; c < pieces; c += 32 * WARPS) {  // those that this thread has read
+    for (int c = threadIdx.x; c < pieces; c += 32 * WARPS) {  // what this thread has read
         uint4 by = {};
         if (e.norm) by = __ldg((const uint4*)e.norm + c);
 #pragma unroll

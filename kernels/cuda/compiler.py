@@ -34,7 +34,7 @@ from exl2flow.kernels.reference import refit as torch_refit
 from exl2flow.kernels.reference import sampler as torch_sampler
 
 THREADS = 128  # per CTA, with one column per thread
-WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is no struct; arguments
+WORD, MOST_ARGUMENTS = 8, 24  # bytes of a kernel's argument that is not a struct; arguments
 ATTENTION_WARPS = 8  # most warps of an attention CTA
 ATTENTION_STEP = 12 << 10  # most bytes for a warp to take 32 positions at a time; else it takes 16
 ROW_PAD, LONG_ROW_PAD = 16, 48  # bytes after a key or value in shared memory; of over 256 elements

@@ -8,7 +8,7 @@ import torch
 
 
 class Boxes(Protocol):
-    """What the ranks of a host have sent to this one, in the memory of its GPU.
+    """Words that the ranks of a host have sent to this one, in the memory of its GPU.
 
     handle: by which other processes open it; peers: what a kernel is told of it, once all are open;
     patience: seconds for which a kernel waits for another rank.

@@ -36,7 +36,7 @@ class DeltaArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeltaState:
-    """What texts have left behind.
+    """The states that texts have left behind.
 
     state: fp32 (b, value_heads, key_dim, value_dim); inputs: of the convolution, the last three,
     fp32 (b, 3, channels).

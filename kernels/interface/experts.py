@@ -26,7 +26,7 @@ class ExpertMatrices(NamedTuple):
 class ExpertBank:
     """The experts of a layer, all or some, and what chooses among all.
 
-    norm: of what enters; or None. experts: by id, those that are here; places: of each id, its
+    norm: of what enters; or None. experts: by id, as far as they are here; places: of each id, its
     index in them, or -1, int64 (ids,); or None: all are here. shared: the one that reads all
     tokens, or a part of it; or None; shared_gate: fp32 (1, hidden), whose sigmoid weighs it; or
     None: it counts as it is.

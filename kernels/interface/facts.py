@@ -1,4 +1,4 @@
-"""What decides how fast products of few rows run on a GPU: facts of a card, and of a launch."""
+"""Facts of a card and of a launch, which decide how fast products of few rows run."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class CardFacts:
 
     @property
     def copies(self) -> str:
-        """How kernels fetch codes."""
+        """The way kernels fetch codes."""
         return "bulk copies" if self.capability >= BULK else "cp.async"
 
 

@@ -7,7 +7,7 @@ import torch
 
 
 class Scores(StrEnum):
-    """How a router's logits become the scores of its experts."""
+    """The rule by which a router's logits become the scores of its experts."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
@@ -18,7 +18,7 @@ class Scores(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRule:
-    """How a router chooses `top` of `experts` and weighs them.
+    """The rule by which a router chooses `top` of `experts` and weighs them.
 
     norm: the weights of a token are divided by their p-norm with this p (None: not at all);
     least_norm: which counts as this at least; scaling: multiplies them then.

@@ -21,7 +21,7 @@ class SamplerSteps:
     probabilities: return that of each sampled token.
     dry: longest repetition that DRY looks for, 0 if none does.
     rest: steps of the chain beyond temperature, top-k, top-p and min-p.
-    sorts: those that order candidates anew, typical sampling and XTC.
+    sorts: steps that order candidates anew, typical sampling and XTC.
     """
 
     most: int | None

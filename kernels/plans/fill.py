@@ -1,4 +1,4 @@
-"""How full a launch plan makes a GPU: figures that say why a model is slow on a card."""
+"""The part of a GPU that a launch plan fills: figures that say why a model is slow on a card."""
 
 import numpy as np
 

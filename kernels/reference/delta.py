@@ -26,7 +26,7 @@ TINY = 1e-6  # added to squares of queries and keys
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule reads, fp32 by value head: q and k (b, h, t, key_dim), v (b, h, t, value_dim).
+    """Inputs of the rule, fp32 by value head: q and k (b, h, t, key_dim), v (b, h, t, value_dim).
 
     g: logs of decays, at most 0; beta: steps, both (b, h, t).
     """

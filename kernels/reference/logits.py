@@ -75,7 +75,7 @@ def penalize_repetitions(
     """Apply DRY to logits (n, v + 1) in place.
 
     L is the length of the longest suffix of the history that occurred before, within `dry_range`
-    and without breakers, followed by an id that is no breaker. Each such id x loses
+    and without breakers, followed by an id that is not a breaker. Each such id x loses
     multiplier * base^(L - allowed) * count(x after that suffix).
     """
     assert state.breakers is not None

@@ -1,4 +1,4 @@
-"""What rows of the table of families say of packed experts, and of config keys in objects."""
+"""Rows of the table of families: what they say of packed experts, and of config keys in objects."""
 
 from exl2flow.kernels import Scores
 from exl2flow.model.config.family import DenseLayers, Experts, Packing

@@ -2,7 +2,7 @@
 
 Each `Family` in this module is a row: a difference from its parent row, looked up by the
 `architectures` string of `config.json`, and for a wrapper by the `model_type` of its `text_config`
-too. Defaults are those that transformers applies when a config omits the key.
+too. Defaults are the ones that transformers applies when a config omits the key.
 
 Names of tensors are those in EXL2 files, which exllamav2 chose; a row says how stored ones differ.
 """
@@ -709,13 +709,11 @@ QWEN3_VL = replace(
     prefix="model.language_model.",
     carried=("model.visual.",),
 )
-QWEN3_VL_PACKINGS = (
-    tuple(  # published ones are transposed, those that transformers 5 writes are not
-        Packing(name=f"mlp.experts.{name}", projections=held, is_transposed=True, may_turn=True)
-        for name, held in (
-            ("gate_up_proj", ("gate_proj", "up_proj")),
-            ("down_proj", ("down_proj",)),
-        )
+QWEN3_VL_PACKINGS = tuple(  # published ones are transposed, transformers 5 writes them untransposed
+    Packing(name=f"mlp.experts.{name}", projections=held, is_transposed=True, may_turn=True)
+    for name, held in (
+        ("gate_up_proj", ("gate_proj", "up_proj")),
+        ("down_proj", ("down_proj",)),
     )
 )
 QWEN3_VL_MOE = replace(

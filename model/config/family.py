@@ -78,7 +78,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """How a family's experts differ from those of Qwen3-MoE.
+    """Differences of a family's experts from those of Qwen3-MoE.
 
     Fields that end in `_key` or `_keys` are config keys; names of tensors are those in a layer of
     EXL2 files.
@@ -105,7 +105,7 @@ class Experts:
     norm_power_key: str | None = None
     least_sum: float | str = 0.0  # that they are divided by, or the key of it
     scaling_key: str | None = None  # what multiplies them
-    group_keys: tuple[str, str] | None = None  # number of groups, and of those that are chosen
+    group_keys: tuple[str, str] | None = None  # number of groups, and of the chosen ones
     correction: str | None = None  # tensor that is added to scores where experts are chosen
     has_wide_correction: bool = False  # it is (1, experts)
     scales_input: bool = False
@@ -125,7 +125,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How an architecture's config and graph differ from Llama's.
+    """Differences of an architecture's config and graph from Llama's.
 
     A bias field is True or False where the architecture fixes it, and otherwise the config key
     that decides (absent: no bias).
@@ -160,7 +160,7 @@ class Family:
     window_rule: WindowRule = WindowRule.NONE
     default_window: int | None = None
     default_max_window_layers: int = 0
-    chunk_key: str | None = None  # positions of a chunk, in chunked layers: those that rotate
+    chunk_key: str | None = None  # positions of a chunk, in chunked layers, which rotate
     # n where each n-th layer has no window, for configs without `layer_types` and
     # `sliding_window_pattern`; 0: the family has no pattern
     default_window_pattern: int = 0

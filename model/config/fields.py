@@ -68,7 +68,7 @@ class Fields:
             values = json_object(data)
         except (FileNotFoundError, NotADirectoryError) as error:
             is_here = path.parent.is_dir()
-            lacking = f"`{path}` does not exist" if is_here else f"`{path.parent}` is no folder"
+            lacking = f"`{path}` does not exist" if is_here else f"`{path.parent}` is not a folder"
             raise SourceModelError(
                 advice(path.parent) or f"{lacking}; give the folder of {wanted}"
             ) from error

@@ -1,4 +1,4 @@
-"""What the files of a model say of its GPTQ matrices; the data may say otherwise."""
+"""The files' own words on a model's GPTQ matrices; the data may say otherwise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

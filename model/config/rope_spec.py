@@ -18,7 +18,7 @@ QUERY_BETA, ALPHA, PARTIAL = "llama_4_scaling_beta", "alpha", "partial_rotary_fa
 
 
 class RopeKind(StrEnum):
-    """How inverse frequencies are derived from the base."""
+    """The derivation of inverse frequencies from the base."""
 
     DEFAULT = "default"
     LINEAR = "linear"

@@ -159,7 +159,7 @@ class ModelSpec:
 
     @property
     def extension(self) -> tuple[str, ...]:
-        """What a file of this model has that exllamav2 does not know, see `EXTENSIONS`."""
+        """Features of a file of this model that exllamav2 does not know, see `EXTENSIONS`."""
         return ("linear_attention",) if self.deltas else ()
 
     @property
@@ -209,7 +209,7 @@ class ModelSpec:
 
     @property
     def gptq_label(self) -> GptqLabel:
-        """How the files say that GPTQ matrices are stored."""
+        """The form in which the files say that GPTQ matrices are stored."""
         return GptqLabel.of(self.quantization)
 
     def with_rope(

@@ -48,7 +48,7 @@ def read_block(folder: Path) -> tuple[int, int] | None:
     """Return the rows and columns of a block as `config.json` declares; None: no blocks.
 
     Raises:
-        SourceModelError: the config is unreadable, or the size is no pair of positive integers.
+        SourceModelError: the config is unreadable, or the size is not a pair of positive integers.
     """
     path = folder / "config.json"
     values = Fields.load(path).values

@@ -147,7 +147,7 @@ def _check_form(
     others = [n for n in tensors.names if n.endswith(".qweight") and n not in known]
     if others:
         raise SourceModelError(
-            f"`{spec.source_dir}` is quantized already, and `{others[0]}` (GPTQ) is no single "
+            f"`{spec.source_dir}` is quantized already, and `{others[0]}` (GPTQ) is not a single "
             "matrix of the text model, so it cannot be decoded; convert the model that it was made "
             "from"
         )

@@ -1,4 +1,4 @@
-"""What layers need of a cache of keys, values and states."""
+"""The part of a cache that layers need: keys, values and states."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Experts: each token passes those that a router chooses, and the shared one if there is one.
+"""Experts: each token passes the ones that a router chooses, and the shared one if there is one.
 
 A sublayer has some or all experts of its layer. If some, its states are pairs side by side, the
 hidden state that entered the layer's experts and the sum of what those before it computed. Each
@@ -29,7 +29,7 @@ Total = Callable[[torch.Tensor], torch.Tensor]  # of fp32 sums (rows, hidden) of
 
 
 class RoutedReads(dict[str, torch.Tensor]):
-    """What experts read, by capture: the tokens of each, (n, k), in order.
+    """Inputs of experts by capture: the tokens of each, (n, k), in order.
 
     entered, total: what entered the layer's experts, and their sum so far, (b · t, hidden) each;
     routes: of all tokens; tokens, weights: of each expert, int64 and fp32 (n,).

@@ -196,7 +196,7 @@ class Chains:
     def __call__(
         self, hidden: torch.Tensor, *, start: int | RopeTables = 0, cache: KvCache | None = None
     ) -> torch.Tensor:
-        """Map hidden states fp16 (b, t, hidden) to those that the head reads; see `Sublayer`."""
+        """Map hidden states fp16 (b, t, hidden) to what the head reads; see `Sublayer`."""
         shape = hidden.shape
         x = states = hidden.reshape(-1, shape[-1])
         chains = self._for(len(x), cache)

@@ -157,12 +157,12 @@ class SharedLinear:
 
     @property
     def weight(self) -> torch.Tensor:
-        """That of `linear`."""
+        """Delegates to `linear`."""
         return self.linear.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """That of `linear`."""
+        """Delegates to `linear`."""
         return self.linear.bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ class ParallelSublayer(Sublayer):
 
     def products(self) -> Products:
         """See `Sublayer.products`."""
-        if self.together or "after" in self.norms:  # a norm of both parts' sum is no product's
+        if self.together or "after" in self.norms:  # a norm of both parts' sum is not a product's
             return (None,)
         first = product_of(
             self.with_roles("gate", "up"),

@@ -83,7 +83,7 @@ class Summed(SharedLinear):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank takes of a sublayer: columns by role, and groups of down's rows.
+    """A rank's part of a sublayer: columns by role, and groups of down's rows.
 
     sublayer: with the rank's own experts only, which it takes whole.
     has_bias: whether it adds down's bias to the sum.

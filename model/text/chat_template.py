@@ -102,7 +102,7 @@ class ChatTemplate:
             messages: the turns in order. Mappings have `role` and `content` and, where they apply,
                 `tool_calls`, `tool_call_id`, `name` and `reasoning_content`; other keys reach the
                 template as they are, unless they are null or empty. Arguments of a call may be a
-                mapping or its JSON text; the template gets a mapping, or the text if it is no JSON
+                mapping or its JSON text; the template gets a mapping, or the text if it is not JSON
                 object. What it refuses is written in another way (`repairs`) if that helps.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: end with what begins the assistant's next turn.
@@ -115,7 +115,7 @@ class ChatTemplate:
                 variable has the name of an argument.
         """
         if taken := {"messages", "tools", "add_generation_prompt"} & (variables or {}).keys():
-            raise ConfigError(f"`{min(taken)}` is no variable; give it as an argument")
+            raise ConfigError(f"`{min(taken)}` is not a variable; give it as an argument")
         shared = {
             "add_generation_prompt": add_generation_prompt,
             "documents": None,

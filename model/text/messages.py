@@ -1,7 +1,7 @@
 """Turns of a conversation as templates read them: one form for what clients write in several.
 
 A history is data, of a model's own making in part: what the API leaves optional may be absent,
-null or empty, and arguments of a call may be cut off. Only what is no message at all is refused.
+null or empty, and arguments of a call may be cut off. Only what is not a message at all is refused.
 """
 
 import json
@@ -54,7 +54,7 @@ def tools_of(tools: Sequence[Mapping[str, object]] | None) -> list[dict[str, Any
     """Return the functions that a template offers to the model; None: no function.
 
     Raises:
-        ConfigError: one of them is no mapping, or has no name.
+        ConfigError: one of them is not a mapping, or has no name.
     """
     return [_tool(tool, number) for number, tool in enumerate(tools, 1)] if tools else None
 
@@ -73,7 +73,7 @@ def text_of(content: object, where: str) -> str:
     """Return a content as text, its parts as lines.
 
     Raises:
-        ConfigError: a part is no text; it names `where`.
+        ConfigError: a part is not text; it names `where`.
     """
     parts = content if isinstance(content, list | tuple) else [content or ""]
     texts = list[str]()

@@ -1,4 +1,4 @@
-"""What templates refuse in a conversation, and the same conversation without that.
+"""Repairs: what templates refuse in a conversation, and the same conversation without that.
 
 Templates are made for the turns that a model was trained on: some take no system turn, one call at
 a time, ids of nine characters, or descriptions of functions that nobody has to give. A history

@@ -140,7 +140,7 @@ def _piece(fields: dict[int, Value]) -> VocabPiece:
 def _integer(fields: dict[int, Value], number: int, default: int) -> int:
     value = fields.get(number, default)
     if not isinstance(value, int):
-        raise ValueError(f"field {number} is no integer")
+        raise ValueError(f"field {number} is not an integer")
     return value
 
 

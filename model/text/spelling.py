@@ -32,7 +32,7 @@ class Spelling:
     def tokens(self, text: bytes, *, overshoots: bool = False) -> list[tuple[int, list[int]]]:
         """Return the ids that spell a beginning of a text, by its length in bytes.
 
-        With `overshoots` those that begin with the whole text belong to its full length.
+        With `overshoots`, ids that begin with the whole text belong to its full length.
         """
         by_length = list[tuple[int, list[int]]]()
         low, high = 0, len(self._keys)

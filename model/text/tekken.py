@@ -25,7 +25,7 @@ def load_tekken(path: Path) -> tokenizers.Tokenizer:
     """Return the tokenizer that a `tekken.json` describes.
 
     Raises:
-        SourceModelError: the file cannot be read, is no such vocabulary, or lists no special
+        SourceModelError: the file cannot be read, is not such a vocabulary, or lists no special
             tokens, as those of 2024 do.
     """
     fields = Fields.load(path)
@@ -67,7 +67,7 @@ def _pattern(config: Fields) -> Regex:
         return Regex(text)
     except Exception as error:  # the library raises `Exception` itself
         raise SourceModelError(
-            f"`config.pattern` in `{config.path}` is no regular expression ({error}); fetch it "
+            f"`config.pattern` in `{config.path}` is not a regular expression ({error}); fetch it "
             "again"
         ) from error
 
@@ -75,7 +75,7 @@ def _pattern(config: Fields) -> Regex:
 def _special_tokens(listed: object, count: int) -> list[str]:
     """Return the special tokens by id; ids without a name get one."""
     if not isinstance(listed, list):
-        raise TypeError("`special_tokens` is no list")
+        raise TypeError("`special_tokens` is not a list")
     by_id = {entry["rank"]: str(entry["token_str"]) for entry in listed}
     if sorted(by_id) != [*range(len(listed))] or len(listed) > count:
         raise ValueError(f"ranks of special tokens are not 0 to at most {count - 1}")
@@ -88,7 +88,7 @@ def _special_tokens(listed: object, count: int) -> list[str]:
 def _ranks(listed: object, count: int) -> dict[bytes, int]:
     """Return token → rank of the first `count` entries."""
     if not isinstance(listed, list) or len(listed) < count:
-        raise TypeError(f"`vocab` is no list of at least {count} entries")
+        raise TypeError(f"`vocab` is not a list of at least {count} entries")
     ranks: dict[bytes, int] = {}
     for place, entry in enumerate(listed[:count]):
         if entry["rank"] != place:

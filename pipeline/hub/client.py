@@ -171,7 +171,7 @@ class Hub:
                 return HubError(f"`{subject}` has no such revision; see {page}/refs")
             case RepositoryNotFoundError():
                 return HubError(
-                    f"there is no `{subject}` on the Hub, or it is private: check the name; for a "
+                    f"no `{subject}` on the Hub, or it is private: check the name; for a "
                     "private one run `hf auth login`, or set HF_TOKEN to a token that may read it"
                 )
             case HfHubHTTPError():

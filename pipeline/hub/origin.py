@@ -43,7 +43,7 @@ def check_target(
 
     Raises:
         ConfigError: the repository is the source.
-        HubError: there is no token, or it may not write there.
+        HubError: no token, or it may not write there.
         PublicationRefused: the source is gated, or its licence forbids it.
         SourceModelError: the source is a mistyped path.
     """
@@ -72,7 +72,7 @@ def check_account(repo: str, hub: Hub) -> None:
     The Hub does not report in advance what a fine-grained token may do.
 
     Raises:
-        HubError: there is no token, it expired, or it may not write there.
+        HubError: no token, it expired, or it may not write there.
     """
     account = hub.call(repo, hub.api.whoami)
     role = ((account.get("auth") or {}).get("accessToken") or {}).get("role")

@@ -55,7 +55,7 @@ def outlined(
 ) -> Iterator[Path | None]:
     """Provide the outline of a source while the block runs.
 
-    It is None for folders, for models that are fetched already, and for those that cannot be
+    It is None for folders, for models that are fetched already, and for models that cannot be
     outlined. Errors of the block name the model on the Hub, not the temporary folder.
 
     Args:
@@ -66,7 +66,7 @@ def outlined(
         say: receives a line for the user if the choice of the Hub may surprise.
 
     Raises:
-        HubError: there is no such model, or the token may not read it.
+        HubError: no such model, or the token may not read it.
         SourceModelError: the source is a mistyped path, or has no safetensors.
     """
     wanted = hub_model(source, work_root)

@@ -44,7 +44,7 @@ from exl2flow.quant.measure.results import bits_of
 class BitRange:
     """Least and most bits of decoder and head; numel: the decoder's weights.
 
-    plain: bytes of the tensors that are stored as fp16, and of those that are carried.
+    plain: bytes of the tensors that are stored as fp16, and of the carried ones.
     """
 
     numel: int

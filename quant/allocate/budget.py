@@ -229,7 +229,7 @@ def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Me
 
 
 def allowed(slots: Slots, prefer: Preference) -> Slots:
-    """Return the results without those that a preference excludes."""
+    """Return the results without what a preference excludes."""
     known: dict[int, tuple[tuple[Candidate, ...], list[int]]] = {}  # by identity of all candidates
 
     def kept(results: Results) -> Results:

@@ -1,7 +1,7 @@
 """The multiple-choice knapsack behind bit allocation: exact up to `MOST_EXACT` slots.
 
 More of them are solved with a Lagrangian to a proven gap of at most `MOST_GAP`. Else options that
-no optimum needs are dropped first: dominated ones, then those that the Lagrangian bound excludes
+no optimum needs are dropped first: dominated ones, then the ones that the Lagrangian bound excludes
 (Kellerer, Pferschy, Pisinger: Knapsack Problems, section 11.4). HiGHS solves the rest to a zero
 gap; the chosen bits are summed again in integers.
 """

@@ -72,7 +72,7 @@ def _table(rows: Numbers, dtype: type, rest: float) -> np.ndarray:
 
 
 def _fronts(bits: Sequence[Sequence[int]], cost: Numbers) -> _Fronts:
-    """Sort options by bits and drop those that another one equals or beats in bits and cost."""
+    """Sort options by bits and drop each that another one equals or beats in bits and cost."""
     b, c = _table(bits, np.int64, 0), _table(cost, np.float64, np.inf)
     b[np.isinf(c)] = np.iinfo(np.int64).max
     order = np.lexsort((c, b), axis=-1)  # stable: the first of equals wins
@@ -123,7 +123,7 @@ def _priced(fronts: _Fronts, budget: int) -> tuple[float, np.ndarray, np.ndarray
 
 
 def _toward(fronts: _Fronts, picked: np.ndarray, other: np.ndarray, budget: int) -> np.ndarray:
-    """Take over slots of a better choice, those that save most per bit first, while they fit."""
+    """Take over slots of a better choice while they fit; what saves most per bit comes first."""
     (b, c), (other_b, other_c) = fronts.at(picked), fronts.at(other)
     more, gain = other_b - b, c - other_c
     slots = np.flatnonzero((more > 0) & (gain > 0))

@@ -75,7 +75,7 @@ def carried_bytes(spec: ModelSpec) -> int:
 
 def output_layout(spec: ModelSpec, choice: Choice) -> Layout:
     """Return name → (dtype, shape) of all output tensors: plain ones, sublayers in order, head,
-    and those that are carried.
+    and the carried ones.
     """
     layout = {**plain_layout(spec)}
     for p in (*spec.projections, spec.head):

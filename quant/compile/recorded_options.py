@@ -1,4 +1,4 @@
-"""The options that a record states: those that the fingerprint of `compile` and its inputs covers.
+"""The options that a record states: all that the fingerprint of `compile` and its inputs covers.
 
 Others may differ between two runs of which the second finds everything finished: its options would
 not be those of the record.

@@ -71,7 +71,7 @@ def _valid_bytes(pipeline: Pipeline, name: str) -> int:
 
 
 def _less(need: Need, stored: int) -> Need:
-    """Subtract bytes that are already on disk, first from those that stay."""
+    """Subtract bytes that are already on disk, first from what stays."""
     kept = max(0, need.kept_bytes - stored)
     passing = max(0, need.kept_bytes + need.passing_bytes - stored) - kept
     output = max(0, need.output_bytes - stored)

@@ -1,4 +1,4 @@
-"""What is known of a slot's candidates: one by one, or in arrays if there are very many slots."""
+"""Results of a slot's candidates: one by one, or in arrays if there are very many slots."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -210,7 +210,7 @@ def _round_variants(
     factors: Mapping[str, HessianFactor],
     search: ScaleSearch,
 ) -> tuple[Variants, Costs]:
-    """Round each distinct (projection, parameters) once, those that share a Hessian together.
+    """Round each distinct (projection, parameters) once; pairs that share a Hessian together.
 
     A cost is the root of `tr(Eᵀ H E)`, H damped: the norm of the errors fed back.
     """

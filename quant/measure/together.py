@@ -16,7 +16,7 @@ from exl2flow.quant.rounding.error_feedback import RoundingJob, rounded_values
 from exl2flow.quant.rounding.hessian import squared_norm
 from exl2flow.quant.rounding.together import batches
 
-Expert = Sequence[Projection]  # those that read one activation
+Expert = Sequence[Projection]  # projections that read one activation
 
 
 def estimated_together(

@@ -302,7 +302,7 @@ def paired_rows(rows: int) -> range:
 
 
 def fitting(pairs: int) -> Sequence[int]:
-    """Return the indices of the pairs that fit a correction: all but those that judge it."""
+    """Return the indices of the pairs that fit a correction: all but the ones that judge it."""
     return [place for place in range(pairs) if place % JUDGE_STEP] or range(pairs)
 
 

@@ -327,7 +327,7 @@ class Quantizing(MatrixWork):
         hessians: Mapping[str, torch.Tensor],
         factors: Mapping[str, Factors],
     ) -> dict[str, RoundedMatrix]:
-        """Return projection → rounded matrix; those that read one activation are rounded together.
+        """Return projection → rounded matrix; readers of one activation are rounded together.
 
         Empties `targets`: each is as large as the sublayer's weights.
         """

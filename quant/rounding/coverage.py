@@ -1,7 +1,7 @@
 """Coverage: calibration for experts that a text seldom chooses.
 
 An expert with fewer tokens than in-features has a singular Hessian. It also gets the tokens that
-it scores highest of those that did not choose it, weighted by its score over that of the least
+it scores highest of all that did not choose it, weighted by its score over that of the least
 chosen expert. Its Hessian is then mixed with one that belongs to the layer: that of all tokens for
 gate and up, for down that of a fixed sample of them sent through the expert.
 """
@@ -23,7 +23,7 @@ SAMPLE = 2  # tokens of the sample, per in-feature of down
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """What projections read of some tokens, (n, k); weights: of the tokens, fp32 (n,), or None."""
+    """Activations (n, k) as projections read them; weights: of the tokens, fp32 (n,), or None."""
 
     capture: str
     x: torch.Tensor
@@ -76,7 +76,7 @@ class Coverage:
         )
 
     def reads(self, hidden: torch.Tensor, first: int) -> Iterator[Read]:
-        """Yield what is read beyond the chosen experts' tokens, for those that are topped up.
+        """Yield what is read beyond the chosen experts' tokens, for experts that are topped up.
 
         Args:
             hidden: some rows of the states, on the device.

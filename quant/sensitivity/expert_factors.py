@@ -92,7 +92,7 @@ def _added(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(spec: SublayerSpec, *, block: int, device: torch.device) -> Sums:
-    """Return empty sums of a group of experts; `block` limits those that the layer shares."""
+    """Return empty sums of a group of experts; `block` limits the ones that the layer shares."""
     sums = {}
     for p in spec.projections:
         limit = EXPERT_BLOCK if p.is_routed and p.role != "down" else block

@@ -88,7 +88,7 @@ def _maker(run: StageRun[RunOptions], tokenizer: Tokenizer) -> Maker | None:
 
 
 def text_rows(folder: Path, mix: Mix = "quantize") -> tuple[torch.Tensor, list[int]]:
-    """Return the rows of a mix, int64 (rows, t), and the indices of those that are text."""
+    """Return the rows of a mix, int64 (rows, t), and the indices of the text rows."""
     ids = load_rows(folder, mix)
     kinds = read_json(folder / KINDS_FILE)[mix]["kinds"]
     return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
@@ -113,7 +113,7 @@ def split_rows(folder: Path, held_out: int) -> tuple[torch.Tensor, torch.Tensor]
 
     Returns:
         Training rows and held-out rows, int64 (rows, t); the latter spread over all kinds, the
-        former without those that share text with them.
+        former without rows that share text with them.
 
     Raises:
         NotEnoughRows: there are fewer than two rows of text.
@@ -156,7 +156,7 @@ def rows_apart(training: torch.Tensor, held_out: torch.Tensor) -> torch.Tensor:
     """Return the training rows that share no text with a held-out one.
 
     Rows of a text that is too short overlap, and text that was trained on cannot judge. If all
-    share some, only those that are equal to a held-out row are left out; if all are equal, none.
+    share some, only rows that are equal to a held-out row are left out; if all are equal, none.
     """
     return training[_apart(training, held_out)]
 

@@ -44,7 +44,7 @@ def effect_of_limit(config: RunOptions, row_tokens: int) -> dict[str, object]:
 
 
 def _sizes(projections: tuple[ProjectionSpec, ...]) -> set[int]:
-    """Return the elements of matrices, and of those that are worked on side by side."""
+    """Return the elements of matrices, and of the ones that are worked on side by side."""
     alike = Counter((p.capture, p.in_features, p.out_features) for p in projections)
     return {
         k * columns * count

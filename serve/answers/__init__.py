@@ -1,1 +1,1 @@
-"""What a request may ask for and what an answer holds, whatever API it came by."""
+"""Fields that a request may have and an answer holds, whatever API it came by."""

@@ -88,7 +88,7 @@ class Choice:
         return parts
 
     def _read(self, events: Sequence[ToolEvent]) -> list[Part]:
-        """Return parts of calls; those that may turn out to be none are held to their ends."""
+        """Return parts of calls; what may turn out to be none is held to their ends."""
         parts = list[Part]()
         for event in events:
             match event:

@@ -1,4 +1,4 @@
-"""What answers look like, for the OpenAPI document; they are built without these models."""
+"""The form of answers, for the OpenAPI document; they are built without these models."""
 
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ class Usage(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """What a model says."""
+    """A message of a model."""
 
     role: Literal["assistant"]
     content: str | None
@@ -49,7 +49,7 @@ class TextChoice(AnyChoice):
 
 
 class AnyAnswer(BaseModel):
-    """What chat completions and completions share."""
+    """Fields that chat completions and completions share."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""How long, how many and how large the things in a request may be: types of fields, and a body.
+"""Bounds of length, number and size in a request: types of fields, and a body.
 
 Every bound is far above what clients send; within it, no request holds the event loop or the
 interpreter for long. `docs/reference/serving.md` lists them.

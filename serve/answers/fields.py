@@ -332,7 +332,7 @@ class DetokenizeBody(Json):
 
 
 class ErrorDetail(BaseModel):
-    """What an error says."""
+    """The content of an error."""
 
     message: str
     type: str

@@ -1,4 +1,4 @@
-"""What Messages and Responses share: bodies become chats, answers are blocks of one kind each."""
+"""Messages and Responses share this: bodies become chats, answers are blocks of one kind each."""
 
 import json
 from abc import abstractmethod
@@ -193,7 +193,7 @@ class AgentDialect(Dialect):
             case Text(text=text, is_thought=is_thought):
                 kind: Literal["thinking", "text"] = "thinking" if is_thought else "text"
                 if not (self._is_open and self.blocks[-1].kind == kind):
-                    self._space += text  # between blocks it is no text
+                    self._space += text  # between blocks it is not text
                     if text.isspace() or not text:
                         return
                     text = self._space

@@ -85,7 +85,7 @@ def as_function(tool: Json) -> Json:
         return tool
     inner = tool.get("custom") or tool
     if not isinstance(inner, Mapping):
-        raise ConfigError("`tools` has a custom tool that is no object with a `name`")
+        raise ConfigError("`tools` has a custom tool that is not an object with a `name`")
     about = f"{inner.get('description') or ''}\n\n{_syntax(inner.get('format'))}".strip()
     function = {"name": inner.get("name"), "description": about, "parameters": INPUT}
     return {"type": "function", "function": function}

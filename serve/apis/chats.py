@@ -30,7 +30,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
     """Return the texts that a body asks for.
 
     Raises:
-        ApiError, Exl2FlowError: a field is wrong, or there is no room.
+        ApiError, Exl2FlowError: a field is wrong, or room is lacking.
     """
     reader, tools, warnings = reader_of(engine), tools_of(body), list[str]()
     fmt = engine.tool_format if tools.offered else None
@@ -68,7 +68,7 @@ def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
 
 
 def length_of(body: ChatBody, engine: Engine) -> int:
-    """Return the tokens of a prompt; raises as `plan_of`, but not where there is no room."""
+    """Return the tokens of a prompt; raises as `plan_of`, but not where room is lacking."""
     variables, _ = _thinking(body, reader_of(engine), [])
     return len(_prompt(body, engine, tools_of(body).offered, variables, [])[0])
 
@@ -174,7 +174,7 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as templates read them: text only, neighbours of one role joined.
 
     Raises:
-        ApiError: a message has no role, or a part that is no text.
+        ApiError: a message has no role, or a part that is not text.
     """
     messages = list[dict[str, Any]]()
     for number, message in enumerate(given):

@@ -24,7 +24,7 @@ def plan_of(body: CompletionBody, engine: Engine) -> AnswerPlan:
     """Return the texts that a body asks for; those of one prompt are neighbours.
 
     Raises:
-        ApiError, Exl2FlowError: a field is wrong, or there is no room.
+        ApiError, Exl2FlowError: a field is wrong, or room is lacking.
     """
     scores = [body.prompt_logprobs, body.logprobs if body.echo else None]
     most = max((top for top in scores if top is not None), default=None)
@@ -68,7 +68,7 @@ def _ids(prompt: str | list[int], body: CompletionBody, engine: Engine) -> Seque
     if body.suffix:
         raise ApiError(400, "`suffix` goes with a `prompt` given as text", param="suffix")
     if wrong := [i for i in prompt if not 0 <= i < engine.width]:
-        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is no id", param="prompt")
+        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is not an id", param="prompt")
     return prompt
 
 

@@ -50,7 +50,7 @@ def checked(options: ServeOptions, path: Path | None) -> ServeOptions:
     names = names_of(options)
     for alias, target in options.aliases.items():
         if target not in names:
-            why = f"`{alias}` for `{target}`, which is no model{words.nearest(target, names)}"
+            why = f"`{alias}` for `{target}`, which is not a model{words.nearest(target, names)}"
             raise ConfigError(f"[aliases] in `{path}` has {why}")
     return options.model_copy(update=update)
 
@@ -68,7 +68,7 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
     known |= {alias for alias, field in NAMES.items() if field in known}
     for key in table:
         if key not in known:
-            why = f"`{key}`, which is no setting of the sampler{words.nearest(key, known)}"
+            why = f"`{key}`, which is not a setting of the sampler{words.nearest(key, known)}"
             raise ConfigError(f"{where} has {why}")
     try:
         given = sampler_of(Body.model_validate(table))

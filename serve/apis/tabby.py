@@ -1,4 +1,4 @@
-"""What SillyTavern asks of a TabbyAPI and of a llama.cpp server, beside OpenAI's endpoints."""
+"""Endpoints of TabbyAPI and of llama.cpp's server that SillyTavern asks, beside OpenAI's."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -106,7 +106,7 @@ async def encoded(
     """Answer with the ids of a text or a conversation, all of it made in a thread.
 
     Raises:
-        ApiError: there is no way to encode it.
+        ApiError: no way to encode it.
     """
 
     def made() -> bytes:
@@ -149,7 +149,7 @@ def text_of(ids: list[int], engine: Engine, *, special: bool = True) -> str:
         why = f"`tokens` has {len(ids)} ids; it takes {engine.room}, as many as a prompt"
         raise ApiError(400, why, param="tokens")
     if wrong := [i for i in ids if not 0 <= i < engine.width]:
-        raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
+        raise ApiError(400, f"`tokens` has {wrong[0]}, which is not an id", param="tokens")
     return engine.tokenizer.decode(ids, special=special)
 
 

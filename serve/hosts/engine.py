@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def _made(self) -> Generator | None:
-        """The generator, unless it failed and there is no new one yet."""
+        """The generator, unless it failed and has no successor yet."""
         return vars(self).get("generator")
 
     @property
@@ -235,7 +235,9 @@ class Engine:
             for job in jobs:
                 running.add(job)
         except Exception:
-            self._check_runs(running)  # what a failed generator refuses is no fault of the client
+            self._check_runs(
+                running
+            )  # what a failed generator refuses is not the fault of the client
             raise
         return RunningAnswer(plan, jobs, events, began=began, waited=waited)
 

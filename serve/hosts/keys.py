@@ -39,7 +39,9 @@ class Key:
     def check_admin(self) -> None:
         """Raise 403 unless the client may change what is loaded."""
         if not self.is_admin:
-            raise ApiError(403, f"the key {self.name!r:.80} is no admin's; use one with `admin`")
+            raise ApiError(
+                403, f"the key {self.name!r:.80} is not an admin's; use one with `admin`"
+            )
 
 
 class _Row(BaseModel):
@@ -56,7 +58,7 @@ class _Row(BaseModel):
 
     @property
     def owner(self) -> Key:
-        """What the row describes."""
+        """The key that the row describes."""
         if bool(self.key) == bool(self.sha256):
             raise ValueError("give one of `key` and `sha256`")
         digest = bytes.fromhex(self.sha256) or digest_of(self.key)
@@ -72,7 +74,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     """Return the keys of a file.
 
     Raises:
-        ConfigError: others may read it, or it is no list of tables `key`; names row and field.
+        ConfigError: others may read it, or it is not a list of tables `key`; names row and field.
     """
     rows, found = _tables(path), list[Key]()
     for number, row in enumerate(rows, 1):
@@ -127,7 +129,7 @@ def add_key(path: Path, name: str) -> str:
         _Row.model_validate(row)
     except ValidationError as error:
         why = "take up to 64 letters, digits, spaces and . _ @ -"
-        raise ConfigError(f"`{name:.80}` is no name of a key; {why}") from error
+        raise ConfigError(f"`{name:.80}` is not a name of a key; {why}") from error
     lines = ["[[key]]", *(f"{field} = {json.dumps(value)}" for field, value in row.items()), ""]
     before = path.read_text(encoding="utf-8").rstrip() + "\n\n" if is_there else ""
     with replacing(path, is_private=True) as file:

@@ -37,7 +37,7 @@ REFUSED = "%(request)s key=%(key)s %(path)s refused %(status)d"
 
 
 class Metrics:
-    """What one server counts; all of it begins with 0, so that rates see the first event.
+    """The figures of one server; all of it begins with 0, so that rates see the first event.
 
     paths: of the server's endpoints.
     """

@@ -83,7 +83,7 @@ class Models:
         """Keep the engine that answers for a name, which may have to be loaded first.
 
         Raises:
-            ApiError: there is no such model, it cannot be loaded, or the server stops.
+            ApiError: no such model, it cannot be loaded, or the server stops.
         """
         engine = await self._engine_for(name)
         self._users += 1
@@ -98,7 +98,7 @@ class Models:
         """Load a model instead of the one that is loaded.
 
         Raises:
-            ApiError: there is no such model, or it cannot be loaded.
+            ApiError: no such model, or it cannot be loaded.
         """
         if name not in self.folders:
             raise _unknown(name, self.folders)
@@ -266,7 +266,7 @@ class Models:
 
 
 def _unknown(name: str, known: Iterable[str]) -> ApiError:
-    why = f"there is no model {name!r:.80}; there is {', '.join(known)}"
+    why = f"no model {name!r:.80}; there is {', '.join(known)}"
     return ApiError(404, why, code="model_not_found", param="model")
 
 

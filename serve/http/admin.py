@@ -71,7 +71,7 @@ def admin_router(models: Models) -> APIRouter:
         async with models.using() as engine:
             if given.lora_name not in engine.adapters:
                 there = ", ".join(engine.adapters) or "none"
-                why = f"there is no adapter {given.lora_name!r:.80}; there is {there}"
+                why = f"no adapter {given.lora_name!r:.80}; there is {there}"
                 raise ApiError(404, why, param="lora_name")
             engine.unload_adapter(given.lora_name)
             return {"adapters": [*engine.adapters]}
@@ -86,5 +86,5 @@ def _adapter_in(folder: Path | None, given: str) -> Path:
     root = folder.resolve()
     path = (root / given).resolve()
     if not path.is_relative_to(root) or not (path / "adapter_config.json").is_file():
-        raise ApiError(404, f"{given!r:.200} is no adapter inside `--loras`", param="lora_path")
+        raise ApiError(404, f"{given!r:.200} is not an adapter inside `--loras`", param="lora_path")
     return path

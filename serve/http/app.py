@@ -193,7 +193,7 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
     async def model(name: str) -> dict[str, Any]:
         """Describe a model."""
         if name not in models.names:
-            raise ApiError(404, f"there is no model {name!r:.80}", code="model_not_found")
+            raise ApiError(404, f"no model {name!r:.80}", code="model_not_found")
         return _row(models, name)
 
     @router.get("/health", responses={503: {"description": "not ready"}})
@@ -246,7 +246,7 @@ def _refused(request: Request, error: Exception) -> Response:
         words = str(problem["msg"]).removeprefix("Value error, ")
         where = f"`{'.'.join(place)[:100]}`: " if place else ""
         if problem["type"] == "json_invalid":
-            where, words, place = "", "the body is no JSON", []
+            where, words, place = "", "the body is not JSON", []
         error = ApiError(400, f"{where}{words}", param=place[0][:100] if place else None)
     elif isinstance(error, HTTPException):
         return response(

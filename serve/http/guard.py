@@ -1,4 +1,4 @@
-"""What is refused before a handler runs: foreign hosts and pages, wrong keys, large or slow bodies.
+"""Refusals before a handler runs: foreign hosts and pages, wrong keys, large or slow bodies.
 
 Plain ASGI. What clients hold without asking for anything is bounded in `running`.
 """

@@ -35,7 +35,7 @@ LARGEST_UNREAD = 64 << 10  # bytes of headers before the application counts them
 
 
 class _Seen(NamedTuple):
-    """What a connection did when it was looked at, since when, in which request, and bytes left."""
+    """A connection's state when it was looked at, since when, in which request, and bytes left."""
 
     state: State
     since: float
@@ -47,7 +47,7 @@ class Connection(H11Protocol):
     """A connection as the server looks at it."""
 
     def send_400_response(self, msg: str) -> None:
-        """See `H11Protocol`: answer what is no HTTP in our form."""
+        """See `H11Protocol`: answer what is not HTTP in our form."""
         super().send_400_response(json.dumps(body(ApiError(400, msg))))
 
     def seen(self, before: _Seen | None, now: float) -> _Seen:

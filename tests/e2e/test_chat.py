@@ -94,7 +94,7 @@ def test_every_command_in_the_terminal(start: Start, tmp_path: Path) -> None:
     enter(f"/save {tmp_path / 'one.json'}", "saved to")
     enter("/undo", "1 turn left")
     enter("/clear", "the conversation is empty")
-    enter("/retry", "error: there is no turn")
+    enter("/retry", "error: no turn")
     enter(f"/load {tmp_path / 'one.json'}", "2 turns")
     chat.type("/ed", TAB)
     chat.wait("User: /edit")

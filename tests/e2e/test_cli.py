@@ -240,7 +240,7 @@ def test_impossible_conversions_are_refused(converted: Converted, tmp_path: Path
     foreign.mkdir()
     (foreign / "precious.txt").write_text("mine")
 
-    assert "is no folder" in refused("convert", tmp_path / "no", "--out", tmp_path / "o", *QUICK)
+    assert "is not a folder" in refused("convert", tmp_path / "no", "--out", tmp_path / "o", *QUICK)
     assert "out of reach" in refused(*convert, "--out", tmp_path / "o", "--bpw", 2.5)
     assert "`--out`" in refused(*convert, "--out", foreign)
     assert "no such file" in refused(

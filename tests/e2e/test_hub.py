@@ -97,7 +97,7 @@ def test_the_program_explains_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> 
     wrong = program(hub, "publish", tmp_path, "--repo", "no-organization")
 
     assert (missing.returncode, expired.returncode, wrong.returncode) == (1, 1, 2)
-    assert "error: there is no `org/none` on the Hub, or it is private" in missing.stderr
+    assert "error: no `org/none` on the Hub, or it is private" in missing.stderr
     assert "error: the Hub does not accept the token for `org/none`" in expired.stderr
     assert "`--repo` is no-organization" in wrong.stderr
     assert "Traceback" not in missing.stderr + expired.stderr + wrong.stderr
@@ -184,6 +184,6 @@ def test_a_block_that_is_missing_is_a_usage_error(block: str, models: list[Path]
 
     state = publish(target, return_state=True)
 
-    with pytest.raises(Exception, match="there is no Secret block `no-such-block`"):
+    with pytest.raises(Exception, match="no Secret block `no-such-block`"):
         state.result()
     assert not hub.requests

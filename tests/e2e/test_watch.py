@@ -82,7 +82,7 @@ def test_what_is_there_is_announced_on_request(hub: Hub, seen: set[str], tmp_pat
 
 
 def test_unknown_repository_is_told(hub: Hub) -> None:
-    with pytest.raises(HubError, match=r"there is no `org/none` on the Hub"):
+    with pytest.raises(HubError, match=r"no `org/none` on the Hub"):
         newest_revisions.fn(["org/none"], [])
 
 

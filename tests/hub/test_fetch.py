@@ -347,7 +347,7 @@ def test_a_name_without_an_address_is_not_waited_for_at_the_first_request(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda hub: hub.repos.clear(), "there is no `org/tiny` on the Hub, or it is private"),
+        (lambda hub: hub.repos.clear(), "no `org/tiny` on the Hub, or it is private"),
         (lambda hub: hub.tokens.clear(), "does not accept the token.*HF_TOKEN"),
         (
             lambda hub: hub.repos["org/tiny"].update(gated="manual"),

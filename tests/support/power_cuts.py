@@ -26,7 +26,7 @@ from exl2flow.core.store.files import FileRecord
 
 SECTORS = (512, 4096)
 LOCK = "lock"  # in the paths of locks
-NOTE = "note"  # an event that is no call
+NOTE = "note"  # an event that is not a call
 MOST_PENDING = 14  # events of which all subsets are tried
 
 

@@ -101,7 +101,7 @@ def run(setting: str, threads: int, files: Iterable[str], options: list[str]) ->
 
 
 def runnable() -> tuple[str, ...]:
-    """Return the settings up to the best one of this processor; `default` if it is no x86-64."""
+    """Return the settings up to the best one of this processor; `default` if it is not a x86-64."""
     best = torch.backends.cpu.get_cpu_capability().lower()
     return SETTINGS[: SETTINGS.index(best) + 1] if best in SETTINGS else SETTINGS[:1]
 

@@ -30,7 +30,7 @@ class ExLlamaV2Filter:
         self._text.accept(int(token))
 
     def next(self) -> Any:
-        """Return the ids that may follow, None for all, and those that end the text."""
+        """Return the ids that may follow, None for all, and the ids that end the text."""
         allowed = self._text.allowed()
         return None if allowed.words is None else ids_of(allowed.words), sorted(allowed.ends)
 

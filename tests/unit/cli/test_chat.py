@@ -78,7 +78,7 @@ def test_missing_model_is_refused_before_an_empty_standard_input(tmp_path: Path)
     done = run(tmp_path / "nowhere", text="")
 
     assert done.exit_code == 1
-    assert f"`{tmp_path / 'nowhere'}` is no folder" in done.stderr
+    assert f"`{tmp_path / 'nowhere'}` is not a folder" in done.stderr
 
 
 def test_bad_value_of_a_profile_names_profile_and_file(folder: Path, home: Path) -> None:
@@ -318,7 +318,10 @@ def test_a_profile_is_used_and_remembered(folder: Path, home: Path) -> None:
     ("text", "words"),
     [
         ("[pirates]", "no profile `pirate`; near are `pirates`"),
-        ("[pirate]\ntemprature = 1", "`temprature`, which is no option of a chat; near are `temp"),
+        (
+            "[pirate]\ntemprature = 1",
+            "`temprature`, which is not an option of a chat; near are `temp",
+        ),
         ("[pirate", "cannot read the profiles"),
     ],
 )

@@ -89,7 +89,7 @@ def test_folder_without_work_root_is_wrong_usage(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["clean", str(tmp_path)])
 
     assert result.exit_code == 2
-    assert "is no work root" in result.output
+    assert "is not a work root" in result.output
 
 
 def test_cleaned_conversion_is_repeated_without_work_and_continued_with_other_options(

@@ -77,7 +77,7 @@ def test_a_command_names_a_missing_folder_whatever_its_name(tmp_path: Path, name
 
     assert done.returncode == 1
     shown = name.encode("utf-8", "backslashreplace").decode()
-    assert f"error: `{tmp_path / shown}` is no folder" in done.stderr
+    assert f"error: `{tmp_path / shown}` is not a folder" in done.stderr
 
 
 def test_each_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,9 @@ def test_messages_and_warnings_replace_control_characters_of_files(
     with logging_to_stderr(logging.WARNING):
         logging.getLogger("exl2flow.model").warning("`%s`", hostile)
 
-    assert capsys.readouterr().err == f"error: `{shown}`\n        is no model\nwarning: `{shown}`\n"
+    assert (
+        capsys.readouterr().err == f"error: `{shown}`\n        is not a model\nwarning: `{shown}`\n"
+    )
 
 
 def edit(path: Path, **changes: Any) -> None:

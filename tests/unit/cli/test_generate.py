@@ -286,7 +286,7 @@ def test_adapters_change_the_model_for_all_prompts(folder: Path, tmp_path: Path)
     [
         (("--gpu-split", "auto"), "a model is split among GPUs, and the device is `cpu`"),
         (("--devices", "0,1"), "a model is split among GPUs, and the device is `cpu`"),
-        (("--gpu-split", "20;24"), "`--gpu-split 20;24` is no list such as `20,24` in GB"),
+        (("--gpu-split", "20;24"), "`--gpu-split 20;24` is not a list such as `20,24` in GB"),
         (("--gpu-split", "20", "--reserve", "1"), "`--reserve` goes with `--gpu-split auto`"),
         (("--devices", "1,1"), "`--devices 1,1` names a device twice"),
         (("--tensor-parallel", "few"), "`--tensor-parallel few` is neither a number of GPUs nor"),

@@ -126,7 +126,7 @@ def test_a_gpu_may_be_named_if_it_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert resolve_device("cuda:1") == torch.device("cuda", 1)
     assert resolve_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
     for name in ("cuda:2", "cuda:9999"):
-        message = f"there is no device `{name}`: torch sees `cuda:0` to `cuda:1`; give one"
+        message = f"no device `{name}`: torch sees `cuda:0` to `cuda:1`; give one"
         with pytest.raises(BackendUnavailable, match=message):
             resolve_device(name)
 

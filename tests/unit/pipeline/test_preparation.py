@@ -88,7 +88,7 @@ def test_options_without_effect_are_named_before_any_work(
     ("where", "message"),
     [
         ({"gpu_split": "20,24", "device": "cpu"}, "among GPUs, and the device is `cpu`; leave out"),
-        ({"devices": "a", "device": "cpu"}, "`--devices a` is no list such as `0,2`"),
+        ({"devices": "a", "device": "cpu"}, "`--devices a` is not a list such as `0,2`"),
         ({"gpu_split": "20,24", "device": "cuda"}, "2 sizes are given, but the GPUs that torch"),
         ({"devices": "0,3", "device": "cuda"}, "`--devices` names 3, but the GPUs that torch"),
     ],

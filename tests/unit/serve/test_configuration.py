@@ -67,8 +67,8 @@ def test_flags_come_before_the_environment_the_file_and_defaults(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("slot = 3", "`slot`, which is no option of `exl2flow serve`; near are `slots`"),
-        ("print_config = true", "`print_config`, which is no option"),
+        ("slot = 3", "`slot`, which is not an option of `exl2flow serve`; near are `slots`"),
+        ("print_config = true", "`print_config`, which is not an option"),
         ("slots = 'many'", "`slots` in `{file}` is many: input should be a valid integer"),
         ("allow_host = 'a'", "`allow_host` in `{file}` is a: input should be a valid list"),
         ("defaults = 3", "`defaults` in `{file}` is 3"),
@@ -95,8 +95,8 @@ def test_what_is_wrong_is_named_by_file_and_key(file: Path, text: str, message: 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("SLOT", "", f"`{PREFIX}SLOT` is no option of `exl2flow serve`; near are `slots`"),
-        ("DEFAULTS", "1", f"`{PREFIX}DEFAULTS` is no option"),
+        ("SLOT", "", f"`{PREFIX}SLOT` is not an option of `exl2flow serve`; near are `slots`"),
+        ("DEFAULTS", "1", f"`{PREFIX}DEFAULTS` is not an option"),
         ("SLOTS", "many", f"`{PREFIX}SLOTS` is many: input should be a valid integer"),
     ],
 )

@@ -48,7 +48,7 @@ def test_other_paths_are_names(folder: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "`a/b` is no type; `model` and/or `x`",
+        "`a/b` is not a type; `model` and/or `x`",
         "see https://example.org/a/b",
         "`#/$defs/a` is missing",
         "/a/b/ is an expression",

@@ -109,7 +109,7 @@ def test_a_key_is_added_and_told_once(tmp_path: Path) -> None:
     assert plain.strip() not in path.read_text()
     keys = Keys(path)
     assert [keys.find(text).name for text in (plain.strip(), again)] == ["editor", "web ui"]
-    for name, told in (("editor", "choose another name"), ("a\nb", "is no name of a key")):
+    for name, told in (("editor", "choose another name"), ("a\nb", "is not a name of a key")):
         with pytest.raises(ConfigError, match=told):
             add_key(path, name)
 

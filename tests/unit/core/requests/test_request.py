@@ -97,8 +97,8 @@ def test_pair_needs_a_scale_and_a_scale_needs_a_pair() -> None:
         ({"banned_strings": ("",)}, "`banned_strings` contains ''; it takes non-empty strings"),
         ({"banned_strings": (5,)}, "`banned_strings` contains 5"),
         ({"hooks": (None,)}, "`hooks` contains None, which cannot be called"),
-        ({"filters": (5,)}, "`filters` contains 5, which is no filter"),
-        ({"embeddings": (5,)}, "`embeddings` contains 5, which is no tensor"),
+        ({"filters": (5,)}, "`filters` contains 5, which is not a filter"),
+        ({"embeddings": (5,)}, "`embeddings` contains 5, which is not a tensor"),
         ({"adapters": "a"}, "`adapters` is 'a'; it must be a sequence"),
         ({"adapters": (5,)}, "`adapters` is (5,); it takes adapters, each of them once"),
         ({"excluded": [*range(99), "a"]}, f"`excluded` is {str([*range(99)])[:60]}…; it takes"),
@@ -188,7 +188,7 @@ def test_a_filter_is_what_can_be_started() -> None:
     wrong = SimpleNamespace(start="now")
 
     assert Request("a", filters=[right]).filters == (right,)
-    with pytest.raises(ConfigError, match="which is no filter"):
+    with pytest.raises(ConfigError, match="which is not a filter"):
         Request("a", filters=[right, wrong])
 
 

@@ -29,7 +29,7 @@ def test_options_are_the_fields_of_a_request() -> None:
     ],
 )
 def test_a_wrong_name_leads_to_the_right_one(name: str, advice: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` is no option of `generate`; {advice}"):
+    with pytest.raises(ConfigError, match=f"`{name}` is not an option of `generate`; {advice}"):
         refuse_unknown([name], [*TextOptions.__annotations__], "generate")
 
 

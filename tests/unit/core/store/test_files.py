@@ -298,7 +298,7 @@ def test_full_disk_leaves_the_old_file_and_says_what_to_do(
 def test_folder_that_cannot_be_made_is_a_named_error(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_text("")
 
-    with pytest.raises(WriteFailed, match=r"a\.json`: `.*(file|missing)` is no folder; choose"):
+    with pytest.raises(WriteFailed, match=r"a\.json`: `.*(file|missing)` is not a folder; choose"):
         write_json(tmp_path / folder / "a.json", {})
 
 

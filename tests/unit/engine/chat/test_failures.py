@@ -27,7 +27,7 @@ def generator(folder: Path) -> Generator:
 
 BAD = [
     ("reply", ("\udcff",), "broken UTF-8 at character 0"),
-    ("reply", (b"a",), "is no text"),
+    ("reply", (b"a",), "is not text"),
     ("reply", ([{"type": "image"}],), "the message holds an image"),
     ("edit", (3, "a"), "no turn 3; the last one is 0"),
     ("edit", (0, "\ud800"), "broken UTF-8"),
@@ -55,7 +55,7 @@ def test_a_refused_call_leaves_the_conversation_unchanged(
 def test_without_a_turn_there_is_nothing_to_do(name: str) -> None:
     session = Session(scripted("Fine."), RAW)
 
-    with pytest.raises(ConfigError, match="there is no turn yet"):
+    with pytest.raises(ConfigError, match="no turn yet"):
         getattr(session, name)()
 
 

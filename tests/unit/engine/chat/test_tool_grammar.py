@@ -327,7 +327,7 @@ def test_choices_that_cannot_be_are_refused() -> None:
         tool_grammar(fmt, TOOLS, demo(), choice="named", name="go")
     with pytest.raises(ConfigError, match="needs functions"):
         tool_grammar(fmt, [], demo(), choice="required")
-    with pytest.raises(ConfigError, match="`parameters` of `f` is no JSON schema"):
+    with pytest.raises(ConfigError, match="`parameters` of `f` is not a JSON schema"):
         tool_grammar(fmt, [{"name": "f", "parameters": {"properties": ["a"]}}], demo())
     with pytest.raises(ConfigError, match="tool 1 has the name"):
         tool_grammar(fmt, [{"name": "a b"}], demo())

@@ -253,7 +253,7 @@ NAN = rows_of(3).index_fill(0, torch.tensor([1]), torch.nan)
         (f"{EMBEDDING} a", [rows_of(2)[None]], r"contains a tensor of shape \(1, 2, 64\)"),
         (f"{EMBEDDING} a", [rows_of(2)[:0]], r"contains a tensor of shape \(0, 64\)"),
         (f"{EMBEDDING} a", [rows_of(2).int()], "and torch.int32; it takes rows"),
-        (f"{EMBEDDING} a", ["x"], "`embeddings` contains 'x', which is no tensor"),
+        (f"{EMBEDDING} a", ["x"], "`embeddings` contains 'x', which is not a tensor"),
         (f"{EMBEDDING} a", 5, "`embeddings` is 5; it must be a sequence"),
         (f"{EMBEDDING} a", [rows_of(2)[:, :32]], "of width 32, the hidden size of the model is 64"),
         (f"{EMBEDDING} a", [NAN], "not finite in torch.float32"),

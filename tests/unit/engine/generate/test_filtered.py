@@ -177,7 +177,7 @@ def test_a_text_that_must_not_end_yet_ends_where_its_filter_does(model: LoadedMo
 
 
 def test_objects_that_are_not_filters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="`filters` contains 'yes', which is no filter"):
+    with pytest.raises(ConfigError, match="`filters` contains 'yes', which is not a filter"):
         Request("a", filters=["yes"])
 
 

@@ -40,7 +40,7 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
     "kept as text": (lambda m: Generator(m, keep="a"), "`keep` is 'a'; give a `PromptCache`"),
     "misnamed option": (
         lambda m: Generator(m, tokens=256).generate("x", max_tokens=3),
-        "`max_tokens` is no option of `generate`; give `max_new_tokens`",
+        "`max_tokens` is not an option of `generate`; give `max_new_tokens`",
     ),
     "message": (
         lambda m: Generator(m, tokens=256).generate({"role": "user"}),

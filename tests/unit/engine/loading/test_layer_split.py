@@ -200,16 +200,16 @@ def test_no_option_is_no_split() -> None:
     ("options", "message"),
     [
         (("20;24",), "no list such as `20,24` in GB"),
-        (("20,-1",), "`--gpu-split 20,-1` is no list"),
-        (("nan",), "`--gpu-split nan` is no list"),
-        (("inf,1",), "`--gpu-split inf,1` is no list"),
+        (("20,-1",), "`--gpu-split 20,-1` is not a list"),
+        (("nan",), "`--gpu-split nan` is not a list"),
+        (("inf,1",), "`--gpu-split inf,1` is not a list"),
         (("0,0",), "skips every device"),
-        (("auto", "1.5"), "`--reserve 1.5` is no list such as `200000000,0` in bytes"),
+        (("auto", "1.5"), "`--reserve 1.5` is not a list such as `200000000,0` in bytes"),
         (("20", "5"), "`--reserve` goes with `--gpu-split auto`"),
         (("auto", None, "0,0"), "`--devices 0,0` names a device twice"),
         (("20,24", None, "0"), "`--gpu-split` has 2 sizes, `--devices` 1 devices"),
         (("20", None, "0,1"), "`--gpu-split` has 1 sizes, `--devices` 2 devices"),
-        (("auto", None, "a"), "`--devices a` is no list"),
+        (("auto", None, "a"), "`--devices a` is not a list"),
     ],
 )
 def test_malformed_or_contradictory_options_are_refused(

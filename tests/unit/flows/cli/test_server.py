@@ -182,7 +182,7 @@ def test_gpu_that_does_not_exist_is_refused_or_warned_of(
     assert server._gpus("none") == ()
     assert server._gpus("0, 3,GPU-8682b4be") == ("0", "3", "GPU-8682b4be")
     for gpus, lacking in (("0,2", "2"), ("-1", "-1"), ("cuda", "cuda")):
-        with pytest.raises(ConfigError, match=f"there is no GPU `{lacking}`; take some"):
+        with pytest.raises(ConfigError, match=f"no GPU `{lacking}`; take some"):
             server._gpus(gpus)
     assert capsys.readouterr().err == ""
 

@@ -113,7 +113,7 @@ def test_the_json_form_is_json(foreign: Path) -> None:
 
 
 def test_a_missing_folder_and_an_unquantized_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SourceModelError, match="is no folder"):
+    with pytest.raises(SourceModelError, match="is not a folder"):
         inspect_model(tmp_path / "nowhere")
     write_tensors(tmp_path / "model.safetensors", {"lm_head.weight": torch.ones(2, 2)})
     with pytest.raises(SourceModelError, match="holds no EXL2 matrices"):

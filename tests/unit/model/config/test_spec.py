@@ -378,5 +378,5 @@ def test_missing_folder_is_named_and_the_kind_that_is_wanted(is_file: bool, tmp_
     if is_file:
         (tmp_path / "nope").touch()
 
-    with pytest.raises(SourceModelError, match=r"nope` is no folder; .* of an EXL2 model$"):
+    with pytest.raises(SourceModelError, match=r"nope` is not a folder; .* of an EXL2 model$"):
         resolve(tmp_path / "nope", wanted="an EXL2 model")

@@ -163,5 +163,5 @@ def test_variables_that_a_template_mentions_are_known() -> None:
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
 def test_variables_do_not_replace_arguments(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}` is no variable"):
+    with pytest.raises(ConfigError, match=f"`{name}` is not a variable"):
         compiled("a").render(TALK, variables={name: []})

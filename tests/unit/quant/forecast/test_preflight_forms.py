@@ -78,7 +78,7 @@ def test_fused_matrices_in_gptq_form_are_refused(gptq: Path, lossy: bool) -> Non
     name = "model.layers.0.self_attn.qkv_proj.qweight"
     change(gptq, lambda tensors: tensors.update({name: tensors[f"{KEY}.qweight"] + 1}))
 
-    assert f"`{name}` (GPTQ) is no single matrix" in refusal(gptq, lossy_source=lossy)
+    assert f"`{name}` (GPTQ) is not a single matrix" in refusal(gptq, lossy_source=lossy)
 
 
 def no_zeros(tensors: Tensors) -> None:
