@@ -38,7 +38,7 @@ from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import AsyncGenerator, Generator, LoadedModel, Request, load_model
 from exl2flow.serve.answers.fields import ChatBody, CompletionBody
 from exl2flow.serve.apis import chats, completions
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.running import run as run_app
@@ -83,8 +83,8 @@ class Bench:
         self.new = min(400, model.max_tokens // 4)
         self._seeds = iter(range(10**9))
 
-    def engine(self, slots: int, tokens: int | None = None) -> Engine:
-        """Return an engine that does not run yet, so its generator can be stepped here."""
+    def host(self, slots: int, tokens: int | None = None) -> ModelHost:
+        """Return a host that does not run yet, so its generator can be stepped here."""
         tokens = tokens or slots * 1024
 
         def make() -> Generator:
@@ -93,9 +93,9 @@ class Bench:
         options = ServeOptions(slots=slots, waiting=1024)
         folder = self.model.spec.source_dir
         fmt, _ = choose_format(folder, self.model.tokenizer, "chatml")
-        engine = Engine(self.model, make, options, fmt=fmt, defaults={})
-        engine.generator.warmup()
-        return engine
+        host = ModelHost(self.model, make, options, fmt=fmt, defaults={})
+        generator_of(host).warmup()
+        return host
 
     def text(self, tokens: int) -> str:
         """Return random words that no cache has, about `tokens` tokens of them."""
@@ -117,26 +117,32 @@ class Bench:
         }
 
 
+def generator_of(host: ModelHost) -> Generator:
+    """Return the generator of a host, which has not failed."""
+    assert host.generator is not None
+    return host.generator
+
+
 def _streamed(new: int) -> dict[str, Any]:
     usage = {"include_usage": True}
     options = {"ignore_eos": True, "end_loops": False, "temperature": 0.0, "seed": 1}
     return {"max_tokens": new, "stream": True, "stream_options": usage, **options}
 
 
-def request_of(asked: dict[str, Any], engine: Engine, tag: object = None) -> Request:
+def request_of(asked: dict[str, Any], host: ModelHost, tag: object = None) -> Request:
     """Return what the server gives to the generator for a body, with another tag."""
     if asked["path"] == CHAT:
-        plan = chats.plan_of(ChatBody.model_validate(asked["body"]), engine)
+        plan = chats.plan_of(ChatBody.model_validate(asked["body"]), host)
     else:
-        plan = completions.plan_of(CompletionBody.model_validate(asked["body"]), engine)
+        plan = completions.plan_of(CompletionBody.model_validate(asked["body"]), host)
     [request] = plan.requests
     return Request(**{f: getattr(request, f) for f in request.__slots__} | {"tag": tag})
 
 
-def served(engine: Engine, work: Callable[[int], T]) -> T:
+def served(host: ModelHost, work: Callable[[int], T]) -> T:
     """Serve until some work, which gets the port, is done; return its result."""
-    engine.start()
-    models = Models(engine, lambda _: engine)
+    host.start()
+    models = Models(host, lambda _: host)
     app = create_app(models)
     server = threading.main_thread().ident
     assert server is not None
@@ -184,10 +190,10 @@ def rate_of(found: Sequence[Sequence[dict[str, Any]]]) -> float:
     return float(sum(answer["tokens"] for answer in answers) / (ended - begun))
 
 
-def alone(engine: Engine, asked: Sequence[dict[str, Any]]) -> float:
+def alone(host: ModelHost, asked: Sequence[dict[str, Any]]) -> float:
     """Return the tokens per second of the generator, requests prepared by then."""
-    generator = engine.generator
-    requests = [request_of(each, engine) for each in asked]
+    generator = generator_of(host)
+    requests = [request_of(each, host) for each in asked]
     settle()
     begun, count = time.perf_counter(), 0
     for request in requests:
@@ -202,14 +208,14 @@ def streams(bench: Bench) -> None:
     """Compare tokens per second through HTTP with those of the generator."""
     print("| streams | generator tokens/s | HTTP tokens/s | ratio |\n|---|---|---|---|")
     for rows in (1, 16, 64):
-        engine = bench.engine(rows)
+        host = bench.host(rows)
 
         def asked(rows: int = rows) -> list[dict[str, Any]]:
             return [bench.chat(32, bench.new) for _ in range(rows)]
 
-        expected = max(alone(engine, asked()) for _ in range(TRIALS + 1))
+        expected = max(alone(host, asked()) for _ in range(TRIALS + 1))
         found = served(
-            engine,
+            host,
             lambda port, asked=asked: max(
                 rate_of(clients(port, [[each] for each in asked()])) for _ in range(TRIALS + 1)
             ),
@@ -217,20 +223,20 @@ def streams(bench: Bench) -> None:
         print(f"| {rows} | {expected:.0f} | {found:.0f} | {found / expected:.3f} |", flush=True)
 
 
-async def _first_times(engine: Engine, long: Sequence[Any], probes: Sequence[Any]) -> list[float]:
+async def _first_times(host: ModelHost, long: Sequence[Any], probes: Sequence[Any]) -> list[float]:
     """Return the seconds to the first token of probes beside other texts, of the generator."""
     times = list[float]()
-    async with AsyncGenerator(engine.generator) as running:
+    async with AsyncGenerator(generator_of(host)) as running:
 
         async def consume(asked: Any) -> None:
             while True:  # until all probes are done
-                async for _ in running.stream(request_of(asked, engine)):
+                async for _ in running.stream(request_of(asked, host)):
                     pass
 
         tasks = [asyncio.create_task(consume(asked)) for asked in long]
         await asyncio.sleep(1.0)
         for asked in probes:
-            request, begun, first = request_of(asked, engine), time.perf_counter(), 0.0
+            request, begun, first = request_of(asked, host), time.perf_counter(), 0.0
             async for event in running.stream(request):
                 first = first or (time.perf_counter() - begun if event.ids else 0.0)
             times.append(first)
@@ -242,17 +248,17 @@ async def _first_times(engine: Engine, long: Sequence[Any], probes: Sequence[Any
 
 def first(bench: Bench) -> None:
     """Compare the time to the first token of a request beside 15 streams."""
-    engine, count = bench.engine(16), 200
+    host, count = bench.host(16), 200
     # texts of other lengths, so that they do not begin again at once
     long = [bench.chat(32, bench.new - bench.new * row // 30) for row in range(15)]
 
     def probes() -> list[dict[str, Any]]:
         return [{**bench.chat(32, 2), "pause": 0.013} for _ in range(count)]
 
-    expected = asyncio.run(_first_times(engine, long, probes()))
+    expected = asyncio.run(_first_times(host, long, probes()))
     groups = [[each] * 1000 for each in long]
     result = served(
-        engine,
+        host,
         lambda port: clients(
             port, [*groups, [{**bench.chat(32, 1), "pause": 1.0}, *probes()]], ends_with_last=True
         ),
@@ -264,14 +270,14 @@ def first(bench: Bench) -> None:
         print(f"| {name} | {a:.1f} | {b:.1f} | {b - a:.1f} |", flush=True)
 
 
-def _longest_pass(bench: Bench, engine: Engine, long: Sequence[Any]) -> float:
+def _longest_pass(bench: Bench, host: ModelHost, long: Sequence[Any]) -> float:
     """Return the longest step of the generator while a long prompt is read beside texts."""
-    generator = engine.generator
-    jobs = [generator.submit(request_of(each, engine)) for each in long]
+    generator = generator_of(host)
+    jobs = [generator.submit(request_of(each, host)) for each in long]
     for _ in range(40):
         generator.step()
     asked = bench.complete(bench.prompt_tokens, 4)
-    jobs.append(generator.submit(request_of(asked, engine, "long")))
+    jobs.append(generator.submit(request_of(asked, host, "long")))
     waits, is_read = list[float](), False
     while not is_read:
         begun = time.perf_counter()
@@ -287,13 +293,13 @@ def _longest_pass(bench: Bench, engine: Engine, long: Sequence[Any]) -> float:
 def gap(bench: Bench) -> None:
     """Compare the longest pause of 15 streams, while long prompts arrive, with the longest step."""
     room = bench.model.max_tokens
-    engine = bench.engine(16, 15 * min(4096, room) + 2 * bench.prompt_tokens + 1024)
+    host = bench.host(16, 15 * min(4096, room) + 2 * bench.prompt_tokens + 1024)
     new = min(4000, room - 64)
     long = [bench.complete(32, new) for _ in range(15)]
-    expected = min(_longest_pass(bench, engine, long) for _ in range(2))
+    expected = min(_longest_pass(bench, host, long) for _ in range(2))
     prompts = [{**bench.complete(bench.prompt_tokens, 4), "pause": 1.0} for _ in range(3)]
     groups = [[each] * 1000 for each in long]
-    result = served(engine, lambda port: clients(port, [*groups, prompts], ends_with_last=True))
+    result = served(host, lambda port: clients(port, [*groups, prompts], ends_with_last=True))
     windows = [(a["sent"], a["sent"] + a["times"][0]) for a in result[-1]]
     longest = [max(_pauses(result[:-1], window)) for window in windows]
     tokens = result[-1][0]["prompt"]
@@ -320,7 +326,7 @@ def _pauses(groups: Sequence[Any], window: tuple[float, float]) -> list[float]:
 
 def tools(bench: Bench) -> None:
     """Compare 16 streams whose calls are held to a schema with 16 texts after as long a prompt."""
-    engine = bench.engine(16)
+    host = bench.host(16)
     forced: dict[str, dict[str, Any]] = {
         "auto": {"tools": [NUMBERS], "temperature": 1.0},
         "required": {"tools": [NUMBERS], "tool_choice": "required"},
@@ -332,14 +338,14 @@ def tools(bench: Bench) -> None:
     def sides(name: str) -> dict[str, tuple[int, dict[str, Any]]]:
         """Return the words of a prompt and the fields of both sides."""
         lengths = [
-            len(request_of(bench.chat(32, 1, **more), engine).prompts[0])
+            len(request_of(bench.chat(32, 1, **more), host).prompts[0])
             for more in (forced[name], {})
         ]
         free = {key: forced[name][key] for key in ("temperature",) if key in forced[name]}
         return {"forced": (32, forced[name]), "free": (32 + lengths[0] - lengths[1], free)}
 
-    GrammarFilter(regex="a").start(engine.tokenizer, engine.width)
-    engine.has_grammars = True
+    GrammarFilter(regex="a").start(host.tokenizer, host.width)
+    host.has_grammars = True
     both = {name: sides(name) for name in forced}
     rates = {(name, side): [0.0, 0.0] for name in forced for side in both[name]}
 
@@ -349,9 +355,9 @@ def tools(bench: Bench) -> None:
                 found = rate(asked(*both[name][side]))
                 rates[name, side][index] = max(rates[name, side][index], found)
 
-    measure(0, lambda given: alone(engine, given))
+    measure(0, lambda given: alone(host, given))
     served(
-        engine,
+        host,
         lambda port: measure(1, lambda given: rate_of(clients(port, [[one] for one in given]))),
     )
     print("| tools | | free tokens/s | forced tokens/s | ratio |\n|---|---|---|---|---|")
@@ -363,7 +369,7 @@ def tools(bench: Bench) -> None:
 
 def silent(bench: Bench) -> None:
     """Compare the first token of an honest client beside 1,000 silent connections with none."""
-    engine = bench.engine(16)
+    host = bench.host(16)
 
     def measured(port: int) -> dict[int, float]:
         times: dict[int, list[float]] = {0: [], 1000: []}
@@ -374,7 +380,7 @@ def silent(bench: Bench) -> None:
                 times[count].append(median(answer["times"][0] for answer in found))
         return {count: min(found) for count, found in times.items()}
 
-    times = served(engine, measured)
+    times = served(host, measured)
     print("| silent connections | first token ms | ratio |\n|---|---|---|")
     for count, found in times.items():
         print(f"| {count} | {1e3 * found:.2f} | {found / times[0]:.2f} |", flush=True)
@@ -382,7 +388,7 @@ def silent(bench: Bench) -> None:
 
 def requests(bench: Bench) -> None:
     """Send 10,000 short requests, of which a fifth leaves, and count what got lost."""
-    engine, source = bench.engine(16), random.Random(0)
+    host, source = bench.host(16), random.Random(0)
 
     def asked() -> dict[str, Any]:
         new = source.randint(1, 8)
@@ -392,7 +398,7 @@ def requests(bench: Bench) -> None:
 
     def measured(port: int) -> tuple[list[Any], int, float]:
         clients(port, [[asked() for _ in range(10)] for _ in range(32)])
-        before = _descriptors(engine)
+        before = _descriptors(host)
         groups = [[asked() for _ in range(10_000 // 40)] for _ in range(40)]
         begun = time.perf_counter()
         found = clients(port, groups)
@@ -402,9 +408,9 @@ def requests(bench: Bench) -> None:
             for asked, got in zip(groups, found, strict=True)
             for pair in zip(asked, got, strict=True)
         ]
-        return pairs, _descriptors(engine) - before, taken
+        return pairs, _descriptors(host) - before, taken
 
-    pairs, opened, taken = served(engine, measured)
+    pairs, opened, taken = served(host, measured)
     stayed = [(asked, got) for asked, got in pairs if got["ended"]]
     wrong = [
         got
@@ -415,14 +421,14 @@ def requests(bench: Bench) -> None:
     print("|---|---|---|---|---|---|")
     print(
         f"| {len(pairs)} | {len(pairs) - len(stayed)} | {len(wrong)} "
-        f"| {engine.pages - engine.free_pages} | {opened:+d} | {taken:.1f} |",
+        f"| {host.pages - host.cache_use.free_pages} | {opened:+d} | {taken:.1f} |",
         flush=True,
     )
 
 
-def _descriptors(engine: Engine) -> int:
+def _descriptors(host: ModelHost) -> int:
     """Return how many descriptors are open once all requests have ended."""
-    while engine.count:
+    while host.count:
         time.sleep(0.05)
     time.sleep(0.5)
     return len(os.listdir("/proc/self/fd"))

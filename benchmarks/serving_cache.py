@@ -22,7 +22,7 @@ from serving import Bench, clients, fill_vocabulary, served
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Generator, PromptCache, Request, load_model
 from exl2flow.serve.answers.answer import AnswerPlan
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 TRIALS = 3  # of what takes little time
@@ -36,13 +36,13 @@ class CacheBench(Bench):
 
 def cached(bench: CacheBench, folder: Path) -> None:
     """Time the first token behind 8,000 cached tokens, over HTTP."""
-    engine = bench.engine(4, 32_000)
+    host = bench.host(4, 32_000)
     text = bench.text(min(8_000, bench.model.max_tokens - 256))
 
     prompts = [bench.complete(16, 2) for _ in range(2 * TRIALS)]
     for asked in prompts:
         asked["body"]["prompt"] = f"{text} {asked['body']['prompt']}"
-    [found] = served(engine, lambda port: clients(port, [prompts]))
+    [found] = served(host, lambda port: clients(port, [prompts]))
     times = [1e3 * answer["times"][0] for answer in found]
     tokens, rest = found[-1]["prompt"], " ".join(f"{t:.1f}" for t in times[1:])
     print("| prompt | first ms | cached: median ms | all |\n|---|---|---|---|")
@@ -149,26 +149,26 @@ def swaps(bench: CacheBench, folder: Path) -> None:
     device, limit = str(bench.model.decoder.placement.head), bench.model.max_tokens
     bench.model = None  # type: ignore[assignment]  # frees its memory
 
-    def make(folder: Path) -> Engine:
+    def make(folder: Path) -> ModelHost:
         model = load_model(folder, device=device, max_tokens=limit)
 
         def generator() -> Generator:
             return Generator(model, cache=bench.form, tokens=8192, slots=4)
 
-        engine = Engine(model, generator, options, fmt=None, defaults={})
-        engine.start()
-        return engine
+        host = ModelHost(model, generator, options, fmt=None, defaults={})
+        host.start()
+        return host
 
     async def text(models: Models, name: str) -> None:
-        async with models.using(name) as engine:
+        async with models.using(name) as host:
             request = Request([5, 6, 7], max_new_tokens=64, stops=(), tag=0, end_loops=False)
             plan = AnswerPlan(requests=(request,), prompts=(request.prompts[0],))
-            answer = await engine.begin(lambda: plan)
+            answer = await host.begin(lambda: plan)
             try:
                 async for _ in answer.updates():
                     pass
             finally:
-                engine.end(answer)
+                host.end(answer)
 
     async def run() -> tuple[list[int], float]:
         models, used = Models(make(others / "one"), make), list[int]()

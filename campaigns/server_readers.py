@@ -25,12 +25,12 @@ from exl2flow.serve.apis import agents, chats, completions
 from exl2flow.serve.apis.messages import MessagesBody
 from exl2flow.serve.apis.responses import ResponsesBody
 from exl2flow.serve.apis.tabby import LlamaBody
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.keys import read_keys
+from exl2flow.serve.hosts.model_host import ModelHost
 
 CONTEXT = 8192
 BODIES_EACH = 12  # whole ones of each endpoint
-KINDS: dict[str, tuple[type[Body], Callable[[Any, Engine], AnswerPlan]]] = {
+KINDS: dict[str, tuple[type[Body], Callable[[Any, ModelHost], AnswerPlan]]] = {
     "/v1/chat/completions": (ChatBody, chats.plan_of),
     "/v1/completions": (CompletionBody, completions.plan_of),
     "/v1/messages": (MessagesBody, agents.plan_of),
@@ -61,10 +61,9 @@ class RequestBody(Reader):
         )
         options = ServeOptions(slots=2, tool_grammar="off")
         fmt = all_formats()["chatml"]
-        self.engine = Engine(
-            model, lambda: Generator(model, slots=2, tokens=CONTEXT), options, fmt=fmt, defaults={}
-        )
-        self.engine.has_grammars = True  # which `start` would find; calls may be forced
+        self.generator = Generator(model, slots=2, tokens=CONTEXT)
+        self.host = ModelHost(model, lambda: self.generator, options, fmt=fmt, defaults={})
+        self.host.has_grammars = True  # which `start` would find; calls may be forced
         return [
             f"{path}\n{json.dumps(self._whole(path, number))}".encode()
             for path in KINDS
@@ -73,7 +72,7 @@ class RequestBody(Reader):
 
     def _whole(self, path: str, number: int) -> dict[str, Any]:
         rng = random.Random(f"{path}/{number}")
-        body = {**bodies.BODIES[path](rng), bodies.ANSWERED[path]: 8, "model": self.engine.name}
+        body = {**bodies.BODIES[path](rng), bodies.ANSWERED[path]: 8, "model": self.host.name}
         samplers = {name: draw(rng) for name, draw in bodies.SAMPLERS.items()}
         return {**body, **samplers, "logit_bias": {"7": -1.0}}
 
@@ -81,14 +80,14 @@ class RequestBody(Reader):
         path, _, data = self.path.read_bytes().partition(b"\n")
         kind, plan_of = KINDS[path.decode()]
         try:
-            plan = plan_of(kind.model_validate(json.loads(data)), self.engine)
+            plan = plan_of(kind.model_validate(json.loads(data)), self.host)
         except (ValidationError, ValueError, RecursionError) as error:
             if not isinstance(error, Exl2FlowError):
                 raise Refused(repr(error)) from error
             raise
         assert all(0 <= token < VOCAB_SIZE for prompt in plan.prompts for token in prompt)
         for request in plan.requests:
-            self.engine.generator.prepare(request)
+            self.generator.prepare(request)
 
 
 class KeyFile(Reader):

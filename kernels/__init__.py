@@ -54,7 +54,6 @@ from exl2flow.kernels.interface.packed import (
     whole_tiles,
 )
 from exl2flow.kernels.interface.router import RouterArgs, RouterRule, Routes, Scores
-from exl2flow.kernels.interface.sampling import COLUMNS as SAMPLER_COLUMNS
 from exl2flow.kernels.interface.sampling import (
     NOT_FINITE,
     STRONGEST,
@@ -91,7 +90,6 @@ __all__ = [
     "PAGE_TOKENS",
     "PANEL_ROWS",
     "RING",
-    "SAMPLER_COLUMNS",
     "STEP_TOKENS",
     "STRONGEST",
     "SWIGLU_LIMIT",

@@ -98,22 +98,22 @@ def as_api_error(error: Exception, request_id: str, *, is_input: bool = False) -
 def body(error: ApiError) -> dict[str, Any]:
     """Return the JSON of an error."""
     kind = TYPES.get(error.status, INVALID)
-    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
+    row = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": row}
 
 
 def messages_body(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
     """Return the JSON of an error in Anthropic's form."""
     kind = MESSAGES_TYPES.get(MESSAGES_STATUSES.get(error.status, error.status), INVALID)
-    told = {"type": kind, "message": str(error)}
-    return {"type": "error", "error": told, "request_id": request_id}
+    row = {"type": kind, "message": str(error)}
+    return {"type": "error", "error": row, "request_id": request_id}
 
 
 def response(error: ApiError, scope: Scope, more: Mapping[str, str] | None = None) -> JSONResponse:
     """Return the answer of a request that fails."""
-    told, status = body(error), error.status
+    content, status = body(error), error.status
     if MESSAGES.match(scope["path"]):
-        told = messages_body(error, scope["state"]["request_id"])
+        content = messages_body(error, scope["state"]["request_id"])
         status = MESSAGES_STATUSES.get(status, status)
     headers = {**HEADERS.get(status, {}), **error.headers, **(more or {})}
-    return JSONResponse(told, status, headers)
+    return JSONResponse(content, status, headers)

@@ -17,7 +17,7 @@ from exl2flow.core.options.serving import LISTEN, ServeOptions
 
 if TYPE_CHECKING:
     from exl2flow.engine import PromptCache
-    from exl2flow.serve.hosts.engine import Engine
+    from exl2flow.serve.hosts.model_host import ModelHost
     from exl2flow.serve.hosts.reloading import Configuration
 
 BACKLOG = 256  # connections that are not accepted yet
@@ -109,11 +109,11 @@ def _run(model: Path, configuration: "Configuration") -> None:
     with listening(options.host, options.port) as (listener, address):
         keep = prompt_cache(_absolute(options))
 
-        def make(folder: Path) -> "Engine":
+        def make(folder: Path) -> "ModelHost":
             now, is_first = _absolute(configuration.options), folder.resolve() == model.resolve()
-            return _engine(folder.absolute(), now if is_first else _of_any(now), keep)
+            return _host(folder.absolute(), now if is_first else _of_any(now), keep)
 
-        models = Models(make(model), make)  # nothing else holds the engine, which may be freed
+        models = Models(make(model), make)  # nothing else holds the host, which may be freed
         configuration.on_reload += [lambda: models.renew(configuration.options), keys.look]
         _log_requests(options)
         listener.listen(BACKLOG)
@@ -139,13 +139,13 @@ def _of_any(options: ServeOptions) -> ServeOptions:
     return options.model_copy(update=own)
 
 
-def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine":
-    """Return the engine of a model, loaded and warm."""
+def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost":
+    """Return the host of a model, loaded and warm."""
     from exl2flow.cli.options.chat import of_model
     from exl2flow.cli.work.loading import load, load_draft
     from exl2flow.engine import Adapter, Generator
     from exl2flow.engine.chat import choose_format
-    from exl2flow.serve.hosts.engine import Engine
+    from exl2flow.serve.hosts.model_host import ModelHost
 
     began = time.monotonic()
     loaded = load(model, options, slots=options.slots, tokens=options.tokens)
@@ -164,7 +164,7 @@ def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine"
             chunk=CHUNKS[loaded.decoder.placement.head.type],
         )
 
-    engine = Engine(
+    host = ModelHost(
         loaded,
         make,
         options,
@@ -172,14 +172,14 @@ def _engine(model: Path, options: ServeOptions, keep: "PromptCache") -> "Engine"
         defaults=of_model(model),
         adapters=tuple(Adapter.load(folder, loaded) for folder in options.lora),
     )
-    engine.start()
-    engine.load_seconds = time.monotonic() - began
+    host.start()
+    host.load_seconds = time.monotonic() - began
     if not is_known:
         say("warning: no chat template, only completions; `--format` names one", style="yellow")
-    for warning in engine.warnings:
+    for warning in host.warnings:
         say(f"warning: {warning}", style="yellow")
-    say(f"{engine.name}; {why}; tool calls as `{engine.tool_format.name}`", style="dim")
-    return engine
+    say(f"{host.name}; {why}; tool calls as `{host.tool_format.name}`", style="dim")
+    return host
 
 
 class _Lines(logging.Formatter):

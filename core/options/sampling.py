@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import Field, dataclass, field, fields
 from numbers import Integral, Real
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AllowInfNan
 
@@ -13,6 +13,22 @@ from exl2flow.core.options.base import Option
 from exl2flow.core.words import as_typed
 
 GREEDY_BELOW = 0.01  # lower temperatures always take the likeliest token
+Step = Literal["cfg", "penalties", "dry", "rest", "sorts", "mirostat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Values of a setting that change nothing; others switch a step of the sampler on.
+
+    step: None for one that every sample has. number: stands for the values, None: they do.
+    """
+
+    values: tuple[float | None, ...]
+    step: Step | None = None
+    number: float | None = None
+
+
+NEVER = Neutral(())
 
 
 def _value(
@@ -23,11 +39,12 @@ def _value(
     low: float | None = None,
     high: float = math.inf,
     rare: bool = True,
+    neutral: Neutral = NEVER,
 ) -> Any:
-    """Return a field with its description, its bounds, and its option."""
+    """Return a field with its description, its bounds, its neutral values, and its option."""
     option = Option(metavar, "Sampling", rare=rare)
     metadata = {"description": description, "option": option, "low": low, "high": high}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata | {"neutral": neutral})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +63,15 @@ class SamplingSettings:
     temperature: float = _value(
         0.8, "divide logits by T; below 0.01: always the likeliest token", "T", low=0, rare=False
     )
-    temperature_last: bool = _value(False, "apply the temperature after tokens are dropped")
+    temperature_last: bool = _value(
+        False, "apply the temperature after tokens are dropped", neutral=Neutral((False,), "rest")
+    )
     smoothing_factor: float = _value(
-        0.0, "square the distances to the greatest logit, times F; 0: off", "F", low=0
+        0.0,
+        "square the distances to the greatest logit, times F; 0: off",
+        "F",
+        low=0,
+        neutral=Neutral((0,), "rest"),
     )
     min_temp: float = _value(0.0, "dynamic temperature of a certain distribution", "T", low=0)
     max_temp: float = _value(
@@ -65,9 +88,14 @@ class SamplingSettings:
         low=0,
         high=1,
         rare=False,
+        neutral=Neutral((0, 1), number=math.inf),
     )
     top_a: float = _value(
-        0.0, "drop tokens below A times the squared greatest probability", "A", low=0
+        0.0,
+        "drop tokens below A times the squared greatest probability",
+        "A",
+        low=0,
+        neutral=Neutral((0,), "rest"),
     )
     min_p: float = _value(
         0.0,
@@ -76,6 +104,7 @@ class SamplingSettings:
         low=0,
         high=1,
         rare=False,
+        neutral=Neutral((0,)),
     )
     tfs: float = _value(
         0.0,
@@ -83,37 +112,66 @@ class SamplingSettings:
         "Z",
         low=0,
         high=1,
+        neutral=Neutral((0, 1), "rest", math.inf),
     )
     typical: float = _value(
-        0.0, "keep tokens near the mean surprise that sum to P; 0 or 1: off", "P", low=0, high=1
+        0.0,
+        "keep tokens near the mean surprise that sum to P; 0 or 1: off",
+        "P",
+        low=0,
+        high=1,
+        neutral=Neutral((0, 1), "sorts", math.inf),
     )
-    skew: float = _value(0.0, "favour less likely tokens if positive, likelier if negative", "S")
+    skew: float = _value(
+        0.0,
+        "favour less likely tokens if positive, likelier if negative",
+        "S",
+        neutral=Neutral((0,), "rest"),
+    )
     repetition_penalty: float = _value(
         1.0,
         "divide positive and multiply negative logits of seen tokens by R",
         "R",
         low=0,
         rare=False,
+        neutral=Neutral((1,), "penalties"),
     )
     repetition_range: int = _value(-1, "tokens back that the penalties reach; -1: all", "N", low=-1)
     repetition_decay: int = _value(
         0, "further tokens back over which the penalties fade", "N", low=0
     )
     frequency_penalty: float = _value(
-        0.0, "subtract F from a token's logit for each time it was seen", "F"
+        0.0,
+        "subtract F from a token's logit for each time it was seen",
+        "F",
+        neutral=Neutral((0,), "penalties"),
     )
-    presence_penalty: float = _value(0.0, "subtract F from the logit of a token that was seen", "F")
-    mirostat: bool = _value(False, "keep the surprise near a target (Mirostat 2)")
+    presence_penalty: float = _value(
+        0.0,
+        "subtract F from the logit of a token that was seen",
+        "F",
+        neutral=Neutral((0,), "penalties"),
+    )
+    mirostat: bool = _value(
+        False, "keep the surprise near a target (Mirostat 2)", neutral=Neutral((False,), "mirostat")
+    )
     mirostat_tau: float = _value(1.5, "Mirostat's target surprise, in bits", "TAU", low=0)
     mirostat_eta: float = _value(
         0.1, "Mirostat's learning rate; 0: the bound stays at twice tau", "ETA", low=0
     )
     token_bias: tuple[tuple[int, Annotated[float, AllowInfNan()]], ...] = ()
     cfg_scale: float | None = _value(
-        None, "weight of the prompt against the second one; 1: the prompt alone; empty: off", "S"
+        None,
+        "weight of the prompt against the second one; 1: the prompt alone; empty: off",
+        "S",
+        neutral=Neutral((None,), "cfg", 1.0),
     )
     dry_multiplier: float = _value(
-        0.0, "DRY: penalty for a token that continues a repetition; 0: off", "M", low=0
+        0.0,
+        "DRY: penalty for a token that continues a repetition; 0: off",
+        "M",
+        low=0,
+        neutral=Neutral((0,), "dry"),
     )
     dry_base: float = _value(
         1.75, "DRY: growth of the penalty per token of the repetition", "B", low=0
@@ -124,7 +182,12 @@ class SamplingSettings:
     dry_counts: bool = _value(True, "DRY: multiply the penalty by how often the token followed")
     dry_breakers: tuple[int, ...] | None = None
     xtc_probability: float = _value(
-        0.0, "XTC: share by which all likely tokens but the last lose", "P", low=0, high=1
+        0.0,
+        "XTC: share by which all likely tokens but the last lose",
+        "P",
+        low=0,
+        high=1,
+        neutral=Neutral((0,), "sorts"),
     )
     xtc_threshold: float = _value(
         0.1, "XTC: probability from which a token counts as likely", "P", low=0, high=1
@@ -161,6 +224,29 @@ class SamplingSettings:
     def is_greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def steps(self) -> set[Step]:
+        """The steps that these settings switch on."""
+        found = {step for name, values, step in SWITCHES if getattr(self, name) not in values}
+        if self.max_temp > self.min_temp:
+            found.add("rest")
+        return found
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The values by name; a number that changes nothing for those that are off."""
+        found = {name: getattr(self, name) for name in NEUTRALS}
+        for name, neutral in NEUTRALS.items():
+            if neutral.number is not None and found[name] in neutral.values:
+                found[name] = neutral.number
+        return found
+
+
+NEUTRALS: dict[str, Neutral] = {
+    each.name: each.metadata["neutral"] for each in fields(SamplingSettings) if each.metadata
+}
+SWITCHES = [(name, one.values, one.step) for name, one in NEUTRALS.items() if one.step]
 
 
 def _check(field: "Field[Any]", value: Any) -> None:

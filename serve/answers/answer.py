@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from exl2flow.core.requests.conversation import Thinking
@@ -42,13 +42,17 @@ class AnswerPlan:
     requests: tuple[Request, ...]
     prompts: tuple[tuple[int, ...], ...]
     n: int = 1
-    seed: int = 0
     marks: Thinking | None = None
     opened: bool = False
     tools: tuple[dict[str, Any], ...] = ()
     tool_format: ToolFormat | None = None
     shows_calls: bool = False
-    warnings: list[str] = field(default_factory=list)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int | None:
+        """Of the first text; each text of the same prompt has the next one."""
+        return self.requests[0].seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,7 @@ class RunningAnswer:
     """The texts of one request while they are generated.
 
     began: when it came; waited: seconds in front of the generator; first: when a token came first.
+    warnings: for the client, those of the plan among them.
     """
 
     def __init__(
@@ -118,7 +123,9 @@ class RunningAnswer:
         *,
         began: float,
         waited: float,
+        warnings: Sequence[str] = (),
     ) -> None:
+        self.warnings = (*plan.warnings, *warnings)
         self.plan, self.began, self.waited, self.created = plan, began, waited, int(time.time())
         self.first: float | None = None
         self.choices = [Choice(plan) for _ in plan.requests]

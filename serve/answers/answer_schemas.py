@@ -130,7 +130,7 @@ class Decoded(BaseModel):
     content: str
 
 
-def told(kind: type[BaseModel], *, streams: bool = False) -> dict[int | str, Json]:
+def documented(kind: type[BaseModel], *, streams: bool = False) -> dict[int | str, Json]:
     """Return what the document says of an answer with status 200."""
     more = {"content": {"text/event-stream": {"schema": {"type": "string"}}}} if streams else {}
     return {200: {"model": kind, **more}}

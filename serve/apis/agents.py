@@ -13,7 +13,7 @@ from exl2flow.serve.answers.bounds import MOST_MESSAGES, MOST_TOOLS, Name, most
 from exl2flow.serve.answers.fields import ChatBody
 from exl2flow.serve.apis import chats
 from exl2flow.serve.apis.openai import Chunk, Dialect, ended, sse
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 
 Json = dict[str, Any]
 
@@ -31,17 +31,14 @@ class AgentBody(ChatBody):
     dropped: Annotated[tuple[Name, ...], most(MOST_TOOLS)] = ()
 
 
-def plan_of(body: AgentBody, engine: Engine) -> AnswerPlan:
+def plan_of(body: AgentBody, host: ModelHost) -> AnswerPlan:
     """See `chats.plan_of`."""
-    plan = chats.plan_of(body, engine)
-    plan.warnings.extend(
-        f"the tool {name} is not a function, so it is left out" for name in body.dropped
-    )
-    plan.warnings.extend(
+    tools = [f"the tool {name} is not a function, so it is left out" for name in body.dropped]
+    rest = [
         f"what the vendor's tools left in the conversation, {kind}, is not read"
         for kind in sorted({*body.left_out})
-    )
-    return plan
+    ]
+    return chats.plan_of(body, host, [*tools, *rest])
 
 
 def objects(given: object, field: str) -> list[Json]:

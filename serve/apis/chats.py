@@ -1,8 +1,7 @@
 """A chat completion's body → a plan: messages, functions, thoughts."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from exl2flow.core.errors import ConfigError
@@ -15,9 +14,9 @@ from exl2flow.model.text.repairs import joined
 from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.answers.fields import ChatBody
 from exl2flow.serve.apis.chat_tools import Tools, has_grammar, tools_of
-from exl2flow.serve.apis.mapping import grammar_of, planned
+from exl2flow.serve.apis.mapping import TextFields, grammar_of, requests_of
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.hosts.engine import NO_TOOLS, Engine
+from exl2flow.serve.hosts.model_host import NO_TOOLS, ModelHost
 
 GENERIC = (
     "You may call these functions:\n<tools>\n{tools}\n</tools>\nTo call one, write an object with "
@@ -26,93 +25,94 @@ GENERIC = (
 DESCRIBED = "the grammar of a custom tool is described to the model, not forced"
 
 
-def plan_of(body: ChatBody, engine: Engine) -> AnswerPlan:
-    """Return the texts that a body asks for.
+def plan_of(body: ChatBody, host: ModelHost, more: Iterable[str] = ()) -> AnswerPlan:
+    """Return the texts that a body asks for; more: further warnings.
 
     Raises:
         ApiError, Exl2FlowError: a field is wrong, or room is lacking.
     """
-    reader, tools, warnings = reader_of(engine), tools_of(body), list[str]()
-    fmt = engine.tool_format if tools.offered else None
+    reader, tools, warnings = reader_of(host), tools_of(body), list[str]()
+    fmt = host.tool_format if tools.offered else None
     variables, budget = _thinking(body, reader, warnings)
-    ids, opened = _prompt(body, engine, tools.offered, variables, warnings)
+    ids, opened = _prompt(body, host, tools.offered, variables, warnings)
     marks, template = reader.format.thinking, reader.format.template
     if marks and not (opened or marks.open in template or marks.close in template):
         marks = None  # the model does not know them
-    grammar = _grammar(body, engine, tools, warnings)
+    grammar = _grammar(body, host, tools, warnings)
     filters: list[Filter] = [] if grammar is None else [grammar]
     if marks and (grammar is not None or budget is not None):
         filters = [Phases(marks, opened=opened, budget=budget, then=grammar)]
-    fields = {
-        "stops": reader.stops,
-        "filters": filters,
-        "decode_special": not body.skip_special_tokens or fmt is not None or reader.hides_marks,
-        "end_loops": body.end_loops is not False,
-        "probabilities": body.logprobs,
-        "top_tokens": body.top_logprobs if body.logprobs else 0,
-    }
-    if body.cfg_scale is not None:
-        negative = [{"role": "user", "content": body.negative_prompt or ""}]
-        fields["negative"] = reader.prompt(negative)[0]
-    is_inline = "inline" in (body.reasoning_format, engine.options.reasoning_field)
+    negative = [{"role": "user", "content": body.negative_prompt or ""}]
+    fields = TextFields(
+        stops=reader.stops,
+        filters=filters,
+        decode_special=not body.skip_special_tokens or fmt is not None or reader.hides_marks,
+        end_loops=body.end_loops is not False,
+        probabilities=body.logprobs,
+        top_tokens=body.top_logprobs if body.logprobs else 0,
+        negative=() if body.cfg_scale is None else reader.prompt(negative)[0],
+    )
+    is_inline = "inline" in (body.reasoning_format, host.options.reasoning_field)
     is_inline |= body.reasoning_format == "none" or _goes_on(body)  # behind its thoughts, if any
-    return replace(
-        planned(body, engine, [ids], fields),
+    return AnswerPlan(
+        requests_of(body, host, [ids], fields),
+        (tuple(ids),),
+        n=body.n,
         marks=None if is_inline else marks,
         opened=opened,
         tools=tuple(tools.allowed),
         tool_format=fmt,
-        shows_calls=engine.has_grammars and body.stream,
-        warnings=warnings,
+        shows_calls=host.has_grammars and body.stream,
+        warnings=(*warnings, *more),
     )
 
 
-def length_of(body: ChatBody, engine: Engine) -> int:
-    """Return the tokens of a prompt; raises as `plan_of`, but not where room is lacking."""
-    variables, _ = _thinking(body, reader_of(engine), [])
-    return len(_prompt(body, engine, tools_of(body).offered, variables, [])[0])
+def length_of(body: ChatBody, host: ModelHost) -> int:
+    """Return the tokens of a prompt; raises as `plan_of`, but not where there is no room."""
+    variables, _ = _thinking(body, reader_of(host), [])
+    return len(_prompt(body, host, tools_of(body).offered, variables, [])[0])
 
 
 def _prompt(
     body: ChatBody,
-    engine: Engine,
+    host: ModelHost,
     tools: Sequence[Mapping[str, Any]],
     variables: Mapping[str, Any],
     warnings: list[str],
 ) -> tuple[list[int], bool]:
     """Return the ids of a conversation, and whether they begin thoughts."""
-    messages, is_generic = messages_of(body.messages), engine.tool_format.is_generic
+    messages, is_generic = messages_of(body.messages), host.tool_format.is_generic
     if tools and is_generic:
-        if engine.options.strict:
+        if host.options.strict:
             raise ApiError(400, NO_TOOLS, param="tools")
         warnings.append(NO_TOOLS)
         messages = _with_tools(messages, tools)
 
-    return reader_of(engine).prompt(
+    return reader_of(host).prompt(
         messages,
         tools=None if is_generic else tools or None,
         variables=variables,
         goes_on=_goes_on(body),
-        trusts=engine.options.trust_marks,
+        trusts=host.options.trust_marks,
     )
 
 
 def _grammar(
-    body: ChatBody, engine: Engine, tools: Tools, warnings: list[str]
+    body: ChatBody, host: ModelHost, tools: Tools, warnings: list[str]
 ) -> GrammarFilter | None:
     """Return what answers must match: valid calls, or text of what else is asked for."""
     answer = grammar_of(body)
     if any(map(has_grammar, body.tools)):
         warnings.append(DESCRIBED)
-    if not engine.has_grammars and tools.choice in ("required", "named"):
+    if not host.has_grammars and tools.choice in ("required", "named"):
         why = "needs grammars, which this server does not have; send `auto`"
         raise ApiError(400, f"`tool_choice` {why}", param="tool_choice")
-    if not tools.offered or not engine.has_grammars:
+    if not tools.offered or not host.has_grammars:
         return answer
     forced = tool_grammar(
-        engine.tool_format,
+        host.tool_format,
         tools.allowed,
-        engine.tokenizer,
+        host.tokenizer,
         choice=tools.choice,
         name=tools.name,
         parallel=body.parallel_tool_calls and not body.functions,
@@ -123,12 +123,12 @@ def _grammar(
     return forced.filter
 
 
-def reader_of(engine: Engine) -> Reader:
+def reader_of(host: ModelHost) -> Reader:
     """Return what writes conversations; raises `ApiError` if the model has no prompt format."""
-    if engine.reader is None:
-        why = f"`{engine.name}` has no chat template; start the server with `--format NAME`, or use"
+    if host.reader is None:
+        why = f"`{host.name}` has no chat template; start the server with `--format NAME`, or use"
         raise ApiError(400, f"{why} /v1/completions", code="no_chat_template", param="messages")
-    return engine.reader
+    return host.reader
 
 
 def _with_tools(

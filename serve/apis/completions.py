@@ -6,9 +6,9 @@ from typing import cast
 from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.answers.bounds import MOST_PROMPTS
 from exl2flow.serve.answers.fields import CompletionBody
-from exl2flow.serve.apis.mapping import grammar_of, planned
+from exl2flow.serve.apis.mapping import TextFields, grammar_of, requests_of
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 
 # marks before the text, before what follows it, and before what is missing
 FILLING = (
@@ -20,7 +20,7 @@ FILLING = (
 )
 
 
-def plan_of(body: CompletionBody, engine: Engine) -> AnswerPlan:
+def plan_of(body: CompletionBody, host: ModelHost) -> AnswerPlan:
     """Return the texts that a body asks for; those of one prompt are neighbours.
 
     Raises:
@@ -31,20 +31,19 @@ def plan_of(body: CompletionBody, engine: Engine) -> AnswerPlan:
     if body.max_tokens == 0 and most is None:
         raise ApiError(400, "`max_tokens` is 0, without `echo` and `logprobs`", param="max_tokens")
     grammar = grammar_of(body)
-    return planned(
-        body,
-        engine,
-        [_ids(prompt, body, engine) for prompt in _prompts(body)],
-        {
-            "stops": engine.tokenizer.eos_token_ids,
-            "filters": [] if grammar is None else [grammar],
-            "end_loops": bool(body.end_loops),
-            "probabilities": body.logprobs is not None,
-            "top_tokens": body.logprobs or 0,
-            "scores": most,
-            "negative": _encoded(body.negative_prompt or "", body, engine),
-        },
+    prompts = [_ids(prompt, body, host) for prompt in _prompts(body)]
+    fields = TextFields(
+        stops=host.tokenizer.eos_token_ids,
+        filters=[] if grammar is None else [grammar],
+        decode_special=not body.skip_special_tokens,
+        end_loops=bool(body.end_loops),
+        probabilities=body.logprobs is not None,
+        top_tokens=body.logprobs or 0,
+        scores=most,
+        negative=_encoded(body.negative_prompt or "", body, host),
     )
+    requests = requests_of(body, host, prompts, fields)
+    return AnswerPlan(requests, tuple(map(tuple, prompts)), n=body.n)
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
@@ -61,25 +60,25 @@ def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
     return prompts
 
 
-def _ids(prompt: str | list[int], body: CompletionBody, engine: Engine) -> Sequence[int]:
+def _ids(prompt: str | list[int], body: CompletionBody, host: ModelHost) -> Sequence[int]:
     if isinstance(prompt, str):
         find = _filling if body.suffix else _encoded
-        return find(prompt, body, engine)
+        return find(prompt, body, host)
     if body.suffix:
         raise ApiError(400, "`suffix` goes with a `prompt` given as text", param="suffix")
-    if wrong := [i for i in prompt if not 0 <= i < engine.width]:
-        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is not an id", param="prompt")
+    if wrong := [i for i in prompt if not 0 <= i < host.width]:
+        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is no id", param="prompt")
     return prompt
 
 
-def _encoded(text: str, body: CompletionBody, engine: Engine) -> list[int]:
-    trusts = engine.options.trust_marks
-    return engine.tokenizer.encode(text, add_bos=body.add_bos_token, special=trusts)
+def _encoded(text: str, body: CompletionBody, host: ModelHost) -> list[int]:
+    trusts = host.options.trust_marks
+    return host.tokenizer.encode(text, add_bos=body.add_bos_token, special=trusts)
 
 
-def _filling(prefix: str, body: CompletionBody, engine: Engine) -> list[int]:
+def _filling(prefix: str, body: CompletionBody, host: ModelHost) -> list[int]:
     """Return the ids of a text with a gap; raises `ApiError` without marks for that."""
-    encode, known = engine.tokenizer.encode, engine.tokenizer.backend.token_to_id
+    encode, known = host.tokenizer.encode, host.tokenizer.backend.token_to_id
     for names in FILLING:
         marks = [i for name in names if name and (i := known(name)) is not None]
         if len(marks) == sum(map(bool, names)):
@@ -87,4 +86,4 @@ def _filling(prefix: str, body: CompletionBody, engine: Engine) -> list[int]:
             if len(marks) == 2:
                 first, second = second, first
             return [*encode("", add_bos=body.add_bos_token), *first, *second, *marks[2:]]
-    raise ApiError(400, f"`{engine.name}` has no marks for `suffix`", param="suffix")
+    raise ApiError(400, f"`{host.name}` has no marks for `suffix`", param="suffix")

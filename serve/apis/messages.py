@@ -17,7 +17,7 @@ from exl2flow.serve.apis.agents import (
     words_of,
 )
 from exl2flow.serve.errors import ApiError, messages_body
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 
 BILLING = re.compile(r"^x-anthropic-billing-header:.*\n*", re.MULTILINE)  # new in each request
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -134,8 +134,8 @@ class MessagesDialect(AgentDialect):
 
     prefix, ping = "msg_", b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, answer: RunningAnswer, body: MessagesBody, engine: Engine) -> None:
-        super().__init__(answer, body, engine)
+    def __init__(self, answer: RunningAnswer, body: MessagesBody, host: ModelHost) -> None:
+        super().__init__(answer, body, host)
         self._stops = [body.stop] if isinstance(body.stop, str) else body.stop
 
     def opening_events(self) -> Sequence[Json]:

@@ -14,7 +14,7 @@ from exl2flow.serve.answers.fields import Body, ChatBody, CompletionBody
 from exl2flow.serve.answers.logprobs import Row, rows_of, rows_of_prompt
 from exl2flow.serve.apis.chat_tools import customs_of
 from exl2flow.serve.errors import ApiError, body
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 
 DONE, PING = b"data: [DONE]\n\n", b": ping\n\n"
 Chunk = dict[str, Any]  # what is new of a choice; calls of functions are a mapping by their index
@@ -25,10 +25,10 @@ class Dialect(ABC):
 
     prefix = ""
 
-    def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
+    def __init__(self, answer: RunningAnswer, body: Body, host: ModelHost) -> None:
         self.answer = answer
         id_ = f"{self.prefix}{secrets.token_hex(12)}"
-        self._head = {"id": id_, "created": answer.created, "model": engine.name}
+        self._head = {"id": id_, "created": answer.created, "model": host.name}
 
     @abstractmethod
     async def whole(self) -> dict[str, Any]:
@@ -57,9 +57,9 @@ class ChunkDialect(Dialect):
     kind = chunk_kind = ""
     done, _has_logs = DONE, False
 
-    def __init__(self, answer: RunningAnswer, body: Body, engine: Engine) -> None:
-        super().__init__(answer, body, engine)
-        self.names = engine.tokens
+    def __init__(self, answer: RunningAnswer, body: Body, host: ModelHost) -> None:
+        super().__init__(answer, body, host)
+        self.names = host.tokens
         self._by_id = body.return_tokens_as_token_ids
         self._wants_usage = bool(body.stream_options.get("include_usage"))
 
@@ -179,9 +179,9 @@ def ended(event: Event, *, has_calls: bool) -> Chunk:
     if event.reason == "cancelled":
         raise ApiError(503, "the server stops; what came until now is valid", code="draining")
     reason = "length" if event.reason == "max_new_tokens" else "stop"
-    told = "tool_calls" if has_calls and reason == "stop" else reason
+    finish = "tool_calls" if has_calls and reason == "stop" else reason
     return {
-        "finish_reason": told,
+        "finish_reason": finish,
         "stop_reason": "loop" if event.reason == "loop" else event.trigger,
     }
 
@@ -191,9 +191,9 @@ class ChatDialect(ChunkDialect):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, answer: RunningAnswer, body: ChatBody, engine: Engine) -> None:
-        super().__init__(answer, body, engine)
-        thoughts = engine.options.reasoning_field
+    def __init__(self, answer: RunningAnswer, body: ChatBody, host: ModelHost) -> None:
+        super().__init__(answer, body, host)
+        thoughts = host.options.reasoning_field
         fields = ("reasoning_content", "reasoning") if thoughts == "both" else (thoughts,)
         self._thoughts = fields if body.include_reasoning else ()
         self._has_logs = body.logprobs
@@ -274,8 +274,8 @@ class CompletionDialect(ChunkDialect):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl-"
 
-    def __init__(self, answer: RunningAnswer, body: CompletionBody, engine: Engine) -> None:
-        super().__init__(answer, body, engine)
+    def __init__(self, answer: RunningAnswer, body: CompletionBody, host: ModelHost) -> None:
+        super().__init__(answer, body, host)
         self._body, self._has_logs = body, body.logprobs is not None
         self._offsets = [0] * len(answer.choices)
 

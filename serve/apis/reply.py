@@ -16,9 +16,9 @@ from exl2flow.serve.answers.answer import BROKEN, AnswerPlan, RunningAnswer
 from exl2flow.serve.answers.fields import HARMLESS, Body
 from exl2flow.serve.apis.openai import Dialect
 from exl2flow.serve.errors import ApiError, as_api_error, response
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.keys import Key
 from exl2flow.serve.hosts.metrics import OTHER, Metrics
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 MOST_NAMED, LONGEST_NAME, LONGEST_WARNINGS = 20, 40, 500  # in headers
@@ -35,15 +35,15 @@ class AnswerResponse(Response):
         models: Models,
         metrics: Metrics,
         given: B,
-        plan: Callable[[B, Engine], AnswerPlan],
-        dialect: Callable[[RunningAnswer, B, Engine], Dialect],
+        plan: Callable[[B, ModelHost], AnswerPlan],
+        dialect: Callable[[RunningAnswer, B, ModelHost], Dialect],
     ) -> None:
         """plan: makes texts of the fields, in a thread. dialect: puts the texts in a form."""
         self.background: BackgroundTask | None = None
         self._models, self._metrics, self._given = models, metrics, given
-        self._plan: Callable[[Engine], AnswerPlan] = lambda engine: plan(given, engine)
-        self._form: Callable[[RunningAnswer, Engine], Dialect] = lambda answer, engine: dialect(
-            answer, given, engine
+        self._plan: Callable[[ModelHost], AnswerPlan] = lambda host: plan(given, host)
+        self._form: Callable[[RunningAnswer, ModelHost], Dialect] = lambda answer, host: dialect(
+            answer, given, host
         )
         self._answer: RunningAnswer | None = None
         self._dialect: Dialect | None = None
@@ -75,8 +75,8 @@ class AnswerResponse(Response):
             key: Key = scope["state"]["key"]
             if self._models.options.isolate:
                 self._given.cache_salt = f"{key.name}\0{self._given.cache_salt}"
-            async with self._models.using(self._given.model) as engine:
-                await self._generate(engine, scope, receive, send)
+            async with self._models.using(self._given.model) as host:
+                await self._generate(host, scope, receive, send)
             return 200
         except Exception as error:
             request_id = scope["state"]["request_id"]
@@ -86,28 +86,26 @@ class AnswerResponse(Response):
             if self._dialect is not None and self._is_begun:
                 await _send(send, self._dialect.failed(told), more=False)
             else:
-                await response(told, scope, self._told())(scope, receive, send)
+                await response(told, scope, self._added())(scope, receive, send)
             return told.status
 
-    async def _generate(self, engine: Engine, scope: Scope, receive: Receive, send: Send) -> None:
-        self._answer = answer = await engine.begin(
-            lambda: self._plan(engine), scope["state"]["key"]
-        )
+    async def _generate(self, host: ModelHost, scope: Scope, receive: Receive, send: Send) -> None:
+        self._answer = answer = await host.begin(lambda: self._plan(host), scope["state"]["key"])
         try:
             self._more["x-exl2flow-seed"] = str(answer.plan.seed)
-            self._dialect = dialect = self._form(answer, engine)
+            self._dialect = dialect = self._form(answer, host)
             if self._given.stream:
                 await self._stream(dialect.stream(), send)
             else:
                 whole = await dialect.whole()
-                await JSONResponse(whole, headers=self._told())(scope, receive, send)
+                await JSONResponse(whole, headers=self._added())(scope, receive, send)
         finally:
-            engine.end(answer)
+            host.end(answer)
 
     async def _stream(self, pieces: AsyncGenerator[bytes], send: Send) -> None:
         async for piece in pieces:
             if not self._is_begun:
-                head = Response(media_type="text/event-stream", headers=STREAM | self._told())
+                head = Response(media_type="text/event-stream", headers=STREAM | self._added())
                 del head.headers["content-length"]
                 self._is_begun, start = True, {"status": 200, "headers": head.raw_headers}
                 await send({"type": "http.response.start", **start})
@@ -128,11 +126,11 @@ class AnswerResponse(Response):
             names = [field[:LONGEST_NAME] for field in plain[:MOST_NAMED]]
             self._more["x-exl2flow-ignored"] = ", ".join(names)
 
-    def _told(self) -> dict[str, str]:
+    def _added(self) -> dict[str, str]:
         if self._answer is None:
             return self._more
         is_broken = any(choice.is_broken for choice in self._answer.choices)
-        warnings = [*self._answer.plan.warnings, *([BROKEN] if is_broken else [])]
+        warnings = [*self._answer.warnings, *([BROKEN] if is_broken else [])]
         text = "; ".join(warnings).encode("ascii", "replace").decode()[:LONGEST_WARNINGS]
         shown = "".join(c if c.isprintable() else " " for c in text)
         return self._more | ({"x-exl2flow-warnings": shown} if shown else {})

@@ -19,7 +19,7 @@ from exl2flow.serve.apis.agents import (
 )
 from exl2flow.serve.apis.chat_tools import KINDS, as_function
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 
 STORED = "this server stores no answers; send the whole conversation as `input`"
 # calls of tools that the client runs, and the field with their arguments
@@ -120,8 +120,8 @@ class ResponsesDialect(AgentDialect):
 
     prefix, ping = "resp_", b": ping\n\n"
 
-    def __init__(self, answer: RunningAnswer, body: ResponsesBody, engine: Engine) -> None:
-        super().__init__(answer, body, engine)
+    def __init__(self, answer: RunningAnswer, body: ResponsesBody, host: ModelHost) -> None:
+        super().__init__(answer, body, host)
         self._body, self._number = body, -1
 
     def event(self, value: Json) -> bytes:
@@ -179,8 +179,8 @@ class ResponsesDialect(AgentDialect):
 
     def failed(self, error: ApiError) -> bytes:
         self._cut(is_cut=True)
-        told = {"code": error.code or "server_error", "message": str(error)}
-        response = self._response("failed") | {"error": told}
+        row = {"code": error.code or "server_error", "message": str(error)}
+        response = self._response("failed") | {"error": row}
         return self.event({"type": "response.failed", "response": response})
 
     def _response(self, status: str) -> Json:

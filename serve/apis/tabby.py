@@ -18,8 +18,8 @@ from exl2flow.serve.apis.openai import Chunk, CompletionDialect, sse, timings_of
 from exl2flow.serve.apis.reply import AnswerResponse
 from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.errors import ApiError, shown
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 SLICE = 1 << 13  # values that are written as JSON at once
@@ -101,7 +101,7 @@ class LlamaDialect(CompletionDialect):
 
 
 async def encoded(
-    given: TokenizeBody, engine: Engine, row: Callable[[list[int], Engine], dict[str, Any]]
+    given: TokenizeBody, host: ModelHost, row: Callable[[list[int], ModelHost], dict[str, Any]]
 ) -> Response:
     """Answer with the ids of a text or a conversation, all of it made in a thread.
 
@@ -112,13 +112,13 @@ async def encoded(
     def made() -> bytes:
         if given.messages is None:
             bos, special = given.add_special_tokens, given.parse_special
-            ids = engine.tokenizer.encode(given.prompt, add_bos=bos, special=special)
+            ids = host.tokenizer.encode(given.prompt, add_bos=bos, special=special)
         else:
-            ids = chats.reader_of(engine).prompt(chats.messages_of(given.messages))[0]
-        return b",".join(_json(row(ids, engine))).join((b"{", b"}"))
+            ids = chats.reader_of(host).prompt(chats.messages_of(given.messages))[0]
+        return b",".join(_json(row(ids, host))).join((b"{", b"}"))
 
     try:
-        return Response(await engine.in_thread(made), media_type="application/json")
+        return Response(await host.in_thread(made), media_type="application/json")
     except ChatTemplateError as error:
         raise ApiError(400, shown(error), param="messages") from error
 
@@ -135,29 +135,29 @@ def _json(row: dict[str, Any]) -> Iterator[bytes]:
         yield to_json(name) + b":" + text
 
 
-def names_of(ids: list[int], engine: Engine) -> list[str]:
+def names_of(ids: list[int], host: ModelHost) -> list[str]:
     """Return the texts of tokens one by one; raises `ApiError` if they are more than a prompt."""
-    if len(ids) > engine.room:
-        why = f"`return_token_strs` takes texts of {engine.room} tokens, not {len(ids)}"
+    if len(ids) > host.room:
+        why = f"`return_token_strs` takes texts of {host.room} tokens, not {len(ids)}"
         raise ApiError(400, why, param="return_token_strs")
-    return [engine.tokens.text(i) for i in ids]
+    return [host.tokens.text(i) for i in ids]
 
 
-def text_of(ids: list[int], engine: Engine, *, special: bool = True) -> str:
+def text_of(ids: list[int], host: ModelHost, *, special: bool = True) -> str:
     """Return the text of ids; raises `ApiError` if one is none, or they are more than a prompt."""
-    if len(ids) > engine.room:
-        why = f"`tokens` has {len(ids)} ids; it takes {engine.room}, as many as a prompt"
+    if len(ids) > host.room:
+        why = f"`tokens` has {len(ids)} ids; it takes {host.room}, as many as a prompt"
         raise ApiError(400, why, param="tokens")
-    if wrong := [i for i in ids if not 0 <= i < engine.width]:
-        raise ApiError(400, f"`tokens` has {wrong[0]}, which is not an id", param="tokens")
-    return engine.tokenizer.decode(ids, special=special)
+    if wrong := [i for i in ids if not 0 <= i < host.width]:
+        raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
+    return host.tokenizer.decode(ids, special=special)
 
 
-def _defaults(engine: Engine) -> dict[str, Any]:
+def _defaults(host: ModelHost) -> dict[str, Any]:
     """Return what holds for a request without settings, under llama-server's names."""
-    settings = settings_of(LlamaBody.model_validate({"prompt": ""}), engine)
+    settings = settings_of(LlamaBody.model_validate({"prompt": ""}), host)
     names = ("temperature", "top_k", "top_p", "min_p")
-    most = engine.options.max_answer
+    most = host.options.max_answer
     return {**{n: getattr(settings, n) for n in names}, "n_predict": -1 if most is None else most}
 
 
@@ -168,9 +168,9 @@ def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]
     @router.get("/model")
     async def model() -> dict[str, Any]:
         """Describe the loaded model, as TabbyAPI does."""
-        async with models.using() as engine:
-            about = {"max_seq_len": engine.room, "max_batch_size": engine.options.slots}
-            return {**row(engine.name), "parameters": about}
+        async with models.using() as host:
+            about = {"max_seq_len": host.room, "max_batch_size": host.options.slots}
+            return {**row(host.name), "parameters": about}
 
     @router.post("/token/encode")
     async def encode(given: EncodeBody) -> Response:
@@ -183,26 +183,26 @@ def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]
                 "parse_special": given.encode_special_tokens,
             }
         )
-        async with models.using() as engine:
-            return await encoded(same, engine, lambda ids, _: {"tokens": ids, "length": len(ids)})
+        async with models.using() as host:
+            return await encoded(same, host, lambda ids, _: {"tokens": ids, "length": len(ids)})
 
     @router.post("/token/decode")
     async def decode(given: DecodeBody) -> dict[str, str]:
         """Return the text of ids, as TabbyAPI does."""
-        async with models.using() as engine:
+        async with models.using() as host:
             special = given.decode_special_tokens
-            work = partial(text_of, given.tokens, engine, special=special)
-            return {"text": await engine.in_thread(work)}
+            work = partial(text_of, given.tokens, host, special=special)
+            return {"text": await host.in_thread(work)}
 
     @router.get("/props")
     async def props() -> dict[str, Any]:
         """Tell the template and the context, as llama.cpp does."""
-        async with models.using() as engine:
+        async with models.using() as host:
             return {
-                "chat_template": "" if engine.reader is None else engine.reader.format.template,
-                "default_generation_settings": {"n_ctx": engine.room, "params": _defaults(engine)},
-                "model_alias": engine.name,
-                "total_slots": engine.options.slots,
+                "chat_template": "" if host.reader is None else host.reader.format.template,
+                "default_generation_settings": {"n_ctx": host.room, "params": _defaults(host)},
+                "model_alias": host.name,
+                "total_slots": host.options.slots,
             }
 
     @router.post("/completion")

@@ -14,6 +14,7 @@ from exl2flow.engine.chat import all_tool_formats
 from exl2flow.engine.generate.event import Reason
 from exl2flow.serve.answers.answer import BROKEN, RunningAnswer
 from exl2flow.serve.answers.fields import HARMLESS
+from exl2flow.serve.hosts.model_host import CacheUse
 from exl2flow.serve.hosts.models import Models
 
 log = logging.getLogger("exl2flow.serve")
@@ -74,8 +75,8 @@ class Metrics:
 
     def status(self) -> dict[str, Any]:
         """Return what runs, for people."""
-        engine, gauges = self._models.engine, self._now()
-        told = {
+        host, gauges = self._models.host, self._now()
+        row = {
             "model": self._models.name,
             "state": self._models.state,
             "running": gauges["num_requests_running"],
@@ -84,19 +85,20 @@ class Metrics:
             "kv_cache_usage": round(gauges["kv_cache_usage_perc"], 4),
             "preemptions": gauges["num_preemptions_total"],
         }
-        if engine is not None:
-            told |= {
-                "cache_pages": engine.pages,
+        if host is not None:
+            use = host.cache_use
+            row |= {
+                "cache_pages": host.pages,
                 "cache": {
-                    "free_pages": engine.free_pages,
+                    "free_pages": use.free_pages,
                     "hits": {tier: self._hits(tier) for tier in TIERS},
-                    **{f"{tier}_bytes": n for tier, n in engine.tier_bytes.items()},
+                    **{f"{tier}_bytes": n for tier, n in use.tier_bytes.items()},
                 },
-                "max_model_len": engine.room,
-                "tool_format": engine.tool_format.name,
-                "warnings": engine.warnings,
+                "max_model_len": host.room,
+                "tool_format": host.tool_format.name,
+                "warnings": host.warnings,
             }
-        return told
+        return row
 
     def refused(self, state: dict[str, Any], path: str, status: int) -> None:
         """Write the line of a request that gets an error."""
@@ -168,13 +170,14 @@ class Metrics:
 
     def _now(self) -> dict[str, float]:
         """Return what is the case, by the names of gauges."""
-        count, engine = self._models.count, self._models.engine
+        count, host = self._models.count, self._models.host
         running = min(count, self._models.options.slots)
-        used = 0.0 if engine is None else 1.0 - engine.free_pages / engine.pages
+        use = CacheUse() if host is None else host.cache_use
+        used = 0.0 if host is None else 1.0 - use.free_pages / host.pages
         return {
             "num_requests_running": running,
             "num_requests_waiting": count - running,
             "kv_cache_usage_perc": used,
-            "num_preemptions_total": 0 if engine is None else engine.preemptions,
+            "num_preemptions_total": use.preemptions,
             "model_load_seconds": self._models.load_seconds,
         }

@@ -13,26 +13,26 @@ import torch
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.serve.errors import ApiError, shown
-from exl2flow.serve.hosts.engine import SOUND_SECONDS, Engine, collect
+from exl2flow.serve.hosts.model_host import SOUND_SECONDS, ModelHost, collect
 
 log = logging.getLogger("exl2flow.serve")
 REFUSED_SECONDS = 60.0  # before a model that failed to load is tried again
-Make = Callable[[Path], Engine]
+Make = Callable[[Path], ModelHost]
 
 
 class Models:
-    """Names → engines.
+    """Names → hosts.
 
-    engine: what is loaded. name: of the model that is loaded, or was at last. load_seconds: what
+    host: what is loaded. name: of the model that is loaded, or was at last. load_seconds: what
     loading it has taken. created: when the server began.
     """
 
-    def __init__(self, engine: Engine, make: Make) -> None:
-        """Begin with an engine that runs; `make` loads another folder, in a thread."""
-        self.engine: Engine | None = engine
-        self.options, self.name, self._make = engine.options, engine.name, make
-        self.load_seconds, self.created = engine.load_seconds, engine.created
-        self._first = engine.model.spec.source_dir
+    def __init__(self, host: ModelHost, make: Make) -> None:
+        """Begin with a host that runs; `make` loads another folder, in a thread."""
+        self.host: ModelHost | None = host
+        self.options, self.name, self._make = host.options, host.name, make
+        self.load_seconds, self.created = host.load_seconds, host.created
+        self._first = host.model.spec.source_dir
         self._users, self._used_at, self._is_free = 0, time.monotonic(), asyncio.Event()
         self._change: asyncio.Task[None] | None = None
         self._failed, self._lost_at = dict[str, tuple[float, str]](), -math.inf
@@ -45,10 +45,10 @@ class Models:
             return "draining"
         if self._change is not None:
             return "loading"
-        if self.engine is None:
+        if self.host is None:
             return "unloaded" if self._is_parked else "idle"
-        self.engine.look()
-        return self.engine.state
+        self.host.look()
+        return self.host.state
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -64,31 +64,31 @@ class Models:
     @property
     def names(self) -> list[str]:
         """The names that requests may give: the model, alone and with each adapter, and others."""
-        ours = [self.name] if self.engine is None else self.engine.names
+        ours = [self.name] if self.host is None else self.host.names
         others = self.folders if self.options.swap else []
         return [*dict.fromkeys([*ours, *others, *self.options.aliases])]
 
     @property
     def progress(self) -> int | None:
-        """See `Engine`."""
-        return None if self.engine is None else self.engine.progress
+        """See `ModelHost`."""
+        return None if self.host is None else self.host.progress
 
     @property
     def count(self) -> int:
         """Requests that are prepared, wait or run."""
-        return 0 if self.engine is None else self.engine.count
+        return 0 if self.host is None else self.host.count
 
     @asynccontextmanager
-    async def using(self, name: str = "") -> AsyncIterator[Engine]:
-        """Keep the engine that answers for a name, which may have to be loaded first.
+    async def using(self, name: str = "") -> AsyncIterator[ModelHost]:
+        """Keep the host that answers for a name, which may have to be loaded first.
 
         Raises:
             ApiError: no such model, it cannot be loaded, or the server stops.
         """
-        engine = await self._engine_for(name)
+        host = await self._host_for(name)
         self._users += 1
         try:
-            yield engine
+            yield host
         finally:
             self._users, self._used_at = self._users - 1, time.monotonic()
             if not self._users:
@@ -103,7 +103,7 @@ class Models:
         if name not in self.folders:
             raise _unknown(name, self.folders)
         self._failed.pop(name, None)
-        while self.engine is None or self.engine.name != name or self.engine.state == "failed":
+        while self.host is None or self.host.name != name or self.host.state == "failed":
             self._check(name)
             await self._changed(name)
         self._is_parked = False
@@ -111,49 +111,49 @@ class Models:
     async def unload(self) -> None:
         """Free the model; requests are refused until `load`."""
         self._is_parked = True
-        while self.engine is not None:
+        while self.host is not None:
             await self._changed(None)
 
     def renew(self, options: ServeOptions) -> None:
         """Use options that have changed."""
         self.options = options
-        if self.engine is not None:
-            self.engine.options = options
+        if self.host is not None:
+            self.host.options = options
 
     def tick(self) -> None:
         """Look for failures, and free a model that nobody has used for long; called often.
 
         A model that has lost a process is loaded again, unless it was within the hour.
         """
-        if self.engine is not None:
-            self.engine.look()
-            is_lost = self.engine.is_lost and self.engine.state == "failed"
+        if self.host is not None:
+            self.host.look()
+            is_lost = self.host.is_lost and self.host.state == "failed"
             if is_lost and time.monotonic() - self._lost_at > SOUND_SECONDS:
                 self._lost_at = time.monotonic()
                 self._begin(self.name)
         limit = self.options.unload_after
         is_old = limit is not None and time.monotonic() - self._used_at > 60 * limit
-        if is_old and self.engine is not None and not self._users and self._change is None:
+        if is_old and self.host is not None and not self._users and self._change is None:
             self._begin(None)
 
     def drain(self) -> None:
         """Take no more requests."""
         self.is_draining = True
-        if self.engine is not None:
-            self.engine.state = "draining"
+        if self.host is not None:
+            self.host.state = "draining"
 
     def cancel(self) -> None:
         """End all texts, within a step."""
-        if self.engine is not None:
-            self.engine.cancel()
+        if self.host is not None:
+            self.host.cancel()
 
     async def close(self) -> None:
         """End all texts and threads."""
         if self._change is not None:
             await asyncio.wait({self._change})
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            await _close(engine)
+        host, self.host = self.host, None
+        if host is not None:
+            await _close(host)
 
     def _check(self, name: str) -> None:
         """Raise `ApiError` if a model cannot be had now."""
@@ -163,16 +163,16 @@ class Models:
         if time.monotonic() - failed_at < REFUSED_SECONDS:
             raise ApiError(503, f"{name!r:.80} cannot be loaded: {why}", code="model_not_loaded")
 
-    async def _engine_for(self, name: str) -> Engine:
+    async def _host_for(self, name: str) -> ModelHost:
         while True:
             wanted = self._named(name)
             self._check(wanted)
             if self._change is not None:
                 await asyncio.wait({self._change})
                 continue
-            if self.engine is not None and self.engine.name == wanted:
-                return self.engine
-            if self.engine is None and self._is_parked:
+            if self.host is not None and self.host.name == wanted:
+                return self.host
+            if self.host is None and self._is_parked:
                 why = "no model is loaded; an admin loads one with POST /v1/model/load"
                 raise ApiError(503, why, code="model_not_loaded")
             await asyncio.sleep(0)  # those whom the loaded model answers go first
@@ -181,7 +181,7 @@ class Models:
     def _named(self, name: str) -> str:
         """Return the model that answers for a name."""
         name = self.options.aliases.get(name, name)
-        known = [] if self.engine is None else self.engine.names
+        known = [] if self.host is None else self.host.names
         if name in ("", self.name, *known, *(one.split(":")[-1] for one in known)):
             return self.name
         if self.options.swap:
@@ -217,7 +217,7 @@ class Models:
 
     async def _free(self) -> None:
         """Let running texts end, for some time, and free the model."""
-        if self.engine is None:
+        if self.host is None:
             return
         for seconds in (self.options.swap_wait, None):
             self._is_free.clear()
@@ -226,11 +226,11 @@ class Models:
                     async with asyncio.timeout(seconds):
                         await self._is_free.wait()
                 except TimeoutError:
-                    self.engine.state = "draining"
-                    self.engine.cancel()
-        engine, self.engine = self.engine, None
-        await _close(engine)
-        del engine
+                    self.host.state = "draining"
+                    self.host.cancel()
+        host, self.host = self.host, None
+        await _close(host)
+        del host
         await asyncio.to_thread(collect)
         log.info("unloaded %s", self.name)
 
@@ -241,10 +241,10 @@ class Models:
             folder = self.folders.get(name)
             if folder is None:
                 raise Exl2FlowError("its folder is gone")
-            self.engine = await asyncio.to_thread(self._make, folder)
+            self.host = await asyncio.to_thread(self._make, folder)
         except Exception as error:
             self._refuse(name, error)
-        if self.engine is None:  # and the error is gone, whose frames held what was loaded
+        if self.host is None:  # and the error is gone, whose frames held what was loaded
             await asyncio.to_thread(collect)
             return False
         self.name, self._used_at = name, time.monotonic()
@@ -254,15 +254,15 @@ class Models:
 
     def _refuse(self, name: str, error: Exception) -> None:
         """Write why a model cannot be loaded, and tell it to clients for some time."""
-        why, told = str(error), shown(error)
+        why, public = str(error), shown(error)
         if isinstance(error, torch.OutOfMemoryError):
             why = "the GPU has too little memory; load a smaller one, or give fewer `--tokens`"
-            told = why
+            public = why
         elif not isinstance(error, Exl2FlowError):
             log.error("loading %s failed", name, exc_info=error)
-            why = told = "see the server's log"
+            why = public = "see the server's log"
         log.error("%s cannot be loaded: %s", name, why)
-        self._failed[name] = time.monotonic(), told
+        self._failed[name] = time.monotonic(), public
 
 
 def _unknown(name: str, known: Iterable[str]) -> ApiError:
@@ -270,9 +270,9 @@ def _unknown(name: str, known: Iterable[str]) -> ApiError:
     return ApiError(404, why, code="model_not_found", param="model")
 
 
-async def _close(engine: Engine) -> None:
-    """Close an engine; what fails goes to the log, for nobody can do anything about it."""
+async def _close(host: ModelHost) -> None:
+    """Close a host; what fails goes to the log, for nobody can do anything about it."""
     try:
-        await engine.close()
+        await host.close()
     except Exception:
-        log.exception("%s was not closed cleanly", engine.name)
+        log.exception("%s was not closed cleanly", host.name)

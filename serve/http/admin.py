@@ -56,25 +56,25 @@ def admin_router(models: Models) -> APIRouter:
     @router.post("/load_lora_adapter")
     async def load_adapter(given: AdapterPlace) -> dict[str, Any]:
         """Let requests name an adapter, alone or behind the model's name and a colon."""
-        async with models.using() as engine:
-            if given.lora_name in engine.adapters:
+        async with models.using() as host:
+            if given.lora_name in host.adapters:
                 why = f"there is an adapter {given.lora_name!r:.80}; unload it first"
                 raise ApiError(400, why, param="lora_name")
             folder = _adapter_in(models.options.loras, given.lora_path)
             work = (given.lora_name, folder, given.scaling)
-            await engine.in_thread(lambda: engine.load_adapter(*work))
-            return {"adapters": [*engine.adapters]}
+            await host.in_thread(lambda: host.load_adapter(*work))
+            return {"adapters": [*host.adapters]}
 
     @router.post("/unload_lora_adapter")
     async def unload_adapter(given: AdapterName) -> dict[str, Any]:
         """Forget an adapter; running texts keep it."""
-        async with models.using() as engine:
-            if given.lora_name not in engine.adapters:
-                there = ", ".join(engine.adapters) or "none"
-                why = f"no adapter {given.lora_name!r:.80}; there is {there}"
+        async with models.using() as host:
+            if given.lora_name not in host.adapters:
+                there = ", ".join(host.adapters) or "none"
+                why = f"there is no adapter {given.lora_name!r:.80}; there is {there}"
                 raise ApiError(404, why, param="lora_name")
-            engine.unload_adapter(given.lora_name)
-            return {"adapters": [*engine.adapters]}
+            host.unload_adapter(given.lora_name)
+            return {"adapters": [*host.adapters]}
 
     return router
 

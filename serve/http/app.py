@@ -22,7 +22,7 @@ from exl2flow.serve.answers.answer_schemas import (
     ModelRows,
     ResponseAnswer,
     Tokens,
-    told,
+    documented,
 )
 from exl2flow.serve.answers.fields import (
     ChatBody,
@@ -39,9 +39,9 @@ from exl2flow.serve.apis.responses import ResponsesBody, ResponsesDialect
 from exl2flow.serve.apis.tabby import encoded, names_of, tabby, text_of
 from exl2flow.serve.body_pace import PacedRoute
 from exl2flow.serve.errors import ApiError, as_api_error, response
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.keys import Keys
 from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.admin import admin_router
 from exl2flow.serve.http.guard import Guard
@@ -61,7 +61,7 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 
     app = FastAPI(title="exl2flow", lifespan=life, docs_url=None, redoc_url=None)
     metrics = Metrics(models)
-    told: dict[int | str, dict[str, Any]] = {
+    refusals: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorBody},
         "5XX": {"model": ErrorBody},
     }
@@ -73,7 +73,7 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
         admin_router(models),
     ]
     for router in routers:
-        app.include_router(router, prefix="/v1", responses=told)
+        app.include_router(router, prefix="/v1", responses=refusals)
         app.include_router(router, include_in_schema=False)
 
     @app.head("/", include_in_schema=False)
@@ -93,17 +93,17 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 def _answers(models: Models, metrics: Metrics) -> APIRouter:
     router = APIRouter(route_class=PacedRoute)
 
-    @router.post("/chat/completions", responses=told(ChatAnswer, streams=True))
+    @router.post("/chat/completions", responses=documented(ChatAnswer, streams=True))
     async def chat(given: ChatBody) -> Response:
         """Answer a conversation."""
         return AnswerResponse(models, metrics, given, chats.plan_of, ChatDialect)
 
-    @router.post("/completions", responses=told(CompletionAnswer, streams=True))
+    @router.post("/completions", responses=documented(CompletionAnswer, streams=True))
     async def complete(given: CompletionBody) -> Response:
         """Continue prompts."""
         return AnswerResponse(models, metrics, given, completions.plan_of, CompletionDialect)
 
-    @router.post("/messages", responses=told(MessageAnswer, streams=True))
+    @router.post("/messages", responses=documented(MessageAnswer, streams=True))
     async def message(given: MessagesBody) -> Response:
         """Answer a conversation in Anthropic's form."""
         return AnswerResponse(models, metrics, given, agents.plan_of, MessagesDialect)
@@ -113,7 +113,7 @@ def _answers(models: Models, metrics: Metrics) -> APIRouter:
         """Return the length of a prompt."""
         return {"input_tokens": await _length_of(given, models)}
 
-    @router.post("/responses", responses=told(ResponseAnswer, streams=True))
+    @router.post("/responses", responses=documented(ResponseAnswer, streams=True))
     async def respond(given: ResponsesBody) -> Response:
         """Answer a conversation in the form of OpenAI's Responses."""
         return AnswerResponse(models, metrics, given, agents.plan_of, ResponsesDialect)
@@ -129,46 +129,47 @@ def _answers(models: Models, metrics: Metrics) -> APIRouter:
 
 async def _length_of(given: ChatBody, models: Models) -> int:
     """Return the length of a prompt in tokens."""
-    async with models.using(given.model) as engine:
-        return await engine.in_thread(lambda: chats.length_of(given, engine))
+    async with models.using(given.model) as host:
+        return await host.in_thread(lambda: chats.length_of(given, host))
 
 
 def _tokens(models: Models) -> APIRouter:
     router = APIRouter(route_class=PacedRoute)
 
-    @router.post("/tokenize", responses=told(Tokens))
+    @router.post("/tokenize", responses=documented(Tokens))
     async def tokenize(given: TokenizeBody) -> Response:
         """Return the ids of a text or a conversation."""
 
-        def row(ids: list[int], engine: Engine) -> dict[str, Any]:
-            told = {"count": len(ids), "max_model_len": engine.room, "tokens": ids}
+        def row(ids: list[int], host: ModelHost) -> dict[str, Any]:
             return {
-                **told,
-                "token_strs": names_of(ids, engine) if given.return_token_strs else None,
+                "count": len(ids),
+                "max_model_len": host.room,
+                "tokens": ids,
+                "token_strs": names_of(ids, host) if given.return_token_strs else None,
             }
 
-        async with models.using() as engine:
-            return await encoded(given, engine, row)
+        async with models.using() as host:
+            return await encoded(given, host, row)
 
-    @router.post("/detokenize", responses=told(Decoded))
+    @router.post("/detokenize", responses=documented(Decoded))
     async def detokenize(given: DetokenizeBody) -> dict[str, str]:
         """Return the text of ids."""
-        async with models.using() as engine:
-            text = await engine.in_thread(lambda: text_of(given.tokens, engine))
+        async with models.using() as host:
+            text = await host.in_thread(lambda: text_of(given.tokens, host))
             return {"prompt": text, "content": text}
 
     @router.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         """Return what clients that encode themselves want to know."""
-        async with models.using() as engine:
-            tokenizer = engine.tokenizer
+        async with models.using() as host:
+            tokenizer = host.tokenizer
             ids = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
-            names = {n: None if i is None else engine.tokens.text(i) for n, i in ids.items()}
+            names = {n: None if i is None else host.tokens.text(i) for n, i in ids.items()}
             return {
                 "tokenizer_class": type(tokenizer.backend).__name__,
-                "vocab_size": engine.width,
-                "model_max_length": engine.room,
-                "chat_template": engine.reader and engine.reader.format.template,
+                "vocab_size": host.width,
+                "model_max_length": host.room,
+                "chat_template": host.reader and host.reader.format.template,
                 **names,
             }
 
@@ -183,13 +184,13 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
         """List what an admin can load."""
         return {"object": "list", "data": [_row(models, name) for name in models.folders]}
 
-    @router.get("/models", responses=told(ModelRows))
+    @router.get("/models", responses=documented(ModelRows))
     async def listed() -> dict[str, Any]:
         """List the model, alone and with each adapter, and others that requests may name."""
         rows = [_row(models, name) for name in models.names]
         return {"object": "list", "data": rows, "models": []}
 
-    @router.get("/models/{name:path}", responses=told(ModelRow))
+    @router.get("/models/{name:path}", responses=documented(ModelRow))
     async def model(name: str) -> dict[str, Any]:
         """Describe a model."""
         if name not in models.names:
@@ -226,16 +227,16 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
 def _row(models: Models, name: str) -> dict[str, Any]:
     """Describe a model; more of the one that is loaded."""
     row: dict[str, Any] = {"id": name, "object": "model", "owned_by": "exl2flow"}
-    engine = models.engine
-    if engine is None or models.options.aliases.get(name, name) not in engine.names:
+    host = models.host
+    if host is None or models.options.aliases.get(name, name) not in host.names:
         return row | {"created": models.created}
     meta = {
-        "n_ctx_train": engine.model.max_tokens,
-        "n_vocab": engine.width,
-        "tool_format": engine.tool_format.name,
-        "warnings": engine.warnings,
+        "n_ctx_train": host.model.max_tokens,
+        "n_vocab": host.width,
+        "tool_format": host.tool_format.name,
+        "warnings": host.warnings,
     }
-    return row | {"created": engine.created, "max_model_len": engine.room, "meta": meta}
+    return row | {"created": host.created, "max_model_len": host.room, "meta": meta}
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -88,7 +88,7 @@ class Guard:
         scope.setdefault("state", {}).update(request_id=request_id, key=_anyone(scope))
         is_begun = False
 
-        async def told(message: Message) -> None:
+        async def noted(message: Message) -> None:
             nonlocal is_begun
             if message["type"] == "http.response.start":
                 is_begun = True
@@ -101,7 +101,7 @@ class Guard:
         except ApiError as error:
             if error.status == 413 and "expect" not in given:
                 await _discard(receive)
-            await response(error, scope, CLOSING.get(error.status))(scope, receive, told)
+            await response(error, scope, CLOSING.get(error.status))(scope, receive, noted)
             return
         except ClientDisconnect:
             return
@@ -112,12 +112,12 @@ class Guard:
 
         app = Response(status_code=204) if is_question else self._app
         try:
-            await app(scope, read, told)
+            await app(scope, read, noted)
         except Exception as error:  # else the framework answers, without our headers and counts
             if is_begun:
                 raise
             answer = response(as_api_error(error, request_id, is_input=True), scope)
-            await answer(scope, receive, told)
+            await answer(scope, receive, noted)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Return a body that may be parsed now."""

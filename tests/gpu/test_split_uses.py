@@ -190,7 +190,7 @@ def test_beginnings_of_prompts_come_back_from_host_memory_and_from_disk(
 
 def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
     pytest.importorskip("starlette")
-    from exl2flow.cli.commands.serve import _engine
+    from exl2flow.cli.commands.serve import _host
     from exl2flow.serve.answers.answer import AnswerPlan
     from exl2flow.serve.hosts.models import Models
 
@@ -210,9 +210,9 @@ def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
         placed = set()
 
         def make(folder: Path) -> Any:
-            engine = _engine(folder, options, PromptCache())
-            placed.add(engine.model.decoder.placement.devices)
-            return engine
+            host = _host(folder, options, PromptCache())
+            placed.add(host.model.decoder.placement.devices)
+            return host
 
         async def run() -> list[list[int]]:
             models = Models(make(plain / "a"), make)
@@ -235,14 +235,14 @@ def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
 
 async def answer_of(models: Any, name: str, plan: Any) -> list[int]:
     """Return the ids that the model of a name writes, which may have to be loaded first."""
-    async with models.using(name) as engine:
-        assert engine.name == name
-        answer = await engine.begin(lambda: plan)
+    async with models.using(name) as host:
+        assert host.name == name
+        answer = await host.begin(lambda: plan)
         try:
             updates = [one async for some in answer.updates() for one in some]
             return [token for one in updates for token in one.event.ids]
         finally:
-            engine.end(answer)
+            host.end(answer)
 
 
 def test_rows_of_calibration_are_those_of_one_gpu(plain: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tool_calls import TOOLS
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.engine.chat import all_tool_formats, choose_format
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.running import Connection
@@ -38,9 +38,9 @@ def served(model: LoadedModel, tool_format: str) -> Iterator[str]:
     """Serve a model in a thread, with one format of calls; yield the address."""
     options = ServeOptions(slots=8, tool_format=tool_format)
     fmt, _ = choose_format(DEMO, model.tokenizer, "chatml")
-    engine = Engine(model, lambda: Generator(model, slots=8), options, fmt=fmt, defaults={})
-    engine.start()
-    models = Models(engine, lambda _: engine)
+    host = ModelHost(model, lambda: Generator(model, slots=8), options, fmt=fmt, defaults={})
+    host.start()
+    models = Models(host, lambda _: host)
     app = create_app(models)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, http=Connection, ws="none", log_config=None)

@@ -30,7 +30,7 @@ from exl2flow.serve.answers.fields import CompletionBody
 from exl2flow.serve.apis.completions import plan_of
 from exl2flow.serve.apis.mapping import settings_of
 from exl2flow.serve.apis.sections import checked
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.hosts.reloading import Configuration
 from exl2flow.serve.http.listening import listening
@@ -136,11 +136,11 @@ def test_the_configuration_that_is_printed_can_be_given_back(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def host(tmp_path_factory: pytest.TempPathFactory) -> ModelHost:
     folder = make_tiny("llama", tmp_path_factory.mktemp("tiny"))
     model = load_model(folder, device="cpu")
     options = ServeOptions(model=folder, slots=2, tool_grammar="off")
-    return Engine(
+    return ModelHost(
         model,
         lambda: Generator(model, slots=2),
         options,
@@ -154,44 +154,44 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def test_forced_settings_come_before_the_request_the_defaults_and_the_model(
-    engine: Engine, file: Path
+    host: ModelHost, file: Path
 ) -> None:
     file.write_text("[forced]\ntop_p = 0.6\n[defaults]\ntop_p = 0.7\nmin_p = 0.7\ntop_k = -1")
-    engine.options = read(file)
+    host.options = read(file)
     body = CompletionBody(prompt="a", top_p=0.8, min_p=0.8, temperature=0.8)
 
-    found = settings_of(body, engine)
+    found = settings_of(body, host)
 
     assert (found.top_p, found.min_p, found.temperature) == (0.6, 0.8, 0.8)
     assert (found.top_k, found.tfs) == (0, 0.5)
-    assert settings_of(CompletionBody(prompt="a"), engine).min_p == 0.7
-    assert settings_of(CompletionBody(prompt="a"), engine).temperature == 1.0
+    assert settings_of(CompletionBody(prompt="a"), host).min_p == 0.7
+    assert settings_of(CompletionBody(prompt="a"), host).temperature == 1.0
 
 
-def test_a_forced_temperature_leaves_no_dynamic_one(engine: Engine, file: Path) -> None:
+def test_a_forced_temperature_leaves_no_dynamic_one(host: ModelHost, file: Path) -> None:
     file.write_text("[forced]\ntemperature = 0.3")
-    engine.options = read(file)
+    host.options = read(file)
 
     for more in ({"dynatemp_range": 0.2}, {"min_temp": 0.5, "max_temp": 2.0}):
-        found = settings_of(CompletionBody(prompt="a", **more), engine)
+        found = settings_of(CompletionBody(prompt="a", **more), host)
         assert (found.temperature, found.min_temp, found.max_temp) == (0.3, 0.0, 0.0)
 
 
-def test_an_alias_stands_for_an_adapter(engine: Engine, file: Path) -> None:
-    folder, (one, two) = engine.model.spec.source_dir, engine.adapters.values()
+def test_an_alias_stands_for_an_adapter(host: ModelHost, file: Path) -> None:
+    folder, (one, two) = host.model.spec.source_dir, host.adapters.values()
     file.write_text(f'[aliases]\nb = "{folder.name}:two"\nall = "{folder.name}"')
-    engine.options = read(file, model=folder, lora=[one.folder, two.folder])
+    host.options = read(file, model=folder, lora=[one.folder, two.folder])
 
-    assert engine.adapters_for("b", None) == (two,)
-    assert engine.adapters_for("all", None) == engine.adapters_for("x", None) == (one, two)
-    assert Models(engine, lambda _: engine).names[-2:] == ["b", "all"]
+    assert host.adapters_for("b", None) == (two,)
+    assert host.adapters_for("all", None) == host.adapters_for("x", None) == (one, two)
+    assert Models(host, lambda _: host).names[-2:] == ["b", "all"]
 
 
 def test_no_sign_of_life_is_given_while_a_step_hangs(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: ModelHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test with this engine."""
-    step, goes_on = engine.generator.step, threading.Event()
+    """The last test with this host."""
+    step, goes_on = host.generator.step, threading.Event()
 
     def hang() -> list[Event]:
         goes_on.wait(30)
@@ -199,7 +199,7 @@ def test_no_sign_of_life_is_given_while_a_step_hangs(
 
     async def watched(manager: socket.socket) -> list[int]:
         server, counts = (
-            _Server(uvicorn.Config("none"), Models(engine, lambda _: engine), None),
+            _Server(uvicorn.Config("none"), Models(host, lambda _: host), None),
             list[int](),
         )
 
@@ -212,19 +212,19 @@ def test_no_sign_of_life_is_given_while_a_step_hangs(
 
         look()
         body = CompletionBody(prompt="a", max_tokens=1)
-        answer = await engine.begin(lambda: plan_of(body, engine))
+        answer = await host.begin(lambda: plan_of(body, host))
         for _ in range(3):
             look()
         goes_on.set()
-        while engine.progress is not None:
+        while host.progress is not None:
             await asyncio.sleep(0.01)
         look()
-        engine.end(answer)
-        await engine.close()
+        host.end(answer)
+        await host.close()
         return counts
 
-    engine.start()
-    monkeypatch.setattr(engine.generator, "step", hang)
+    host.start()
+    monkeypatch.setattr(host.generator, "step", hang)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "manager"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "manager"))

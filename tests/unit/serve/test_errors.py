@@ -16,7 +16,7 @@ from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.engine.chat import choose_format
 from exl2flow.inference import Generator, load_model
 from exl2flow.serve.errors import STATUSES, as_api_error, shown
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 
@@ -73,17 +73,17 @@ class Served:
         self.options = ServeOptions(
             models=folder, loras=folder, swap=True, slots=2, tool_grammar="off"
         )
-        self.engine = self.make(folder / "good")
-        self.models = Models(self.engine, self.make)
+        self.host = self.make(folder / "good")
+        self.models = Models(self.host, self.make)
 
-    def make(self, folder: Path) -> Engine:
+    def make(self, folder: Path) -> ModelHost:
         model = load_model(folder, device="cpu")
         fmt: PromptFormat = choose_format(folder, model.tokenizer, None)[0]
-        engine = Engine(
+        host = ModelHost(
             model, lambda: Generator(model, slots=2), self.options, fmt=fmt, defaults={}
         )
-        engine.start()
-        return engine
+        host.start()
+        return host
 
 
 REFUSING = "{% for m in messages %}{{ raise_exception('no ' + m.role) }}{% endfor %}"

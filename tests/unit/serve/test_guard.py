@@ -10,8 +10,8 @@ from tiny import make_tiny
 
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.keys import Keys
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.listening import own_address, url_of
@@ -30,14 +30,14 @@ def asked(
 ) -> list[httpx.Response]:
     """Return the answers of a server in this process."""
     given = ServeOptions(slots=2, tool_grammar="off", **options)
-    engine = Engine(model, lambda: Generator(model, slots=2), given, fmt=None, defaults={})
-    app = create_app(Models(engine, lambda _: engine), Keys(own=key))
+    host = ModelHost(model, lambda: Generator(model, slots=2), given, fmt=None, defaults={})
+    app = create_app(Models(host, lambda _: host), Keys(own=key))
 
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answers = [await client.request(**one) for one in requests]
-        await engine.close()
+        await host.close()
         return answers
 
     return asyncio.run(run())

@@ -17,8 +17,8 @@ from exl2flow.engine.chat import all_tool_formats
 from exl2flow.engine.generate.event import Reason
 from exl2flow.inference import Generator, LoadedModel, load_model
 from exl2flow.serve.answers.fields import HARMLESS
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.metrics import LABEL, TABLE, TIERS, Metrics
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 
@@ -31,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.fixture
 def models(model: LoadedModel) -> Models:
     options = ServeOptions(slots=2, tool_grammar="off")
-    engine = Engine(model, lambda: Generator(model, slots=2), options, fmt=None, defaults={})
-    return Models(engine, lambda _: engine)
+    host = ModelHost(model, lambda: Generator(model, slots=2), options, fmt=None, defaults={})
+    return Models(host, lambda _: host)
 
 
 def metrics_of(app: FastAPI) -> Metrics:
@@ -123,14 +123,14 @@ def test_the_tokens_of_an_answer_that_is_left_are_counted(
     models: Models, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In its line of the log and in the metrics, as if somebody had read it."""
-    app, engine = create_app(models), models.engine
+    app, host = create_app(models), models.host
     metrics = metrics_of(app)
     body = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}
-    assert engine is not None
+    assert host is not None
     caplog.set_level("INFO", "exl2flow.serve")
 
     async def run() -> None:
-        engine.start()
+        host.start()
         has_text, messages = (
             asyncio.Event(),
             [{"type": "http.request", "body": json.dumps(body).encode()}],

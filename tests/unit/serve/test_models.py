@@ -26,7 +26,7 @@ from exl2flow.inference import Generator, load_model
 from exl2flow.model import Tokenizer
 from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loader:
-    """Makes engines as the command does, and counts them."""
+    """Makes hosts as the command does, and counts them."""
 
     def __init__(self, folder: Path, ranks: int = 1, **options: Any) -> None:
         self.made, self._folder, self._ranks = list[str](), folder, ranks
@@ -53,14 +53,14 @@ class Loader:
             models=folder, swap=True, slots=2, tool_grammar="off"
         ).model_copy(update=options)
 
-    def __call__(self, folder: Path) -> Engine:
+    def __call__(self, folder: Path) -> ModelHost:
         self.made.append(folder.name)
         model = load_model(folder, device="cpu", tensor_parallel=self._ranks)
-        engine = Engine(
+        host = ModelHost(
             model, lambda: Generator(model, slots=2), self.options, fmt=None, defaults={}
         )
-        engine.start()
-        return engine
+        host.start()
+        return host
 
     def models(self) -> Models:
         return Models(self(self._folder / "a"), self)
@@ -84,8 +84,8 @@ async def until(condition: Callable[[], object], *, pause: float = 0.0) -> None:
 
 async def name_of(models: Models, name: str) -> str:
     """Return the model that answers for a name."""
-    async with models.using(name) as engine:
-        return engine.name
+    async with models.using(name) as host:
+        return host.name
 
 
 def test_requests_of_the_next_model_go_together(folder: Path) -> None:
@@ -93,8 +93,8 @@ def test_requests_of_the_next_model_go_together(folder: Path) -> None:
     models, order = loader.models(), list[str]()
 
     async def ask(name: str) -> None:
-        async with models.using(name) as engine:
-            order.append(engine.name)
+        async with models.using(name) as host:
+            order.append(host.name)
             await asyncio.sleep(0)
 
     async def run() -> None:
@@ -157,18 +157,18 @@ def test_a_text_has_some_time_to_end(folder: Path) -> None:
     plan = AnswerPlan(requests=(request,), prompts=((5,),))
 
     async def text() -> str | None:
-        async with models.using("a") as engine:
-            answer = await engine.begin(lambda: plan)
+        async with models.using("a") as host:
+            answer = await host.begin(lambda: plan)
             try:
                 async for _ in answer.updates():
                     pass
             finally:
-                engine.end(answer)
+                host.end(answer)
             return answer.ends[0].reason
 
     async def run() -> tuple[str | None, float]:
         running = asyncio.create_task(text())
-        await until(lambda: models.engine is not None and models.engine.answers, pause=0.01)
+        await until(lambda: models.host is not None and models.host.answers, pause=0.01)
         began = time.monotonic()
         assert await name_of(models, "b") == "b"
         waited = time.monotonic() - began
@@ -205,23 +205,23 @@ def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
 
 @pytest.mark.parametrize("turns", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
-    """Clients ask for two models and leave: engines, threads and descriptors are given back."""
-    models, seen = Loader(folder, swap_wait=0.0).models(), list[weakref.ref[Engine]]()
+    """Clients ask for two models and leave: hosts, threads and descriptors are given back."""
+    models, seen = Loader(folder, swap_wait=0.0).models(), list[weakref.ref[ModelHost]]()
     plan = AnswerPlan(requests=(Request([5], max_new_tokens=8, stops=(), tag=0),), prompts=((5,),))
 
     async def ask(name: str) -> None:
-        async with models.using(name) as engine:
-            if not any(ref() is engine for ref in seen):
-                seen.append(weakref.ref(engine))
+        async with models.using(name) as host:
+            if not any(ref() is host for ref in seen):
+                seen.append(weakref.ref(host))
             try:
-                answer = await engine.begin(lambda: plan)
+                answer = await host.begin(lambda: plan)
             except ApiError:  # the other model is to be loaded
                 return
             try:
                 async for _ in answer.updates():
                     pass
             finally:
-                engine.end(answer)
+                host.end(answer)
 
     async def run() -> list[tuple[int, int]]:
         counts = list[tuple[int, int]]()
@@ -250,8 +250,8 @@ def test_a_freed_model_leaves_no_vocabulary(folder: Path) -> None:
     models = Loader(folder, tool_grammar="on").models()
 
     async def run() -> weakref.ref[Tokenizer]:
-        async with models.using("a") as engine:
-            seen = weakref.ref(engine.tokenizer)
+        async with models.using("a") as host:
+            seen = weakref.ref(host.tokenizer)
         await models.load("b")
         await models.close()
         return seen
@@ -340,14 +340,15 @@ def test_a_model_that_lost_a_process_is_loaded_again(folder: Path) -> None:
     async def work() -> None:
         loader = Loader(folder, ranks=2)
         models = loader.models()
-        assert models.engine is not None
-        assert models.engine.model.team is not None
-        [pid] = models.engine.model.team.followers
+        assert models.host is not None
+        assert models.host.model.team is not None
+        [pid] = models.host.model.team.followers
 
         os.kill(pid, signal.SIGKILL)
 
-        await until(lambda: models.engine is not None and models.engine.is_lost, pause=0.01)
-        models.engine.generator.fail(InferenceError("as a step does"))
+        await until(lambda: models.host is not None and models.host.is_lost, pause=0.01)
+        assert models.host.generator is not None
+        models.host.generator.fail(InferenceError("as a step does"))
         models.tick()
         assert models.state == "loading"
         assert await name_of(models, "") == "a"

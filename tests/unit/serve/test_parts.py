@@ -29,8 +29,8 @@ from exl2flow.serve.apis.messages import MessagesDialect
 from exl2flow.serve.apis.openai import ChatDialect
 from exl2flow.serve.apis.responses import ResponsesBody, ResponsesDialect
 from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
@@ -48,10 +48,10 @@ PLAN = AnswerPlan(
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def host(tmp_path_factory: pytest.TempPathFactory) -> ModelHost:
     model = load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
     options = ServeOptions(slots=2, tool_grammar="off")
-    return Engine(model, lambda: Generator(model, slots=2), options, fmt=None, defaults={})
+    return ModelHost(model, lambda: Generator(model, slots=2), options, fmt=None, defaults={})
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ RANGES: dict[str, st.SearchStrategy[Any]] = {
 
 @given(st.data(), st.fixed_dictionaries({}, optional=RANGES))
 def test_fields_become_the_settings_of_their_names(
-    engine: Engine, data: st.DataObject, values: dict[str, Any]
+    host: ModelHost, data: st.DataObject, values: dict[str, Any]
 ) -> None:
     body = {data.draw(st.sampled_from((k, *ALIASES.get(k, ())))): v for k, v in values.items()}
 
-    settings = settings_of(CompletionBody.model_validate({"prompt": "a", **body}), engine)
+    settings = settings_of(CompletionBody.model_validate({"prompt": "a", **body}), host)
 
     neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
     assert settings == SamplingSettings(**{**neutral, **values})
 
 
-def test_switches_of_other_servers_become_ours(engine: Engine) -> None:
+def test_switches_of_other_servers_become_ours(host: ModelHost) -> None:
     body = CompletionBody.model_validate(
         {
             "prompt": "a",
@@ -105,13 +105,13 @@ def test_switches_of_other_servers_become_ours(engine: Engine) -> None:
             "allowed_token_ids": [3, 4],
         }
     )
-    settings, [request] = settings_of(body, engine), plan_of(body, engine).requests
+    settings, [request] = settings_of(body, host), plan_of(body, host).requests
 
     assert (settings.top_k, settings.dry_range, settings.mirostat) == (0, 0, True)
     assert (settings.min_temp, settings.max_temp) == (0.5, 1.5)
     assert settings.token_bias == ((7, 3.0),)
     assert request.stops == (1, "text")  # `</s>` is a token
-    assert {*range(engine.width)} - {*request.excluded} == {3, 4}
+    assert {*range(host.width)} - {*request.excluded} == {3, 4}
 
 
 def read(pieces: list[str], *, is_forced: bool) -> tuple[str, str, str, list[str]]:
@@ -176,7 +176,7 @@ def accumulated(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     shows_calls=st.booleans(),
 )
 def test_streams_join_to_the_plain_answer(
-    engine: Engine, cuts: list[int], sizes: list[int], shows_calls: bool
+    host: ModelHost, cuts: list[int], sizes: list[int], shows_calls: bool
 ) -> None:
     pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
     texts: list[Any] = [{"text": p, "ids": (5,), "probabilities": (0.5,)} for p in pieces]
@@ -189,7 +189,7 @@ def test_streams_join_to_the_plain_answer(
         return ChatDialect(
             Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(events, sizes),
             body,
-            engine,
+            host,
         )
 
     async def streamed() -> str:
@@ -235,7 +235,7 @@ def shown(block: dict[str, Any]) -> str:
     dialect=st.sampled_from([MessagesDialect, ResponsesDialect]),
 )
 def test_blocks_of_streams_join_to_the_plain_answer(
-    engine: Engine, cuts: list[int], sizes: list[int], shows_calls: bool, dialect: Any
+    host: ModelHost, cuts: list[int], sizes: list[int], shows_calls: bool, dialect: Any
 ) -> None:
     pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
     body: Any = ResponsesBody.model_validate({"input": "a"})
@@ -247,7 +247,7 @@ def test_blocks_of_streams_join_to_the_plain_answer(
         answer = Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(
             events, list(sizes)
         )
-        return dialect(answer, body, engine)
+        return dialect(answer, body, host)
 
     async def streamed() -> str:
         return b"".join([piece async for piece in made().stream()]).decode()
@@ -290,12 +290,12 @@ def streamed(dialect: Any) -> list[dict[str, Any]]:
     ],
 )
 def test_an_item_that_is_cut_off_is_incomplete(
-    engine: Engine, pieces: list[str], statuses: list[str]
+    host: ModelHost, pieces: list[str], statuses: list[str]
 ) -> None:
     body: Any = ResponsesBody.model_validate({"input": "a"})
 
     def made() -> ResponsesDialect:
-        return ResponsesDialect(running(pieces, "max_new_tokens"), body, engine)
+        return ResponsesDialect(running(pieces, "max_new_tokens"), body, host)
 
     whole, events = asyncio.run(made().whole()), streamed(made())
 
@@ -309,11 +309,11 @@ def test_an_item_that_is_cut_off_is_incomplete(
 CALL = TEXT[TEXT.index("<tool_call>") :]
 
 
-def test_who_gives_functions_gets_a_function_call(engine: Engine) -> None:
+def test_who_gives_functions_gets_a_function_call(host: ModelHost) -> None:
     body = ChatBody.model_validate({"messages": [{}], "functions": [{"name": "f"}]})
 
     def made() -> ChatDialect:
-        return ChatDialect(running([CALL[:50], CALL[50:]], "stop_token"), body, engine)
+        return ChatDialect(running([CALL[:50], CALL[50:]], "stop_token"), body, host)
 
     [choice] = asyncio.run(made().whole())["choices"]
     chunks = [event["choices"][0] for event in streamed(made())]
@@ -326,14 +326,14 @@ def test_who_gives_functions_gets_a_function_call(engine: Engine) -> None:
     assert choice["finish_reason"] == chunks[-1]["finish_reason"] == "function_call"
 
 
-def test_calls_of_custom_tools_have_their_text(engine: Engine) -> None:
+def test_calls_of_custom_tools_have_their_text(host: ModelHost) -> None:
     text = CALL.replace('{"a": 1}', '{"input": "a } b"}')
     custom = {"type": "custom", "custom": {"name": "f"}}
     body = ChatBody.model_validate({"messages": [{}], "tools": [custom]})
     plan = replace(PLAN, shows_calls=True)
 
     def made() -> ChatDialect:
-        return ChatDialect(running([*text], "stop_token", plan), body, engine)
+        return ChatDialect(running([*text], "stop_token", plan), body, host)
 
     [call] = asyncio.run(made().whole())["choices"][0]["message"]["tool_calls"]
     deltas = [event["choices"][0]["delta"] for event in streamed(made())]
@@ -375,38 +375,38 @@ def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path, made_again: bo
         made.append(Generator(model, slots=2))
         return made[-1]
 
-    engine = Engine(model, make, ServeOptions(slots=2), fmt=None, defaults={})
-    engine.start()
+    host = ModelHost(model, make, ServeOptions(slots=2), fmt=None, defaults={})
+    host.start()
     plan = AnswerPlan(
         requests=(Request([5], max_new_tokens=200, stops=(), tag=0),), prompts=((5,),)
     )
 
     async def fails() -> None:
-        answer = await engine.begin(lambda: plan)
+        answer = await host.begin(lambda: plan)
         made[-1]._decode = None  # type: ignore[assignment]  # the next step fails
         with pytest.raises(AttributeError):
             async for _ in answer.updates():
                 pass
-        engine.end(answer)
+        host.end(answer)
 
     async def run() -> list[str]:
         await fails()
-        states = [engine.state]
-        await engine._recovery
-        states.append(engine.state)
+        states = [host.state]
+        await host._recovery
+        states.append(host.state)
         if not made_again:
-            assert Metrics(Models(engine, lambda _: engine)).status()["state"] == "failed"
-            await engine.close()
+            assert Metrics(Models(host, lambda _: host)).status()["state"] == "failed"
+            await host.close()
             return states
-        answer = await engine.begin(lambda: plan)
+        answer = await host.begin(lambda: plan)
         async for _ in answer.updates():
             pass
-        engine.end(answer)
+        host.end(answer)
         await fails()
-        states.append(engine.state)
+        states.append(host.state)
         with pytest.raises(ApiError):
-            engine.check_ready()
-        await engine.close()
+            await host.begin(lambda: plan)
+        await host.close()
         return states
 
     states = ["recovering", "ready", "failed"] if made_again else ["recovering", "failed"]

@@ -15,8 +15,8 @@ from tiny import make_tiny
 
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.inference import Generator, load_model
-from exl2flow.serve.hosts.engine import Engine
 from exl2flow.serve.hosts.keys import Keys
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.running import _Server
@@ -92,9 +92,9 @@ def test_a_signal_drains_the_server(served: Served) -> None:
 def test_answers_that_run_at_the_end_of_the_drain_are_told(tmp_path: Path) -> None:
     options = ServeOptions(slots=1, tool_grammar="off", drain=0)
     model = load_model(make_tiny("llama", tmp_path, max_position_embeddings=8192), device="cpu")
-    engine = Engine(model, lambda: Generator(model, slots=1), options, fmt=None, defaults={})
-    engine.start()
-    models = Models(engine, lambda _: engine)
+    host = ModelHost(model, lambda: Generator(model, slots=1), options, fmt=None, defaults={})
+    host.start()
+    models = Models(host, lambda _: host)
     app = create_app(models, Keys())
     config = uvicorn.Config(app, lifespan="off")
     config.load()
@@ -106,7 +106,7 @@ def test_answers_that_run_at_the_end_of_the_drain_are_told(tmp_path: Path) -> No
             transport=httpx.ASGITransport(app), base_url="http://localhost"
         ) as client:
             asked = asyncio.create_task(client.post("/v1/completions", json=body, timeout=None))
-            while not engine.answers:
+            while not host.answers:
                 await asyncio.sleep(0.001)
             server.handle_exit(signal.SIGTERM, None)
             await server.on_tick(1)

@@ -1,4 +1,4 @@
-"""The life of an engine: failures that nobody sees, what is freed, what closing ends."""
+"""The life of a host: failures that nobody sees, what is freed, what closing ends."""
 
 import asyncio
 import threading
@@ -18,8 +18,8 @@ from exl2flow.inference import Adapter, Generator, LoadedModel, load_model
 from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.answers.fields import Lora
 from exl2flow.serve.errors import ApiError
-from exl2flow.serve.hosts import engine as module
-from exl2flow.serve.hosts.engine import Engine
+from exl2flow.serve.hosts import model_host as module
+from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 LONG, SHORT = (
@@ -34,12 +34,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
 
 
-def started(model: LoadedModel, make: Callable[[], Generator] | None = None) -> Engine:
+def started(model: LoadedModel, make: Callable[[], Generator] | None = None) -> ModelHost:
     options = ServeOptions(slots=2, tool_grammar="off")
     make = make or (lambda: Generator(model, slots=2))
-    engine = Engine(model, make, options, fmt=None, defaults={})
-    engine.start()
-    return engine
+    host = ModelHost(model, make, options, fmt=None, defaults={})
+    host.start()
+    return host
+
+
+def generator_of(host: ModelHost) -> Generator:
+    assert host.generator is not None
+    return host.generator
 
 
 def break_device(generator: Generator) -> None:
@@ -51,54 +56,54 @@ def break_device(generator: Generator) -> None:
     generator._device_slots.forward = fail  # type: ignore[method-assign, assignment]
 
 
-async def text_of(engine: Engine) -> str | None:
+async def text_of(host: ModelHost) -> str | None:
     """Return why a text ended."""
-    answer = await engine.begin(lambda: SHORT)
+    answer = await host.begin(lambda: SHORT)
     try:
         async for _ in answer.updates():
             pass
     finally:
-        engine.end(answer)
+        host.end(answer)
     return answer.ends[0].reason
 
 
-async def fail(engine: Engine) -> None:
+async def fail(host: ModelHost) -> None:
     """Let the generator fail after its last client has left."""
-    answer = await engine.begin(lambda: LONG)
+    answer = await host.begin(lambda: LONG)
     async for _ in answer.updates():
         break
-    break_device(engine.generator)
-    failed = engine.generator
-    engine.answers.pop(answer)  # a client that leaves without a look at the generator
+    failed = generator_of(host)
+    break_device(failed)
+    host.answers.pop(answer)  # a client that leaves without a look at the generator
     while failed.failure is None:
         await asyncio.sleep(0)
 
 
-async def recovered(engine: Engine) -> None:
-    assert engine._recovery is not None
-    await engine._recovery
+async def recovered(host: ModelHost) -> None:
+    assert host._recovery is not None
+    await host._recovery
 
 
 @pytest.mark.parametrize("seen_by", ["begin", "tick", "state"])
 def test_a_failure_without_clients_is_seen(model: LoadedModel, seen_by: str) -> None:
-    engine = started(model)
-    models = Models(engine, lambda _: engine)
+    host = started(model)
+    models = Models(host, lambda _: host)
 
     async def run() -> str | None:
-        await fail(engine)
+        await fail(host)
         match seen_by:
             case "begin":
                 with pytest.raises(ApiError) as told:
-                    await engine.begin(lambda: LONG)
+                    await host.begin(lambda: LONG)
                 assert told.value.status == 503
             case "tick":
                 models.tick()
             case _:
                 assert models.state == "recovering"
-        assert engine.state == "recovering"
-        await recovered(engine)
-        reason = await text_of(engine)
-        await engine.close()
+        assert host.state == "recovering"
+        await recovered(host)
+        reason = await text_of(host)
+        await host.close()
         return reason
 
     assert asyncio.run(run()) == "max_new_tokens"
@@ -109,24 +114,25 @@ def test_what_a_failing_generator_refuses_is_no_fault_of_the_client(
     model: LoadedModel, is_anew: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails, and may be made anew, while a request is being prepared for it."""
-    engine = started(model)
+    host = started(model)
     loop = asyncio.new_event_loop()
 
     async def fails() -> None:
-        engine.generator.fail(RuntimeError("the device is gone"))
-        engine.look()
+        generator_of(host).fail(RuntimeError("the device is gone"))
+        host.look()
         if is_anew:
-            await recovered(engine)
+            await recovered(host)
 
     def prepare(*_: Any) -> None:
         asyncio.run_coroutine_threadsafe(fails(), loop).result(30)
         raise ConfigError("`prompt` is refused")
 
     async def run() -> int:
-        monkeypatch.setattr(engine._running, "prepare", prepare)
+        assert host._running is not None
+        monkeypatch.setattr(host._running.thread, "prepare", prepare)
         with pytest.raises(ApiError) as told:
-            await engine.begin(lambda: LONG)
-        await engine.close()
+            await host.begin(lambda: LONG)
+        await host.close()
         return told.value.status
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -143,16 +149,16 @@ def test_the_cache_is_free_before_another_is_reserved(model: LoadedModel) -> Non
         return made
 
     async def run() -> None:
-        engine = started(model, make)
-        slow, quick = [await engine.begin(lambda: LONG) for _ in range(2)]
-        break_device(engine.generator)
+        host = started(model, make)
+        slow, quick = [await host.begin(lambda: LONG) for _ in range(2)]
+        break_device(generator_of(host))
         with pytest.raises(ConfigError):
             [_ async for _ in quick.updates()]
-        engine.end(quick)
-        await recovered(engine)
-        assert engine.state == "ready"
-        engine.end(slow)  # its client has read nothing
-        await engine.close()
+        host.end(quick)
+        await recovered(host)
+        assert host.state == "ready"
+        host.end(slow)  # its client has read nothing
+        await host.close()
 
     asyncio.run(run())
     assert alive == [0, 0]
@@ -170,17 +176,17 @@ def test_a_generator_that_is_made_anew_is_warm(
     monkeypatch.setattr(Generator, "warmup", warmed)
 
     async def run() -> None:
-        engine = started(model)
-        await fail(engine)
-        engine.look()
-        await recovered(engine)
-        assert warm[1:] == [engine.generator]
-        await engine.close()
+        host = started(model)
+        await fail(host)
+        host.look()
+        await recovered(host)
+        assert warm[1:] == [generator_of(host)]
+        await host.close()
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("close", ["engine", "unload", "models"])
+@pytest.mark.parametrize("close", ["host", "unload", "models"])
 def test_closing_ends_what_a_recovery_makes(model: LoadedModel, close: str) -> None:
     is_made, may_go_on, made = threading.Event(), threading.Event(), list[Generator]()
 
@@ -191,15 +197,15 @@ def test_closing_ends_what_a_recovery_makes(model: LoadedModel, close: str) -> N
         made.append(Generator(model, slots=2))
         return made[-1]
 
-    async def run() -> Engine:
-        engine = started(model, make)
-        models = Models(engine, lambda _: started(model))
-        await fail(engine)
-        engine.look()
+    async def run() -> ModelHost:
+        host = started(model, make)
+        models = Models(host, lambda _: started(model))
+        await fail(host)
+        host.look()
         await asyncio.to_thread(is_made.wait, 30)
         closing = asyncio.ensure_future(
             {
-                "engine": engine.close,
+                "host": host.close,
                 "unload": models.unload,
                 "models": models.close,
             }[close]()
@@ -208,13 +214,13 @@ def test_closing_ends_what_a_recovery_makes(model: LoadedModel, close: str) -> N
         assert not closing.done()
         may_go_on.set()
         await closing
-        return engine
+        return host
 
     before = generators()
-    engine = asyncio.run(run())
-    assert engine.state == "draining"
+    host = asyncio.run(run())
+    assert host.state == "draining"
     assert generators() == before
-    assert not vars(engine).keys() & {"generator", "_running"}
+    assert host.generator is None
 
 
 def generators() -> int:
@@ -222,7 +228,7 @@ def generators() -> int:
     return sum(one.name in THREADS for one in threading.enumerate())
 
 
-def test_nothing_is_made_for_an_engine_that_closes(model: LoadedModel) -> None:
+def test_nothing_is_made_for_a_host_that_closes(model: LoadedModel) -> None:
     made = list[Generator]()
 
     def make() -> Generator:
@@ -230,10 +236,10 @@ def test_nothing_is_made_for_an_engine_that_closes(model: LoadedModel) -> None:
         return made[-1]
 
     async def run() -> None:
-        engine = started(model, make)
-        await fail(engine)
-        engine.look()
-        await engine.close()
+        host = started(model, make)
+        await fail(host)
+        host.look()
+        await host.close()
 
     asyncio.run(run())
     assert len(made) == 1
@@ -246,13 +252,13 @@ def test_a_failure_counts_for_an_hour(
     monkeypatch.setattr(module, "SOUND_SECONDS", seconds)
 
     async def run() -> str:
-        engine = started(model)
+        host = started(model)
         for _ in range(2):
-            await fail(engine)
-            engine.look()
-            await recovered(engine)
-        state = engine.state
-        await engine.close()
+            await fail(host)
+            host.look()
+            await recovered(host)
+        state = host.state
+        await host.close()
         return state
 
     assert asyncio.run(run()) == ("failed" if seconds else "ready")
@@ -260,35 +266,35 @@ def test_a_failure_counts_for_an_hour(
 
 def test_an_admin_loads_a_model_anew_that_failed_for_good(model: LoadedModel) -> None:
     async def run() -> str:
-        engine = started(model)
-        models = Models(engine, lambda _: started(model))
-        engine.state = "failed"
-        await models.load(engine.name)
+        host = started(model)
+        models = Models(host, lambda _: started(model))
+        host.state = "failed"
+        await models.load(host.name)
         state = models.state
-        assert models.engine is not engine
+        assert models.host is not host
         await models.close()
         return state
 
     assert asyncio.run(run()) == "ready"
 
 
-def test_an_engine_is_closed_whole_though_its_generator_is_not(
+def test_a_host_is_closed_whole_though_its_generator_is_not(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, ended = started(model), list[str]()
+    host, ended = started(model), list[str]()
 
     def refuse() -> None:
         raise MemoryError("too little")
 
     async def run() -> None:
-        monkeypatch.setattr(engine.generator, "close", refuse)
-        monkeypatch.setattr(engine.trial, "close", lambda: ended.append("trial"))
-        models = Models(engine, lambda _: started(model))
+        monkeypatch.setattr(generator_of(host), "close", refuse)
+        monkeypatch.setattr(host.trial, "close", lambda: ended.append("trial"))
+        models = Models(host, lambda _: started(model))
         await models.unload()
-        assert models.engine is None
+        assert models.host is None
 
     asyncio.run(run())
-    assert engine._pool._shutdown
+    assert host._pool._shutdown
     assert ended == ["trial"]
     assert "was not closed cleanly" in caplog.text
     assert "too little" in caplog.text
@@ -298,15 +304,15 @@ def test_a_scaled_adapter_is_of_the_files_that_were_loaded(
     model: LoadedModel, tmp_path: Path
 ) -> None:
     source, half = model.spec.source_dir, [Lora(name="b", scale=0.5)]
-    engine = started(model)
+    host = started(model)
     make_adapter(tmp_path / "a", source, seed=1)
-    engine.load_adapter("a", tmp_path / "a", 1.0)
-    [before] = engine.adapters_for("x", [Lora(name="a", scale=0.5)])
+    host.load_adapter("a", tmp_path / "a", 1.0)
+    [before] = host.adapters_for("x", [Lora(name="a", scale=0.5)])
     make_adapter(tmp_path / "a", source, seed=2)
-    [same] = engine.adapters_for("x", [Lora(name="a", scale=0.5)])
-    engine.load_adapter("b", tmp_path / "a", 1.0)
-    [after] = engine.adapters_for("x", half)
-    asyncio.run(engine.close())
+    [same] = host.adapters_for("x", [Lora(name="a", scale=0.5)])
+    host.load_adapter("b", tmp_path / "a", 1.0)
+    [after] = host.adapters_for("x", half)
+    asyncio.run(host.close())
 
     assert same is before
     assert after == Adapter.load(tmp_path / "a", model, scaling=0.5)

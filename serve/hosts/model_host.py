@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from traceback import format_exception
 from typing import Any, Literal, TypeVar
@@ -47,7 +48,30 @@ State = Literal["ready", "draining", "recovering", "failed"]
 T = TypeVar("T")
 
 
-class Engine:
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """free_pages: that no text uses. preemptions: how often texts had to wait for others' pages.
+
+    tier_bytes: of pages in host memory (ram) and on disk.
+    """
+
+    free_pages: int = 0
+    preemptions: int = 0
+    tier_bytes: dict[str, int] = field(default_factory=lambda: {"ram": 0, "disk": 0})
+
+
+class _Running:
+    """A generator, and the thread that runs it from the first text on."""
+
+    def __init__(self, generator: Generator) -> None:
+        self.generator = generator
+
+    @cached_property
+    def thread(self) -> AsyncGenerator:
+        return AsyncGenerator(self.generator, pause=PAUSE)
+
+
+class ModelHost:
     """One model. state: whether it takes requests. warnings: about the model, for its clients.
 
     room: most tokens of one text, prompt included. has_grammars: whether calls of functions are
@@ -73,10 +97,12 @@ class Engine:
         self.name, self.created = model.spec.source_dir.resolve().name, int(time.time())
         self.tokenizer, self.width = model.tokenizer, model.spec.vocab_size
         self.load_seconds, self.tokens = 0.0, Names(model.tokenizer)
-        self._make, self._failed_at, self.generator = make, -math.inf, make()
+        generator = make()
+        self._make, self._failed_at = make, -math.inf
+        self._running: _Running | None = _Running(generator)  # None: it failed, or was closed
         self._recovery: asyncio.Task[None] | None = None
-        self.pages = self.generator.pages
-        self.room = min(self.generator.context, self.pages * PAGE_TOKENS)
+        self.pages = generator.pages
+        self.room = min(generator.context, self.pages * PAGE_TOKENS)
         self.tokenizer.most = max(self.room, MOST_IDS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
         self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal
@@ -97,19 +123,19 @@ class Engine:
         self._pool = ThreadPoolExecutor(PREPARING, "exl2flow-serve")
 
     def start(self) -> None:
-        """Warm up, and run the generator; the first grammar holds other threads up, so it is now.
+        """Warm the generator up; the first grammar holds other threads up, so it is now.
 
         Raises:
             InferenceError: the model does not run.
         """
-        self.generator.warmup()
+        if self.generator is not None:
+            self.generator.warmup()
         if self.options.tool_grammar == "on":
             try:
                 GrammarFilter(regex="a").start(self.tokenizer, self.width)
                 self.has_grammars = True
             except ConfigError as error:  # llguidance is missing, or cannot read the tokenizer
                 self.warnings.append(f"no grammars: {shown(error)}")
-        self._running = AsyncGenerator(self.generator, pause=PAUSE)
 
     @property
     def names(self) -> list[str]:
@@ -122,30 +148,23 @@ class Engine:
         return self.model.team is not None and self.model.team.failure is not None
 
     @property
+    def generator(self) -> Generator | None:
+        """What generates; None from a failure until there is a new one."""
+        return None if self._running is None else self._running.generator
+
+    @property
     def progress(self) -> int | None:
         """Steps of the generator so far, None while it has nothing to do or is made."""
-        made = self._made
-        return None if made is None or made.is_idle else self._running.steps
+        running = self._running
+        return None if running is None or running.generator.is_idle else running.thread.steps
 
     @property
-    def free_pages(self) -> int:
-        """Pages of the cache that no text uses."""
-        return 0 if self._made is None else self._made.free_pages
-
-    @property
-    def preemptions(self) -> int:
-        """How often texts had to wait for others' pages."""
-        return 0 if self._made is None else self._made.preemptions
-
-    @property
-    def tier_bytes(self) -> dict[str, int]:
-        """Bytes of pages in host memory (ram) and on disk."""
-        return {"ram": 0, "disk": 0} if self._made is None else self._made.tier_bytes
-
-    @property
-    def _made(self) -> Generator | None:
-        """The generator, unless it failed and has no successor yet."""
-        return vars(self).get("generator")
+    def cache_use(self) -> CacheUse:
+        """How full the cache is; all is 0 from a failure until there is a new one."""
+        made = self.generator
+        if made is None:
+            return CacheUse()
+        return CacheUse(made.free_pages, made.preemptions, made.tier_bytes)
 
     @property
     def count(self) -> int:
@@ -180,11 +199,12 @@ class Engine:
         self.default_adapters = [n for n in self.default_adapters if n != name]
         self._scaled.cache_clear()
 
-    def check_ready(self) -> None:
-        """Raise 503 if the engine takes no requests."""
+    def _ready(self) -> _Running:
+        """Return what runs texts; raises 503 if the host takes no requests."""
         self.look()
-        if self.state != "ready":
+        if self._running is None or self.state != "ready":
             raise ApiError(503, f"the server is {self.state}; try again later", code=self.state)
+        return self._running
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Return the result of work that takes long."""
@@ -194,10 +214,10 @@ class Engine:
         """Prepare a plan's texts beside the running ones, and start them when it is their turn.
 
         Raises:
-            ApiError: too many wait, or the engine takes none.
+            ApiError: too many wait, or the host takes none.
             Exl2FlowError: what mapping or the generator refuses.
         """
-        self.check_ready()
+        self._ready()
         if self.count >= self.options.slots + self.options.waiting:
             why = f"{self.count} requests are running or waiting; try again later"
             raise ApiError(429, why, retry_after=self._queue.advice)
@@ -205,15 +225,16 @@ class Engine:
         self._entering += 1
         try:
             async with self._turns.of(key.name):
-                plan = await self.in_thread(make)
+                plan, warnings = await self.in_thread(make), list[str]()
             for given in plan.requests[0].filters:
                 given = getattr(given, "then", given)  # behind thoughts
                 if isinstance(given, GrammarFilter):
-                    plan.warnings.extend(await self.trial.check(given, key.name))
+                    warnings += await self.trial.check(given, key.name)
             limit = self.options.wait_seconds
             asked = time.monotonic()
             turn = await self._queue.enter(key, len(plan.requests), seconds=limit)
-            answer = await self._started(plan, began=began, waited=time.monotonic() - asked)
+            waited = time.monotonic() - asked
+            answer = await self._started(plan, began=began, waited=waited, warnings=warnings)
         except BaseException:
             if turn is not None:
                 self._queue.leave(turn)
@@ -223,23 +244,25 @@ class Engine:
         self.answers[answer] = turn
         return answer
 
-    async def _started(self, plan: AnswerPlan, *, began: float, waited: float) -> RunningAnswer:
+    async def _started(
+        self, plan: AnswerPlan, *, began: float, waited: float, warnings: Sequence[str]
+    ) -> RunningAnswer:
         """Start the texts of a plan whose turn has come."""
-        self.check_ready()
-        loop, events, running = asyncio.get_running_loop(), asyncio.Queue[Event](), self._running
+        running, events = self._ready(), asyncio.Queue[Event]()
+        loop, thread = asyncio.get_running_loop(), running.thread
         try:
             jobs = await self.in_thread(
-                lambda: [running.prepare(one, events, loop) for one in plan.requests]
+                lambda: [thread.prepare(one, events, loop) for one in plan.requests]
             )
             self._check_runs(running)
             for job in jobs:
-                running.add(job)
+                thread.add(job)
         except Exception:
             self._check_runs(
                 running
             )  # what a failed generator refuses is not the fault of the client
             raise
-        return RunningAnswer(plan, jobs, events, began=began, waited=waited)
+        return RunningAnswer(plan, jobs, events, began=began, waited=waited, warnings=warnings)
 
     def end(self, answer: RunningAnswer) -> None:
         """Forget an answer, whose texts end within a step."""
@@ -251,7 +274,7 @@ class Engine:
 
     def look(self) -> None:
         """Make a generator that has failed anew, unless another one failed within the hour."""
-        failure = None if self._made is None else self._made.failure
+        failure = None if self.generator is None else self.generator.failure
         if failure is None or self.state != "ready":
             return
         log.error("the generator failed: %s", "".join(format_exception(failure)).rstrip())
@@ -262,21 +285,19 @@ class Engine:
         self.state = "recovering"
         self._recovery = asyncio.get_running_loop().create_task(self._recover())
 
-    def _check_runs(self, running: AsyncGenerator) -> None:
+    def _check_runs(self, running: _Running) -> None:
         """Raise 503 if a generator that was to run a request has failed since."""
-        self.check_ready()
-        if running is not self._running:
+        if self._ready() is not running:
             raise ApiError(503, "the generator was made anew; try again", code="recovering")
 
     async def _recover(self) -> None:
-        """Free the cache, then make a generator, unless the engine is to be closed."""
+        """Free the cache, then make a generator, unless the host is to be closed."""
         try:
             await self._close_generator()
             await asyncio.to_thread(collect)
             if self.state != "recovering":
                 return
-            self.generator = await asyncio.to_thread(self._warm)
-            self._running = AsyncGenerator(self.generator, pause=PAUSE)
+            self._running = _Running(await asyncio.to_thread(self._warm))
             if self.state == "recovering":
                 self.state = "ready"
         except Exception:
@@ -294,15 +315,15 @@ class Engine:
 
     async def _close_generator(self) -> None:
         """End the generator and its thread, and all that refers to it, so that its cache goes."""
-        running, generator = vars(self).pop("_running", None), vars(self).pop("generator", None)
-        if running is not None:
-            await running.close()
+        running, self._running = self._running, None
+        if running is None:
+            return
+        await running.thread.close()
         for answer in self.answers:  # their clients may be slow
             answer.let_go()
-        if generator is not None:
-            if generator.failure is not None:
-                _forget_frames(generator.failure)
-            await asyncio.to_thread(generator.close)
+        if running.generator.failure is not None:
+            _forget_frames(running.generator.failure)
+        await asyncio.to_thread(running.generator.close)
 
     def cancel(self) -> None:
         """End all texts, within a step."""
