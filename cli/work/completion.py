@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from exl2flow.cli.output.console import emit_json, json_line, printable, say
+from exl2flow.cli.work.loading import filters_of, load, load_draft, prompt_cache, read_text
 from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.core.options.sampling import SamplingSettings
@@ -17,8 +19,6 @@ from exl2flow.core.requests.request import Request
 from exl2flow.core.store.files import naming
 from exl2flow.engine import Adapter, Generator
 from exl2flow.engine.generate.prompt import encoded
-from exl2flow.cli.output.console import emit_json, json_line, printable, say
-from exl2flow.cli.work.loading import filters_of, load, load_draft, prompt_cache, read_text
 from exl2flow.kernels import PAGE_TOKENS
 
 # what a line of a file of prompts may hold besides `prompt`

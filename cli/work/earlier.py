@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from exl2flow.cli.options import flags, validated
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig, RunOptions, default_work_root
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.manifest import RunRecord
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import MANIFEST, StageFolder
-from exl2flow.cli.options import flags, validated
 from exl2flow.pipeline.conversion import open_pipeline
 from exl2flow.pipeline.stages import REFINE_STAGES, STAGES
 

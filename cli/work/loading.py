@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from exl2flow.cli.output.console import say
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
@@ -11,7 +12,6 @@ from exl2flow.engine.cache.page_files import clear
 from exl2flow.engine.drafts import Drafter
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.engine.loading.layer_split import Split, numbers
-from exl2flow.cli.output.console import say
 from exl2flow.pipeline.devices import choose_allocator
 
 

@@ -68,7 +68,7 @@ def plan_of(body: ChatBody, host: ModelHost, more: Iterable[str] = ()) -> Answer
 
 
 def length_of(body: ChatBody, host: ModelHost) -> int:
-    """Return the tokens of a prompt; raises as `plan_of`, but not where there is no room."""
+    """Return the tokens of a prompt; raises as `plan_of`, but not where room is lacking."""
     variables, _ = _thinking(body, reader_of(host), [])
     return len(_prompt(body, host, tools_of(body).offered, variables, [])[0])
 

@@ -67,7 +67,7 @@ def _ids(prompt: str | list[int], body: CompletionBody, host: ModelHost) -> Sequ
     if body.suffix:
         raise ApiError(400, "`suffix` goes with a `prompt` given as text", param="suffix")
     if wrong := [i for i in prompt if not 0 <= i < host.width]:
-        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is no id", param="prompt")
+        raise ApiError(400, f"`prompt` has the id {wrong[0]}, which is not an id", param="prompt")
     return prompt
 
 

@@ -149,7 +149,7 @@ def text_of(ids: list[int], host: ModelHost, *, special: bool = True) -> str:
         why = f"`tokens` has {len(ids)} ids; it takes {host.room}, as many as a prompt"
         raise ApiError(400, why, param="tokens")
     if wrong := [i for i in ids if not 0 <= i < host.width]:
-        raise ApiError(400, f"`tokens` has {wrong[0]}, which is no id", param="tokens")
+        raise ApiError(400, f"`tokens` has {wrong[0]}, which is not an id", param="tokens")
     return host.tokenizer.decode(ids, special=special)
 
 

@@ -71,7 +71,7 @@ def admin_router(models: Models) -> APIRouter:
         async with models.using() as host:
             if given.lora_name not in host.adapters:
                 there = ", ".join(host.adapters) or "none"
-                why = f"there is no adapter {given.lora_name!r:.80}; there is {there}"
+                why = f"no adapter {given.lora_name!r:.80}; there is {there}"
                 raise ApiError(404, why, param="lora_name")
             host.unload_adapter(given.lora_name)
             return {"adapters": [*host.adapters]}
