@@ -77,8 +77,8 @@ def functions_of(tools: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]
             isinstance(schema.get(key) or kind(), kind) for key, kind in kinds.items()
         ):
             raise ConfigError(
-                f"`parameters` of `{name}` is not a JSON schema of an object; give it `properties`, "
-                "a mapping, and `required`, a list"
+                f"`parameters` of `{name}` is not a JSON schema of an object; give it "
+                "`properties`, a mapping, and `required`, a list"
             )
         found[name] = dict(schema)
     return found
