@@ -84,7 +84,16 @@ RUNNING_FLOWS = {
 PROGRAMS = ("flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
 # what lies directly in a folder: each may import earlier ones only; in quant/ as in the pipeline
 ORDER = {
-    "core": ("errors", "words", "device_name", "options", "runtime", "store", "requests"),
+    "core": (
+        "errors",
+        "words",
+        "device_name",
+        "reports",
+        "options",
+        "runtime",
+        "store",
+        "requests",
+    ),
     "kernels": ("streams", "interface", "reference", "plans", "cuda", "backend"),
     "model": ("config", "files", "text", "layers", "memory", "tensor_parallel"),
     "quant": (
