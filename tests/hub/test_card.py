@@ -24,6 +24,7 @@ from exl2flow.inference.report.publication import (
     origin_problems,
     without_paths,
 )
+from exl2flow.inference.report.record import Record
 from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.memory.footprint import cache_bytes
 from exl2flow.quant.quantize.routing import experts_summary
@@ -34,6 +35,10 @@ ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="L
 @pytest.fixture
 def bitrates(converted: list[Path]) -> list[Bitrate]:
     return [describe(folder) for folder in converted]
+
+
+def changed(record: Record, **entries: object) -> Record:
+    return Record.from_json({**record.content, **entries})
 
 
 def parts(card: str) -> tuple[dict[str, object], str]:
@@ -183,7 +188,7 @@ def test_paths_are_cut_down_to_names() -> None:
 
 def test_a_source_that_was_quantized_already_is_named(bitrates: list[Bitrate]) -> None:
     plain = render_card("org/tiny-exl2", bitrates, ORIGIN)
-    lossy = [replace(b, record={**b.record, "source_form": "gptq"}) for b in bitrates]
+    lossy = [replace(b, record=changed(b.record, source_form="gptq")) for b in bitrates]
 
     card = render_card("org/tiny-exl2", lossy, ORIGIN)
 
@@ -225,8 +230,8 @@ def test_a_record_without_its_bits_is_refused(
 def test_figures_that_are_no_numbers_are_left_out(bitrates: list[Bitrate]) -> None:
     odd = {"predicted_kl": "0.1", "not_quantized": {"parts": "tower", "bytes": "many"}}
 
-    changed = [replace(each, record={**each.record, **odd}) for each in bitrates]
-    card = render_card("org/tiny-exl2", changed, ORIGIN)
+    spoiled = [replace(each, record=changed(each.record, **odd)) for each in bitrates]
+    card = render_card("org/tiny-exl2", spoiled, ORIGIN)
 
     assert "| not quantized | none |" in card
 
