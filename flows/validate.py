@@ -4,10 +4,10 @@ from prefect import flow
 
 from exl2flow.core.options.comparison import Comparison as Comparison
 from exl2flow.core.options.config import default_work_root
+from exl2flow.core.reports import Score
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.flows.runs.endings import ending
 from exl2flow.inference.report.comparison import compared
-from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import judge
 from exl2flow.pipeline.conversion import in_a_line
 from exl2flow.pipeline.devices import checked_device

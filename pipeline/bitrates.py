@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.options.naming import without_credentials
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
+from exl2flow.core.reports import Score
 from exl2flow.core.runtime.device_locks import visible_gpus
 from exl2flow.core.store.files import read_json, write_json, write_text
 from exl2flow.core.store.stage import Pipeline
@@ -22,7 +23,6 @@ from exl2flow.inference.report.comparison import (
     known_score,
 )
 from exl2flow.inference.report.page import write_up
-from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.pipeline.conversion import in_a_line, open_pipeline
 from exl2flow.pipeline.hub.publish import Published

@@ -1,10 +1,10 @@
 """The chosen parameters of every matrix, on the page of a run."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from exl2flow.core import words
+from exl2flow.core.reports import AllocationReport
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS, Pipeline
 from exl2flow.inference.report.tables import Row
@@ -25,7 +25,7 @@ LEGEND = (
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     """Publish a table with one row per matrix, or for very many per role of a layer's experts."""
     folder = pipeline.path("allocate")
-    allocation = read_json(folder / ALLOCATION_FILE)
+    allocation = AllocationReport.from_json(read_json(folder / ALLOCATION_FILE))
     choice = read_choice(folder)
     spec = resolve(pipeline.config.source)
     rows = matrix_rows([*spec.projections, spec.head], choice, allocation)
@@ -33,7 +33,7 @@ def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
 
 
 def matrix_rows(
-    projections: Sequence[ProjectionSpec], choice: Choice, allocation: Mapping[str, Any]
+    projections: Sequence[ProjectionSpec], choice: Choice, allocation: AllocationReport
 ) -> list[Row]:
     """Return a row per matrix; of very many, experts of a layer that have one role share a row."""
     is_long = len(projections) > MOST_ROWS
@@ -49,8 +49,8 @@ def matrix_rows(
             "parameters": params if len(members) == 1 else f"{len(members)} matrices",
             "bits per weight": words.spread([_bpw(p, choice) for p in members], words.bits),
         }
-        if allocation["objective"] == NATS:
-            costs = [allocation["choice"].get(p.key, {}).get("nats") for p in members]
+        if allocation.objective == NATS:
+            costs = [allocation.nats.get(p.key) for p in members]
             known = [cost for cost in costs if cost is not None]
             row["cost (nats)"] = words.cost(sum(known) if len(known) == len(costs) else None)
         rows.append(row)
@@ -67,9 +67,9 @@ def _bpw(projection: ProjectionSpec, choice: Choice) -> float:
     return bits / (projection.in_features * projection.out_features)
 
 
-def _result(allocation: Mapping[str, Any]) -> str:
+def _result(allocation: AllocationReport) -> str:
     """Summarize the allocation in words."""
-    text = f": {words.bits(allocation['bpw'])} bits per weight in the layers"
-    if allocation["objective"] == NATS:
-        text += f", estimated KL divergence {words.divergence(allocation['value'])} nats"
+    text = f": {words.bits(allocation.bpw)} bits per weight in the layers"
+    if allocation.objective == NATS:
+        text += f", estimated KL divergence {words.divergence(allocation.value)} nats"
     return f"{text}."

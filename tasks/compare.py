@@ -11,6 +11,7 @@ from prefect import task
 
 from exl2flow.core.options.base import SplitModels
 from exl2flow.core.options.validation import ValidateOptions
+from exl2flow.core.reports import Score
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.inference.report.comparison import check_bitrates, compared
 from exl2flow.inference.report.plots import render_comparison
@@ -21,7 +22,7 @@ from exl2flow.inference.report.tables import (
     markdown_table,
     scored_on,
 )
-from exl2flow.inference.scoring.evaluate import Score, evaluate
+from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.inference.validate.stage import generate_sample, held_out_rows
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, markdown_plot
 

@@ -1,13 +1,11 @@
 """The validation report with its plot, on the page of a run."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from exl2flow.core import words
-from exl2flow.core.store.files import read_json
+from exl2flow.core.reports import Score
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.inference.validate.stage import MARKDOWN_FILE, PLOT_FILE, REPORT_FILE
+from exl2flow.inference.validate.stage import MARKDOWN_FILE, PLOT_FILE, report_in
 from exl2flow.tasks.artifacts import Artifacts, markdown_plot
 
 SECTION = "\n## "
@@ -16,7 +14,7 @@ SECTION = "\n## "
 def publish(pipeline: Pipeline, artifacts: Artifacts) -> None:
     """Publish the report as one self-contained page."""
     folder = pipeline.path("validate")
-    score = read_json(folder / REPORT_FILE)["score"]
+    score = report_in(folder).score
     artifacts.markdown("report", report_page(folder), f"Validation: {_brief(score)}")
 
 
@@ -29,9 +27,9 @@ def report_page(folder: Path) -> str:
     return f"{figures}\n{plot}\n{section}{rest}"
 
 
-def _brief(score: Mapping[str, Any]) -> str:
+def _brief(score: Score) -> str:
     return (
-        f"KL divergence {words.divergence(score['kl_divergence'])} nats, perplexity "
-        f"{words.perplexity(score['perplexity'])} "
-        f"(source: {words.perplexity(score['reference_perplexity'])})"
+        f"KL divergence {words.divergence(score.kl_divergence)} nats, perplexity "
+        f"{words.perplexity(score.perplexity)} "
+        f"(source: {words.perplexity(score.reference_perplexity)})"
     )

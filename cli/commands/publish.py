@@ -8,7 +8,6 @@ import typer
 from exl2flow.cli.options import with_options
 from exl2flow.cli.output.console import emit_json
 from exl2flow.cli.output.progress import shown
-from exl2flow.cli.output.tables import print_draft, print_published
 from exl2flow.core.options.publication import PublishConfig
 
 EXAMPLES = (
@@ -40,17 +39,18 @@ def publish(
     Refuse sets whose KL divergence does not fall as bytes rise, models without a score, and sources
     that are gated or whose licence is unknown or forbids it.
     """
+    from exl2flow.cli.output.results import print_draft, print_published
     from exl2flow.pipeline.hub.publish import draft
     from exl2flow.pipeline.hub.publish import publish as run
     from exl2flow.pipeline.release import hub_of  # these import torch
 
     if dry_run:
-        card = asdict(draft(config))
-        emit_json(card) if as_json else print_draft(card)
+        card = draft(config)
+        emit_json(asdict(card)) if as_json else print_draft(card)
         return
     with shown(plain=as_json) as progress:
         published = run(config, hub_of(config.token_block), progress=progress)
     if as_json:
         emit_json(asdict(published))
     else:
-        print_published(asdict(published))
+        print_published(published)

@@ -1,9 +1,8 @@
 """Scores, reports and contents of models as tables for people; its imports take seconds."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from rich.panel import Panel
 from rich.table import Table
@@ -12,21 +11,21 @@ from exl2flow.cli.output.console import OUT, plain, say, show, tell
 from exl2flow.cli.output.tables import plan_table, table_of
 from exl2flow.core import words
 from exl2flow.core.options.sweep import REPORT_PAGE
+from exl2flow.core.reports import (
+    LayerExperts,
+    MatrixReport,
+    Report,
+    SublayerReport,
+    matrices_of,
+    total_nats,
+)
 from exl2flow.core.store.files import replacing
 from exl2flow.inference.bench import DecodePlan, Speed, Timing
 from exl2flow.inference.report.blocks import by_block
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
-from exl2flow.inference.report.costs import (
-    MatrixCost,
-    concentration,
-    dominant,
-    matrix_costs,
-    total_nats,
-)
+from exl2flow.inference.report.costs import concentration, dominant
 from exl2flow.inference.report.experts import (
-    LayerExperts,
     coverage_in_words,
-    expert_layers,
     mean_changed_routes,
     never_routed,
 )
@@ -39,21 +38,22 @@ from exl2flow.inference.report.tables import (
     score_rows,
     scored_on,
 )
+from exl2flow.pipeline.hub.publish import PublicationDraft, Published
 
 CELLS_PER_LINE = 4  # sublayers per line in the compact list of bits
 MOST_COSTLY = 6  # matrices listed
 
 
-def score_table(report: Mapping[str, Any]) -> Table:
+def score_table(report: Report) -> Table:
     """Return source and result beside each other, titled by how sure they are."""
     return table_of(score_rows(report), f"Validation: {report_rows_in_words(report)}")
 
 
-def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+def layer_table(layers: Sequence[SublayerReport]) -> Table:
     """Return bits per weight of every sublayer and of each layer's experts, several per line."""
     table = Table(title="Bits per weight", title_justify="left", box=None, show_header=False)
     cells = [
-        f"[dim]{plain(words.short(layer['name']))}[/dim] {words.bits(layer['bpw'])}"
+        f"[dim]{plain(words.short(layer.name))}[/dim] {words.bits(layer.bpw)}"
         for layer in by_block(layers)
     ]
     for begin in range(0, len(cells), CELLS_PER_LINE):
@@ -61,7 +61,7 @@ def layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def cost_table(items: Sequence[MatrixCost]) -> Table | None:
+def cost_table(items: Sequence[MatrixReport]) -> Table | None:
     """Return the most costly matrices, titled by their share; None if costs are unknown."""
     total = total_nats(items)
     if not total:
@@ -70,21 +70,21 @@ def cost_table(items: Sequence[MatrixCost]) -> Table | None:
     return table_of(cost_rows(dominant(items, MOST_COSTLY), total), title)
 
 
-def print_report(report: Mapping[str, Any]) -> None:
-    """Print the result of a conversion."""
+def print_report(report: Report, folder: str) -> None:
+    """Print the result of a conversion, whose report is in a folder."""
     show(score_table(report))
-    show(layer_table(report["layers"]))
-    costly = cost_table(matrix_costs(report["layers"]))
+    show(layer_table(report.layers))
+    costly = cost_table(matrices_of(report.layers))
     if costly is not None:
         show(costly)
-    if experts := expert_layers(report.get("experts")):
-        _print_experts(experts)
-    if report["sample"]:
-        show(Panel(plain(report["sample"]), title="sample of the result", expand=False))
-    _print_warnings(report["warnings"])
-    tell(f"model   {report['model']}")
-    tell(f"report  {report['report_folder']}/report.md")
-    model = quote(str(report["model"]))
+    if report.experts.layers:
+        _print_experts(report.experts.layers)
+    if report.sample:
+        show(Panel(plain(report.sample), title="sample of the result", expand=False))
+    _print_warnings(report.warnings)
+    tell(f"model   {report.model}")
+    tell(f"report  {folder}/report.md")
+    model = quote(report.model)
     tell(f"to talk to it:         exl2flow chat {model}")
     tell(f"to write a web page:   exl2flow report {model}")
 
@@ -118,17 +118,38 @@ def show_comparison(models: Sequence[Compared]) -> None:
         show(table_of(rows, "95 % intervals"))
 
 
-def print_sweep(out: Path, content: Mapping[str, Any]) -> None:
+def print_sweep(out: Path, bitrates: Iterable[str], warnings: Iterable[str]) -> None:
     """Print the result of a sweep: its models compared, and where they are."""
-    scores = [s for name in content["bitrates"] if (s := known_score(out / name)) is not None]
+    scores = [s for name in bitrates if (s := known_score(out / name)) is not None]
     if scores:
         models = compared(scores)
         show_comparison(models)
         if sound := check_bitrates(models)[0]:
             tell(sound)
-    _print_warnings(content["warnings"])
+    _print_warnings(warnings)
     tell(f"models  {out}")
     tell(f"report  {out / REPORT_PAGE}")
+
+
+def print_draft(draft: PublicationDraft) -> None:
+    """Print the card on stdout; on stderr the files of each branch and what was not checked."""
+    tell(draft.card)
+    for branch, files in draft.branches.items():
+        say(f"{branch:<10} {', '.join(files)}")
+    for note in draft.notes:
+        say(f"warning: would be published despite: {note}", style="yellow")
+    for what in draft.unchecked:
+        say(f"not checked: {what}")
+
+
+def print_published(published: Published) -> None:
+    """Print the branches on the Hub, with their commits and address."""
+    for branch, commit in published.branches.items():
+        tell(f"{branch:<10} {commit}")
+    visible = "private" if published.private else "public"
+    tell(f"{visible:<10} {published.url}")
+    for note in published.notes:
+        say(f"warning: published despite: {note}", style="yellow")
 
 
 def show_speed(speed: Speed) -> None:
@@ -250,7 +271,7 @@ def _divergence(contents: ModelContents) -> list[tuple[str, str]]:
 
 def _experts(contents: ModelContents) -> list[tuple[str, str]]:
     """Return how many tokens the experts had, and the routes that changed, if known."""
-    layers = expert_layers(contents.record.experts) if contents.record else []
+    layers = contents.record.experts.layers if contents.record else ()
     if not layers:
         return []
     lines = [("experts", coverage_in_words(layers))]

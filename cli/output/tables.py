@@ -1,13 +1,12 @@
-"""Tables for people, plans, and what was published."""
+"""Tables for people and plans."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from exl2flow.cli.output.console import plain, say, tell
+from exl2flow.cli.output.console import plain
 
 HEADER_WIDTH = 6  # columns of the terminal at which the words of a header wrap
 FOLDED = ("", "model", "parameters", "what", "why")  # columns whose cells wrap, not cut
@@ -43,24 +42,3 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> Table:
     for what, value in rows:
         table.add_row(plain(what), plain(value))
     return table
-
-
-def print_draft(draft: Mapping[str, Any]) -> None:
-    """Print the card on stdout; on stderr the files of each branch and what was not checked."""
-    tell(draft["card"])
-    for branch, files in draft["branches"].items():
-        say(f"{branch:<10} {', '.join(files)}")
-    for note in draft["notes"]:
-        say(f"warning: would be published despite: {note}", style="yellow")
-    for what in draft["unchecked"]:
-        say(f"not checked: {what}")
-
-
-def print_published(published: Mapping[str, Any]) -> None:
-    """Print the branches on the Hub, with their commits and address."""
-    for branch, commit in published["branches"].items():
-        tell(f"{branch:<10} {commit}")
-    visible = "private" if published["private"] else "public"
-    tell(f"{visible:<10} {published['url']}")
-    for note in published["notes"]:
-        say(f"warning: published despite: {note}", style="yellow")

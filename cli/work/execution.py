@@ -9,8 +9,8 @@ from typing import Any
 from exl2flow.cli.options import RunSwitches, flags
 from exl2flow.cli.output.console import emit_json, say, show, tell
 from exl2flow.cli.output.progress import shown
-from exl2flow.cli.output.results import print_report, print_sweep
-from exl2flow.cli.output.tables import plan_table, print_published
+from exl2flow.cli.output.results import print_published, print_report, print_sweep
+from exl2flow.cli.output.tables import plan_table
 from exl2flow.cli.work.sources import sources
 from exl2flow.core.errors import (
     HubError,
@@ -24,6 +24,7 @@ from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SWEEP_FILE, SweepConfig
+from exl2flow.core.reports import JudgementReport, Report
 from exl2flow.core.runtime.pace import clock
 from exl2flow.core.store.changes import stage_rows
 from exl2flow.core.store.files import read_json, replacing
@@ -33,6 +34,7 @@ from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.model.files.measured import arrays_file, measurement_files
 from exl2flow.pipeline.bitrates import check_runner
 from exl2flow.pipeline.conversion import conversions_of, open_pipeline
+from exl2flow.pipeline.hub.publish import Published
 from exl2flow.pipeline.local import HERE, RUNS, carry_out
 from exl2flow.pipeline.preparation import Prepared, prepare_source, reuse_checks
 from exl2flow.pipeline.release import check_release
@@ -181,10 +183,10 @@ def _print(config: RunOptions, report: Mapping[str, Any]) -> None:
     if isinstance(config, MeasureConfig):
         tell(f"measurement  {report['measurement']}")
     elif isinstance(config, SweepConfig):
-        print_sweep(config.out.resolve(), report)
+        print_sweep(config.out.resolve(), report["bitrates"], report["warnings"])
     else:
-        print_report(report)
+        print_report(Report.from_json({**report}), report["report_folder"])
     if isinstance(config, RefinementConfig):
-        tell(judgement_in_words(report["refinement"]))
+        tell(judgement_in_words(JudgementReport.from_json(report["refinement"])))
     if report.get("published"):
-        print_published(report["published"])
+        print_published(Published(**report["published"]))

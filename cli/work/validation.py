@@ -10,11 +10,12 @@ from exl2flow.cli.work.sources import fetched_with_progress
 from exl2flow.core.options.comparison import ComparedModels
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.options.validation import ValidateOptions
+from exl2flow.core.reports import Score
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store.files import write_text
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, differences
 from exl2flow.inference.report.plots import render_comparison
-from exl2flow.inference.scoring.evaluate import Score, evaluate
+from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.inference.validate.stage import held_out_rows, judge
 from exl2flow.pipeline.devices import resolve_device
 

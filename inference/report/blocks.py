@@ -5,22 +5,19 @@ and role. A role is a matrix's name without the number of its expert.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
 
-from exl2flow.inference.report.costs import MatrixCost
-
-Item = TypeVar("Item", bound=MatrixCost)
-Layer = Mapping[str, Any]  # report on a sublayer or the head
+from exl2flow.core.reports import SublayerReport, matrices_of
+from exl2flow.inference.report.costs import Item
 
 
-def by_block(layers: Iterable[Layer]) -> list[Layer]:
+def by_block(layers: Iterable[SublayerReport]) -> list[SublayerReport]:
     """Return one report per sublayer, and one for all groups of a layer's experts together.
 
     The relative error of experts is the root of the sum of the groups' squares, because their
     errors are added to one state. Other reports are returned as they are.
     """
-    blocks: dict[str, list[Layer]] = {}
+    blocks: dict[str, list[SublayerReport]] = {}
     for layer in layers:
         blocks.setdefault(block_name(layer), []).append(layer)
     return [
@@ -29,36 +26,26 @@ def by_block(layers: Iterable[Layer]) -> list[Layer]:
     ]
 
 
-def block_name(layer: Layer) -> str:
+def block_name(layer: SublayerReport) -> str:
     """Return the name of a report's sublayer, or that of its layer's experts."""
-    name = str(layer["name"])
-    return name.rpartition(".")[0] if is_group(layer) else name
+    return layer.name.rpartition(".")[0] if is_group(layer) else layer.name
 
 
-def is_group(layer: Layer) -> bool:
+def is_group(layer: SublayerReport) -> bool:
     """Return whether a report is on experts of a layer, some or all of them."""
-    return isinstance(layer.get("experts"), Mapping)
+    return layer.experts is not None
 
 
-def _together(name: str, groups: Sequence[Layer]) -> Layer:
-    sized = [group for group in groups if group.get("bits") and group.get("bpw")]
-    bits = math.fsum(group["bits"] for group in sized)
-    weights = math.fsum(group["bits"] / group["bpw"] for group in sized)
-    errors = [group.get("rel_err") for group in groups]
-    known = [error for error in errors if error is not None]
-    return {
-        "name": name,
-        "bpw": bits / weights if len(sized) == len(groups) else None,
-        "rel_err": math.hypot(*known) if len(known) == len(errors) else None,
-        "projections": {
-            projection: item for group in groups for projection, item in _items(group).items()
-        },
-    }
-
-
-def _items(group: Layer) -> Mapping[str, Any]:
-    items: Mapping[str, Any] = group.get("projections", {})
-    return items
+def _together(name: str, groups: Sequence[SublayerReport]) -> SublayerReport:
+    sized = [(group.bits, group.bpw) for group in groups if group.bits and group.bpw]
+    weights = math.fsum(bits / bpw for bits, bpw in sized)
+    errors = [group.rel_err for group in groups if group.rel_err is not None]
+    return SublayerReport(
+        name=name,
+        matrices=tuple(matrices_of(groups)),
+        bpw=math.fsum(b for b, _ in sized) / weights if len(sized) == len(groups) else None,
+        rel_err=math.hypot(*errors) if len(errors) == len(groups) else None,
+    )
 
 
 def role_of(name: str) -> str:

@@ -1,20 +1,15 @@
 """The card of a repository: quality, memory and origin of its bitrates, all from records."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exl2flow.core import words
+from exl2flow.core.reports import CarriedReport, Json, mapping
 from exl2flow.inference.report.comparison import Compared
-from exl2flow.inference.report.experts import (
-    coverage_in_words,
-    expert_layers,
-    mean_changed_routes,
-)
+from exl2flow.inference.report.experts import coverage_in_words, mean_changed_routes
 from exl2flow.inference.report.publication import Bitrate, Origin
-from exl2flow.inference.report.record import mapping, number
 from exl2flow.inference.report.tables import (
     Row,
     bitrate_row,
@@ -69,7 +64,7 @@ def render_card(
         repo=repo,
         source=_source(origin),
         has_measurement=has_measurement,
-        is_lossy=any(bitrate.record.get("source_form") == "gptq" for bitrate in ordered),
+        is_lossy=any(bitrate.record.content.get("source_form") == "gptq" for bitrate in ordered),
         notes=notes,
         bitrates=ordered,
         table=markdown_table([_row(repo, model) for model in figures]),
@@ -98,7 +93,7 @@ def _figures(bitrate: Bitrate) -> Compared:
         bpw=bitrate.bpw,
         bytes=bitrate.weight_bytes,
         kl=None if bitrate.score is None else bitrate.score.kl_divergence,
-        predicted_kl=number(bitrate.record.get("predicted_kl")),
+        predicted_kl=bitrate.record.predicted_kl,
         score=bitrate.score,
     )
 
@@ -109,7 +104,7 @@ def _exllamav2_loads(bitrate: Bitrate) -> bool:
     return bitrate.spec.family.is_in_exllamav2 and not (declared or bitrate.spec.extension)
 
 
-def _metadata(origin: Origin, tags: Sequence[str]) -> dict[str, object]:
+def _metadata(origin: Origin, tags: Sequence[str]) -> Json:
     """Return the metadata that the Hub reads, without unknown entries."""
     metadata = {
         "base_model": origin.repo,
@@ -154,12 +149,11 @@ def _memory(form: str, bitrates: Sequence[Bitrate]) -> str:
 
 def _experts(bitrates: Sequence[Bitrate], *, of: Bitrate) -> str:
     """Say how well the text covered the experts of one bitrate, and which routes changed in all."""
-    layers = expert_layers(of.record.get("experts"))
+    layers = of.record.experts.layers
     if not layers:
         return ""
     changed = {
-        bitrate.branch: mean_changed_routes(expert_layers(bitrate.record.get("experts")))
-        for bitrate in bitrates
+        bitrate.branch: mean_changed_routes(bitrate.record.experts.layers) for bitrate in bitrates
     }
     shares = [f"{words.percent(s)} at {name}" for name, s in changed.items() if s is not None]
     text = f"{coverage_in_words(layers)}."
@@ -185,26 +179,29 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
     }
     commit = (origin.commit or words.UNKNOWN)[:SHORT]
     rows = [{"": "source commit", **{bitrate.branch: commit for bitrate in bitrates}}]
-    if any(bitrate.record.get("not_quantized") for bitrate in bitrates):
-        rows.append({"": "not quantized", **{b.branch: _apart(b.record) for b in bitrates}})
+    carried = {bitrate.branch: bitrate.record.not_quantized for bitrate in bitrates}
+    if any(carried.values()):
+        apart = {branch: _apart(known) for branch, known in carried.items()}
+        rows.append({"": "not quantized", **apart})
     for name, path in paths.items():
-        cells = {b.branch: _found({**b.spec.config, **b.record}, path) for b in bitrates}
+        cells = {b.branch: _found({**b.spec.config, **b.record.content}, path) for b in bitrates}
         if name in DIGESTS:
             cells = {branch: value[:SHORT] for branch, value in cells.items()}
         rows.append({"": name, **cells})
     return markdown_table(rows)
 
 
-def _apart(record: Mapping[str, Any]) -> str:
+def _apart(carried: CarriedReport | None) -> str:
     """Describe the tensors that are stored as in the source."""
-    apart = mapping(record.get("not_quantized"))
-    size = number(apart.get("bytes"))
-    return "none" if size is None else f"{apart.get('parts')} ({words.size(size)})"
+    if carried is None or carried.bytes is None:
+        return "none"
+    return f"{carried.parts} ({words.size(carried.bytes)})"
 
 
-def _found(record: Mapping[str, Any], path: Sequence[str]) -> str:
+def _found(content: Json, path: Sequence[str]) -> str:
     """Return an entry of nested objects in words."""
-    value: Any = record
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
+    *objects, last = path
+    for key in objects:
+        content = mapping(content.get(key))
+    value = content.get(last)
     return words.UNKNOWN if value is None else str(value)

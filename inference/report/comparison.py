@@ -9,10 +9,10 @@ from pathlib import Path
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
+from exl2flow.core.reports import Interval, Intervals, Json, Score
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.record import read_record
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import Interval, Intervals, intervals
+from exl2flow.inference.scoring.intervals import intervals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ class Compared:
         """95 % intervals of its figures, None if unknown."""
         return None if self.score is None else self.score.intervals
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Json:
         """Return the fields that a score lacks."""
         return {"bpw": self.bpw, "series": self.series, "predicted_kl": self.predicted_kl}
 
@@ -113,7 +113,7 @@ class Difference:
     minus: Compared
     intervals: Intervals
 
-    def to_json(self, name: Callable[[Compared], str]) -> dict[str, object]:
+    def to_json(self, name: Callable[[Compared], str]) -> Json:
         """Return the difference of two models, which `name` names."""
         return {
             "model": name(self.model),

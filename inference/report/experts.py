@@ -3,62 +3,14 @@
 The figures are those of a record's summary, which is written once per conversion.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from exl2flow.core import words
-from exl2flow.inference.report.record import mapping, number
+from exl2flow.core.reports import LayerExperts
 
 MOST_NAMED = 8  # experts that no token chose, by name
 
 Row = dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerExperts:
-    """The experts of a layer.
-
-    tokens: calibration tokens that chose each expert; median: of them.
-    topped_up: experts that also got tokens which did not choose them.
-    changed_routes: share of the choices of experts that are not the source's, None if unknown.
-    """
-
-    name: str
-    tokens: tuple[int, ...]
-    median: float
-    topped_up: int
-    changed_routes: float | None
-
-    @property
-    def never_routed(self) -> list[str]:
-        """Names of the experts that no token chose."""
-        return [f"{self.name}.{expert}" for expert, count in enumerate(self.tokens) if not count]
-
-
-def expert_layers(summary: object) -> list[LayerExperts]:
-    """Return the layers of the summary in a record or a report, in order; [] without one."""
-    listed = mapping(summary).get("layers")
-    found = map(_layer, map(mapping, listed if isinstance(listed, list) else ()))
-    return [layer for layer in found if layer is not None]
-
-
-def _layer(entry: Mapping[str, Any]) -> LayerExperts | None:
-    """Return a layer of a summary; None if it is not what we write."""
-    tokens, counted = entry.get("tokens"), number(entry.get("topped_up"))
-    middle = number(entry.get("median"))
-    if not isinstance(tokens, list) or not tokens or counted is None or middle is None:
-        return None
-    counts = [number(count) for count in tokens]
-    if any(count is None or count < 0 for count in counts):
-        return None
-    return LayerExperts(
-        name=str(entry.get("name")),
-        tokens=tuple(int(count or 0) for count in counts),
-        median=middle,
-        topped_up=int(counted),
-        changed_routes=number(entry.get("changed_routes")),
-    )
 
 
 def expert_rows(layers: Sequence[LayerExperts]) -> list[Row]:
@@ -80,7 +32,7 @@ def expert_rows(layers: Sequence[LayerExperts]) -> list[Row]:
 
 def never_routed(layers: Sequence[LayerExperts]) -> str:
     """Name the experts that no token chose, `MOST_NAMED` at most; "" if there are none."""
-    names = [words.short(name) for layer in layers for name in layer.never_routed]
+    names = [words.short(f"{x.name}.{expert}") for x in layers for expert in x.never_routed]
     if not names:
         return ""
     more = f" and {len(names) - MOST_NAMED:,} more" if len(names) > MOST_NAMED else ""

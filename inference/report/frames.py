@@ -6,20 +6,19 @@ imports pandas, so that only its users wait for it.
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError, CorruptCheckpoint
+from exl2flow.core.reports import Intervals, Json
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.inference.report.blocks import role_of
 from exl2flow.inference.report.comparison import compared, known_score
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.record import read_object
-from exl2flow.inference.scoring.intervals import Intervals
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.model.files.measured import ARRAYS, MeasuredArrays, Option, read_arrays
 
@@ -96,7 +95,7 @@ def _listed(option: Option) -> str:
     return "; ".join(f"{name} {params}" for name, params in option.items())
 
 
-def _candidate(slot: str, index: int, entry: dict[str, Any]) -> dict[str, object]:
+def _candidate(slot: str, index: int, entry: Json) -> Json:
     params = {k: str(QuantParams.from_json(v)) for k, v in entry.items() if isinstance(v, dict)}
     listed = [f"{name} {text}" for name, text in params.items()]
     cells = (

@@ -4,29 +4,36 @@ Only headers and group tables are read, so large models take no longer than smal
 their costs and the divergence are known if the folder has our records.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from exl2flow.core.errors import SourceModelError
+from exl2flow.core.reports import (
+    Json,
+    MatrixReport,
+    SublayerReport,
+    mapping,
+    matrices_of,
+    number,
+    total_nats,
+)
 from exl2flow.core.runtime.collection import uncollected
-from exl2flow.inference.report.costs import MatrixCost, total_nats
-from exl2flow.inference.report.record import Record, mapping, read_object, read_record
+from exl2flow.inference.report.blocks import block_name, by_block, is_group
+from exl2flow.inference.report.record import Record, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
 from exl2flow.model.files.exl2 import is_quantized, tensor_names
 
 EXPERTS = ".experts."  # in the names of an expert's matrices
-NOT_IN_JSON = ("sublayer", "name", "key_in_model")  # `key` says all of them
 _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MatrixContents(MatrixCost):
+class MatrixContents(MatrixReport):
     """One quantized matrix; `rows` counts packed rows per bit width, `bits` all stored bits."""
 
     shape: tuple[int, int]
@@ -35,10 +42,20 @@ class MatrixContents(MatrixCost):
     groups: int
     group_sizes: tuple[int, ...]
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Json:
         """Return the matrix under its name in the model."""
-        values = asdict(self)
-        return {"key": self.key, **{k: values[k] for k in values if k not in NOT_IN_JSON}}
+        return {
+            "key": self.key,
+            "params": self.params,
+            "bpw": self.bpw,
+            "nats": self.nats,
+            "rel_err": self.rel_err,
+            "shape": self.shape,
+            "bits": self.bits,
+            "rows": self.rows,
+            "groups": self.groups,
+            "group_sizes": self.group_sizes,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +101,7 @@ class PartContents:
         """Group sizes in use, smallest first."""
         return tuple(sorted({size for m in self.matrices for size in m.group_sizes}))
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Json:
         """Return the part with its matrices."""
         return {
             "name": self.name,
@@ -105,7 +122,7 @@ class ModelContents:
 
     folder: Path
     architecture: str | None
-    declared: dict[str, Any]
+    declared: Json
     layers: tuple[PartContents, ...]
     others: tuple[PartContents, ...]
     plain_bytes: int
@@ -128,7 +145,7 @@ class ModelContents:
         parts = self.layers or self.others
         return sum(p.bits for p in parts) / sum(p.numel for p in parts)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> Json:
         """Return everything as JSON."""
         record = self.record
         return {
@@ -143,7 +160,7 @@ class ModelContents:
             "is_tuned": record and record.is_tuned,
             "score": record and record.score,
             "calibration": record and record.calibration,
-            "experts": record and (record.experts.get("layers") or None),
+            "experts": record and (mapping(record.content.get("experts")).get("layers") or None),
             "weights": sum(p.numel for p in self.parts),
             "quantized_bytes": sum(p.bits for p in self.parts) // 8,
             "plain_bytes": self.plain_bytes,
@@ -172,8 +189,9 @@ def inspect_model(folder: Path) -> ModelContents:
             f"`{folder}` holds no EXL2 matrices; convert it first with `exl2flow convert`"
         )
     record = read_record(folder)
-    members = _members(quantized, record)
-    parts = [_part(n, members[n], tensors, record) for n in sorted(members, key=_walk_order)]
+    reports = record.layers if record else ()
+    members = _members(quantized, reports)
+    parts = _parts(members, tensors, reports)
     config = read_object(folder / "config.json")
     stored = sum(tensors.nbytes(name) for name in tensors.names)
     return ModelContents(
@@ -194,13 +212,14 @@ def _first_text(value: object) -> str | None:
     return first if isinstance(first, str) else None
 
 
-def _members(keys: Iterable[str], record: Record | None) -> dict[str, list[str]]:
+def _members(keys: Iterable[str], reports: Iterable[SublayerReport]) -> dict[str, list[str]]:
     """Return the name of each part → its matrices.
 
     The matrices of a layer's experts are one part, with the shared expert, which a record tells; of
     other files, all matrices beside experts belong to them.
     """
-    blocks = record.blocks if record else {}
+    groups = filter(is_group, reports)
+    blocks = {m.key: block_name(group) for group in groups for m in group.matrices}
     listed = list(keys)
     mixed = {_part_name(key) for key in listed if EXPERTS in key and key not in blocks}
     members: dict[str, list[str]] = {}
@@ -211,34 +230,45 @@ def _members(keys: Iterable[str], record: Record | None) -> dict[str, list[str]]
     return members
 
 
-def _part(name: str, keys: list[str], tensors: TensorFiles, record: Record | None) -> PartContents:
-    """Return a sublayer, a layer's experts or the head."""
-    report = record.reports.get(name, {}) if record else {}
-    projections, by_key = report.get("projections", {}), record.matrices if record else {}
-    matrices = []
-    for key in keys:
-        matrix = _outline(key, tensors)
-        known = by_key.get(key) or projections.get(key.rpartition(".")[2], {})
-        groups, bits, rows = matrix.groups, matrix.total_bits, dict[int, int]()
-        for group in groups:
-            rows[group.bits] = rows.get(group.bits, 0) + group.rows
-        matrices.append(
-            MatrixContents(
-                sublayer=name,
-                name=_name_within(key, name),
-                key_in_model=key,
-                params=known.get("params"),
-                bpw=bits / prod(matrix.shape),
-                nats=known.get("nats"),
-                rel_err=known.get("rel_err"),
-                shape=matrix.shape,
-                bits=bits,
-                rows=rows,
-                groups=len(groups),
-                group_sizes=tuple(sorted({group.rows for group in groups})),
-            )
+def _parts(
+    members: Mapping[str, Sequence[str]], tensors: TensorFiles, reports: Sequence[SublayerReport]
+) -> list[PartContents]:
+    """Return sublayers, experts of layers and the head, given the matrices of each."""
+    by_key = {matrix.key: matrix for matrix in matrices_of(reports)}
+    blocks = {block.name: block for block in by_block(reports)}
+    parts = []
+    for name in sorted(members, key=_walk_order):
+        block = blocks.get(name, SublayerReport(name=name))
+        by_name = {matrix.name: matrix for matrix in block.matrices}
+        matrices = []
+        for key in members[name]:
+            known = by_key.get(key) or by_name.get(key.rpartition(".")[2])
+            matrices.append(_matrix(key, name, tensors, known or MatrixReport(name=key, key=key)))
+        parts.append(
+            PartContents(name=name, matrices=tuple(matrices), rel_err=number(block.rel_err))
         )
-    return PartContents(name=name, matrices=tuple(matrices), rel_err=report.get("rel_err"))
+    return parts
+
+
+def _matrix(key: str, part: str, tensors: TensorFiles, known: MatrixReport) -> MatrixContents:
+    """Return a matrix with what its report tells."""
+    matrix = _outline(key, tensors)
+    groups, bits, rows = matrix.groups, matrix.total_bits, dict[int, int]()
+    for group in groups:
+        rows[group.bits] = rows.get(group.bits, 0) + group.rows
+    return MatrixContents(
+        name=_name_within(key, part),
+        key=key,
+        params=known.params,
+        bpw=bits / prod(matrix.shape),
+        nats=number(known.nats),
+        rel_err=number(known.rel_err),
+        shape=matrix.shape,
+        bits=bits,
+        rows=rows,
+        groups=len(groups),
+        group_sizes=tuple(sorted({group.rows for group in groups})),
+    )
 
 
 def _outline(key: str, tensors: TensorFiles) -> QuantizedMatrix:

@@ -1,20 +1,13 @@
 """The validation report in Markdown: figures, the most costly matrices, all matrices."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from exl2flow.core import words
+from exl2flow.core.reports import MatrixReport, Report, SublayerReport, matrices_of, total_nats
 from exl2flow.inference.report.blocks import by_block, by_role
-from exl2flow.inference.report.costs import (
-    MatrixCost,
-    concentration,
-    dominant,
-    matrix_costs,
-    total_nats,
-)
+from exl2flow.inference.report.costs import concentration, dominant
 from exl2flow.inference.report.experts import (
     coverage_in_words,
-    expert_layers,
     expert_rows,
     mean_changed_routes,
     never_routed,
@@ -27,15 +20,12 @@ from exl2flow.inference.report.tables import (
     sublayer_row,
 )
 
-Report = Mapping[str, Any]  # the content of report.json
-
 MOST_COSTLY = 10  # matrices that the report lists by themselves
 
 
 def render_markdown(report: Report) -> str:
     """Return the report as Markdown."""
-    costs, blocks = matrix_costs(report["layers"]), by_block(report["layers"])
-    title = f"{report['source'].rpartition('/')[2]} at {words.bits(report['bpw'])} bits per weight"
+    title = f"{report.source.rpartition('/')[2]} at {words.bits(report.bpw)} bits per weight"
     lines = [
         f"# {title}",
         "",
@@ -45,73 +35,72 @@ def render_markdown(report: Report) -> str:
         "",
         f"Certainty: {report_rows_in_words(report)}.",
         "",
-        f"The model is in `{report['model']}`.",
+        f"The model is in `{report.model}`.",
         *_preference(report),
         *_not_quantized(report),
         *_calibration_rows(report),
         *_tuning(report),
-        *_costly(costs),
+        *_costly(matrices_of(report.layers)),
         *_experts(report),
         "",
         "## Bits and errors",
-        *_tables(blocks),
+        *_tables(by_block(report.layers)),
     ]
-    if report["sample"]:
-        quoted = "\n".join(f"> {line}" for line in report["sample"].splitlines())
+    if report.sample:
+        quoted = "\n".join(f"> {line}" for line in report.sample.splitlines())
         lines += ["", "## Sample", "", quoted]
     return "\n".join(lines) + "\n"
 
 
 def _verdict(report: Report) -> str:
-    if report["failures"]:
-        return "**Failed:** " + "; ".join(report["failures"])
-    if report["warnings"]:
-        return "**Passed with warnings:** " + "; ".join(report["warnings"])
+    if report.failures:
+        return "**Failed:** " + "; ".join(report.failures)
+    if report.warnings:
+        return "**Passed with warnings:** " + "; ".join(report.warnings)
     return "**Passed.**"
 
 
 def _preference(report: Report) -> list[str]:
     """Say that the allocation preferred speed, if it did."""
-    if report.get("prefer") != "speed":
+    if report.prefer != "speed":
         return []
     return ["", "Speed was preferred: the layers' matrices only have groups of 128 rows."]
 
 
 def _not_quantized(report: Report) -> list[str]:
     """Describe the tensors that are stored as in the source."""
-    apart = report.get("not_quantized")
-    if not apart:
+    apart = report.not_quantized
+    if apart is None:
         return []
-    held = f"{apart['tensors']} tensors, {words.size(apart['bytes'])}"
-    return ["", f"Not quantized, as in the source: {apart['parts']} ({held})."]
+    held = f"{apart.tensors} tensors, {words.size(apart.bytes or 0)}"
+    return ["", f"Not quantized, as in the source: {apart.parts} ({held})."]
 
 
 def _calibration_rows(report: Report) -> list[str]:
     """Describe the rows that quantization was calibrated on."""
-    described = report.get("calibration_rows")
-    if not described:
+    rows = report.calibration_rows
+    if rows is None:
         return []
-    rows = described["quantize"]
-    kinds = ", ".join(f"{kind} {count}" for kind, count in rows["kinds"].items())
-    total = sum(rows["kinds"].values())
-    lines = ["", f"Calibrated on {total} rows of `{described['dataset']}`: {kinds}."]
-    return lines + [f"Note: {note}." for note in rows["notes"]]
+    kinds = ", ".join(f"{kind} {count}" for kind, count in rows.kinds.items())
+    total = sum(rows.kinds.values())
+    lines = ["", f"Calibrated on {total} rows of `{rows.dataset}`: {kinds}."]
+    return lines + [f"Note: {note}." for note in rows.notes]
 
 
 def _tuning(report: Report) -> list[str]:
     """Describe the gain of distillation."""
-    tuning = report.get("tuning")
-    if not tuning:
+    tuning = report.tuning
+    if tuning is None:
         return []
     return [
         "",
-        f"Tuned in {tuning['steps']} steps: KL divergence on held-back calibration rows "
-        f"{words.divergence(tuning['first_kl'])} → {words.divergence(tuning['best_kl'])}. "
+        f"Tuned in {tuning.steps} steps: KL divergence on held-back calibration rows "
+        f"{words.divergence(tuning.first_kl)} → {words.divergence(tuning.best_kl)}. "
         "Estimates and errors below are from before tuning.",
     ]
 
 
-def _costly(costs: Sequence[MatrixCost]) -> list[str]:
+def _costly(costs: Sequence[MatrixReport]) -> list[str]:
     """Return the table of the matrices that cost most, if costs are known."""
     total = total_nats(costs)
     if not total:
@@ -129,7 +118,7 @@ def _costly(costs: Sequence[MatrixCost]) -> list[str]:
 
 def _experts(report: Report) -> list[str]:
     """Return the tokens of experts by layer, if there are any."""
-    layers = expert_layers(report.get("experts"))
+    layers = report.experts.layers
     if not layers:
         return []
     changed, unused = mean_changed_routes(layers), never_routed(layers)
@@ -144,17 +133,15 @@ def _experts(report: Report) -> list[str]:
     return [*lines, "", markdown_table(expert_rows(layers))]
 
 
-def _tables(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
+def _tables(blocks: Sequence[SublayerReport]) -> list[str]:
     """Return a table per kind of sublayer, with a column for each of its roles."""
     kinds: dict[tuple[str, ...], list[dict[str, str]]] = {}
     has_experts = False
     for block in blocks:
-        matrices = matrix_costs([block])
-        roles = by_role(matrices)
-        row = sublayer_row(str(block["name"]), matrices, block)
-        names = tuple(roles) if len(matrices) > 1 else ()
+        roles, row = by_role(block.matrices), sublayer_row(block)
+        names = tuple(roles) if len(block.matrices) > 1 else ()
         cells = {name: _role_cell(roles[name]) for name in names}
-        has_experts = has_experts or len(roles) < len(matrices)
+        has_experts = has_experts or len(roles) < len(block.matrices)
         kinds.setdefault(names, []).append(row | cells)
     lines = []
     if any(kinds):
@@ -169,8 +156,8 @@ def _tables(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _role_cell(matrices: Sequence[MatrixCost]) -> str:
-    """Return the figures of a matrix, or of all that have one role."""
+def _role_cell(matrices: Sequence[MatrixReport]) -> str:
+    """Return the figures of a matrix, or of those that have one role."""
     nats = words.cost(total_nats(matrices))
     bits = words.spread([matrix.bpw for matrix in matrices], words.bits)
     errors = words.spread([matrix.rel_err for matrix in matrices], words.error)

@@ -6,15 +6,15 @@ own folders; the samples come from validation's reports.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from exl2flow.core import words
 from exl2flow.core.errors import SourceModelError
 from exl2flow.core.options.sweep import SWEEP_FILE
+from exl2flow.core.reports import Json, LayerExperts, Score, mapping
 from exl2flow.core.store.stage import RECORD_FILE, SOURCE_FINGERPRINT
 from exl2flow.inference.report.comparison import (
     Compared,
@@ -24,25 +24,22 @@ from exl2flow.inference.report.comparison import (
     known_score,
 )
 from exl2flow.inference.report.experts import (
-    LayerExperts,
     coverage_in_words,
-    expert_layers,
     expert_rows,
     never_routed,
 )
 from exl2flow.inference.report.inspection import ModelContents, inspect_model
 from exl2flow.inference.report.plots import render_comparison, render_plot, render_tokens
 from exl2flow.inference.report.publication import without_paths
-from exl2flow.inference.report.record import mapping, read_object
+from exl2flow.inference.report.record import Record, read_object
 from exl2flow.inference.report.tables import bitrate_row, certainty_rows, scored_on
-from exl2flow.inference.scoring.evaluate import Score
 
 TEMPLATE = "page.html.j2"
 VALIDATION = f"validate/{'?' * 16}/report.json"  # of a work directory; none that was set aside
 SEEDS = {"seed": "seed of {}", "sample_seed": "seed of the sample"}  # option → in words
 FEWEST, MOST = 2.0, 8.0  # bits per weight between which cells are coloured
 
-Found = Mapping[Path, Mapping[str, Any]]  # folder of a model → its sample or error, if known
+Found = dict[Path, Json]  # folder of a model → entry of a sweep, or report; empty if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +49,20 @@ class ReportEntry:
     figures: Compared
     score: Score
     contents: ModelContents
-    record: Mapping[str, Any]
+    record: Record
     sample: str
     plot: str
-    experts: tuple[LayerExperts, ...] = ()
-    tokens_plot: str = ""
+    tokens_plot: str
+
+    @property
+    def experts(self) -> tuple[LayerExperts, ...]:
+        """The experts of all layers; none of a dense model."""
+        return self.record.experts.layers
 
     @property
     def source(self) -> Path:
         """The source that the record names, or the model's own folder."""
-        return Path(str(self.record.get("source") or self.contents.folder))
+        return Path(str(self.record.content.get("source") or self.contents.folder))
 
     @property
     def compared_by(self) -> tuple[object, ...]:
@@ -72,7 +73,7 @@ class ReportEntry:
         its length and the source's figure stand in.
         """
         source = words.perplexity(self.score.reference_perplexity)
-        files = self.record.get(SOURCE_FINGERPRINT)
+        files = self.record.content.get(SOURCE_FINGERPRINT)
         return str(files or self.source), self.score.text or (self.score.tokens, source)
 
 
@@ -115,7 +116,7 @@ def write_up(folder: Path) -> str:
     )
 
 
-def _sections(entries: Iterable[ReportEntry]) -> list[dict[str, object]]:
+def _sections(entries: Iterable[ReportEntry]) -> list[Json]:
     """Group models whose figures can be compared, by source."""
     groups: dict[tuple[object, ...], list[ReportEntry]] = {}
     for entry in entries:
@@ -125,11 +126,11 @@ def _sections(entries: Iterable[ReportEntry]) -> list[dict[str, object]]:
     return [_section(name, group) for name, group in zip(names, members, strict=True)]
 
 
-def _section(name: str, entries: Sequence[ReportEntry]) -> dict[str, object]:
+def _section(name: str, entries: Sequence[ReportEntry]) -> Json:
     """Return what the page shows of models of one source, scored on one text, rising in size."""
     first, figures = entries[0], [entry.figures for entry in entries]
     bpws = [{part.name: part.bpw for part in entry.contents.parts} for entry in entries]
-    rows = mapping(mapping(first.record.get("calibration")).get("quantize"))
+    rows = first.record.calibrated_on
     return {
         "name": name,
         "entries": entries,
@@ -145,7 +146,7 @@ def _section(name: str, entries: Sequence[ReportEntry]) -> dict[str, object]:
             for part in dict.fromkeys(part for parts in bpws for part in parts)
         ],
         "provenance": _provenance(entries),
-        "notes": rows.get("notes") or (),  # on the calibration rows, such as too little text
+        "notes": rows.notes if rows else (),  # on the calibration rows, such as too little text
     }
 
 
@@ -161,7 +162,7 @@ def _found(folder: Path) -> Found:
     return {path: {} for path in ([folder] if (folder / RECORD_FILE).exists() else inside)}
 
 
-def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
+def _of_reports(reports: Iterable[Json]) -> Found:
     """Return the models of these reports, without those that have changed since."""
     models = {}
     for report in reports:
@@ -172,18 +173,19 @@ def _of_reports(reports: Iterable[Mapping[str, Any]]) -> Found:
     return models
 
 
-def _entry(score: Score, figures: Compared, known: Mapping[str, Any]) -> ReportEntry:
+def _entry(score: Score, figures: Compared, known: Json) -> ReportEntry:
     folder = Path(score.model)
-    record = read_object(folder / RECORD_FILE)
-    experts = expert_layers(record.get("experts"))
+    contents = inspect_model(folder)
+    record = contents.record or Record.from_json({})
+    experts = record.experts.layers
+    plot = render_plot(record.layers, score.kl_divergence, record.predicted_kl)
     return ReportEntry(
         figures=figures,
         score=score,
-        contents=inspect_model(folder),
+        contents=contents,
         record=record,
         sample=str(known.get("sample") or ""),
-        plot=_inline(render_plot({**record, "score": asdict(score)})),
-        experts=tuple(experts),
+        plot=_inline(plot),
         tokens_plot=_inline(render_tokens(experts)) if experts else "",
     )
 
@@ -192,15 +194,15 @@ def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
     """Return facts about how the models were made as (fact, values)."""
     provenance: dict[str, dict[str, None]] = {}
     for entry in entries:
-        options, record = entry.record.get("options") or {}, entry.record
-        calibration = record.get("calibration") or {}
+        record, calibration = entry.record.content, entry.record.calibrated_on
+        options = mapping(record.get("options"))
         facts = {
             "source": entry.source.name if record.get("source") else None,
             "source fingerprint": record.get(SOURCE_FINGERPRINT),
             "quality": options.get("quality"),
             "preferred": mapping(options.get("allocate")).get("prefer"),
-            "calibration text": calibration.get("dataset"),
-            "calibration digest": calibration.get("sha256"),
+            "calibration text": calibration and calibration.dataset,
+            "calibration digest": calibration and calibration.sha256,
             **{f"version of {name}": v for name, v in (record.get("versions") or {}).items()},
             **dict(_seeds(options)),
         }
@@ -210,7 +212,7 @@ def _provenance(entries: Sequence[ReportEntry]) -> list[tuple[str, str]]:
     return [(name, ", ".join(values)) for name, values in provenance.items()]
 
 
-def _seeds(options: Mapping[str, Any]) -> Iterable[tuple[str, object]]:
+def _seeds(options: Json) -> Iterable[tuple[str, object]]:
     for group, values in options.items():
         if isinstance(values, Mapping):
             for name in SEEDS.keys() & values.keys():

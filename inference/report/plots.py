@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from matplotlib import colormaps, rc_context
@@ -14,11 +14,17 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from exl2flow.core import words
+from exl2flow.core.reports import (
+    Interval,
+    Json,
+    LayerExperts,
+    MatrixReport,
+    SublayerReport,
+    matrices_of,
+    total_nats,
+)
 from exl2flow.inference.report.blocks import by_block, by_role, role_of
 from exl2flow.inference.report.comparison import Compared, by_series
-from exl2flow.inference.report.costs import MatrixCost, matrix_costs, total_nats
-from exl2flow.inference.report.experts import LayerExperts
-from exl2flow.inference.scoring.intervals import Interval
 
 MARKED_COLOR = "#222222"
 MOST_LAYERS = 32  # named beside a heat map
@@ -48,26 +54,27 @@ class Measured:
     rel_err: Mapping[str, float] = field(default_factory=dict)
 
 
-def render_plot(report: Mapping[str, Any]) -> str:
+def render_plot(
+    layers: Sequence[SublayerReport], kl: float | None, predicted_kl: float | None
+) -> str:
     """Plot bits and errors by sublayer, and the costs of errors if they are known."""
-    title = f"KL divergence {words.divergence(report['score']['kl_divergence'])} nats"
-    if (predicted := report.get("predicted_kl")) is not None:
-        title += f", estimated {words.divergence(predicted)}"
-    return render_errors(report["layers"], Measured(), title)
+    title = f"KL divergence {words.divergence(kl)} nats"
+    if predicted_kl is not None:
+        title += f", estimated {words.divergence(predicted_kl)}"
+    return render_errors(layers, Measured(), title)
 
 
-def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title: str = "") -> str:
+def render_errors(layers: Sequence[SublayerReport], measured: Measured, title: str = "") -> str:
     """Plot the same with the values measured before quantization, which are listed by block."""
     layers = by_block(layers)
-    costs = matrix_costs(layers)
-    is_priced = total_nats(costs) is not None
-    names = [str(layer["name"]) for layer in layers]
+    is_priced = total_nats(matrices_of(layers)) is not None
+    names = [layer.name for layer in layers]
     with _style():
         figure = Figure(figsize=(10, 7.2 if is_priced else 4.2), layout="constrained")
         panels = figure.subplots(1 + is_priced, squeeze=False, sharex=True)[:, 0]
         _draw_bits(panels[0], layers, [measured.rel_err.get(name) for name in names])
         if is_priced:
-            _draw_costs(panels[1], names, costs, [measured.nats.get(name) for name in names])
+            _draw_costs(panels[1], layers, [measured.nats.get(name) for name in names])
         named = range(0, len(names), 1 + (len(names) - 1) // MOST_NAMES)
         labels = [words.short(names[index]) for index in named]
         panels[-1].set_xticks(named, labels, rotation=90, fontsize=LABEL_SIZE)
@@ -77,35 +84,36 @@ def render_errors(layers: Sequence[Mapping[str, Any]], measured: Measured, title
 
 
 def _draw_bits(
-    axes: Axes, layers: Sequence[Mapping[str, Any]], measured: Sequence[float | None]
+    axes: Axes, layers: Sequence[SublayerReport], measured: Sequence[float | None]
 ) -> None:
     """Draw bits per weight as bars, and relative errors as a line.
 
     A bar of experts has a line for each role, from the least bits of its matrices to the most, and
     a point at their mean.
     """
-    axes.bar(range(len(layers)), [layer["bpw"] for layer in layers], color=BITS_COLOR)
+    axes.bar(range(len(layers)), [layer.bpw or 0.0 for layer in layers], color=BITS_COLOR)
     axes.set_ylabel("bits per weight")
     _draw_ranges(axes, layers)
     errors = axes.twinx()
-    errors.plot([layer["rel_err"] for layer in layers], "o-", color=ERROR_COLOR, markersize=3)
+    known = [float("nan") if layer.rel_err is None else layer.rel_err for layer in layers]
+    errors.plot(known, "o-", color=ERROR_COLOR, markersize=3)
     errors.set_ylabel("relative error", color=ERROR_COLOR)
     if _mark(errors, measured):
         errors.legend(loc="upper right", fontsize=LABEL_SIZE, frameon=False)
     errors.set_ylim(bottom=0)
 
 
-def _draw_ranges(axes: Axes, layers: Sequence[Mapping[str, Any]]) -> None:
+def _draw_ranges(axes: Axes, layers: Sequence[SublayerReport]) -> None:
     """Draw the bits per weight of the roles of experts."""
     ranges: dict[str, list[tuple[float, list[float]]]] = {}
     for index, layer in enumerate(layers):
-        roles = by_role(matrix_costs([layer]))
+        roles = by_role(layer.matrices)
         for place, (role, matrices) in enumerate(roles.items()):
             bits = [matrix.bpw for matrix in matrices if matrix.bpw is not None]
             if len(bits) > 1:
                 shift = ROLES_WIDTH * ((place + 0.5) / len(roles) - 0.5)
                 ranges.setdefault(role, []).append((index + shift, bits))
-    colors = _role_colors(matrix_costs(layers))
+    colors = _role_colors(matrices_of(layers))
     for role, drawn in ranges.items():
         color = colors[role]
         at = [place for place, _ in drawn]
@@ -126,19 +134,16 @@ def _mark(axes: Axes, measured: Sequence[float | None]) -> bool:
 
 
 def _draw_costs(
-    axes: Axes,
-    sublayers: list[str],
-    costs: Sequence[MatrixCost],
-    measured: Sequence[float | None],
+    axes: Axes, layers: Sequence[SublayerReport], measured: Sequence[float | None]
 ) -> None:
     """Draw estimated costs as bars, stacked by matrix, or by role of experts."""
-    places = {name: place for place, name in enumerate(sublayers)}
     heights: dict[str, list[float]] = {}
-    for cost in costs:
-        column = heights.setdefault(role_of(cost.name), [0.0] * len(sublayers))
-        column[places[cost.sublayer]] += cost.nats or 0.0
-    filled = [0.0] * len(sublayers)
-    colors = _role_colors(costs)
+    for place, layer in enumerate(layers):
+        for cost in layer.matrices:
+            column = heights.setdefault(role_of(cost.name), [0.0] * len(layers))
+            column[place] += cost.nats or 0.0
+    filled = [0.0] * len(layers)
+    colors = _role_colors(matrices_of(layers))
     for name, column in heights.items():
         drawn = [place for place, height in enumerate(column) if height]
         axes.bar(
@@ -157,7 +162,7 @@ def _draw_costs(
     axes.legend(ncols=columns, loc="upper center", fontsize=LABEL_SIZE, frameon=False)
 
 
-def _role_colors(costs: Sequence[MatrixCost]) -> dict[str, str]:
+def _role_colors(costs: Sequence[MatrixReport]) -> dict[str, str]:
     """Return the colour of each role, in the order of the model."""
     roles = dict.fromkeys(role_of(cost.name) for cost in costs)
     colors = (*COLORS, *(PLAIN_COLOR for _ in roles))
@@ -230,7 +235,7 @@ def render_comparison(models: Sequence[Compared]) -> str:
         return _as_svg(figure, "KL divergence by bits per weight and by size")
 
 
-def _draw_series(axes: Axes, points: Sequence[Point], style: dict[str, Any], place: Place) -> None:
+def _draw_series(axes: Axes, points: Sequence[Point], style: Json, place: Place) -> None:
     """Draw labelled points from left to right, with bars for their intervals.
 
     The style says whether a line joins them.

@@ -13,6 +13,7 @@ from typing import Any
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.naming import BITRATE, bitrate_name
+from exl2flow.core.reports import Json, Score, mapping, number
 from exl2flow.core.store.model_files import (
     check_links,
     is_of_model,
@@ -22,8 +23,7 @@ from exl2flow.core.store.model_files import (
 from exl2flow.core.store.stage import FILES, RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.comparison import Rise, compared, rises
 from exl2flow.inference.report.licences import licence_problem
-from exl2flow.inference.report.record import mapping, number, read_object, read_record
-from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.report.record import Record, read_record
 from exl2flow.model import ModelSpec, resolve
 
 CARD_FILE = "README.md"  # replaces that of the source
@@ -58,7 +58,7 @@ class Bitrate:
     branch: str
     bpw: float
     weight_bytes: int
-    record: Mapping[str, Any]
+    record: Record
     score: Score | None
     spec: ModelSpec
 
@@ -76,10 +76,10 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
     """
     if not folder.is_dir():
         raise ConfigError(f"`{folder}` is not a folder; name folders that `exl2flow convert` wrote")
-    record, known = read_object(folder / RECORD_FILE), read_record(folder)
-    bpw = number(mapping(record.get("allocation")).get("bpw"))
-    target = number(mapping(record.get("options")).get("bpw"))
-    if known is None or bpw is None or min(bpw, target or bpw) <= 0:
+    record = read_record(folder)
+    bpw = None if record is None else record.allocation.bpw
+    target = number(mapping(record.content.get("options")).get("bpw")) if record else None
+    if record is None or bpw is None or min(bpw, target or bpw) <= 0:
         raise ConfigError(
             f"`{folder}` has no {RECORD_FILE} that records how it was made; name folders that "
             "`exl2flow convert` wrote"
@@ -87,8 +87,8 @@ def describe(folder: Path, *, weight_bytes: int | None = None) -> Bitrate:
     if weight_bytes is None:
         weight_bytes = weights_size(folder)
     score = None
-    if known.score is not None and known.score.get("kl_divergence") is not None:
-        score = Score.of(str(folder), known.score)
+    if record.score is not None and record.score.get("kl_divergence") is not None:
+        score = Score.of(str(folder), record.score)
     return Bitrate(
         folder=folder,
         branch=bitrate_name(target or round(bpw, BRANCH_DIGITS)),
@@ -152,14 +152,14 @@ def origin_problems(origin: Origin) -> list[str]:
 
 def recorded_origins(bitrates: Iterable[Bitrate]) -> list[Origin]:
     """Return the distinct origins of these models' sources; none for local folders."""
-    records = (bitrate.record.get("provenance") for bitrate in bitrates)
+    records = (bitrate.record.content.get("provenance") for bitrate in bitrates)
     origins = [origin_from(known) for known in records if isinstance(known, Mapping)]
     return list(dict.fromkeys(origins))
 
 
-def origin_from(known: Mapping[str, Any]) -> Origin:
+def origin_from(known: Mapping[str, object]) -> Origin:
     """Return the origin in a record of provenance; a card may list several licences."""
-    values: dict[str, Any] = {field.name: _text(known.get(field.name)) for field in fields(Origin)}
+    values: Json = {field.name: _text(known.get(field.name)) for field in fields(Origin)}
     return Origin(**{**values, "gated": bool(known.get("gated"))})
 
 
@@ -179,7 +179,7 @@ def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
     Raises:
         SourceModelError: a file is a link out of the model.
     """
-    recorded = bitrate.record.get(FILES)
+    recorded = bitrate.record.content.get(FILES)
 
     def is_public(name: str) -> bool:
         is_known = is_of_model(name) and (not isinstance(recorded, list) or name in recorded)
@@ -189,7 +189,7 @@ def public_files(bitrate: Bitrate, card: str) -> dict[str, Path | bytes]:
     paths = [path for path in inside if is_public(path.name) and path.is_file()]
     check_links(paths)
     files: dict[str, Path | bytes] = {path.name: public_content(path) or path for path in paths}
-    record = json.dumps(without_paths(bitrate.record), indent=4, ensure_ascii=False)
+    record = json.dumps(without_paths(bitrate.record.content), indent=4, ensure_ascii=False)
     return {**files, RECORD_FILE: f"{record}\n".encode(), CARD_FILE: card.encode()}
 
 

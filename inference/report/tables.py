@@ -3,44 +3,49 @@
 Every row of a table has the same columns.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Sequence
 
 from exl2flow.core import words
+from exl2flow.core.reports import (
+    Intervals,
+    MatrixReport,
+    Report,
+    RowSums,
+    Score,
+    SublayerReport,
+    total_nats,
+)
 from exl2flow.inference.report.comparison import Compared, differences
-from exl2flow.inference.report.costs import MatrixCost, share, total_nats
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import LEAST_ROWS, Intervals
+from exl2flow.inference.report.costs import share
+from exl2flow.inference.scoring.intervals import LEAST_ROWS
 
 Row = dict[str, str]  # column → cell
 CERTAINTY = "95 % interval"
 NO_INTERVALS = Intervals(perplexity=None, kl_divergence=None, top1_agreement=None)
 
 
-def score_rows(report: Mapping[str, Any]) -> list[Row]:
+def score_rows(report: Report) -> list[Row]:
     """Return the scores of source and result from validation; unknown ones have no row."""
-    score, calibration = report["score"], report["calibration"]
-    texts = {"held-out": score, "calibration": calibration or {}}
-    sure, cross = (_intervals(scored) for scored in texts.values())
+    score, calibration = report.score, report.calibration
+    sure = score.intervals or NO_INTERVALS
+    cross = (calibration and calibration.intervals) or NO_INTERVALS
     perplexities = {
-        f"perplexity, {scored['tokens']:,} {text} tokens": (
-            words.perplexity(scored["reference_perplexity"]),
-            words.perplexity(scored["perplexity"]),
-            words.interval(known.perplexity, words.perplexity),
+        f"perplexity, {scored.tokens:,} {text} tokens": (
+            words.perplexity(scored.reference_perplexity),
+            words.perplexity(scored.perplexity),
+            words.interval((scored.intervals or NO_INTERVALS).perplexity, words.perplexity),
         )
-        for (text, scored), known in zip(texts.items(), (sure, cross), strict=True)
-        if scored
+        for text, scored in _texts(report).items()
     }
     divergences = {
-        "mean (nats)": (score["kl_divergence"], sure.kl_divergence),
+        "mean (nats)": (score.kl_divergence, sure.kl_divergence),
         "mean on calibration tokens": (
-            calibration and calibration["kl_divergence"],
+            None if calibration is None else calibration.kl_divergence,
             cross.kl_divergence,
         ),
-        "estimated, sum over matrices": (report.get("predicted_kl"), None),
-        "median": (score["kl_median"], None),
-        "99th percentile": (score["kl_p99"], None),
+        "estimated, sum over matrices": (report.predicted_kl, None),
+        "median": (score.kl_median, None),
+        "99th percentile": (score.kl_p99, None),
     }
     cells = {
         **perplexities,
@@ -55,10 +60,10 @@ def score_rows(report: Mapping[str, Any]) -> list[Row]:
         },
         "top-1 agreement": (
             "",
-            words.percent(score["top1_agreement"]),
+            words.percent(score.top1_agreement),
             words.interval(sure.top1_agreement, words.percent),
         ),
-        "weights on disk": (words.size(report["source_bytes"]), words.size(score["bytes"]), ""),
+        "weights on disk": (words.size(report.source_bytes), words.size(score.bytes), ""),
     }
     rows = [{"": w, "source": s, "result": r, CERTAINTY: i} for w, (s, r, i) in cells.items()]
     if all(row[CERTAINTY] in ("", words.UNKNOWN) for row in rows):
@@ -66,23 +71,24 @@ def score_rows(report: Mapping[str, Any]) -> list[Row]:
     return [{**row, CERTAINTY: row[CERTAINTY].replace(words.UNKNOWN, "")} for row in rows]
 
 
-def _intervals(score: Mapping[str, Any]) -> Intervals:
-    """Return the intervals in a score, all unknown if it has none."""
-    return Intervals.of(score.get("intervals") or {}) or NO_INTERVALS
+def _texts(report: Report) -> dict[str, Score]:
+    """Return which text → its score."""
+    texts = {"held-out": report.score, "calibration": report.calibration}
+    return {text: score for text, score in texts.items() if score is not None}
 
 
 def bitrate_row(model: Compared) -> Row:
     """Return the figures of a model beside others of its source."""
-    known = {} if model.score is None else asdict(model.score)
+    score = model.score
     return {
         "model": model.label,
         "bits per weight": words.bits(model.bpw),
         "size": words.size(model.bytes),
-        "perplexity": words.perplexity(known.get("perplexity")),
+        "perplexity": words.perplexity(getattr(score, "perplexity", None)),
         "KL divergence": words.divergence(model.kl),
-        "KL p99": words.divergence(known.get("kl_p99")),
+        "KL p99": words.divergence(getattr(score, "kl_p99", None)),
         "estimated KL": words.divergence(model.predicted_kl),
-        "top-1 agreement": words.percent(known.get("top1_agreement")),
+        "top-1 agreement": words.percent(getattr(score, "top1_agreement", None)),
     }
 
 
@@ -113,32 +119,28 @@ def scored_on(score: Score) -> str:
     if score.reference_perplexity is not None:
         source = words.perplexity(score.reference_perplexity)
         text += f"; source perplexity {source}; KL divergence in nats"
-    return f"{text}; {rows_in_words(None if score.rows is None else score.rows.tokens)}"
+    return f"{text}; {rows_in_words(score.rows)}"
 
 
-def rows_in_words(rows: Sequence[int] | None) -> str:
-    """Say how many rows intervals rest on, or why there are none; `rows`: tokens of each."""
-    if not rows:
+def rows_in_words(rows: RowSums | None) -> str:
+    """Say how many rows intervals rest on, or why there are none."""
+    if rows is None:
         return "no intervals, because the scores of its rows were not recorded"
-    if len(rows) < LEAST_ROWS:
-        return f"no intervals, because {len(rows)} rows are fewer than {LEAST_ROWS}"
-    return f"95 % intervals over {len(rows)} rows"
+    count = len(rows.tokens)
+    if count < LEAST_ROWS:
+        return f"no intervals, because {count} rows are fewer than {LEAST_ROWS}"
+    return f"95 % intervals over {count} rows"
 
 
-def report_rows_in_words(report: Mapping[str, Any]) -> str:
+def report_rows_in_words(report: Report) -> str:
     """Say the same for a report of one conversion, whose two texts may have different rows."""
-    texts = {"held-out": report["score"], "calibration": report["calibration"]}
-    sentences = {
-        text: rows_in_words((score.get("rows") or {}).get("tokens"))
-        for text, score in texts.items()
-        if score
-    }
+    sentences = {text: rows_in_words(score.rows) for text, score in _texts(report).items()}
     if len(set(sentences.values())) == 1:
         return sentences["held-out"]
     return "; ".join(f"{text} text: {sentence}" for text, sentence in sentences.items())
 
 
-def cost_rows(items: Sequence[MatrixCost], total: float | None) -> list[Row]:
+def cost_rows(items: Sequence[MatrixReport], total: float | None) -> list[Row]:
     """Return a row per matrix with its share of a total cost."""
     return [
         {
@@ -153,13 +155,13 @@ def cost_rows(items: Sequence[MatrixCost], total: float | None) -> list[Row]:
     ]
 
 
-def sublayer_row(name: str, items: Sequence[MatrixCost], figures: Mapping[str, Any]) -> Row:
-    """Return a sublayer or the head: `figures` has `bpw` and `rel_err`, `items` its matrices."""
+def sublayer_row(layer: SublayerReport) -> Row:
+    """Return a sublayer, a layer's experts or the head, with the sum of its matrices' costs."""
     return {
-        "sublayer": words.short(name),
-        "bits per weight": words.bits(figures["bpw"]),
-        "cost (nats)": words.cost(total_nats(items)),
-        "relative error": words.error(figures["rel_err"]),
+        "sublayer": words.short(layer.name),
+        "bits per weight": words.bits(layer.bpw),
+        "cost (nats)": words.cost(total_nats(layer.matrices)),
+        "relative error": words.error(layer.rel_err),
     }
 
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Self
 
 import numpy as np
 import torch
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.runtime.memory import free_memory
 from exl2flow.engine.loading.streamed import StreamedModel
-from exl2flow.inference.scoring.intervals import Intervals, RowSums, intervals, json_number
+from exl2flow.inference.scoring.intervals import intervals
 from exl2flow.model import SublayerSpec, check_ids, with_bos
 from exl2flow.model.layers.decoder import divergence_terms
 
@@ -33,50 +33,6 @@ Advance = Callable[[int, int, str], None]
 RowKey = tuple[int, int]  # text, row
 Save = Callable[[Mapping[RowKey, "RowScores"]], None]
 Report = Callable[[int, SublayerSpec], None]  # called with the model's number and a sublayer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """One model's results on the rows; the divergence fields are None without a reference.
-
-    text: SHA-256 of the scored ids, rows: sums of each row; both None in files of older versions.
-    intervals: at 95 %, None if there are too few rows.
-    """
-
-    model: str
-    perplexity: float
-    reference_perplexity: float | None
-    kl_divergence: float | None
-    kl_median: float | None
-    kl_p99: float | None
-    top1_agreement: float | None
-    tokens: int
-    bytes: int
-    text: str | None = None
-    rows: RowSums | None = None
-    intervals: Intervals | None = None
-
-    @classmethod
-    def of(cls, model: str, values: Mapping[str, object]) -> Self | None:
-        """Read a score from a file of any version; None if it lacks perplexity or sizes.
-
-        Unknown fields are ignored; missing ones are None.
-        """
-        names = [
-            name for name in cls.__slots__ if name not in ("model", "text", "rows", "intervals")
-        ]
-        numbers: dict[str, Any] = {name: json_number(values.get(name)) for name in names}
-        counts = numbers["tokens"], numbers["bytes"]
-        if numbers["perplexity"] is None or not all(isinstance(count, int) for count in counts):
-            return None
-        text = values.get("text")
-        return cls(
-            model=model,
-            text=text if isinstance(text, str) else None,
-            rows=RowSums.of(values.get("rows")),
-            intervals=Intervals.of(values.get("intervals")),
-            **numbers,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,13 @@ a plain bootstrap are too narrow for few rows.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from exl2flow.core.reports import Interval, Intervals, RowSums
 
 LEAST_ROWS = 8  # fewer rows say too little about the rows that were not drawn
 CONFIDENCE = 0.95
@@ -20,67 +21,7 @@ RESAMPLES = 9999
 SEED = 0
 BATCH_ENTRIES = 1 << 20  # of resampled sums held at a time
 
-Interval = tuple[float, float]
 Sums = NDArray[np.float64]  # (..., rows)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSums:
-    """Sums over the positions of each row of a text; the last two are None without a reference.
-
-    losses: -ln p(next); divergences: nats; agreements: positions with the same first token.
-    """
-
-    tokens: tuple[int, ...]
-    losses: tuple[float, ...]
-    divergences: tuple[float, ...] | None
-    agreements: tuple[int, ...] | None
-
-    @classmethod
-    def of(cls, value: object) -> Self | None:
-        """Read sums from a file; None for anything else."""
-        if not isinstance(value, Mapping):
-            return None
-        sums = {field.name: _numbers(value.get(field.name)) for field in fields(cls)}
-        tokens, losses = sums["tokens"], sums["losses"]
-        lengths = {len(numbers) for numbers in sums.values() if numbers is not None}
-        if not tokens or losses is None or len(lengths) > 1 or min(tokens) <= 0:
-            return None
-        return cls(**sums)  # type: ignore[arg-type]  # checked above
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Intervals:
-    """Intervals of the figures of a score, or of their differences; None where not known."""
-
-    perplexity: Interval | None
-    kl_divergence: Interval | None
-    top1_agreement: Interval | None
-
-    @classmethod
-    def of(cls, value: object) -> Self | None:
-        """Read intervals from a file; None for anything else."""
-        if not isinstance(value, Mapping):
-            return None
-        return cls(**{field.name: _pair(value.get(field.name)) for field in fields(cls)})
-
-
-def _numbers(value: object) -> tuple[float, ...] | None:
-    if not isinstance(value, list | tuple) or any(json_number(item) is None for item in value):
-        return None
-    return tuple(value)
-
-
-def _pair(value: object) -> Interval | None:
-    ends = _numbers(value)
-    return (ends[0], ends[1]) if ends is not None and len(ends) == 2 else None
-
-
-def json_number(value: object) -> float | None:
-    """Return a number from a JSON file, including infinity; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if isinstance(value, float) or abs(value) < 2**63 else None
 
 
 def intervals(rows: RowSums, other: RowSums | None = None) -> Intervals | None:

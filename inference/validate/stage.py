@@ -15,9 +15,11 @@ from pathlib import Path
 import torch
 
 from exl2flow import calibration_data
+from exl2flow.core import words
 from exl2flow.core.errors import ValidationFailed
 from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.options.validation import ValidateOptions
+from exl2flow.core.reports import Json, Report, Score
 from exl2flow.core.store.files import (
     digest,
     read_json,
@@ -39,7 +41,7 @@ from exl2flow.core.store.store import StageFolder
 from exl2flow.engine.loading.layer_split import SplitOptions
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
-from exl2flow.inference.scoring.evaluate import RowKey, RowScores, Score, evaluate_texts
+from exl2flow.inference.scoring.evaluate import RowKey, RowScores, evaluate_texts
 from exl2flow.inference.scoring.sample import sample_text
 from exl2flow.inference.scoring.text import text_rows
 from exl2flow.kernels import get_ops
@@ -107,6 +109,11 @@ def guessing(score: Score, vocab_size: int) -> list[str]:
     ]
 
 
+def report_in(folder: Path) -> Report:
+    """Return the report of a finished validation, given the stage's folder."""
+    return Report.from_json(read_json(folder / REPORT_FILE))
+
+
 def check_verdict(folder: Path) -> list[str]:
     """Return the warnings of a finished validation.
 
@@ -163,8 +170,8 @@ def validate(run: StageRun[ModelOptions]) -> None:
     if not all(map(folder.valid, (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE, str(out / SCORE_FILE)))):
         _report(run)
     folder.remove(path.name for path in folder.path.glob(f"{ROWS_PREFIX}*"))
-    total, score = folder.manifest.total, read_json(folder.path / REPORT_FILE)["score"]
-    run.tick(total, total, f"kl_divergence={score['kl_divergence']:.5f}")
+    total, score = folder.manifest.total, report_in(folder.path).score
+    run.tick(total, total, f"kl_divergence={words.divergence(score.kl_divergence)}")
 
 
 def _report(run: StageRun[ModelOptions]) -> None:
@@ -187,7 +194,7 @@ def _report(run: StageRun[ModelOptions]) -> None:
     record = read_json(out / RECORD_FILE)
     experts = record.get("experts")
     warnings += experts["warnings"] if experts else []  # `compile` logged them
-    report: dict[str, object] = {
+    report: Json = {
         "model": str(out),
         "source": str(config.source.resolve()),
         "target": config.target,
@@ -266,10 +273,11 @@ def _write_rows(folder: StageFolder, scores: Mapping[RowKey, RowScores]) -> None
     folder.commit(name, write_tensors(folder.path / name, tensors))
 
 
-def _write(run: StageRun[ModelOptions], report: dict[str, object]) -> None:
-    folder = run.folder.path
-    plot = render_plot(report)
-    write_json(folder / REPORT_FILE, report)
+def _write(run: StageRun[ModelOptions], content: Json) -> None:
+    """Write the report in its three forms; the entries of the record stay as they are there."""
+    folder, report = run.folder.path, Report.from_json(content)
+    plot = render_plot(report.layers, report.score.kl_divergence, report.predicted_kl)
+    write_json(folder / REPORT_FILE, content)
     write_text(folder / MARKDOWN_FILE, render_markdown(report))
     write_text(folder / PLOT_FILE, plot)
     for name in (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE):
@@ -281,7 +289,7 @@ def _write_scores(
 ) -> None:
     """Write the scores to the output, with the fingerprint of the files they apply to."""
     options = run.folder.manifest.options  # of the text they are from
-    content: dict[str, object] = {"fingerprint": fingerprint, "options": options}
+    content: Json = {"fingerprint": fingerprint, "options": options}
     for name, score in scores.items():
         values = {} if score is None else asdict(score)
         content[name] = {key: value for key, value in values.items() if key != "model"} or None
@@ -290,7 +298,7 @@ def _write_scores(
     run.folder.commit(str(path), digest(path))
 
 
-def _options(config: ModelOptions) -> dict[str, object]:
+def _options(config: ModelOptions) -> Json:
     options = config.validate_options
     text = options.text or calibration_data.heldout()
     return {**options.model_dump(mode="json", exclude={"text"}), "text": digest(text)}

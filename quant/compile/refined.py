@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 
 from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.reports import matrices_of, sublayer_reports, total_nats
 from exl2flow.core.store.files import digest, read_json
 from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, check_links, is_weights
 from exl2flow.core.store.source import DIGESTS_FILE
@@ -25,7 +26,6 @@ from exl2flow.quant.compile.stage import (
     check_same,
     earlier_record,
     made_from,
-    predicted_kl,
     remove_others,
     write_own,
     write_shard,
@@ -91,8 +91,9 @@ def _record(
     """Return how the folder was made: model, reference, options, verdict, errors."""
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
-    layers: list[dict[str, Any]] = [read_report(run.inputs["refine"] / name) for name in names]
-    experts = experts_entry(layers) if judgement["refined"] else {}
+    reports = [read_report(run.inputs["refine"] / name) for name in names]
+    layers = [report.to_json() for report in reports]
+    experts = experts_entry(reports) if judgement["refined"] else {}
     if not judgement["refined"]:
         known = earlier_record(stored.folder)
         layers = [_before(layer, known) for layer in layers]
@@ -104,7 +105,7 @@ def _record(
         "options": recorded_options(config, without={"quality"}),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},
-        "predicted_kl": predicted_kl(layers),
+        "predicted_kl": total_nats(matrices_of(sublayer_reports(layers))),
         **experts,
         "layers": layers,
     }

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from exl2flow.core.errors import (
     StoreError,
 )
 from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.reports import matrices_of, total_nats
 from exl2flow.core.runtime.background import HELPERS, helpers, prefetch, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import (
@@ -298,26 +299,15 @@ def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "calibration": _calibration(run),
         "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
-        "predicted_kl": predicted_kl(layers),
+        "predicted_kl": total_nats(matrices_of(layers)),
         **experts_entry(layers),
-        "layers": layers,
+        "layers": [layer.to_json() for layer in layers],
     }
     if apart:
         parts = ", ".join(name.strip(".") for name in spec.family.carried)
         size = sum(map(tensor_bytes, apart.values()))
         record["not_quantized"] = {"parts": parts, "tensors": len(apart), "bytes": size}
     return record
-
-
-def predicted_kl(layers: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the summed cost of all matrices' errors in nats; None if one is unknown.
-
-    Args:
-        layers: reports for all sublayers and the head; for tuned matrices, from before tuning.
-    """
-    costs = [item.get("nats") for layer in layers for item in layer["projections"].values()]
-    known = [cost for cost in costs if cost is not None]
-    return math.fsum(known) if known and len(known) == len(costs) else None
 
 
 def _calibration(run: StageRun[ConversionConfig]) -> dict[str, object]:
@@ -367,9 +357,9 @@ def _reports(quantized: Path, spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Yield (key, sha256 of the reconstruction) for all quantized linears."""
     for name, sublayer in zip(result_files(spec), [*spec.sublayers, None], strict=True):
         projections = sublayer.projections if sublayer else (spec.head,)
-        report = read_report(quantized / name)["projections"]
+        digests = {item.name: item.sha256 for item in read_report(quantized / name).matrices}
         for projection in projections:
-            yield projection.key, report[projection.name]["sha256"]  # type: ignore[index]  # JSON
+            yield projection.key, digests[projection.name] or ""
 
 
 def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, device: str) -> None:

@@ -6,11 +6,11 @@ divergence decreases.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.reports import JudgementReport
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder
@@ -103,11 +103,11 @@ def judge(run: StageRun[RefinementConfig]) -> None:
     run.tick(total, total, f"KL on rows set aside {kl['before']:.5f} -> {kl['after']:.5f}")
 
 
-def judgement_in_words(judgement: Mapping[str, Any]) -> str:
-    """Return in one line what the held-out rows showed; `judgement` is what `judge` wrote."""
-    kl = f"{judgement['kl_before']:.5f} -> {judgement['kl_after']:.5f}"
-    verdict = "refined" if judgement["refined"] else "no better: the old matrices stay"
-    return f"KL divergence on {judgement['rows']} held-out rows: {kl}, {verdict}"
+def judgement_in_words(judgement: JudgementReport) -> str:
+    """Return in one line what the held-out rows showed."""
+    kl = f"{judgement.kl_before:.5f} -> {judgement.kl_after:.5f}"
+    verdict = "refined" if judgement.refined else "no better: the old matrices stay"
+    return f"KL divergence on {judgement.rows} held-out rows: {kl}, {verdict}"
 
 
 def _options(config: RefinementConfig) -> dict[str, object]:

@@ -117,11 +117,9 @@ class CrossProducts:
             for capture, total in sums.items()
         }
 
-    def changed_routes(self) -> dict[str, float]:
+    def changed_routes(self) -> float | None:
         """Return the share of choices of experts that differ from the source's, if known."""
-        if not self._changed:
-            return {}
-        return {"changed_routes": float(torch.stack(self._changed).mean())}
+        return float(torch.stack(self._changed).mean()) if self._changed else None
 
 
 def differing(ours: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> torch.Tensor:

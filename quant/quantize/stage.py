@@ -7,13 +7,16 @@ the digest of every reconstruction, which `compile` checks after writing.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from exl2flow.core import words
 from exl2flow.core.options.config import RunOptions, SharedOptions
+from exl2flow.core.reports import MatrixReport, SublayerReport
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import get_ops, record_stream, run_concurrently, tensor_cores
@@ -35,7 +38,7 @@ from exl2flow.quant.quantize.correction import (
     paired_rows,
 )
 from exl2flow.quant.quantize.routing import experts_in_log
-from exl2flow.quant.quantize.stored_form import Packed, Reports, storing
+from exl2flow.quant.quantize.stored_form import Packed, storing
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.descent import Metric, refine_together
 from exl2flow.quant.rounding.error_feedback import (
@@ -78,10 +81,9 @@ def result_files(spec: ModelSpec) -> list[str]:
     return [*map(sublayer_file, spec.sublayers), HEAD_FILE]
 
 
-def read_report(path: Path) -> dict[str, object]:
+def read_report(path: Path) -> SublayerReport:
     """Return the report on a quantized sublayer: errors, parameters, reconstruction digests."""
-    report: dict[str, object] = json.loads(read_metadata(path)["report"])
-    return report
+    return SublayerReport.from_json(json.loads(read_metadata(path)["report"]))
 
 
 class MatrixWork(SublayerWork):
@@ -142,29 +144,25 @@ class MatrixWork(SublayerWork):
     def store_head(self, packed: Packed) -> None:
         """Write the head's matrix and its report, and commit the file."""
 
-        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
-            (report,) = reports.values()
-            errors = {key: report[key] for key in ("rel_err", "before") if key in report}
-            return summary(packed.projection.key, [packed], reports) | errors
+        def finish(
+            reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
+        ) -> SublayerReport:
+            (report,) = reports
+            head = summary(packed.projection.key, [packed], reports)
+            return replace(head, rel_err=report.rel_err, before=report.refined.get("before"))
 
         sha256 = storing(self.folder.path / HEAD_FILE, [packed], {}, finish)()
         self.folder.commit(HEAD_FILE, sha256, cursor=self.folder.manifest.total)
 
 
-def summary(name: str, packed: Sequence[Packed], reports: Reports) -> dict[str, object]:
-    """Return the report on a sublayer or the head, without its own errors.
-
-    Matrices whose names do not begin with the sublayer's have them in their reports.
-    """
+def summary(
+    name: str, packed: Sequence[Packed], matrices: Sequence[MatrixReport]
+) -> SublayerReport:
+    """Return the report on a sublayer or the head, without its own errors."""
     bits = sum(item.matrix.total_bits for item in packed)
     projections = [item.projection for item in packed]
-    elsewhere = {p.name: p.key for p in projections if p.key not in (name, f"{name}.{p.name}")}
-    reports = {
-        projection: {"key": elsewhere[projection], **report} if projection in elsewhere else report
-        for projection, report in reports.items()
-    }
     numel = sum(p.in_features * padded_columns(p.out_features) for p in projections)
-    return {"name": name, "bits": bits, "bpw": bits / numel, "projections": reports}
+    return SublayerReport(name=name, bits=bits, bpw=bits / numel, matrices=tuple(matrices))
 
 
 def row_errors(
@@ -198,8 +196,8 @@ class Quantizing(MatrixWork):
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
         report = read_report(path)
-        words = f"bpw={report['bpw']:.3f} rel_err={report['rel_err']:.4f}"
-        return words + experts_in_log(report)
+        figures = f"bpw={words.bits(report.bpw)} rel_err={words.error(report.rel_err)}"
+        return figures + experts_in_log(report)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: round, pack, and advance the states quantized."""
@@ -224,11 +222,15 @@ class Quantizing(MatrixWork):
         advance(sublayer, quantized)
         errors = row_errors(sublayer, (quantized[row] for row in reference), reference)
 
-        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
-            error: dict[str, object] = {"rel_err": float(host["errors"].mean())}
-            if coverage is not None:
-                error["experts"] = coverage.report() | crosses.changed_routes()
-            return summary(sublayer.spec.name, packed, reports) | error
+        def finish(
+            reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
+        ) -> SublayerReport:
+            experts = None if coverage is None else coverage.report(crosses.changed_routes())
+            return replace(
+                summary(sublayer.spec.name, packed, reports),
+                rel_err=float(host["errors"].mean()),
+                experts=experts,
+            )
 
         return storing(path, packed, {"errors": errors}, finish)
 

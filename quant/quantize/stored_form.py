@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.reports import Json, MatrixReport, SublayerReport
 from exl2flow.core.runtime.background import to_host
 from exl2flow.core.store.files import tensor_bytes, write_tensors
 from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix
@@ -16,8 +17,7 @@ from exl2flow.quant.rounding.hessian import relative_error
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
 from exl2flow.quant.walk.walk import Store
 
-Reports = Mapping[str, Mapping[str, object]]  # projection name → its report
-Finish = Callable[[Reports, Mapping[str, torch.Tensor]], object]
+Finish = Callable[[Sequence[MatrixReport], Mapping[str, torch.Tensor]], SublayerReport]
 
 
 def reconstruction_digest(matrix: torch.Tensor) -> str:
@@ -37,7 +37,7 @@ class Packed:
         factors: Factors | None = None,
         *,
         params: str | None = None,
-        others: Mapping[str, object] | None = None,
+        refined: Json | None = None,
     ) -> None:
         """Pack.
 
@@ -47,12 +47,11 @@ class Packed:
             rounded: the rounded matrix.
             hessian: of the projection's inputs, fp32 (k, k).
             factors: to estimate the cost; without them `nats` is None.
-            params: the report begins with them, if given.
-            others: further entries of the report.
+            params: the chosen parameters, if the report is to name them.
+            refined: what `refine` adds to the report.
         """
         self.projection = projection
-        self._params = {} if params is None else {"params": params}
-        self._others = others or {}
+        self._params, self._refined = params, refined or {}
         self.matrix = rounded.pack(None if linear.bias is None else padded(linear.bias))
         values, weight = rounded.dequantize(), padded(linear.weight.T)
         self._figures = {
@@ -70,7 +69,7 @@ class Packed:
         """Return the tensors that `report` needs in main memory, by name."""
         return {f"{self.projection.key}/{name}": x for name, x in self._figures.items()}
 
-    def report(self, host: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    def report(self, host: Mapping[str, torch.Tensor]) -> MatrixReport:
         """Check that the packed matrix decodes to the rounded values, and report on it.
 
         Args:
@@ -85,22 +84,24 @@ class Packed:
                 f"the packed tensors of `{self.projection.key}` do not decode to the rounded "
                 "matrix; this is a defect of exl2flow: report it with the model's name"
             )
-        return {
-            **self._params,
-            "rel_err": float(figures["rel_err"]),
-            "nats": float(figures["nats"]) if "nats" in figures else None,
-            "bits": self.matrix.total_bits,
-            "bpw": self.matrix.total_bits / figures["values"].numel(),
-            "sha256": reconstruction_digest(figures["values"]),
-            **self._others,
-        }
+        return MatrixReport(
+            name=self.projection.name,
+            key=self.projection.key,
+            params=self._params,
+            rel_err=float(figures["rel_err"]),
+            nats=float(figures["nats"]) if "nats" in figures else None,
+            bits=self.matrix.total_bits,
+            bpw=self.matrix.total_bits / figures["values"].numel(),
+            sha256=reconstruction_digest(figures["values"]),
+            refined=self._refined,
+        )
 
 
 class Unchanged(Packed):
     """A matrix that stays as it is stored, and the report on it."""
 
     def __init__(
-        self, projection: ProjectionSpec, matrix: QuantizedMatrix, report: dict[str, object]
+        self, projection: ProjectionSpec, matrix: QuantizedMatrix, report: MatrixReport
     ) -> None:
         self.projection, self.matrix, self._report = projection, matrix, report
 
@@ -108,7 +109,7 @@ class Unchanged(Packed):
         """See `Packed`: none, the report is complete."""
         return {}
 
-    def report(self, host: Mapping[str, torch.Tensor]) -> dict[str, object]:
+    def report(self, host: Mapping[str, torch.Tensor]) -> MatrixReport:
         """See `Packed`."""
         return self._report
 
@@ -125,7 +126,7 @@ def storing(
         path: the file.
         packed: the matrices.
         figures: other tensors that the report needs.
-        finish: builds the report from the projections' reports, by name, and the figures.
+        finish: builds the report from those on the matrices and the figures.
     """
     stored: dict[str, torch.Tensor] = {}
     reported = dict(figures)
@@ -136,8 +137,8 @@ def storing(
 
     def store() -> str:
         host = waiting()
-        reports = {item.projection.name: item.report(host) for item in packed}
-        metadata = {"report": json.dumps(finish(reports, host))}
+        report = finish([item.report(host) for item in packed], host)
+        metadata = {"report": json.dumps(report.to_json())}
         return write_tensors(path, {name: host[name] for name in stored}, metadata=metadata)
 
     return store

@@ -4,14 +4,16 @@ Bits, groups, permutations, norms and embedding do not change. States are those 
 model: each sublayer is refined for the actual output of the refined ones before it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from exl2flow.core import words
 from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.core.reports import MatrixReport, SublayerReport, mapping
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
@@ -25,7 +27,7 @@ from exl2flow.quant.quantize.stage import (
     row_errors,
     summary,
 )
-from exl2flow.quant.quantize.stored_form import Packed, Reports, Unchanged, storing
+from exl2flow.quant.quantize.stored_form import Packed, Unchanged, storing
 from exl2flow.quant.refine.improvement import improve, params_of, unpacked
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.rounding.coverage import Coverage
@@ -56,9 +58,9 @@ class Refining(MatrixWork):
     def describe(self, path: Path) -> str:
         """Return bits per weight and errors of the sublayer."""
         report = read_report(path)
-        before: Any = report["before"]
-        change = f"{before['rel_err']:.4f}->{report['rel_err']:.4f}"
-        return f"bpw={report['bpw']:.3f} rel_err={change}{experts_in_log(report)}"
+        before = mapping(report.before).get("rel_err")
+        change = f"{words.error(before)}->{words.error(report.rel_err)}"
+        return f"bpw={words.bits(report.bpw)} rel_err={change}{experts_in_log(report)}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
@@ -85,13 +87,16 @@ class Refining(MatrixWork):
         advance(sublayer, states)
         figures["after"] = row_errors(sublayer, (states[row] for row in reference), reference)
 
-        def finish(reports: Reports, host: Mapping[str, torch.Tensor]) -> object:
+        def finish(
+            reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
+        ) -> SublayerReport:
             error = {name: sum(host[name].tolist()) / len(reference) for name in figures}
-            return summary(sublayer.spec.name, packed, reports) | {
-                "rel_err": error["after"],
-                "before": {"rel_err": error["before"]},
-                **({} if coverage is None else {"experts": coverage.report()}),
-            }
+            return replace(
+                summary(sublayer.spec.name, packed, reports),
+                rel_err=error["after"],
+                before={"rel_err": error["before"]},
+                experts=None if coverage is None else coverage.report(),
+            )
 
         return storing(path, packed, figures, finish)
 
@@ -133,7 +138,7 @@ class Refining(MatrixWork):
         }
         params = str(params_of(old.groups) or "")
         return Packed(
-            projection, linear, improvement.matrix, hessian, factors, params=params, others=figures
+            projection, linear, improvement.matrix, hessian, factors, params=params, refined=figures
         )
 
     def _kept(
@@ -148,13 +153,14 @@ class Refining(MatrixWork):
         used = decoded[:, : weight.shape[1]].float().to(weight.device)
         error = float(relative_error(hessian, weight, used))
         self.folder.note(f"{projection.key}: {stored.shape[1]} columns, kept as they are")
-        report = {
-            "rel_err": error,
-            "bits": stored.total_bits,
-            "bpw": stored.total_bits / decoded.numel(),
-            "start": KEPT,
-            "before": {"rel_err": error},
-        }
+        report = MatrixReport(
+            name=projection.name,
+            key=projection.key,
+            rel_err=error,
+            bits=stored.total_bits,
+            bpw=stored.total_bits / decoded.numel(),
+            refined={"start": KEPT, "before": {"rel_err": error}},
+        )
         return Unchanged(projection, stored, report)
 
 

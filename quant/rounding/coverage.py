@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from exl2flow.core.reports import ExpertTokens
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Sublayer
 from exl2flow.model.layers.experts import ExpertsSublayer
@@ -122,13 +123,14 @@ class Coverage:
         expert = capture.partition(".")[0]
         return self.share(int(expert), in_features) if expert.isdecimal() else 1.0
 
-    def report(self) -> dict[str, object]:
-        """Return the tokens of each expert, and how many of them were topped up."""
-        return {
-            "tokens": {str(expert): count for expert, count in self.counts.items()},
-            "topped_up": [expert for expert, count in self.counts.items() if expert in self.added],
-            "least_tokens": self.least,
-        }
+    def report(self, changed_routes: float | None = None) -> ExpertTokens:
+        """Return the tokens of each expert, which were topped up, and what was told of routes."""
+        return ExpertTokens(
+            tokens=dict(self.counts),
+            topped_up=tuple(expert for expert in self.counts if expert in self.added),
+            least_tokens=self.least,
+            changed_routes=changed_routes,
+        )
 
 
 def _within(places: torch.Tensor, first: int, count: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import time
+from dataclasses import replace
 
 import torch
 
@@ -151,7 +152,7 @@ def _write_linears(
 ) -> None:
     """Write a file like that of `quantize`, with its report."""
     report = read_report(run.inputs["quantize"] / name)
-    entries: dict[str, dict[str, object]] = report["projections"]  # type: ignore[assignment]  # JSON
+    digests: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for projection, linear in linears:
         packed = linear.export()
@@ -161,9 +162,10 @@ def _write_linears(
                 f"the tuned tensors of `{projection.key}` do not decode to the matrix that was "
                 "judged; this is a defect of exl2flow: report it with the model's name"
             )
-        entries[projection.name]["sha256"] = reconstruction_digest(matrix)
+        digests[projection.name] = reconstruction_digest(matrix)
         tensors |= packed.to_tensors(projection.key)
-    metadata = {"report": json.dumps(report)}
+    matrices = tuple(replace(item, sha256=digests[item.name]) for item in report.matrices)
+    metadata = {"report": json.dumps(replace(report, matrices=matrices).to_json())}
     run.folder.commit(name, write_tensors(run.folder.path / name, tensors, metadata=metadata))
 
 

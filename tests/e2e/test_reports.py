@@ -25,6 +25,7 @@ from exl2flow.inference.report.frames import allocation_frame, measurement_frame
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.report.publication import Origin, describe
+from exl2flow.inference.validate.stage import report_in
 from exl2flow.pipeline.local import run_locally
 from exl2flow.tasks.compare import comparison_page
 from exl2flow.tasks.validate import report_page
@@ -60,7 +61,7 @@ def printed(table: Any) -> str:
 
 
 def terminal_report(model: Path, validation: Path) -> str:
-    return printed(score_table(read_json(validation / "report.json")))
+    return printed(score_table(report_in(validation)))
 
 
 def run_page_report(model: Path, validation: Path) -> str:

@@ -11,6 +11,7 @@ from expert_reports import group_report
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.naming import bitrate_name
+from exl2flow.core.reports import CarriedReport
 from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.inference.report.card import CONTEXTS, render_card
 from exl2flow.inference.report.licences import ALLOWED, FORBIDDEN, licence_problem
@@ -23,6 +24,7 @@ from exl2flow.inference.report.publication import (
     origin_problems,
     without_paths,
 )
+from exl2flow.inference.report.record import Record
 from exl2flow.model.config.families import FAMILIES
 from exl2flow.model.memory.footprint import cache_bytes
 from exl2flow.quant.quantize.routing import experts_summary
@@ -33,6 +35,10 @@ ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="L
 @pytest.fixture
 def bitrates(converted: list[Path]) -> list[Bitrate]:
     return [describe(folder) for folder in converted]
+
+
+def changed(record: Record, **entries: object) -> Record:
+    return Record.from_json({**record.content, **entries})
 
 
 def parts(card: str) -> tuple[dict[str, object], str]:
@@ -92,7 +98,7 @@ def test_bitrates_are_listed_with_what_validation_found(bitrates: list[Bitrate])
 def test_experts_have_two_sentences(bitrates: list[Bitrate]) -> None:
     layers = [group_report(layer, range(4), [150, 200, 250, 90]) for layer in range(2)]
     summary = experts_summary(layers)
-    sparse = [replace(b, record={**b.record, "experts": summary}) for b in bitrates]
+    sparse = [replace(b, record=replace(b.record, experts=summary)) for b in bitrates]
 
     _, text = parts(render_card("org/tiny-exl2", sparse, ORIGIN))
 
@@ -115,9 +121,9 @@ def test_memory_is_weights_and_cache(bitrates: list[Bitrate]) -> None:
 
 
 def test_parts_that_are_not_quantized_are_listed(bitrates: list[Bitrate]) -> None:
-    apart = {"parts": "visual", "tensors": 18, "bytes": 147_584}
+    apart = CarriedReport(parts="visual", tensors=18, bytes=147_584)
     first, second = bitrates
-    mixed = [replace(first, record={**first.record, "not_quantized": apart}), second]
+    mixed = [replace(first, record=replace(first.record, not_quantized=apart)), second]
 
     plain, text = (parts(render_card("org/tiny-exl2", b, ORIGIN))[1] for b in (bitrates, mixed))
 
@@ -135,7 +141,7 @@ def test_it_says_how_to_run_and_how_it_was_made(bitrates: list[Bitrate]) -> None
     assert "exl2flow generate tiny-3.0bpw" in text
     assert "`main` has the measurement" in text
     facts = {row[0]: row[1:] for row in rows(text, "## How they were made")}
-    calibration = bitrates[0].record["calibration"]
+    calibration = bitrates[0].record.content["calibration"]
     assert facts["source commit"] == ["c" * 12] * 2
     assert facts["sha256 of its rows"] == [calibration["sha256"][:12]] * 2
     assert facts["seed of calibration"] == ["0", "0"]
@@ -182,7 +188,7 @@ def test_paths_are_cut_down_to_names() -> None:
 
 def test_a_source_that_was_quantized_already_is_named(bitrates: list[Bitrate]) -> None:
     plain = render_card("org/tiny-exl2", bitrates, ORIGIN)
-    lossy = [replace(b, record={**b.record, "source_form": "gptq"}) for b in bitrates]
+    lossy = [replace(b, record=changed(b.record, source_form="gptq")) for b in bitrates]
 
     card = render_card("org/tiny-exl2", lossy, ORIGIN)
 
@@ -224,8 +230,8 @@ def test_a_record_without_its_bits_is_refused(
 def test_figures_that_are_no_numbers_are_left_out(bitrates: list[Bitrate]) -> None:
     odd = {"predicted_kl": "0.1", "not_quantized": {"parts": "tower", "bytes": "many"}}
 
-    changed = [replace(each, record={**each.record, **odd}) for each in bitrates]
-    card = render_card("org/tiny-exl2", changed, ORIGIN)
+    spoiled = [replace(each, record=changed(each.record, **odd)) for each in bitrates]
+    card = render_card("org/tiny-exl2", spoiled, ORIGIN)
 
     assert "| not quantized | none |" in card
 

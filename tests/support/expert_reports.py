@@ -3,13 +3,14 @@
 import random
 from typing import Any
 
+from exl2flow.core.reports import SublayerReport
 from exl2flow.quant.quantize.routing import experts_summary
 
 ROLES = ("gate_proj", "up_proj", "down_proj")
 NUMEL = 2048 * 768  # of each matrix
 
 
-def group_report(layer: int, experts: range, tokens: list[int], seed: int = 0) -> dict[str, Any]:
+def group_report(layer: int, experts: range, tokens: list[int], seed: int = 0) -> SublayerReport:
     """Return the report on some experts of a layer; below 100 tokens they were topped up."""
     source = random.Random(f"{seed}.{layer}.{experts}")
     block = f"model.layers.{layer}.mlp.experts"
@@ -20,7 +21,7 @@ def group_report(layer: int, experts: range, tokens: list[int], seed: int = 0) -
     }
     bits = sum(entry["bits"] for entry in projections.values())
     counts = dict(zip(experts, tokens, strict=True))
-    return {
+    content = {
         "name": f"{block}.{experts[0]}-{experts[-1]}",
         "bits": bits,
         "bpw": bits / (NUMEL * len(projections)),
@@ -33,6 +34,7 @@ def group_report(layer: int, experts: range, tokens: list[int], seed: int = 0) -
             "changed_routes": 0.02,
         },
     }
+    return SublayerReport.from_json(content)
 
 
 def item(source: random.Random, key: str | None = None) -> dict[str, Any]:
@@ -49,21 +51,22 @@ def item(source: random.Random, key: str | None = None) -> dict[str, Any]:
     }
 
 
-def plain_report(name: str, *projections: str) -> dict[str, Any]:
+def plain_report(name: str, *projections: str) -> SublayerReport:
     """Return the report on attention, or on the head."""
     source = random.Random(name)
     items = {projection: item(source) for projection in projections}
     bits = sum(entry["bits"] for entry in items.values())
-    return {
+    content = {
         "name": name,
         "bits": bits,
         "bpw": bits / (NUMEL * len(items)),
         "rel_err": 0.02,
         "projections": items,
     }
+    return SublayerReport.from_json(content)
 
 
-def model_reports(layers: int, experts: int, group: int) -> list[dict[str, Any]]:
+def model_reports(layers: int, experts: int, group: int) -> list[SublayerReport]:
     """Return the reports on a whole model, whose experts are in groups of `group`."""
     reports = []
     for layer in range(layers):
@@ -76,7 +79,7 @@ def model_reports(layers: int, experts: int, group: int) -> list[dict[str, Any]]
     return [*reports, plain_report("lm_head", "lm_head")]
 
 
-def report_of(layers: list[dict[str, Any]]) -> dict[str, Any]:
+def report_of(layers: list[SublayerReport]) -> dict[str, Any]:
     """Return the content of `report.json` with these layers."""
     score = {
         "perplexity": 10.0,
@@ -97,7 +100,7 @@ def report_of(layers: list[dict[str, Any]]) -> dict[str, Any]:
         "score": score,
         "calibration": None,
         "predicted_kl": 0.02,
-        "experts": experts_summary(layers),
-        "layers": layers,
+        "experts": experts_summary(layers).to_json(),
+        "layers": [layer.to_json() for layer in layers],
         **dict.fromkeys(("warnings", "failures", "sample"), ()),
     }

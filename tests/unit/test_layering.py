@@ -81,7 +81,16 @@ LAZY_IMPORTS = (
 PROGRAMS = ("cli/", "flows/cli/", "calibration_data/build.py", "compat/exllamav2/model_init.py")
 # what lies directly in a folder: each may import earlier ones only; in quant/ as in the pipeline
 ORDER = {
-    "core": ("errors", "words", "device_name", "options", "runtime", "store", "requests"),
+    "core": (
+        "errors",
+        "words",
+        "device_name",
+        "reports",
+        "options",
+        "runtime",
+        "store",
+        "requests",
+    ),
     "kernels": ("streams", "interface", "reference", "plans", "cuda", "backend"),
     "model": ("config", "files", "text", "layers", "memory", "tensor_parallel"),
     "quant": (
@@ -98,35 +107,8 @@ ORDER = {
         "compile",
         "forecast",
     ),
-    "engine": (
-        "loading",
-        "cache",
-        "sampling",
-        "filters",
-        "adapters",
-        "drafts",
-        "generate",
-        "chat",
-    ),
-    "inference": (
-        "compose",
-        "bench",
-        "scoring",
-        "report",
-        "validate",
-    ),
-    "serve": ("errors", "body_pace", "answers", "hosts", "apis", "http"),
-    "pipeline": (
-        "devices",
-        "stages",
-        "hub",
-        "conversion",
-        "preparation",
-        "bitrates",
-        "release",
-        "local",
-    ),
-    "cli": ("output", "options", "work", "terminal", "commands", "main"),
+    "engine": ("loading", "cache", "sampling", "filters", "adapters", "drafts", "generate", "chat"),
+    "inference": ("compose", "bench", "scoring", "report", "validate"),
     "flows": (
         "runs",
         "convert",

@@ -1,6 +1,5 @@
 import io
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
@@ -14,11 +13,10 @@ from exl2flow.cli.output.results import (
 )
 from exl2flow.cli.output.tables import table_of
 from exl2flow.core import words
+from exl2flow.core.reports import MatrixReport, Report, RowSums, Score
 from exl2flow.inference.report.comparison import Compared
-from exl2flow.inference.report.costs import MatrixCost
 from exl2flow.inference.report.tables import certainty_rows, scored_on
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import RowSums, intervals
+from exl2flow.inference.scoring.intervals import intervals
 
 SCORE = {
     "model": "3bpw",
@@ -41,11 +39,9 @@ def lines(table: RenderableType, width: int = 80) -> list[str]:
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
-def cost(name: str, nats: float | None, params: str = "1:3b_64g s4") -> MatrixCost:
-    sublayer = "model.layers.31.self_attn"
-    return MatrixCost(
-        sublayer=sublayer, name=name, params=params, bpw=3.25, nats=nats, rel_err=0.125
-    )
+def cost(name: str, nats: float | None, params: str = "1:3b_64g s4") -> MatrixReport:
+    key = f"model.layers.31.self_attn.{name}"
+    return MatrixReport(name=name, key=key, params=params, bpw=3.25, nats=nats, rel_err=0.125)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +77,7 @@ def test_score_shows_measured_and_estimated_divergence() -> None:
         "predicted_kl": 0.02,
     }
 
-    shown = lines(score_table(report))
+    shown = lines(score_table(Report.from_json(report)))
 
     assert "KL divergence, mean (nats) 0.04321" in shown
     assert "KL divergence, mean on calibration tokens 0.03000" in shown
@@ -89,7 +85,9 @@ def test_score_shows_measured_and_estimated_divergence() -> None:
 
 
 def test_score_of_a_model_without_estimate_leaves_it_out() -> None:
-    shown = lines(score_table({"score": SCORE, "calibration": None, "source_bytes": 10**7}))
+    report = {"score": SCORE, "calibration": None, "source_bytes": 10**7}
+
+    shown = lines(score_table(Report.from_json(report)))
 
     assert not [line for line in shown if "estimated" in line or "calibration" in line]
 
@@ -134,10 +132,10 @@ def test_a_report_replaces_control_characters_of_files(
         "source_bytes": 10**7,
         "layers": [{"name": hostile, "bpw": 3.0, "projections": {hostile: item}}],
         "warnings": [hostile],
-        **dict.fromkeys(("sample", "model", "report_folder"), hostile),
+        **dict.fromkeys(("sample", "model"), hostile),
     }
 
-    print_report(report)
+    print_report(Report.from_json(report), hostile)
 
     text = capsys.readouterr().out
     assert printable(text) == text
@@ -154,7 +152,7 @@ def test_a_report_says_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> No
     }
     layers = [{"name": "lm_head", "bpw": 3.0, "projections": {}}]
 
-    print_report({**empty, "layers": layers, "model": "my out", "report_folder": "w"})
+    print_report(Report.from_json({**empty, "layers": layers, "model": "my out"}), "w")
 
     text = capsys.readouterr().out
     assert "exl2flow chat 'my out'" in text
@@ -220,17 +218,14 @@ def test_a_table_says_how_many_rows_its_intervals_rest_on(rows: int | None, word
     assert scored_on(score).endswith(f"; {words}")
 
 
-def report_of(score: Score, rows: int | None = None) -> dict[str, Any]:
+def report_of(score: Score, rows: int | None = None) -> Report:
     """Return a report of one conversion; with `rows`, the calibration text has only these."""
     other = asdict(score) | {"kl_divergence": 0.03}
     if rows is not None:
-        other |= {"rows": {"tokens": [100] * rows}, "intervals": None}
-    return {
-        "score": asdict(score),
-        "calibration": other,
-        "source_bytes": 10**7,
-        "predicted_kl": 0.02,
-    }
+        sums = {"tokens": [100] * rows, "losses": [250.0] * rows}
+        other |= {"rows": sums, "intervals": None}
+    content = {"score": asdict(score), "calibration": other, "source_bytes": 10**7}
+    return Report.from_json({**content, "predicted_kl": 0.02})
 
 
 @pytest.mark.parametrize("perplexity", [12.5, 123.4567])
@@ -279,9 +274,11 @@ def test_a_report_says_on_how_many_rows_its_intervals_rest(rows: int | None, sai
 
 
 def test_a_report_of_few_rows_says_why_it_has_no_intervals() -> None:
-    score = {**SCORE, "rows": {"tokens": [100] * 7}, "intervals": None}
+    sums = {"tokens": [100] * 7, "losses": [250.0] * 7}
+    score = {**SCORE, "rows": sums, "intervals": None}
+    report = {"score": score, "calibration": None, "source_bytes": 10**7}
 
-    shown = lines(score_table({"score": score, "calibration": None, "source_bytes": 10**7}))
+    shown = lines(score_table(Report.from_json(report)))
 
     assert "no intervals, because 7 rows are fewer than 8" in " ".join(shown)
     assert not any("95 %" in line for line in shown)

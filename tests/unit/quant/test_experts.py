@@ -171,15 +171,15 @@ def test_experts_report_their_tokens_and_the_routes_that_changed(
 ) -> None:
     folder = divided(3).path("quantize") / "sublayers"
     reports = [read_report(path) for path in sorted(folder.iterdir())]
-    experts = [report["experts"] for report in reports if "experts" in report]
+    experts = [report.experts for report in reports if report.experts is not None]
 
-    counts = [sum(e["tokens"].values()) for e in experts]  # type: ignore[index]
+    counts = [sum(e.tokens.values()) for e in experts]
     tokens = 4 * 64 * 2  # rows, tokens, experts of each
     assert sum(counts[:4]) == sum(counts[4:]) == tokens
-    assert all(0 <= e["changed_routes"] < 0.2 for e in experts)  # type: ignore[index]
+    assert all(e.changed_routes is not None and 0 <= e.changed_routes < 0.2 for e in experts)
     for e in experts:
-        few = [int(name) for name, count in e["tokens"].items() if count < 64]  # type: ignore[index]
-        assert e["topped_up"] == few  # type: ignore[index]
+        few = [expert for expert, count in e.tokens.items() if count < 64]
+        assert list(e.topped_up) == few
 
 
 @torch.inference_mode()

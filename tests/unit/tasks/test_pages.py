@@ -2,15 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
 from expert_reports import group_report
 from tiny import make_tiny
 
+from exl2flow.core.reports import AllocationReport, Score, SublayerReport
 from exl2flow.inference.report.plots import Measured
-from exl2flow.inference.scoring.evaluate import Score
 from exl2flow.model import QuantParams, resolve
 from exl2flow.pipeline.hub.publish import Published
 from exl2flow.tasks import allocate
@@ -20,14 +19,14 @@ from exl2flow.tasks.hub_tasks import branch_links, publication_page
 from exl2flow.tasks.quantize import errors_page, measured_of, sublayer_rows
 
 
-def report(name: str, *projections: str, nats: float | None = 0.25) -> dict[str, Any]:
+def report(name: str, *projections: str, nats: float | None = 0.25) -> SublayerReport:
     item = {"params": "1:3b_64g s4", "bpw": 3.25, "nats": nats, "rel_err": 0.5}
-    return {
-        "name": name,
-        "bpw": 3.5,
-        "rel_err": 0.125,
-        "projections": dict.fromkeys(projections, item),
-    }
+    content = {"bpw": 3.5, "rel_err": 0.125, "projections": dict.fromkeys(projections, item)}
+    return SublayerReport.from_json({"name": name, **content})
+
+
+def allocation(choice: dict[str, dict[str, float]]) -> AllocationReport:
+    return AllocationReport.from_json({"objective": "nats", "choice": choice})
 
 
 REPORTS = [report("model.layers.0.mlp", "up_proj", "down_proj"), report("lm_head", "lm_head")]
@@ -94,8 +93,10 @@ def test_measured_costs_of_a_sublayer_are_added_up_where_all_are_known(tmp_path:
         p.key: {"nats": 0.5, "accuracy": 0.9} for p in (*attention.projections, mlp.projections[0])
     }
 
-    assert measured_of(spec, chosen) == Measured(nats={attention.name: 2.0})
-    assert measured_of(spec, {mlp.name: {"accuracy": 0.75}}) == Measured(rel_err={mlp.name: 0.25})
+    assert measured_of(spec, allocation(chosen)) == Measured(nats={attention.name: 2.0})
+    assert measured_of(spec, allocation({mlp.name: {"accuracy": 0.75}})) == Measured(
+        rel_err={mlp.name: 0.25}
+    )
 
 
 def test_groups_of_experts_are_one_sublayer_with_all_measured_costs(tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_groups_of_experts_are_one_sublayer_with_all_measured_costs(tmp_path: Pa
     chosen = {p.key: {"nats": 0.5} for group in groups for p in group.projections}
     reports = [group_report(0, range(e, e + 1), [500]) for e in range(len(groups))]
 
-    (row,) = sublayer_rows(reports, measured_of(spec, chosen))
+    (row,) = sublayer_rows(reports, measured_of(spec, allocation(chosen)))
 
     assert len(groups) > 1
     assert row["sublayer"] == "0.mlp.experts"
@@ -118,11 +119,11 @@ def test_very_many_matrices_share_rows_by_layer_and_role(
     params = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
     choice = {p.key: params for p in spec.projections}
     costs = {p.key: {"nats": 0.25} for p in spec.projections}
-    allocation = {"objective": "nats", "choice": costs}
+    allotted = allocation(costs)
 
-    assert len(matrix_rows(spec.projections, choice, allocation)) == len(spec.projections)
+    assert len(matrix_rows(spec.projections, choice, allotted)) == len(spec.projections)
     monkeypatch.setattr(allocate, "MOST_ROWS", 20)
-    rows = {row["matrix"]: row for row in matrix_rows(spec.projections, choice, allocation)}
+    rows = {row["matrix"]: row for row in matrix_rows(spec.projections, choice, allotted)}
 
     assert len(rows) == 2 * (4 + 3)
     experts = spec.experts_of(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import make_tiny
 
+from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.inference.report.comparison import (
@@ -18,8 +19,7 @@ from exl2flow.inference.report.comparison import (
     difference,
     differences,
 )
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import RowSums, intervals
+from exl2flow.inference.scoring.intervals import intervals
 from exl2flow.model import QuantizedMatrix, QuantParams
 
 PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))

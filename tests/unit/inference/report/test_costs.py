@@ -1,17 +1,15 @@
 import pytest
 
+from exl2flow.core.reports import MatrixReport, matrices_of, sublayer_reports, total_nats
 from exl2flow.inference.report.costs import (
-    MatrixCost,
     concentration,
     dominant,
-    matrix_costs,
     share,
-    total_nats,
 )
 
 
-def cost(name: str, nats: float | None) -> MatrixCost:
-    return MatrixCost(sublayer="s", name=name, params="", bpw=3.0, nats=nats, rel_err=0.1)
+def cost(name: str, nats: float | None) -> MatrixReport:
+    return MatrixReport(name=name, key=f"s.{name}", bpw=3.0, nats=nats, rel_err=0.1)
 
 
 def test_reports_give_their_matrices_in_order_under_the_names_of_the_model() -> None:
@@ -22,11 +20,11 @@ def test_reports_give_their_matrices_in_order_under_the_names_of_the_model() -> 
         {"name": "lm_head", "projections": {"lm_head": item}},
     ]
 
-    first, second, head = matrix_costs(layers)
+    first, second, head = matrices_of(sublayer_reports(layers))
 
     assert (first.key, head.key) == ("model.layers.0.mlp.up_proj", "lm_head")
     assert (first.params, first.bpw, first.nats, first.rel_err) == ("1:3b_64g s4", 3.1, 0.5, 0.25)
-    assert (second.params, second.bpw, second.nats, second.rel_err) == ("", None, None, None)
+    assert (second.params, second.bpw, second.nats, second.rel_err) == (None,) * 4
 
 
 def test_total_is_known_when_all_costs_are() -> None:

@@ -3,7 +3,6 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from expert_reports import group_report, item, model_reports, report_of
 
 from exl2flow.cli.output.results import layer_table, print_report, show_contents
+from exl2flow.core.reports import ExpertsReport, Report, matrices_of, sublayer_reports
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.blocks import by_block, by_role
-from exl2flow.inference.report.costs import matrix_costs
 from exl2flow.inference.report.experts import (
     coverage_in_words,
-    expert_layers,
     expert_rows,
     never_routed,
 )
@@ -27,14 +25,23 @@ from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.report.plots import render_plot, render_tokens
 from exl2flow.model import QuantizedMatrix, QuantParams
+from exl2flow.quant.quantize.routing import experts_summary
 
 PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
 
 
+def small_report(layers: int = 2, experts: int = 6, group: int = 4) -> Report:
+    return Report.from_json(report_of(model_reports(layers, experts=experts, group=group)))
+
+
+def plot_of(report: Report) -> str:
+    return render_plot(report.layers, report.score.kl_divergence, report.predicted_kl)
+
+
 @pytest.fixture(scope="module")
-def large() -> dict[str, Any]:
+def large() -> Report:
     """A report with 18,432 matrices of experts."""
-    return report_of(model_reports(layers=48, experts=128, group=26))
+    return small_report(layers=48, experts=128, group=26)
 
 
 @pytest.fixture
@@ -42,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     """A model of two layers with six experts each in groups of four, and its records."""
     report = report_of(model_reports(layers=2, experts=6, group=4))
     tensors: dict[str, torch.Tensor] = {}
-    for cost in matrix_costs(report["layers"]):
+    for cost in matrices_of(sublayer_reports(report["layers"])):
         tensors |= _zeros().to_tensors(cost.key)
     path = tmp_path / "moe"
     path.mkdir()
@@ -68,16 +75,16 @@ def test_groups_of_a_layer_are_one_block_with_all_their_matrices() -> None:
 
     first, second = layers[1:3]
     assert (attention, head) == (layers[0], layers[3])
-    assert experts["name"] == "model.layers.0.mlp.experts"
-    assert experts["bpw"] == pytest.approx((4 * first["bpw"] + 2 * second["bpw"]) / 6)
-    assert experts["rel_err"] == pytest.approx(0.03 * 2**0.5)
-    assert experts["projections"] == first["projections"] | second["projections"]
+    assert experts.name == "model.layers.0.mlp.experts"
+    assert experts.bpw == pytest.approx((4 * (first.bpw or 0) + 2 * (second.bpw or 0)) / 6)
+    assert experts.rel_err == pytest.approx(0.03 * 2**0.5)
+    assert experts.matrices == first.matrices + second.matrices
 
 
 def test_roles_are_names_without_the_number_of_the_expert() -> None:
     (block,) = by_block([group_report(0, range(3), [1, 2, 3])])
 
-    roles = by_role(matrix_costs([block]))
+    roles = by_role(block.matrices)
 
     assert list(roles) == [f"experts.{role}_proj" for role in ("gate", "up", "down")]
     assert [cost.key for cost in roles["experts.up_proj"]] == [
@@ -87,7 +94,7 @@ def test_roles_are_names_without_the_number_of_the_expert() -> None:
 
 def test_tokens_are_counted_by_layer_and_experts_without_any_are_named() -> None:
     layers = [group_report(layer, range(4), [0, 0, 1500, 90]) for layer in (3, 7, 9, 11, 12)]
-    found = expert_layers(report_of(layers)["experts"])
+    found = experts_summary(layers).layers
 
     assert expert_rows(found)[0] == {
         "layer": "3.mlp.experts",
@@ -122,11 +129,11 @@ def test_tokens_are_counted_by_layer_and_experts_without_any_are_named() -> None
     ],
 )
 def test_summaries_that_we_did_not_write_are_left_out(summary: object) -> None:
-    assert expert_layers(summary) == []
+    assert ExpertsReport.from_json(summary).layers == ()
 
 
 def test_the_report_has_a_row_per_layer_and_a_column_per_role() -> None:
-    lines = render_markdown(report_of(model_reports(2, experts=6, group=4))).splitlines()
+    lines = render_markdown(small_report()).splitlines()
 
     (header,) = [line for line in lines if "experts.gate_proj" in line and "sublayer" in line]
     assert [cell.strip() for cell in header.strip("|").split("|")][4:] == [
@@ -140,17 +147,17 @@ def test_the_report_has_a_row_per_layer_and_a_column_per_role() -> None:
     assert not any("experts.0-3" in line for line in lines)
 
 
-def test_a_report_of_18432_matrices_stays_short(large: dict[str, Any]) -> None:
-    costs = matrix_costs(large["layers"])
+def test_a_report_of_18432_matrices_stays_short(large: Report) -> None:
+    costs = matrices_of(large.layers)
     assert sum(".experts." in cost.key for cost in costs) == 18_432
 
     assert len(render_markdown(large)) < 50_000
-    assert len(render_plot(large)) < 400_000
-    assert len(render_tokens(expert_layers(large["experts"]))) < 100_000
+    assert len(plot_of(large)) < 400_000
+    assert len(render_tokens(large.experts.layers)) < 100_000
 
 
 def test_plots_draw_roles_of_experts_and_name_layers() -> None:
-    svg = render_plot(report_of(model_reports(2, experts=6, group=4)))
+    svg = plot_of(small_report())
 
     found = texts(svg)
     assert {"0.mlp.experts", "1.mlp.experts", "experts.up_proj"} <= set(found)
@@ -159,8 +166,7 @@ def test_plots_draw_roles_of_experts_and_name_layers() -> None:
 
 def test_the_heat_map_marks_experts_that_no_token_chose() -> None:
     def svg(tokens: list[int]) -> str:
-        layers = report_of([group_report(0, range(3), tokens)])["experts"]
-        return render_tokens(expert_layers(layers))
+        return render_tokens(experts_summary([group_report(0, range(3), tokens)]).layers)
 
     marked = svg([5, 0, 900])
 
@@ -216,9 +222,9 @@ def test_the_terminal_lists_layers_and_says_how_experts_were_covered(
     assert "Each of the 12 experts in 2 layers was chosen by 200 to 251" in shown
     assert "2.00 % of the choices of experts" in shown
 
-    report = report_of(model_reports(2, experts=6, group=4))
-    assert layer_table(report["layers"]).row_count == 2  # 5 cells
-    print_report({**report, "report_folder": "/r"})
+    report = small_report()
+    assert layer_table(report.layers).row_count == 2  # 5 cells
+    print_report(report, "/r")
     assert "Each of the 12 experts in 2 layers" in capsys.readouterr().out
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from packed_models import make_packed
 
+from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.frames import measurement_frame, score_frame
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import RowSums, intervals
+from exl2flow.inference.scoring.intervals import intervals
 
 PARAMS = {"group_size": {"4": 64}, "bits": [4], "bits_prop": [1.0], "scale_bits": 4}
 

@@ -4,7 +4,12 @@ from typing import Any
 
 import pytest
 
-from exl2flow.inference.report.markdown import render_markdown
+from exl2flow.core.reports import Report
+from exl2flow.inference.report import markdown
+
+
+def render_markdown(content: dict[str, Any]) -> str:
+    return markdown.render_markdown(Report.from_json(content))
 
 
 @pytest.fixture
@@ -31,6 +36,7 @@ def report() -> dict[str, Any]:
             "reference_perplexity": 21.25,
             "kl_divergence": 0.03333,
             "tokens": 8188,
+            "bytes": 345678,
         },
         "layers": [
             {"name": name, "bpw": 3.0 + i / 4, "rel_err": 0.05 * (i + 1)}
@@ -100,7 +106,8 @@ def test_verdict_stands_first(
 def test_it_says_on_how_many_rows_intervals_rest(
     rows: int | None, said: str, report: dict[str, Any]
 ) -> None:
-    known = {} if rows is None else {"rows": {"tokens": [100] * rows}}
+    sums = {"tokens": [100] * (rows or 0), "losses": [1.0] * (rows or 0)}
+    known = {} if rows is None else {"rows": sums}
     scores = {text: report[text] | known for text in ("score", "calibration")}
 
     assert f"Certainty: {said}." in render_markdown(report | scores).splitlines()

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from exl2flow.core.reports import Intervals, Score, SublayerReport, sublayer_reports
 from exl2flow.inference.report.comparison import Compared
 from exl2flow.inference.report.plots import (
     BITS_COLOR,
@@ -14,8 +15,6 @@ from exl2flow.inference.report.plots import (
     render_errors,
     render_plot,
 )
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import Intervals
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("model.layers.0.self_attn", "model.layers.0.mlp", "lm_head")
@@ -32,8 +31,8 @@ def bars(svg: str, color: str) -> int:
     return sum(color in path.get("style", "") for path in paths)
 
 
-def report(nats: float | None) -> dict[str, Any]:
-    """A report of a model with one layer; each sublayer has one matrix."""
+def reports(nats: float | None) -> tuple[SublayerReport, ...]:
+    """Reports of a model with one layer; each sublayer has one matrix."""
     layers = [
         {
             "name": name,
@@ -43,7 +42,7 @@ def report(nats: float | None) -> dict[str, Any]:
         }
         for i, name in enumerate(NAMES)
     ]
-    return {"score": {"kl_divergence": 0.04321}, "layers": layers}
+    return sublayer_reports(layers)
 
 
 def model(label: str, **values: Any) -> Compared:
@@ -52,7 +51,7 @@ def model(label: str, **values: Any) -> Compared:
 
 
 def test_plot_has_a_bar_and_a_name_per_sublayer() -> None:
-    svg = render_plot(report(None))
+    svg = render_plot(reports(None), 0.04321, None)
 
     found = texts(svg)
     assert {"0.self_attn", "0.mlp", "lm_head", "bits per weight", "relative error"} <= set(found)
@@ -62,7 +61,7 @@ def test_plot_has_a_bar_and_a_name_per_sublayer() -> None:
 
 
 def test_known_costs_get_a_panel_of_their_own() -> None:
-    svg = render_plot({**report(0.01), "predicted_kl": 0.03})
+    svg = render_plot(reports(0.01), 0.04321, 0.03)
 
     found = texts(svg)
     assert {"estimated cost (nats)", "self_attn", "mlp"} <= set(found)
@@ -72,28 +71,31 @@ def test_known_costs_get_a_panel_of_their_own() -> None:
 
 def test_values_measured_before_quantization_are_marked() -> None:
     name = NAMES[0]
-    priced = render_errors(report(0.01)["layers"], Measured(nats={name: 0.02}))
-    by_error = render_errors(report(None)["layers"], Measured(rel_err={name: 0.02}))
-    plain = render_errors(report(0.01)["layers"], Measured())
+    priced = render_errors(reports(0.01), Measured(nats={name: 0.02}))
+    by_error = render_errors(reports(None), Measured(rel_err={name: 0.02}))
+    plain = render_errors(reports(0.01), Measured())
 
     assert [texts(svg).count("measured before") for svg in (priced, by_error, plain)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("nats", [None, 0.01])
 def test_plot_is_the_same_every_time(nats: float | None) -> None:
-    assert render_plot(report(nats)) == render_plot(report(nats))
+    first, second = (render_plot(reports(nats), 0.04321, None) for _ in range(2))
+
+    assert first == second
+
+
+def plain(layers: int) -> list[SublayerReport]:
+    names = [f"model.layers.{layer}.mlp" for layer in range(layers)]
+    return [SublayerReport(name=name, bpw=4.0, rel_err=0.1) for name in names]
 
 
 def test_plot_of_many_layers_is_drawn() -> None:
-    layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(60)]
-
-    assert render_plot({**report(None), "layers": layers}).count("59.mlp") == 1
+    assert render_plot(plain(60), 0.04321, None).count("59.mlp") == 1
 
 
 def test_names_of_very_many_layers_do_not_overlap() -> None:
-    layers = [{"name": f"model.layers.{i}.mlp", "bpw": 4.0, "rel_err": 0.1} for i in range(160)]
-
-    names = [t for t in texts(render_plot({**report(None), "layers": layers})) if "mlp" in t]
+    names = [t for t in texts(render_plot(plain(160), 0.04321, None)) if "mlp" in t]
 
     assert names == [f"{i}.mlp" for i in range(0, 160, 3)]
 

@@ -3,9 +3,8 @@
 import pytest
 from packed_models import make_packed
 
+from exl2flow.core.reports import RowSums, Score
 from exl2flow.inference.report.publication import Bitrate, doubts, quality_problems
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import RowSums
 from exl2flow.model import ModelSpec
 
 ROWS = tuple(0.05 * index for index in range(12))  # their mean is 0.275

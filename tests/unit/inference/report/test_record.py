@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from exl2flow.core.reports import MatrixReport, SublayerReport
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.record import Record, read_record
 
@@ -29,7 +30,7 @@ def test_record_and_score_are_read_together(tmp_path: Path) -> None:
     found = read(tmp_path, RECORD, SCORES)
 
     assert found is not None
-    assert found.reports == {"lm_head": RECORD["layers"][0]}  # type: ignore[index]  # JSON
+    assert found.layers == (SublayerReport(name="lm_head", rel_err=0.5),)
     assert (found.series, found.is_tuned) == ("best", True)
     assert (found.allocated_kl, found.predicted_kl) == (0.25, 0.3)
     assert found.score == {"kl_divergence": 0.4}
@@ -108,7 +109,7 @@ def test_entries_of_foreign_types_count_as_absent(tmp_path: Path, key: str, valu
 
     assert found is not None
     assert not found.score or found.score == value
-    assert all(report["name"] is not None for report in found.reports.values())
+    assert all(isinstance(layer.name, str) for layer in found.layers)
 
 
 def test_costs_of_foreign_types_count_as_unknown(tmp_path: Path) -> None:
@@ -118,9 +119,9 @@ def test_costs_of_foreign_types_count_as_unknown(tmp_path: Path) -> None:
     found = read(tmp_path, {**RECORD, "layers": layers})
 
     assert found is not None
-    entry = {"nats": None, "rel_err": None, "bpw": 3.0}
-    expected = {"name": "mlp", "rel_err": None, "projections": {"a": entry, "b": {}}}
-    assert found.reports == {"mlp": expected}
+    first = MatrixReport(name="a", key="mlp.a", bpw=3.0)
+    second = MatrixReport(name="b", key="mlp.b")
+    assert found.layers == (SublayerReport(name="mlp", matrices=(first, second)),)
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 100_000])

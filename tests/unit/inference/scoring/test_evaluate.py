@@ -12,11 +12,12 @@ from bounds import SIGMAS, error, terms_of
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError, SourceModelError
+from exl2flow.core.reports import Score
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.engine.loading.load import load_model
 from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.inference.scoring import evaluate as evaluate_module
-from exl2flow.inference.scoring.evaluate import RowKey, RowScores, Score, evaluate, evaluate_texts
+from exl2flow.inference.scoring.evaluate import RowKey, RowScores, evaluate, evaluate_texts
 from exl2flow.model import Sublayer
 
 ROWS, TOKENS, SUBLAYERS = 3, 40, 4

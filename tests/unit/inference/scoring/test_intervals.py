@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from exl2flow.inference.scoring.intervals import LEAST_ROWS, Intervals, RowSums, intervals
+from exl2flow.core.reports import Intervals, RowSums
+from exl2flow.inference.scoring.intervals import LEAST_ROWS, intervals
 
 ROWS, TOKENS = 16, 100
 TRIALS = 400

@@ -16,13 +16,14 @@ from tiny import TEXT, make_tiny
 from exl2flow.core.errors import Interrupted, ValidationFailed, WriteFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.validation import ValidateOptions
+from exl2flow.core.reports import Score
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import SCORE_FILE
 from exl2flow.core.store.store import StageFolder
 from exl2flow.inference.report.record import read_record
 from exl2flow.inference.scoring import evaluate as evaluate_module
-from exl2flow.inference.scoring.evaluate import Score, evaluate
+from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.inference.validate import stage as stage_module
 from exl2flow.inference.validate.stage import (
     MARKDOWN_FILE,

@@ -10,6 +10,7 @@ from checkpoints import make_checkpoint
 from expert_reports import group_report, model_reports, plain_report
 from packed_models import quantized
 
+from exl2flow.core.reports import ExpertTokens, MatrixReport
 from exl2flow.model import resolve
 from exl2flow.quant.quantize.routing import experts_entry, experts_in_log, experts_summary
 from exl2flow.quant.quantize.stage import summary
@@ -30,8 +31,8 @@ def test_the_log_has_tokens_of_a_group_and_names_what_is_amiss(
 
 
 def test_the_log_says_nothing_of_a_group_without_experts_of_its_own() -> None:
-    only_shared = group_report(0, range(1), [5])
-    only_shared["experts"]["tokens"] = {}
+    group = group_report(0, range(1), [5])
+    only_shared = replace(group, experts=replace(group.experts or ExpertTokens(), tokens={}))
 
     assert experts_in_log(only_shared) == ""
     assert experts_in_log(plain_report("model.layers.0.mlp", "up_proj")) == ""
@@ -45,10 +46,8 @@ def test_groups_of_a_layer_are_summarized_together() -> None:
         group_report(1, range(2), [100, 200]),
     ]
 
-    summary = experts_summary(layers)
+    first, second = experts_summary(layers).to_json()["layers"]
 
-    assert summary is not None
-    first, second = summary["layers"]
     assert first == {
         "name": "model.layers.0.mlp.experts",
         "tokens": [500, 0, 300, 90],
@@ -91,13 +90,12 @@ def test_matrices_of_experts_are_reported_with_their_names_in_the_model(tmp_path
     attention, experts = spec.sublayers[:2]
 
     for sublayer in (attention, experts):
+        made = [MatrixReport(name=p.name, key=p.key) for p in sublayer.projections]
         packed = [
-            Unchanged(p, quantized(p.in_features, p.out_features, torch.arange(p.in_features)), {})
-            for p in sublayer.projections
+            Unchanged(p, quantized(p.in_features, p.out_features, torch.arange(p.in_features)), x)
+            for p, x in zip(sublayer.projections, made, strict=True)
         ]
-        report = summary(sublayer.name, packed, {p.name: {} for p in sublayer.projections})
-        reports = report["projections"]
-        assert isinstance(reports, dict)
+        reports = summary(sublayer.name, packed, made).to_json()["projections"]
         if sublayer is attention:
             assert all("key" not in entry for entry in reports.values())
         else:
@@ -120,7 +118,6 @@ def test_groups_are_named_after_their_layers_experts(tmp_path: Path) -> None:
 def test_a_model_of_many_layers_is_summarized_in_order() -> None:
     summary = experts_summary(model_reports(layers=12, experts=4, group=3))
 
-    assert summary is not None
-    assert [entry["name"] for entry in summary["layers"]] == [
+    assert [entry.name for entry in summary.layers] == [
         f"model.layers.{layer}.mlp.experts" for layer in range(12)
     ]

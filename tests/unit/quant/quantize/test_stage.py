@@ -170,25 +170,26 @@ def test_report_of_a_sublayer_states_bits_errors_and_reconstructions(either: Any
     inputs = sublayer.reads(states)
     matrices = stored(either.path("quantize"), sublayer)
 
-    report: Any = read_report(either.path("quantize") / sublayer_file(sublayer.spec))
+    report = read_report(either.path("quantize") / sublayer_file(sublayer.spec))
 
     install(sublayer, matrices)
     errors = [(y - r).norm() / r.norm() for y, r in zip(sublayer(states), reference, strict=True)]
-    assert report["name"] == "model.layers.0.mlp"
+    assert report.name == "model.layers.0.mlp"
     # sums in fp32 over rows one by one or together
-    assert report["rel_err"] == pytest.approx(float(sum(errors)) / len(errors), rel=1e-3)
-    assert report["bits"] == sum(matrix.total_bits for matrix in matrices.values())
-    assert report["bpw"] == report["bits"] / (3 * 64 * 96)
-    for p in sublayer.spec.projections:
-        entry, matrix = report["projections"][p.name], matrices[p.name]
-        assert entry["params"] == str(choice[p.key])
-        assert entry["bits"] == matrix.total_bits
-        assert entry["sha256"] == reconstruction_digest(matrix.dequantize())
-        assert entry["bpw"] == matrix.total_bits / matrix.dequantize().numel()
+    assert report.rel_err == pytest.approx(float(sum(errors)) / len(errors), rel=1e-3)
+    assert report.bits == sum(matrix.total_bits for matrix in matrices.values())
+    assert report.bpw == sum(matrix.total_bits for matrix in matrices.values()) / (3 * 64 * 96)
+    for p, entry in zip(sublayer.spec.projections, report.matrices, strict=True):
+        assert (entry.name, entry.key) == (p.name, p.key)
+        assert entry.params == str(choice[p.key])
+        matrix = matrices[p.name]
+        assert entry.bits == matrix.total_bits
+        assert entry.sha256 == reconstruction_digest(matrix.dequantize())
+        assert entry.bpw == matrix.total_bits / matrix.dequantize().numel()
         x = inputs[p.capture]
         error = (x @ (weights[p.name] - matrix.dequantize(torch.float32))).norm()
         expected = float(error / (x @ weights[p.name]).norm())
-        assert entry["rel_err"] == pytest.approx(expected, rel=1e-2)
+        assert entry.rel_err == pytest.approx(expected, rel=1e-2)
 
 
 @torch.inference_mode()
@@ -248,7 +249,7 @@ def test_bits_of_all_sublayers_are_those_allotted(either: Any) -> None:
 
     reports = [read_report(either.path("quantize") / name) for name in files]
 
-    assert sum(report["bits"] for report in reports) == allocation["used_bits"]  # type: ignore[misc]  # JSON
+    assert sum(report.bits or 0 for report in reports) == allocation["used_bits"]
 
 
 def test_remedy_is_recorded_and_the_run_goes_on(
@@ -274,9 +275,8 @@ def test_remedy_is_recorded_and_the_run_goes_on(
     expected = [f"{name}: identity Hessian" for name in (*captures, "lm_head")]
     assert folder.manifest.notes == expected
     for name in result_files(resolve(config.source)):
-        report: Any = read_report(folder.path / name)
-        for entry in report["projections"].values():
-            assert 0 < entry["rel_err"] < 0.5
+        for entry in read_report(folder.path / name).matrices:
+            assert 0 < (entry.rel_err or 0) < 0.5
 
 
 def test_tensors_that_decode_to_something_else_are_refused(converted: Any) -> None:
@@ -296,7 +296,7 @@ def test_tensors_that_decode_to_something_else_are_refused(converted: Any) -> No
     packed = Packed(projection, linear, good, hessian)
 
     report = packed.report(packed.tensors())
-    assert report["sha256"] == reconstruction_digest(packed.matrix.dequantize())
+    assert report.sha256 == reconstruction_digest(packed.matrix.dequantize())
     packed = Packed(projection, linear, bad, hessian)
     with pytest.raises(ReconstructionMismatch, match=f"`{projection.key}` do not decode"):
         packed.report(packed.tensors())

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
+from exl2flow.core.reports import SublayerReport
 from exl2flow.core.store.files import digest, read_metadata, read_tensors
 from exl2flow.model import DenseLinear, ProjectionSpec, QuantizedMatrix
 from exl2flow.model.files.exl2 import QuantParams
@@ -64,20 +65,20 @@ def test_report_has_error_cost_size_and_digest_of_what_is_stored() -> None:
     values = rounded.dequantize()
     error = weight - values.float()
     scale = HESSIAN.diagonal().sqrt()[:, None]
-    assert report == {
+    assert report.to_json() == {
         "rel_err": pytest.approx(float((scale * error).norm() / (scale * weight).norm())),
         "nats": pytest.approx(estimate(error, factors())),
         "bits": packed.matrix.total_bits,
         "bpw": packed.matrix.total_bits / (K * STORED),
         "sha256": reconstruction_digest(values),
     }
-    assert reconstruction_digest(packed.matrix.dequantize()) == report["sha256"]
+    assert reconstruction_digest(packed.matrix.dequantize()) == report.sha256
 
 
 def test_without_factors_the_cost_is_unknown() -> None:
     packed = Packed(projection(), linear(), matrix(), HESSIAN)
 
-    assert packed.report(packed.tensors())["nats"] is None
+    assert packed.report(packed.tensors()).nats is None
 
 
 def test_bias_is_padded_like_the_columns() -> None:
@@ -130,15 +131,17 @@ def test_file_holds_all_matrices_and_their_report(tmp_path: Path) -> None:
         path,
         packed,
         figures,
-        lambda reports, host: {"parts": dict(reports), "error": float(host["error"])},
+        lambda reports, host: SublayerReport(
+            name="self_attn", matrices=tuple(reports), rel_err=float(host["error"])
+        ),
     )
     assert not path.exists()  # until it is called
     sha256 = store()
 
     assert sha256 == digest(path)
-    report = json.loads(read_metadata(path)["report"])
-    assert report["error"] == 0.25
-    assert report["parts"] == {item.projection.name: item.report(item.tensors()) for item in packed}
+    report = SublayerReport.from_json(json.loads(read_metadata(path)["report"]))
+    assert report.rel_err == 0.25
+    assert list(report.matrices) == [item.report(item.tensors()) for item in packed]
     tensors = read_tensors(path)
     expected = packed[0].matrix.to_tensors(projection("q_proj").key)
     expected |= packed[1].matrix.to_tensors(projection("k_proj").key)

@@ -4,8 +4,8 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -224,15 +224,12 @@ def test_reports_hold_the_digests_of_the_new_reconstructions(tuned: Pipeline) ->
     for name in result_files(resolve(tuned.config.source)):
         tensors = read_tensors(tuned.path("tune") / name)
         old, new = (read_report(tuned.path(s) / name) for s in ("quantize", "tune"))
-        entries: Any = new["projections"]
+        digests = {item.name: item.sha256 for item in new.matrices}
 
-        assert {k: v for k, v in old.items() if k != "projections"} == {
-            k: v for k, v in new.items() if k != "projections"
-        }
+        assert replace(new, matrices=old.matrices) == old
         for key in {tensor.rpartition(".")[0] for tensor in tensors}:
             matrix = QuantizedMatrix.from_tensors(key, tensors)
-            entry = entries[key.rpartition(".")[2]]
-            assert entry["sha256"] == reconstruction_digest(matrix.dequantize())
+            assert digests[key.rpartition(".")[2]] == reconstruction_digest(matrix.dequantize())
 
 
 def test_trained_codes_are_packed_as_they_were_judged(
