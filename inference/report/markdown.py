@@ -157,7 +157,7 @@ def _tables(blocks: Sequence[SublayerReport]) -> list[str]:
 
 
 def _role_cell(matrices: Sequence[MatrixReport]) -> str:
-    """Return the figures of a matrix, or of those that have one role."""
+    """Return the figures of a matrix, or of all that have one role."""
     nats = words.cost(total_nats(matrices))
     bits = words.spread([matrix.bpw for matrix in matrices], words.bits)
     errors = words.spread([matrix.rel_err for matrix in matrices], words.error)
