@@ -25,6 +25,7 @@ from exl2flow.quant.compile.stage import (
     check_same,
     earlier_record,
     made_from,
+    needs,
     predicted_kl,
     remove_others,
     write_own,
@@ -151,4 +152,5 @@ COMPILE_REFINED: Stage[RefinementConfig] = Stage(
     options=_options,
     run=recompile,
     files=lambda config: config.model.glob("*"),
+    needs=needs,
 )
