@@ -432,7 +432,8 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: the output, and what each thread of `_compare` holds on a GPU."""
     plain = HALF * sum(map(math.prod, plain_tensors(sizes.spec).values()))
     output = sizes.packed + plain + carried_bytes(sizes.spec)
-    return Need(output_bytes=output, **sizes.on_gpu(HELPERS * DECODING * sizes.largest))
+    on_gpu = sizes.on_gpu(HELPERS * DECODING * sizes.largest)
+    return Need(output_bytes=output, holds="", **on_gpu)
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
