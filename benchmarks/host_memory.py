@@ -84,7 +84,7 @@ def convert(config: ConversionConfig) -> None:
     """Run all stages here; print a line of JSON at the start and at the end of each."""
     store.STATES_INTERVAL_SECONDS = store.STATES_LONGEST = 0
     choose_allocator()
-    plan = preflight(config)
+    plan = preflight(config, STAGES, anew=True)
     pipeline, on_gpu = open_pipeline(config, STAGES), plan.card is not None
     for name in pipeline.stages:
         print(json.dumps({"stage": name}), flush=True)

@@ -25,11 +25,11 @@ from shapes import SHAPES, make_model
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import report
+from exl2flow.core.store.need import Need
 from exl2flow.pipeline.conversion import open_pipeline
 from exl2flow.pipeline.devices import choose_allocator
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
-from exl2flow.quant.walk.needs import Need
 
 LAYER = re.compile(r"model\.layers\.\d+")
 
@@ -68,7 +68,7 @@ def profiled(wanted: bool) -> Iterator[None]:
 
 def run(config: ConversionConfig, last: str, profile: list[str]) -> None:
     """Run the stages and print a line for each."""
-    forecast = preflight(config).needs
+    forecast = preflight(config, STAGES, anew=True).needs
     pipeline = open_pipeline(config, STAGES)
     on_gpu = config.device == "cuda"
     log = logging.getLogger("exl2flow")

@@ -15,6 +15,7 @@ from shapes import SHAPES, write_config
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.memory import usable
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.gpu_fit import fit_on
 from exl2flow.quant.forecast.main_memory import beside_gpu
 from exl2flow.quant.forecast.needs import stage_needs
@@ -35,9 +36,9 @@ def cells(shape: str, sizes: Sequence[int], quality: str) -> list[str]:
         config = ConversionConfig.model_validate(
             {"source": source, "out": Path(folder) / "out", "bpw": 4, "quality": quality}
         )
-        fits = [fit_on(config, spec, gigabytes) for gigabytes in sizes]
+        fits = [fit_on(config, STAGES, spec, gigabytes) for gigabytes in sizes]
     card = Card(name="", memory=usable(max(sizes) * 10**9))
-    needs = beside_gpu(config, spec, card, stage_needs(config, spec, card, packed=0))
+    needs = beside_gpu(config, spec, card, stage_needs(config, STAGES, spec, card, packed=0))
     main = base_memory(card) + max(need.memory_bytes for need in needs.values())
     marks = ["".join(MARKS[each] for each in fit.reductions) for fit in fits]
     verdicts = [

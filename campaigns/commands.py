@@ -134,7 +134,7 @@ def toy(root: Path) -> Command:
     def run() -> None:
         toy_conversions.RAN.clear()
         toy_conversions.convert(config)
-        clean_after(config)
+        clean_after(config, toy_conversions.STAGES)
 
     return Command(disk=disk, run=run)
 

@@ -25,14 +25,19 @@ A message says what is wrong, where, and what to do.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 NO_JSON = (OSError, ValueError, RecursionError)  # raised by files that hold no JSON
 
 
 class Exl2FlowError(Exception):
-    """Base of all deliberate errors; `retryable`: whether another attempt can succeed."""
+    """Base of all deliberate errors.
+
+    retryable: whether another attempt can succeed; result: of a run that failed at its end.
+    """
 
     retryable = False
+    result: Any = None
 
 
 class ConfigError(Exl2FlowError):

@@ -28,7 +28,7 @@ def measure(config: MeasureConfig | ConversionConfig) -> Path:
         PreflightFailed: before any work.
         Interrupted: a signal came; everything finished is committed.
     """
-    if isinstance(config, ConversionConfig) and config.measurement is not None:
+    if config.measurement_file is not None:
         raise ConfigError("`measurement` names a finished measurement; leave it empty to measure")
     measured: Conversion = run_in_flow("measure", config)
     return measured.measurement

@@ -22,6 +22,6 @@ def sweep(config: SweepConfig) -> Sweep:
         Interrupted: a signal came; everything finished is committed.
         SweepFailed: some bitrates failed; the others are kept, and nothing is published.
     """
-    targets = [conversion.target for conversion in config.conversions().values()]
+    targets = [conversion.target for conversion in config.models().values()]
     result: Sweep = run_in_flow("sweep", config, config.runner, *targets)
     return result

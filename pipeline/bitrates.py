@@ -2,13 +2,14 @@
 
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
+from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.naming import without_credentials
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.core.reports import Score
@@ -38,9 +39,14 @@ Failures = Mapping[str, BaseException]  # name of a bitrate → its error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Results of a sweep, one score and sample per bitrate, rising."""
+    """Results of a sweep, one score and sample per bitrate, rising.
+
+    measurement: the file that all share; content: of `sweep.json`.
+    """
 
     out: Path
+    measurement: Path
+    content: Mapping[str, Any] = field(repr=False)
     scores: tuple[Score, ...]
     samples: tuple[str, ...]
     warnings: tuple[str, ...]
@@ -54,10 +60,10 @@ class Sweep:
     def record(self, published: Published) -> Self:
         """Record in the sweep's files where it was published, and return this with it."""
         where = {name: value for name, value in asdict(published).items() if name != "sent"}
-        content = read_json(self.out / SWEEP_FILE)
-        write_json(self.out / SWEEP_FILE, {**content, "published": where})
+        content = {**self.content, "published": where}
+        write_json(self.out / SWEEP_FILE, content)
         write_text(self.out / REPORT_PAGE, write_up(self.out))
-        return replace(self, published=published)
+        return replace(self, published=published, content=content)
 
 
 def check_runner(config: SweepConfig) -> None:
@@ -117,7 +123,7 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
 
     Call `raise_failures` afterwards.
     """
-    pipelines = {n: open_pipeline(c, STAGES) for n, c in config.conversions().items()}
+    pipelines = {n: open_pipeline(c, STAGES) for n, c in config.models().items()}
     judged = {n: p for n, p in pipelines.items() if n not in failures or _is_judged(p)}
     reports = {n: read_json(p.path("validate") / REPORT_FILE) for n, p in judged.items()}
     scores = [s for p in judged.values() if (s := known_score(p.config.out)) is not None]
@@ -127,27 +133,26 @@ def conclude_sweep(config: SweepConfig, failures: Failures) -> Sweep:
     options = config.model_dump(mode="json", exclude={"work_root", "out", "clean_after"})
     if config.cluster is not None:
         options["cluster"] = without_credentials(config.cluster)
-    write_json(
-        out / SWEEP_FILE,
-        {
-            "source": str(config.source.resolve()),
-            "options": options,
-            "versions": versions(),
-            "bitrates": {
-                name: _bitrate(bpw, pipeline, reports.get(name), failures.get(name))
-                for bpw, (name, pipeline) in zip(config.bpw, pipelines.items(), strict=True)
-            },
-            "differences": [
-                known.to_json(lambda model: model.label) for known in differences(models)
-            ],
-            "warnings": warnings,
-            "published": None,
+    content = {
+        "source": str(config.source.resolve()),
+        "options": options,
+        "versions": versions(),
+        "bitrates": {
+            name: _bitrate(bpw, pipeline, reports.get(name), failures.get(name))
+            for bpw, (name, pipeline) in zip(config.bpw, pipelines.items(), strict=True)
         },
-    )
+        "differences": [known.to_json(lambda model: model.label) for known in differences(models)],
+        "warnings": warnings,
+        "published": None,
+    }
+    write_json(out / SWEEP_FILE, content)
     if scores:
         write_text(out / REPORT_PAGE, write_up(out))
+    first = next(iter(pipelines.values()))
     return Sweep(
         out=out,
+        measurement=config.measurement_file or first.path("measure") / MEASUREMENT_FILE,
+        content=content,
         scores=tuple(scores),
         samples=tuple(reports[name]["sample"] for name in judged),
         warnings=tuple(warnings),

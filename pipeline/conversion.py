@@ -1,19 +1,18 @@
 """The result of a run that makes one model, and its pipeline, the same with and without Prefect."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from exl2flow.core import words
+from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.base import MEASUREMENT_FILE
-from exl2flow.core.options.config import RunOptions
-from exl2flow.core.options.measure import MeasureConfig
-from exl2flow.core.options.refine import ModelOptions
-from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Config, Pipeline, Stage
 from exl2flow.inference.report.comparison import Compared, compared, known_score
-from exl2flow.inference.validate.stage import check_verdict
+from exl2flow.inference.validate.stage import REPORT_FILE, check_verdict
 from exl2flow.pipeline.devices import choose_allocator, resolve_device
 from exl2flow.pipeline.hub.publish import Published
 
@@ -22,13 +21,15 @@ from exl2flow.pipeline.hub.publish import Published
 class Conversion:
     """Folders of the model and of its stages, its figures, warnings, and what was published.
 
-    figures: size, bits per weight and score; None if the run does not validate.
+    figures: size, bits per weight and score; report: what validation wrote, and its folder; None
+    if the run does not validate.
     """
 
     out: Path
     stages: Mapping[str, Path]
     warnings: tuple[str, ...]
     figures: Compared | None = None
+    report: Mapping[str, Any] | None = field(default=None, repr=False)
     published: Published | None = None
 
     def __str__(self) -> str:
@@ -47,15 +48,6 @@ class Conversion:
         return replace(self, published=published)
 
 
-def conversions_of(config: RunOptions) -> Mapping[str, ModelOptions]:
-    """Return name → options of each model that a run makes, in rising order of bits."""
-    if isinstance(config, SweepConfig):
-        return config.conversions()
-    model = config.conversion() if isinstance(config, MeasureConfig) else config
-    assert isinstance(model, ModelOptions)
-    return {"model": model}
-
-
 def open_pipeline(config: Config, stages: Sequence[Stage[Config]]) -> Pipeline:
     """Return the stages of a configuration, resolved for its device."""
     choose_allocator()
@@ -66,14 +58,35 @@ def result_of(pipeline: Pipeline) -> Conversion:
     """Return the result of a finished pipeline.
 
     Raises:
-        ValidationFailed: the model is above a limit.
+        ValidationFailed: the model is above a limit; it carries the result.
     """
     folders = {name: pipeline.path(name) for name in pipeline.stages}
-    warnings = check_verdict(folders["validate"]) if "validate" in folders else []
     out = pipeline.config.out.resolve()
-    score = known_score(out) if "validate" in folders else None
+    if "validate" not in folders:
+        return Conversion(out=out, stages=folders, warnings=())
+    folder, score = folders["validate"], known_score(out)
+    report = read_json(folder / REPORT_FILE)
     [figures] = compared([score]) if score else [None]
-    return Conversion(out=out, stages=folders, warnings=tuple(warnings), figures=figures)
+    result = Conversion(
+        out=out,
+        stages=folders,
+        warnings=tuple(report["warnings"]),
+        figures=figures,
+        report={**report, "report_folder": str(folder)},
+    )
+    with carrying(result):
+        check_verdict(folder)
+    return result
+
+
+@contextmanager
+def carrying(result: object) -> Iterator[None]:
+    """Let errors inside the block carry the result of a run that fails at its end."""
+    try:
+        yield
+    except Exl2FlowError as error:
+        error.result = result
+        raise
 
 
 def in_a_line(name: str, figures: Compared) -> str:

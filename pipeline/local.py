@@ -3,48 +3,36 @@
 This process runs them without Prefect; `flows.runs.in_flow` runs the same rows inside a flow.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.options.config import RunOptions
-from exl2flow.core.options.publication import PublishConfig
-from exl2flow.core.options.refine import ModelOptions, RefinementConfig
+from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import Progress, labelled, reporting_to
 from exl2flow.core.runtime.whole_run import Watcher, logging_progress
 from exl2flow.core.store.cleaning import clean_after
-from exl2flow.core.store.stage import Pipeline, Stage
-from exl2flow.pipeline.bitrates import Sweep, conclude_sweep, raise_failures
-from exl2flow.pipeline.conversion import Conversion, conversions_of, open_pipeline, result_of
-from exl2flow.pipeline.hub.publish import Published, publish
-from exl2flow.pipeline.preparation import Sources, prepare_source
-from exl2flow.pipeline.release import check_release, hub_of, release_of, target_of
-from exl2flow.pipeline.stages import MEASURE_STAGES, REFINE_STAGES, STAGES, run_in_order
+from exl2flow.core.store.stage import Stage
+from exl2flow.pipeline.bitrates import Sweep, check_runner, conclude_sweep, raise_failures
+from exl2flow.pipeline.conversion import Conversion, carrying, open_pipeline, result_of
+from exl2flow.pipeline.hub.publish import publish
+from exl2flow.pipeline.preparation import prepare_source
+from exl2flow.pipeline.release import check_release, hub_of, release_of
+from exl2flow.pipeline.run import Prepared, Run, Sources, Steps
+from exl2flow.pipeline.stages import (
+    ALL_STAGES,
+    MEASURE_STAGES,
+    REFINE_STAGES,
+    STAGES,
+    run_in_order,
+)
+from exl2flow.quant.refine.stored_model import check_refinement
 
 PUBLISHING = ("upload", "verify")  # what publishing reports as stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """The steps of a run: here without Prefect, in a flow as tasks.
-
-    check: refuses what could not be published or made, before any work; sources: the ways to
-    the folder of a source; run: runs all stages; make_bitrates: returns
-    the errors of failed ones; show: displays a sweep while it runs; publish: uploads results;
-    watch: shows how far the run inside its block is.
-    """
-
-    check: Callable[[RunOptions], None]
-    sources: Sources
-    run: Callable[[Pipeline], object]
-    make_bitrates: Callable[[SweepConfig, StopRequest], Mapping[str, BaseException]]
-    show: Callable[[SweepConfig, Sweep], None]
-    publish: Callable[[PublishConfig], Published]
-    watch: Callable[[RunOptions], AbstractContextManager[Watcher]]
 
 
 def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]:
@@ -54,7 +42,7 @@ def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseExcep
         Interrupted: a signal came.
     """
     failures: dict[str, BaseException] = {}
-    for name, conversion in config.conversions().items():
+    for name, conversion in config.models().items():
         try:
             with labelled(name):
                 pipeline = open_pipeline(conversion, STAGES)
@@ -68,7 +56,7 @@ def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseExcep
 
 
 HERE = Steps(
-    check=check_release,
+    check=lambda run, config: check_release(config),
     sources=Sources(
         outlined=lambda source, work_root, token_block: nullcontext(),
         fetched=lambda source, work_root, token_block: source,
@@ -83,87 +71,94 @@ HERE = Steps(
 
 def output_of(config: RunOptions) -> str:
     """Return for people where the result of a run goes."""
-    to = getattr(config, "publish", None)
+    to = config.publication
     return f"`{config.out.resolve()}`" + (f" and `{to.repo}` on the Hub" if to else "")
 
 
-def _make_model(config: RunOptions, stages: Sequence[Stage[Any]], steps: Steps) -> Conversion:
-    [conversion] = conversions_of(config).values()
-    pipeline = open_pipeline(conversion, stages)
+def _make_model(run: Run, prepared: Prepared[Any], steps: Steps) -> Conversion:
+    [model] = prepared.models.values()
+    pipeline = open_pipeline(model, run.stages)
     steps.run(pipeline)
     return result_of(pipeline)
 
 
-def _make_sweep(config: SweepConfig, stages: Sequence[Stage[Any]], steps: Steps) -> Sweep:
+def _make_sweep(run: Run, prepared: Prepared[SweepConfig], steps: Steps) -> Sweep:
+    config, first = prepared.config, next(iter(prepared.models.values()))
     with listening() as stop:
-        steps.run(open_pipeline(config.conversion(config.bpw[0]), MEASURE_STAGES))
+        steps.run(open_pipeline(first, run.shared))
         failures = steps.make_bitrates(config, stop)
         sweep = conclude_sweep(config, failures)
         steps.show(config, sweep)
-        raise_failures(config, failures)
+        with carrying(sweep):
+            raise_failures(config, failures)
         return sweep
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """A kind of run: the stages it has, and what makes its result of them."""
-
-    stages: tuple[Stage[Any], ...]
-    make: Callable[[Any, Sequence[Stage[Any]], Steps], Any] = _make_model
-
-
 RUNS = {
-    "convert": Run(stages=STAGES),
-    "measure": Run(stages=MEASURE_STAGES),
-    "refine": Run(stages=REFINE_STAGES),
-    "sweep": Run(stages=STAGES, make=_make_sweep),
+    "convert": Run(stages=STAGES, whole=STAGES, make=_make_model),
+    "measure": Run(stages=MEASURE_STAGES, whole=STAGES, make=_make_model),
+    "refine": Run(
+        stages=REFINE_STAGES, whole=REFINE_STAGES, make=_make_model, check_source=check_refinement
+    ),
+    "sweep": Run(
+        stages=STAGES,
+        whole=STAGES,
+        make=_make_sweep,
+        shared=MEASURE_STAGES,
+        check=check_runner,
+        show=lambda steps, config, sweep: steps.show(config, sweep),
+    ),
 }
 
 
-def carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
-    """Check, make, clean and publish; a run that does not validate publishes nothing.
+def check_and_carry_out(run: Run, config: RunOptions, steps: Steps) -> Any:
+    """Check a run, then carry it out; see `prepare_source` and `carry_out`."""
+    with steps.watch(config) as watcher:
+        if run.publishes:
+            steps.check(run, config)
+        return _carried_out(run, prepare_source(run, config, steps.sources), steps, watcher)
+
+
+def carry_out(run: Run, prepared: Prepared[Any], steps: Steps) -> Any:
+    """Make, clean and publish; a run that does not validate publishes nothing.
 
     Returns:
-        a `Sweep` of a sweep, else a `Conversion`.
+        a `Sweep` of a sweep, else a `Conversion`. Errors at the end of a run carry it.
     """
-    with steps.watch(config) as watcher:
-        publishes = "validate" in [stage.name for stage in run.stages]
-        if publishes:
-            steps.check(config)
-        config = prepare_source(config, run.stages, steps.sources).config
-        watcher.expect(stages_in_order(run, config))
-        result = run.make(config, run.stages, steps)
-        clean_after(config)
-        release = release_of(config) if publishes else None
-        if release is not None:
+    with steps.watch(prepared.config) as watcher:
+        return _carried_out(run, prepared, steps, watcher)
+
+
+def _carried_out(run: Run, prepared: Prepared[Any], steps: Steps, watcher: Watcher) -> Any:
+    watcher.expect(stages_in_order(run, prepared))
+    result = run.make(run, prepared, steps)
+    clean_after(prepared.config, ALL_STAGES)
+    release = release_of(prepared, result) if run.publishes else None
+    if release is not None:
+        with carrying(result):
             result = result.record(steps.publish(release))
-            if isinstance(config, SweepConfig):
-                steps.show(config, result)
-        watcher.finish(result)
-        return result
+        run.show(steps, prepared.config, result)
+    watcher.finish(result)
+    return result
 
 
-def is_finished(name: str, config: RunOptions) -> bool:
-    """Return whether a run of `RUNS` has neither a stage to run nor anything to publish."""
-    if target_of(config) is not None:
+def is_finished(run: Run, prepared: Prepared[Any]) -> bool:
+    """Return whether a run has neither a stage to run nor anything to publish."""
+    if prepared.config.publication is not None:
         return False
-    stages = RUNS[name].stages
-    pipelines = [open_pipeline(each, stages) for each in conversions_of(config).values()]
+    pipelines = [open_pipeline(model, run.stages) for model in prepared.models.values()]
     return all(pipeline.is_complete(stage) for pipeline in pipelines for stage in pipeline.stages)
 
 
-def stages_in_order(run: Run, config: RunOptions) -> list[str]:
+def stages_in_order(run: Run, prepared: Prepared[Any]) -> list[str]:
     """Return the names of all stages of a checked run, as their ticks name them."""
-    shared = MEASURE_STAGES if isinstance(config, SweepConfig) else ()
-    names = list[str]()
-    for label, each in conversions_of(config).items():
-        own = [stage.name for stage in run.stages if stage.enabled(each) and stage not in shared]
-        if shared:
-            names = names or [stage.name for stage in shared if stage.enabled(each)]
-            own = [f"{label} {name}" for name in own]
-        names += own
-    publishes = "validate" in [stage.name for stage in run.stages]
-    return [*names, *(PUBLISHING if publishes and target_of(config) else ())]
+    first, *_ = prepared.models.values()
+    names = [stage.name for stage in run.shared if stage.enabled(first)]
+    for label, model in prepared.models.items():
+        own = [s.name for s in run.stages if s not in run.shared and s.enabled(model)]
+        names += [f"{label} {name}" for name in own] if run.shared else own
+    publishes = run.publishes and prepared.config.publication is not None
+    return [*names, *(PUBLISHING if publishes else ())]
 
 
 def run_locally(
@@ -188,9 +183,11 @@ def run_locally(
         Interrupted: a signal came; everything finished is committed.
         ValidationFailed: the model is above a limit.
     """
-    run = RUNS["refine" if isinstance(config, RefinementConfig) else "convert"]
+    run = RUNS[config.kind]
+    if stages:
+        run = replace(run, stages=tuple(stages))
     with reporting_to(progress) if progress else nullcontext():
-        conversion: Conversion = carry_out(Run(stages=tuple(stages or run.stages)), config, HERE)
+        conversion: Conversion = check_and_carry_out(run, config, HERE)
     return conversion
 
 
@@ -208,5 +205,5 @@ def sweep_locally(config: SweepConfig, *, progress: Progress | None = None) -> S
         SweepFailed: some bitrates failed; the others are kept.
     """
     with reporting_to(progress) if progress else nullcontext():
-        sweep: Sweep = carry_out(RUNS["sweep"], config, HERE)
+        sweep: Sweep = check_and_carry_out(RUNS["sweep"], config, HERE)
     return sweep

@@ -4,51 +4,18 @@ A command checks first, shows the plan, and hands both on to the flow, which run
 process. A flow that a deployment started finds nothing handed on and checks for itself.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
-from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.ignored import tell_ignored
-from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.core.store.stage import Config, Stage
-from exl2flow.pipeline.conversion import conversions_of
+from exl2flow.core.store.stage import Config
 from exl2flow.pipeline.devices import checked_device
-from exl2flow.pipeline.stages import stages_of
-from exl2flow.quant.forecast.fit import Fit, find_fit
-from exl2flow.quant.forecast.plan import Plan
+from exl2flow.pipeline.run import Prepared, Run, Sources
+from exl2flow.quant.forecast.fit import find_fit
 from exl2flow.quant.forecast.preflight import check_disk, preflight
-from exl2flow.quant.refine.stored_model import check_refinement
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared(Generic[Config]):
-    """A configuration that passed all checks.
-
-    config: with a folder as its source and without `fit`; plans: one per model, by name.
-    """
-
-    config: Config
-    plans: Mapping[str, Plan]
-    fit: Fit | None = None
-
-    @property
-    def plan(self) -> Plan:
-        """The only plan."""
-        [plan] = self.plans.values()
-        return plan
-
-    def to_json(self) -> dict[str, object]:
-        """Return the plan, or those of a sweep, and how the memory given is divided."""
-        if isinstance(self.config, SweepConfig):
-            return {"plans": {name: plan.to_json() for name, plan in self.plans.items()}}
-        fit = {"fit": self.fit.to_json()} if self.fit else {}
-        return {"plan": self.plan.to_json(), **fit}
-
 
 _handed_on: ContextVar[Prepared[Any] | None] = ContextVar("prepared", default=None)
 
@@ -63,27 +30,16 @@ def reuse_checks(prepared: Prepared[Config]) -> Iterator[None]:
         _handed_on.reset(token)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
-    """Ways to a source's folder; both take the source, its work root and its token block.
-
-    outlined: provides the outline (`core.store.outline`) of a model that is not fetched yet, else
-    None; fetched: returns the folder of a source, fetched if necessary.
-    """
-
-    outlined: Callable[[Path, Path, str | None], AbstractContextManager[Path | None]]
-    fetched: Callable[[Path, Path, str | None], Path]
-
-
 def prepare_source(
-    config: Config, stages: Sequence[Stage[Any]], sources: Sources, *, dry_run: bool = False
+    run: Run, config: Config, sources: Sources, *, anew: bool = False, dry_run: bool = False
 ) -> Prepared[Config]:
     """Check a run before its source is fetched, fetch it, and check it again with all values.
 
     Args:
+        run: its kind.
         config: what to make.
-        stages: see `prepare`.
         sources: the ways to its folder.
+        anew: see `prepare`.
         dry_run: fetch nothing that can be checked without.
 
     Raises:
@@ -94,23 +50,23 @@ def prepare_source(
     given = (config.source, config.work_dir_root, config.token_block)
     with sources.outlined(*given) as outline:
         if outline is not None and dry_run:
-            return prepare(_with_source(config, outline), stages)
+            return prepare(run, _with_source(config, outline), anew=anew)
         if outline is not None:
-            _checked(_with_source(config, outline), stages)
-    return prepare(_with_source(config, sources.fetched(*given)), stages)
+            _checked(run, _with_source(config, outline), anew=anew)
+    return prepare(run, _with_source(config, sources.fetched(*given)), anew=anew)
 
 
 def _with_source(config: Config, source: Path) -> Config:
     return config if source == config.source else config.model_copy(update={"source": source})
 
 
-def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
+def prepare(run: Run, config: Config, *, anew: bool = False) -> Prepared[Config]:
     """Check a run whose source is a folder.
 
     Args:
+        run: its kind; what its stages have finished needs no room.
         config: what to make.
-        stages: those that will run; what they have finished needs no room. None of them: all is
-            made anew.
+        anew: all is made anew.
 
     Raises:
         PreflightFailed: listing all problems, of a sweep those of the first bitrate that has any.
@@ -122,24 +78,23 @@ def prepare(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
     known = _handed_on.get()
     if known is not None and known.config == config:
         return known
-    prepared = _checked(config, stages)
+    prepared = _checked(run, config, anew=anew)
     tell_ignored(prepared.config, next(iter(prepared.plans.values())).device)
     return prepared
 
 
-def _checked(config: Config, stages: Sequence[Stage[Any]]) -> Prepared[Config]:
+def _checked(run: Run, config: Config, *, anew: bool) -> Prepared[Config]:
     """Check a run as `prepare` does, and tell nothing."""
-    fit = None
     checked_device(config)
-    if isinstance(config, RefinementConfig):
-        check_refinement(config)
-    elif isinstance(config, ConversionConfig):
-        fit = find_fit(config)
+    run.check_source(config)
+    fit = find_fit(config)
     if fit is not None:
         config = config.model_copy(update=fit.target)
-    made = stages or stages_of(config)
-    conversions = conversions_of(config).items()
-    plans = {name: preflight(each, made, anew=not stages) for name, each in conversions}
-    if isinstance(config, SweepConfig):
-        check_disk(list(plans.values()))
-    return Prepared(config=config, plans=plans, fit=fit)
+    models = config.models()
+    plans = {
+        name: preflight(model, run.whole, run=run.stages, anew=anew)
+        for name, model in models.items()
+    }
+    if len(plans) > 1:
+        check_disk(list(plans.values()), run.whole)
+    return Prepared(config=config, models=models, plans=plans, fit=fit)

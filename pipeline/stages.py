@@ -1,10 +1,9 @@
 """The stages of every pipeline in order, and the loop that runs them; needs no Prefect."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
-from exl2flow.core.options.config import ConversionConfig, RunOptions
-from exl2flow.core.options.measure import MeasureConfig
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.core.store.stage import Pipeline, Stage
@@ -21,17 +20,18 @@ from exl2flow.quant.sensitivity.stage import SENSITIVITY
 from exl2flow.quant.tokenize.stage import TOKENIZE
 from exl2flow.quant.tune.stage import TUNE
 
-__all__ = ["MEASURE_STAGES", "REFINE_STAGES", "STAGES", "run_in_order", "stages_of"]
-
-MEASURE_STAGES: tuple[Stage[RunOptions], ...] = (COMPOSE, TOKENIZE, SENSITIVITY, MEASURE)
 STAGES: tuple[Stage[ConversionConfig], ...] = (
-    *MEASURE_STAGES,
+    COMPOSE,
+    TOKENIZE,
+    SENSITIVITY,
+    MEASURE,
     ALLOCATE,
     QUANTIZE,
     TUNE,
     COMPILE,
     VALIDATE,
 )
+MEASURE_STAGES: tuple[Stage[Any], ...] = tuple(stage for stage in STAGES if stage.is_shared)
 REFINE_STAGES: tuple[Stage[RefinementConfig], ...] = (
     COMPOSE,
     TOKENIZE,
@@ -41,13 +41,7 @@ REFINE_STAGES: tuple[Stage[RefinementConfig], ...] = (
     COMPILE_REFINED,
     VALIDATE,
 )
-
-
-def stages_of(config: RunOptions) -> Sequence[Stage[Any]]:
-    """Return all stages of a run with these options."""
-    if isinstance(config, MeasureConfig):
-        return MEASURE_STAGES
-    return REFINE_STAGES if isinstance(config, RefinementConfig) else STAGES
+ALL_STAGES: tuple[Stage[Any], ...] = (*STAGES, *REFINE_STAGES)  # of all runs that there are
 
 
 def run_in_order(

@@ -55,10 +55,13 @@ def clean_command(
     quantized tensors, another `--shard-size-mb` or a lost output means quantizing again.
     """
     from exl2flow.core.store.cleaning import clean, unneeded  # these import torch
+    from exl2flow.pipeline.stages import ALL_STAGES
 
     work = clean if yes else unneeded
     folders = roots or [Path(".exl2flow")]
-    removable = [i for f in folders for i in work(f, keep_latest=keep_latest, partial=partial)]
+    removable = [
+        i for f in folders for i in work(f, ALL_STAGES, keep_latest=keep_latest, partial=partial)
+    ]
     total = sum(item.size for item in removable)
     if as_json:
         items = [{"path": str(i.path), "why": i.why, "bytes": i.size} for i in removable]

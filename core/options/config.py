@@ -1,35 +1,39 @@
 """Options of a conversion: validated on construction, stored as JSON, shown as a form by Prefect.
 
-Every default lives here and nowhere else.
+Every default lives here, in `groups` and nowhere else.
 """
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic.config import JsonValue
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from exl2flow.core.options.base import (
-    MOST_STRETCH,
-    CacheName,
     DeviceOption,
     Option,
     Size,
     SplitModels,
     TokenBlock,
-    user_path,
 )
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.given import EMPTY, Given, OptionalPath, PathField
+from exl2flow.core.options.groups import SIZE_CHOICES as SIZE_CHOICES
+from exl2flow.core.options.groups import AllocateOptions as AllocateOptions
+from exl2flow.core.options.groups import CalibrationOptions as CalibrationOptions
+from exl2flow.core.options.groups import Experts as Experts
+from exl2flow.core.options.groups import FitOptions as FitOptions
+from exl2flow.core.options.groups import Objective as Objective
+from exl2flow.core.options.groups import Preference as Preference
+from exl2flow.core.options.groups import RopeOptions as RopeOptions
+from exl2flow.core.options.groups import RoundingOptions as RoundingOptions
+from exl2flow.core.options.groups import ScaleSearch as ScaleSearch
+from exl2flow.core.options.groups import SensitivityOptions as SensitivityOptions
+from exl2flow.core.options.groups import TuneOptions as TuneOptions
 from exl2flow.core.options.naming import model_name
 from exl2flow.core.options.publication import MeasurementField, PublishOptions
 from exl2flow.core.options.validation import ValidateOptions
 
-ScaleSearch = Literal["grid", "column"]
-Objective = Literal["log", "sum", "power"]
-Preference = Literal["quality", "speed"]
-Experts = Literal["each", "layer"]
 Quality = Literal["fast", "standard", "best", "exllamav2"]
 HEAD_BITS = (2, 3, 4, 5, 6, 8)
 TARGETS = ("bpw", "bpw_total", "target_bytes", "fit")
@@ -38,13 +42,8 @@ FORM_BEGINS_WITH = (
     *("model", "source", "out", "quality", *TARGETS, "head_bits"),
     *("max_memory", "work_root", "device"),
 )
-# Schema of a size for forms: pydantic's own nests choices, which forms show without names
-SIZE_CHOICES: list[JsonValue] = [
-    {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
-    {"type": "integer", "minimum": 1},
-]
 DEFAULT_HEAD_BITS = 6
-MemorySize = Given[Size, int | str]
+HELD_OUT_ROWS = 4  # rows of text that only judge, where options do not say how many
 LossySource = Annotated[
     bool,
     Option(panel="Source", rare=True),
@@ -54,7 +53,7 @@ LossySource = Annotated[
     ),
 ]
 
-# How presets differ from the defaults below, which are `standard`
+# How presets differ from the defaults of the groups, which are `standard`
 PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "fast": {
         "sensitivity": {"rows": 8},
@@ -75,223 +74,6 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
 }
 
 
-class CalibrationOptions(Options):
-    """Which token rows are used for Hessians and errors."""
-
-    BUILT_IN: ClassVar[tuple[str, ...]] = ("standard", "chat", "self")
-
-    text: Annotated[str, Option("TEXT", "Calibration", flag="calibration", rare=False)] = Field(
-        default="standard",
-        min_length=1,
-        description="standard: the built-in set; chat: a share of it as dialogues in the model's "
-        "chat template; self: a share written by the model; else a Parquet file with text columns",
-    )
-    share: Annotated[float, Option("X", "Calibration", flag="calibration-share")] = Field(
-        default=0.5,
-        gt=0,
-        le=1,
-        description="share of `chat` or `self` rows, above 0 and at most 1; the rest is the "
-        "standard set",
-    )
-    rows: Annotated[int, Option("N", "Calibration", rare=False)] = Field(
-        default=115, ge=1, description="calibration rows for quantization"
-    )
-    row_tokens: Annotated[int, Option("N", "Calibration")] = Field(
-        default=2048, ge=32, multiple_of=32, description="tokens per row; a multiple of 32"
-    )
-    measure_rows: Annotated[int, Option("N", "Calibration")] = Field(
-        default=19, ge=1, description="calibration rows for measurement"
-    )
-    measure_row_tokens: Annotated[int, Option("N", "Calibration")] = Field(
-        default=2048,
-        ge=32,
-        multiple_of=32,
-        description="tokens per measurement row; a multiple of 32",
-    )
-    seed: Annotated[int, Option("N", "Calibration")] = Field(
-        default=0, ge=0, description="seed for shuffled, random-token and self-written rows"
-    )
-
-    @field_validator("text", mode="before")
-    @classmethod
-    def _path_as_text(cls, value: object) -> object:
-        if isinstance(value, str) and value.startswith("~"):
-            value = Path(value)
-        return str(user_path(value)) if isinstance(value, Path) else value
-
-    @property
-    def file(self) -> Path | None:
-        """The user's Parquet file, if there is one."""
-        return None if self.text in self.BUILT_IN else Path(self.text)
-
-    @property
-    def dataset(self) -> str:
-        """The text's name for records: a file name without its folder, others in brackets."""
-        if self.file is not None:
-            return self.file.name
-        return "(default)" if self.text == "standard" else f"({self.text})"
-
-    def special_rows(self, rows: int) -> int:
-        """Return how many of `rows` rows are made by `chat` or `self`; 0 for other texts."""
-        if self.text not in ("chat", "self"):
-            return 0
-        return max(1, int(rows * self.share + 0.5))
-
-
-class RopeOptions(Options):
-    """Overrides for the rotary position embedding, during conversion only."""
-
-    scale: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-scale")] = Field(
-        default=None,
-        ge=1 / MOST_STRETCH,
-        le=MOST_STRETCH,
-        description="divide positions by this during conversion (linear context extension); "
-        "empty: as config.json says",
-    )
-    alpha: Annotated[float | None, Option("FACTOR", "Calibration", flag="rope-alpha")] = Field(
-        default=None,
-        ge=1 / MOST_STRETCH,
-        le=MOST_STRETCH,
-        description="NTK factor on the rotary base during conversion; empty: as config.json says",
-    )
-
-
-class SensitivityOptions(Options):
-    """How the cost of an error in a matrix is estimated."""
-
-    kind: Annotated[
-        Literal["fisher", "error"], Option("fisher|error", "Quality", flag="sensitivity")
-    ] = Field(
-        default="fisher",
-        description="cost by which bits are allocated; fisher: expected KL divergence of each "
-        "matrix, from one backward pass; error: relative error of each sublayer, without gradients",
-    )
-    rows: Annotated[int, Option("N", "Quality", flag="sensitivity-rows")] = Field(
-        default=16, ge=1, description="calibration rows for the backward pass"
-    )
-    block: int = Field(
-        default=512, ge=0, description="out-features per block of the output factors; 0: one block"
-    )
-    seed: int = Field(default=0, ge=0, description="seed of the sampled labels")
-
-
-class RoundingOptions(Options):
-    """How matrices are rounded once their quantization parameters are chosen."""
-
-    scale_search: ScaleSearch = Field(
-        default="column",
-        description="column: every column chooses its scale code; grid: one multiplier per group",
-    )
-    damping: float = Field(default=0.05, gt=0, description="added to a Hessian, in mean diagonals")
-    rounds: Annotated[int, Option("N", "Quality")] = Field(
-        default=3,
-        ge=0,
-        description="rounds of scale refitting and coordinate descent after rounding; 0: none",
-    )
-    sweeps: int = Field(default=2, ge=1, description="sweeps of coordinate descent in each round")
-    output_damping: float = Field(
-        default=0.3, gt=0, description="added to an output factor, in mean diagonals"
-    )
-    correction: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="how far matrices compensate for errors of earlier layers, where that helps",
-    )
-    expert_tokens: Annotated[int, Option("N", "Quality")] = Field(
-        default=0,
-        ge=0,
-        description="tokens below which an expert also learns from tokens that nearly chose it; 0: "
-        "as many as it has in-features",
-    )
-    fisher_share: float = Field(
-        default=0.5,
-        ge=0,
-        le=1,
-        description="share of the gradient-weighted Hessian in the Hessian used for rounding",
-    )
-
-    def fingerprinted(self) -> dict[str, object]:
-        """Return the options that a stage's fingerprint knows; defaults of later ones are not."""
-        exclude = set() if self.expert_tokens else {"expert_tokens"}
-        return self.model_dump(exclude=exclude)
-
-
-class TuneOptions(Options):
-    """How continuous parameters are distilled from the source after quantizing.
-
-    Learning rates are Adam's for an initial divergence of 0.25 nats; they scale with its root.
-    """
-
-    steps: int = Field(default=0, ge=0, description="steps of distillation; 0: none")
-    tokens: int = Field(default=512, ge=32, description="tokens per step")
-    norm_rate: float = Field(
-        default=2e-3,
-        ge=0,
-        description="rate of norms and biases, in units of their root mean square",
-    )
-    scale_rate: float = Field(
-        default=3e-3, ge=0, description="rate of the groups' scales, relative"
-    )
-    embedding_rate: float = Field(
-        default=2e-3, ge=0, description="rate of the embedding, in units of its root mean square"
-    )
-    code_rate: float = Field(
-        default=0, ge=0, description="rate of the codes, in code units; 0: they stay"
-    )
-    held_out_rows: int = Field(default=4, ge=1, description="rows of text that are only evaluated")
-    interval: int = Field(default=50, ge=1, description="steps between evaluations")
-    patience: int = Field(
-        default=20, ge=1, description="evaluations without improvement before stopping"
-    )
-    seed: int = Field(default=0, ge=0, description="seed of the crops used by steps")
-
-
-class AllocateOptions(Options):
-    """How bits are allocated."""
-
-    prefer: Annotated[Preference, Option("quality|speed", "Bit allocation")] = Field(
-        default="quality",
-        description="quality: groups of 32, 64 and 128 rows; speed: the layers' matrices only get "
-        "groups of 128, which decode a little faster on a GPU; the error grows",
-    )
-    experts: Annotated[Experts, Option("each|layer", "Bit allocation")] = Field(
-        default="each",
-        description="each: every expert gets bits of its own; layer: matrices of one role get the "
-        "same bits in all experts of a layer; models without experts are allocated alike",
-    )
-    objective: Annotated[Objective, Option("log|sum|power", "Bit allocation")] = Field(
-        default="power",
-        description="quantity to minimize over all sublayers: the sum of ln(error), of error, or "
-        "of error to a power",
-    )
-    power: Annotated[float, Option("P", "Bit allocation", flag="objective-power")] = Field(
-        default=2.0, gt=0, le=8, description="exponent of the objective `power`; above 0, at most 8"
-    )
-    rounds: int = Field(
-        default=0, ge=0, description="further rounds, which try whole allocations and correct them"
-    )
-
-
-class FitOptions(Options):
-    """The GPU memory that the result must fit, with the cache of a context."""
-
-    memory: Annotated[MemorySize, Option("SIZE", "Result", flag="fit", rare=False)] = Field(
-        gt=0,
-        description="instead of `bpw`: memory of the GPU that will run the model, as 24GB; makes "
-        "the largest model that fits beside its cache and working memory",
-        json_schema_extra={"anyOf": SIZE_CHOICES},
-    )
-    context: Annotated[int | None, Option("N", "Result")] = Field(
-        default=None,
-        ge=1,
-        description="tokens whose cache must fit; empty: 8192, or the model's if it has fewer",
-    )
-    cache: Annotated[CacheName, Option("FORMAT", "Result")] = Field(
-        default="fp16", description="format of that cache: fp16, fp8, q8, q6 or q4"
-    )
-
-
 def in_form_order(names: Iterable[str]) -> list[str]:
     """Return names of fields, those first that a person decides first."""
     known = [*names]
@@ -306,6 +88,7 @@ class RunOptions(SplitModels):
     """Options of every run over a source model: the model, its calibration, where it runs."""
 
     model_config = ConfigDict(json_schema_extra=_sort_form)
+    kind: ClassVar[Literal["convert", "refine"]] = "convert"  # of run that makes one such model
 
     source: Annotated[PathField, Option("SOURCE", is_argument=True)] = Field(
         description="folder of a Hugging Face model: config.json, tokenizer.json or "
@@ -369,6 +152,73 @@ class RunOptions(SplitModels):
         """The folder that holds the work directories of all models."""
         return (self.work_root or default_work_root(self.out)).resolve()
 
+    # What any run can be asked; kinds of runs whose answer differs override these
+
+    def models(self) -> "Mapping[str, RunOptions]":
+        """Return name → options of each model that the run makes, in rising order of bits."""
+        return {"model": self}
+
+    @property
+    def target(self) -> str:
+        """What is made, as text without blanks."""
+        return ""
+
+    @property
+    def measurement_file(self) -> Path | None:
+        """A finished measurement to use; None: the run measures, or needs none."""
+        return None
+
+    @property
+    def accepts_lossy(self) -> bool:
+        """Whether the source may have been rounded before."""
+        return False
+
+    @property
+    def allocation(self) -> AllocateOptions:
+        """How bits are allocated."""
+        return AllocateOptions()
+
+    @property
+    def fixed_head_bits(self) -> int | None:
+        """The head's bits, None if the allocation chooses them."""
+        return DEFAULT_HEAD_BITS
+
+    @property
+    def gpu_to_fit(self) -> FitOptions | None:
+        """The GPU that the result must fit, if one is given."""
+        return None
+
+    @property
+    def held_out(self) -> int:
+        """Rows of text that only judge; at most half of all."""
+        return HELD_OUT_ROWS
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """What judges by rows of text that are set aside, where one row would be too few."""
+        return ()
+
+    @property
+    def rows_in_words(self) -> str:
+        """What else the calibration rows are for."""
+        rows = self.calibration
+        return f"measured on {rows.measure_rows} x {rows.measure_row_tokens}"
+
+    @property
+    def validation(self) -> ValidateOptions | None:
+        """How the result is validated; None: not at all."""
+        return None
+
+    @property
+    def writes_sample(self) -> bool:
+        """Whether the run ends with a sample of the result."""
+        return self.validation is not None and self.validation.sample_tokens > 0
+
+    @property
+    def publication(self) -> PublishOptions | None:
+        """Where to publish the result, with the token block to use; None: nowhere."""
+        return None
+
 
 class SharedOptions(RunOptions):
     """Options that conversions and sweeps share: all but the bits."""
@@ -398,6 +248,40 @@ class SharedOptions(RunOptions):
         if self.head_bits is not None and self.head_bits not in HEAD_BITS:
             raise ValueError(f"`head_bits` is {self.head_bits}; choose one of {HEAD_BITS}")
         return self
+
+    @property
+    def measurement_file(self) -> Path | None:
+        """See `RunOptions`."""
+        return self.measurement
+
+    @property
+    def accepts_lossy(self) -> bool:
+        """See `RunOptions`."""
+        return self.lossy_source
+
+    @property
+    def allocation(self) -> AllocateOptions:
+        """See `RunOptions`."""
+        return self.allocate
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """See `RunOptions`."""
+        users = (("tuning", self.tune.steps), ("allocation", self.allocate.rounds))
+        return tuple(name for name, needed in users if needed)
+
+    @property
+    def validation(self) -> ValidateOptions | None:
+        """See `RunOptions`."""
+        return self.validate_options
+
+    @property
+    def publication(self) -> PublishOptions | None:
+        """See `RunOptions`."""
+        if self.publish is None:
+            return None
+        block = self.publish.token_block or self.token_block
+        return self.publish.model_copy(update={"token_block": block})
 
 
 class ConversionConfig(SharedOptions):
@@ -462,8 +346,13 @@ class ConversionConfig(SharedOptions):
         return f"{self.bpw:g}bpw"
 
     @property
+    def gpu_to_fit(self) -> FitOptions | None:
+        """See `RunOptions`."""
+        return self.fit
+
+    @property
     def fixed_head_bits(self) -> int | None:
-        """The head's bits, None if the allocation chooses them."""
+        """See `RunOptions`."""
         free = self.head_bits is None and self.bpw is None
         return None if free else self.head_bits or DEFAULT_HEAD_BITS
 

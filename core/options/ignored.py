@@ -8,7 +8,6 @@ from exl2flow.core.options.config import (
     PRESETS,
     AllocateOptions,
     RunOptions,
-    SharedOptions,
 )
 
 log = logging.getLogger(__name__)
@@ -46,20 +45,19 @@ def ignored(config: RunOptions, device: str) -> list[str]:
             "`--sensitivity-rows` are for gradients, and `--sensitivity error` takes none",
         ),
         (
-            config.is_split and calibration.text != "self" and not _writes_sample(config),
+            config.is_split and calibration.text != "self" and not config.writes_sample,
             "`--gpu-split` (`--reserve`, `--devices`) is for a model that writes rows of "
             "`--calibration self` or a sample, and here none does",
         ),
     ]
     found = [text for has_no_effect, text in rows if has_no_effect]
-    if isinstance(config, SharedOptions):
-        found += _of_allocation(config)
+    found += _of_allocation(config)
     return [f"{text}: it has no effect" for text in found]
 
 
-def has_costs_in_nats(config: SharedOptions) -> bool:
+def has_costs_in_nats(config: RunOptions) -> bool:
     """Return whether costs are in nats whatever the objective; a given measurement decides."""
-    return config.sensitivity.kind == "fisher" and config.measurement is None
+    return config.sensitivity.kind == "fisher" and config.measurement_file is None
 
 
 def objective_read(options: AllocateOptions) -> dict[str, object]:
@@ -68,7 +66,7 @@ def objective_read(options: AllocateOptions) -> dict[str, object]:
     return {"objective": options.objective, "power": power}
 
 
-def _of_allocation(config: SharedOptions) -> Iterator[str]:
+def _of_allocation(config: RunOptions) -> Iterator[str]:
     """Yield what the allocation does not read."""
     has_power = _is_given(config, "allocate", "power")
     if has_costs_in_nats(config):
@@ -77,19 +75,15 @@ def _of_allocation(config: SharedOptions) -> Iterator[str]:
             yield f"`--objective` {costs}"
         if has_power:
             yield f"`--objective-power` {costs}"
-    elif has_power and config.allocate.objective != "power":
+    elif has_power and config.allocation.objective != "power":
         yield "`--objective-power` is the exponent of `--objective power`"
-
-
-def _writes_sample(config: RunOptions) -> bool:
-    """Return whether a run ends with a sample of the result."""
-    options = getattr(config, "validate_options", None)
-    return options is not None and options.sample_tokens > 0
 
 
 def _is_given(config: RunOptions, group: str, name: str) -> bool:
     """Return whether an option differs from the preset's value, or from the default."""
-    options: Any = getattr(config, group)
+    options: Any = getattr(config, group, None)
+    if options is None:
+        return False
     preset = PRESETS.get(config.quality, {}).get(group, {})
     usual = preset.get(name, type(options).model_fields[name].default)
     return bool(getattr(options, name) != usual)

@@ -1,5 +1,6 @@
 """A measurement: size and error of every bit-width candidate, for any number of conversions."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,15 @@ class MeasureConfig(RunOptions):
     def file(self) -> Path:
         """The file that receives the measurement; in `out` if that is a folder."""
         return measurement_path(self.out)
+
+    @property
+    def accepts_lossy(self) -> bool:
+        """See `RunOptions`."""
+        return self.lossy_source
+
+    def models(self) -> Mapping[str, ConversionConfig]:
+        """See `RunOptions`."""
+        return {"model": self.conversion()}
 
     def conversion(self) -> ConversionConfig:
         """Return a conversion whose first stages are this measurement; its target is arbitrary."""

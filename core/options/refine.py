@@ -1,6 +1,6 @@
 """A refinement: new codes and scales for an existing EXL2 model."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ class RefinementConfig(RunOptions):
     `source` is the reference.
     """
 
+    kind: ClassVar[Literal["convert", "refine"]] = "refine"
+
     model: Annotated[PathField, Option("MODEL", is_argument=True)] = Field(
         description="folder of the EXL2 model, made by exl2flow or exllamav2"
     )
@@ -31,6 +33,22 @@ class RefinementConfig(RunOptions):
         default=4, ge=1, description="rows of text that only judge; at most half of all"
     )
     validate_options: ValidateOptions = ValidateOptions()
+
+    @property
+    def held_out(self) -> int:
+        """See `RunOptions`."""
+        return self.held_out_rows
+
+    @property
+    def rows_in_words(self) -> str:
+        """See `RunOptions`."""
+        judging = min(self.held_out_rows, self.calibration.rows // 2)
+        return f"of which {judging} are set aside to judge"
+
+    @property
+    def validation(self) -> ValidateOptions | None:
+        """See `RunOptions`."""
+        return self.validate_options
 
     @property
     def run_name(self) -> str:

@@ -96,6 +96,6 @@ class SweepConfig(SharedOptions):
         }
         return ConversionConfig.model_validate({**shared, **fixed})
 
-    def conversions(self) -> dict[str, ConversionConfig]:
-        """Return name → conversion, in rising order."""
+    def models(self) -> dict[str, ConversionConfig]:
+        """See `RunOptions`."""
         return {bitrate_name(bpw): self.conversion(bpw) for bpw in self.bpw}

@@ -1,8 +1,9 @@
 """Find and delete checkpoints that no finished conversion needs.
 
-A conversion is finished when its `validate` is complete. For each output folder the newest finished
-conversions are kept, with all stages they depend on. The stages of unfinished conversions are kept
-unless the caller says otherwise, because a resume would continue from them.
+A conversion is finished when its last stage, which no other reads, is complete. For each output
+folder the newest finished conversions are kept, with all stages they depend on. The stages of
+unfinished conversions are kept unless the caller says otherwise, because a resume would continue
+from them.
 
 Folders are renamed while the work directories are locked, and deleted afterwards: no run waits.
 """
@@ -10,11 +11,12 @@ Folders are renamed while the work directories are locked, and deleted afterward
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from exl2flow.core.errors import (
     ConfigError,
@@ -26,12 +28,11 @@ from exl2flow.core.errors import (
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.damage import OUTPUT
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance_file
+from exl2flow.core.store.stage import Stage
 from exl2flow.core.store.store import DAMAGED, StageFolder, WorkDir, path_aside, with_inputs
 
 log = logging.getLogger(__name__)
 
-LAST = "validate"  # the last stage of a conversion
-COPYING = ("quantize", "tune", "refine")  # stages whose tensors are all in the output, too
 REMOVED = ".removed-"  # in the name of what is being deleted; the time follows
 
 
@@ -50,16 +51,20 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """The stages of one work directory, by fingerprint, and folders without a usable manifest."""
+    """The stages of one work directory, by fingerprint, and folders without a usable manifest.
+
+    last: names of the stages that end a conversion.
+    """
 
     path: Path
+    last: Collection[str]
     stages: dict[str, StageFolder] = field(default_factory=dict)
     unusable: list[Path] = field(default_factory=list)
     aside: list[Path] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path) -> "_Work":
-        work = cls(path=path)
+    def read(cls, path: Path, last: Collection[str]) -> "_Work":
+        work = cls(path=path, last=last)
         for folder in sorted(path.glob("*/*")):
             if DAMAGED in folder.name or REMOVED in folder.name:
                 work.aside.append(folder)
@@ -76,10 +81,10 @@ class _Work:
         return with_inputs(fingerprints, self.stages)
 
     def finished(self) -> Iterator[tuple[str, str, float]]:
-        """Yield (output folder, fingerprint of `validate`, time) of finished conversions."""
+        """Yield (output folder, fingerprint of the last stage, time) of finished conversions."""
         for fingerprint, folder in self.stages.items():
             output = self.stages.get(folder.manifest.inputs.get(OUTPUT, ""))
-            if folder.manifest.stage != LAST or output is None:
+            if folder.manifest.stage not in self.last or output is None:
                 continue
             statuses = {self.stages[f].manifest.status for f in self.with_inputs([fingerprint])}
             if "partial" not in statuses:  # none was lost and is being made again
@@ -95,16 +100,19 @@ class _Work:
 
 @dataclass(frozen=True, kw_only=True)
 class _Root:
-    """A work root and what it needs."""
+    """A work root and what it needs; stages: of all runs that there are."""
 
     path: Path
+    stages: Sequence[Stage[Any]]
     keep_latest: int
     partial: bool
 
     @cached_property
     def works(self) -> list[_Work]:
         names = (path for path in self.path.iterdir() if path.is_dir() and path.name != "sources")
-        return [_Work.read(path) for path in sorted(names) if (path / "lock").is_file()]
+        read = {name for stage in self.stages for name in stage.inputs}
+        last = {stage.name for stage in self.stages} - read
+        return [_Work.read(path, last) for path in sorted(names) if (path / "lock").is_file()]
 
     @cached_property
     def finished(self) -> dict[Path, set[str]]:
@@ -148,13 +156,14 @@ class _Root:
 
     def _tensors(self, work: _Work) -> Iterator[Item]:
         """Yield tensors that are in complete outputs and that no unfinished conversion reads."""
+        removable = {stage.name for stage in self.stages if stage.removable}
         kept = self.finished[work.path] - (set() if self.partial else work.unfinished)
         outputs = [f for f in kept if work.stages[f].manifest.stage == OUTPUT]
         lost = [f for f in outputs if not work.stages[f].is_complete()]
         for fingerprint in sorted(kept - work.with_inputs(lost)):
             folder = work.stages[fingerprint]
             size = sum(path.stat().st_size for path in folder.tensor_files())
-            if folder.manifest.stage in COPYING and size:
+            if folder.manifest.stage in removable and size:
                 why = "its tensors are in the output, which is complete"
                 yield Item(path=folder.path, why=why, size=size, is_tensors=True)
 
@@ -190,11 +199,14 @@ class _Root:
         return WorkDir.of(self.path, fingerprint).root.name
 
 
-def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list[Item]:
+def unneeded(
+    root: Path, stages: Sequence[Stage[Any]], *, keep_latest: int = 1, partial: bool = False
+) -> list[Item]:
     """Return what no finished conversion needs.
 
     Args:
         root: the work root.
+        stages: of all runs that there are.
         keep_latest: finished conversions to keep for each output folder.
         partial: whether to include unfinished conversions.
 
@@ -207,16 +219,23 @@ def unneeded(root: Path, *, keep_latest: int = 1, partial: bool = False) -> list
             f"`{root}` is not a work root; give the folder of checkpoints: `--work-root` of the "
             "conversion, or `.exl2flow` beside its output"
         )
-    return list(_Root(path=root.resolve(), keep_latest=keep_latest, partial=partial).items())
+    path = root.resolve()
+    known = _Root(path=path, stages=stages, keep_latest=keep_latest, partial=partial)
+    return list(known.items())
 
 
 def clean(
-    root: Path, *, keep_latest: int = 1, partial: bool = False, skip_busy: bool = False
+    root: Path,
+    stages: Sequence[Stage[Any]],
+    *,
+    keep_latest: int = 1,
+    partial: bool = False,
+    skip_busy: bool = False,
 ) -> list[Item]:
     """Remove what no finished conversion needs, and return it.
 
     Args:
-        root, keep_latest, partial: see `unneeded`.
+        root, stages, keep_latest, partial: see `unneeded`.
         skip_busy: whether to skip a work directory that is in use instead of refusing.
 
     Raises:
@@ -235,7 +254,7 @@ def clean(
                     if not skip_busy:
                         raise
                     busy.append(path)
-            removable = unneeded(root, keep_latest=keep_latest, partial=partial)
+            removable = unneeded(root, stages, keep_latest=keep_latest, partial=partial)
             items = [item for item in removable if not any(map(item.path.is_relative_to, busy))]
             moved = [_move(item) for item in items]
         for path in moved:
@@ -249,12 +268,12 @@ def clean(
     return items
 
 
-def clean_after(config: RunOptions) -> None:
+def clean_after(config: RunOptions, stages: Sequence[Stage[Any]]) -> None:
     """Clean the work root after a run if the options say so; skip directories in use."""
     if not config.clean_after:
         return
     try:
-        items = clean(config.work_dir_root, skip_busy=True)
+        items = clean(config.work_dir_root, stages, skip_busy=True)
     except StoreError as error:  # the run itself succeeded
         log.warning("not cleaned: %s", error)
         return

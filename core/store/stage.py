@@ -20,6 +20,7 @@ from exl2flow.core.runtime.progress import Progress, Tick
 from exl2flow.core.store.damage import OUTPUT, check_input, forget_damaged, trust
 from exl2flow.core.store.files import FileRecord, digest_of
 from exl2flow.core.store.manifest import RunRecord
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
@@ -77,7 +78,11 @@ class Stage(Generic[Reads]):
     `Reads` are the options that it reads: a pipeline accepts it if its own options include them.
 
     gpu_options: options that change the result on a GPU only; files: what is read besides weights
-    and inputs, whose digests are among the options.
+    and inputs, whose digests are among the options;
+    needs: memory and disk it takes for a model, whose sizes (`quant.walk.needs`) are the second
+    argument; None: little;
+    is_shared: models that differ in their target share its result;
+    removable: `clean` may take its tensors once the output, which has them too, is complete.
     """
 
     name: str
@@ -88,6 +93,9 @@ class Stage(Generic[Reads]):
     enabled: Callable[[Reads], bool] = lambda config: True
     gpu_options: Callable[[Reads], Mapping[str, object]] = lambda config: {}
     files: Callable[[Reads], Iterable[Path]] = lambda config: ()
+    needs: Callable[[Reads, Any], Need | None] = lambda config, sizes: None
+    is_shared: bool = False
+    removable: bool = False
 
 
 class _Touched(Exception):

@@ -3,16 +3,19 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2flow import flows
 from exl2flow.cli.output.console import say
 from exl2flow.core.errors import ServerFailed
 from exl2flow.core.options.config import RunOptions
 
+if TYPE_CHECKING:  # it imports torch
+    from exl2flow.pipeline.run import Prepared
+
 
 @contextmanager
-def on_server(name: str) -> Iterator[Callable[[RunOptions], Any]]:
+def on_server(name: str) -> Iterator[Callable[["Prepared[RunOptions]"], Any]]:
     """Yield a flow of `exl2flow.flows` with its server; a temporary one starts meanwhile.
 
     Flows log warnings to the API only: commands show progress and errors themselves.
@@ -27,18 +30,22 @@ def on_server(name: str) -> Iterator[Callable[[RunOptions], Any]]:
 
     with api() as server:
 
-        def run(config: RunOptions) -> Any:
+        def run(prepared: "Prepared[RunOptions]") -> Any:
+            from exl2flow.pipeline.preparation import reuse_checks
+
             if server.is_temporary:
                 from exl2flow.pipeline.local import HERE, RUNS, carry_out, is_finished
 
-                if is_finished(name, config):  # a server for nothing would take half a minute
-                    return carry_out(RUNS[name], config, HERE)
+                kind = RUNS[name]
+                if is_finished(kind, prepared):  # a server for nothing would take half a minute
+                    return carry_out(kind, prepared, HERE)
                 say("starting a temporary Prefect server; set PREFECT_API_URL to use a lasting one")
             flow = getattr(flows, name)
             server.wait()
             say(f"this run in the Prefect UI: {server.ui_url}")
             try:
-                return flow(config)
+                with reuse_checks(prepared):
+                    return flow(prepared.config)
             except TransportError as error:
                 raise ServerFailed(
                     f"the Prefect API at `{server.url}` no longer answers ({error}); finished work "

@@ -13,10 +13,10 @@ from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.whole_run import Watcher
 from exl2flow.flows.runs.runners import make_all
-from exl2flow.pipeline.bitrates import Sweep, check_runner
-from exl2flow.pipeline.local import RUNS, Steps, carry_out, output_of
-from exl2flow.pipeline.preparation import Sources
-from exl2flow.pipeline.release import check_release, target_of
+from exl2flow.pipeline.bitrates import Sweep
+from exl2flow.pipeline.local import RUNS, check_and_carry_out, output_of
+from exl2flow.pipeline.release import check_release
+from exl2flow.pipeline.run import Run, Sources, Steps
 from exl2flow.tasks.artifacts import run_artifact
 from exl2flow.tasks.compare import publish_comparison
 from exl2flow.tasks.hub_tasks import (
@@ -39,10 +39,9 @@ check_publication = Task(
 )
 
 
-def _check(config: RunOptions) -> None:
-    if isinstance(config, SweepConfig):
-        check_runner(config)
-    if target_of(config) is not None:
+def _check(run: Run, config: RunOptions) -> None:
+    run.check(config)
+    if config.publication is not None:
         check_publication(config)
 
 
@@ -88,4 +87,4 @@ def run_in_flow(name: str, config: RunOptions, *tags: str) -> Any:
     """Return the result of a run of `RUNS` inside the flow that calls this; `tags` name its run."""
     with logged():
         tag_run(config.source, *tags)
-        return carry_out(RUNS[name], config, TASKS)
+        return check_and_carry_out(RUNS[name], config, TASKS)

@@ -52,7 +52,7 @@ def make_all(config: SweepConfig, stop: StopRequest) -> dict[str, BaseException]
         Interrupted: a signal arrived, and the workers of this runner cannot be asked to stop.
     """
     outcomes: dict[str, BaseException | None] = {}
-    remaining = config.conversions()
+    remaining = config.models()
     for attempt in range(1, ATTEMPTS + 1):
         alone = [{name: conversion} for name, conversion in remaining.items()]
         for group in alone if attempt == ATTEMPTS else [remaining]:

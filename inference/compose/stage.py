@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -19,6 +20,7 @@ from exl2flow.core.errors import InferenceError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import limit_memory
 from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.engine.generate.passes import Passes, Sequences, SpanPlace
@@ -26,12 +28,13 @@ from exl2flow.engine.loading.layer_split import Split
 from exl2flow.engine.loading.load import LoadedModel, load_model
 from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.kernels.cuda.graphs import GraphPool
-from exl2flow.model import Composition, Decoder, RopeTables, Tokenizer, resolve
+from exl2flow.model import Composition, Decoder, ModelSpec, RopeTables, Tokenizer, resolve
 from exl2flow.model.memory.footprint import exact_format
 
 log = logging.getLogger(__name__)
 
 TEMPERATURES = (0.7, 0.85, 1.0)  # of rows 0, 1, 2, 0, …
+HALF, FLOAT = 2, 4  # bytes of fp16, of fp32
 LOOK_EVERY = 64  # tokens between two checks for signals …
 TELL_EVERY = 512  # … and between two reports; a multiple of LOOK_EVERY
 
@@ -271,6 +274,21 @@ def _options(config: RunOptions) -> dict[str, object]:
     return {"rows": plan.rows, "tokens": plan.tokens, "seed": calibration.seed}
 
 
+class _Sizes(Protocol):
+    """The model, and the GPU if there is one."""
+
+    spec: ModelSpec
+    card: object | None
+
+
+def needs(config: RunOptions, sizes: _Sizes) -> Need:
+    """Forecast the stage: the whole model, fp16 on a GPU and fp32 on a CPU."""
+    elements = Composition.of(sizes.spec, config.calibration).elements
+    if sizes.card is None:
+        return Need(memory_bytes=FLOAT * elements, holds="model")
+    return Need(gpu_memory_bytes=HALF * elements, holds="shards" if config.is_split else "model")
+
+
 COMPOSE: Stage[RunOptions] = Stage(
     name="compose",
     schema=1,
@@ -278,4 +296,6 @@ COMPOSE: Stage[RunOptions] = Stage(
     options=_options,
     run=compose,
     enabled=lambda config: config.calibration.text == "self",
+    needs=needs,
+    is_shared=True,
 )

@@ -6,12 +6,10 @@ from math import prod
 from typing import Self
 
 from exl2flow.core.options.config import (
-    DEFAULT_HEAD_BITS,
     MOST_BPW,
-    AllocateOptions,
     ConversionConfig,
+    RunOptions,
 )
-from exl2flow.core.options.refine import ModelOptions
 from exl2flow.model import ModelSpec
 from exl2flow.quant.allocate.budget import (
     bitrate_unreachable,
@@ -53,17 +51,14 @@ class BitRange:
     plain: int
 
     @classmethod
-    def of(cls, config: ModelOptions, spec: ModelSpec) -> Self:
+    def of(cls, config: RunOptions, spec: ModelSpec) -> Self:
         """Sum over all slots; a given measurement decides which candidates there are.
 
         A refinement keeps whichever candidates its model has.
         """
-        prefer = AllocateOptions().prefer
-        fixed: int | None = DEFAULT_HEAD_BITS
-        if isinstance(config, ConversionConfig):
-            prefer, fixed = config.allocate.prefer, config.fixed_head_bits
-        if isinstance(config, ConversionConfig) and config.measurement is not None:
-            measured = read_candidates(config, spec, config.measurement).decoder
+        prefer, fixed = config.allocation.prefer, config.fixed_head_bits
+        if config.measurement_file is not None:
+            measured = read_candidates(config, spec, config.measurement_file).decoder
             bits = [bits_of(results) for results in measured.values()]
         elif config.sensitivity.kind == "error":
             bits = [
@@ -98,7 +93,7 @@ class BitRange:
         low, high = ((d + h) // 8 for d, h in zip(self.decoder, self.head, strict=True))
         return self.plain + low, self.plain + high
 
-    def packed_bytes(self, config: ModelOptions, spec: ModelSpec) -> int:
+    def packed_bytes(self, config: RunOptions, spec: ModelSpec) -> int:
         """Return about how many bytes all quantized matrices will take.
 
         Raises:
@@ -141,12 +136,11 @@ def smallest_choice(config: ConversionConfig, spec: ModelSpec) -> Choice:
     return choice
 
 
-def check_measurement(config: ModelOptions, spec: ModelSpec) -> None:
+def check_measurement(config: RunOptions, spec: ModelSpec) -> None:
     """Check that a conversion's measurement, given or to be made, has what its allocation reads.
 
     Raises:
         ConfigError: it lacks costs in nats or the head, or belongs to another model.
     """
-    if isinstance(config, ConversionConfig):
-        given = config.measurement
-        check_measured(config, None if given is None else read_measurement(given, spec))
+    given = config.measurement_file
+    check_measured(config, None if given is None else read_measurement(given, spec))

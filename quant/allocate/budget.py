@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.core.options.config import AllocateOptions, ConversionConfig, Preference
+from exl2flow.core.options.config import AllocateOptions, ConversionConfig, Preference, RunOptions
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
@@ -187,7 +187,7 @@ def read_choice(folder: Path) -> dict[str, QuantParams]:
     return {key: QuantParams.from_json(value) for key, value in params.items()}
 
 
-def check_measured(config: ConversionConfig, measurement: Measurement | None) -> None:
+def check_measured(config: RunOptions, measurement: Measurement | None) -> None:
     """Check that a measurement has the head and costs in nats if this allocation needs them.
 
     None is the measurement that this conversion will make.
@@ -204,14 +204,14 @@ def check_measured(config: ConversionConfig, measurement: Measurement | None) ->
             "the measurement does not include the head, whose bits are to be chosen; give "
             "`--head-bits`, or measure with `--sensitivity fisher`"
         )
-    if config.allocate.rounds and not in_nats:
+    if config.allocation.rounds and not in_nats:
         raise ConfigError(
             "further rounds of allocation need costs in nats; use `--sensitivity fisher` and a "
             "measurement made with it, or another `--quality`"
         )
 
 
-def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Measurement:
+def read_candidates(config: RunOptions, spec: ModelSpec, path: Path) -> Measurement:
     """Read a measurement, without the candidates that the preference excludes.
 
     Raises:
@@ -219,7 +219,7 @@ def read_candidates(config: ConversionConfig, spec: ModelSpec, path: Path) -> Me
             candidate with all its groups of `FAST_GROUP` rows.
     """
     measurement = read_measurement(path, spec)
-    decoder = allowed(measurement.decoder, config.allocate.prefer)
+    decoder = allowed(measurement.decoder, config.allocation.prefer)
     if lacking := [name for name, results in decoder.items() if not results]:
         raise ConfigError(
             f"`{path}`: `{lacking[0]}` lists no candidates in groups of {FAST_GROUP} rows; leave "

@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
-from exl2flow.core.options.config import TARGETS, AllocateOptions, ConversionConfig
+from exl2flow.core.options.config import HELD_OUT_ROWS, TARGETS, AllocateOptions, ConversionConfig
 from exl2flow.core.options.ignored import has_costs_in_nats, objective_read
 from exl2flow.core.store.files import digest, read_json, write_json
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, SublayerSpec, resolve
@@ -41,9 +42,9 @@ from exl2flow.quant.measure.measurement import (
     read_measurement,
 )
 from exl2flow.quant.measure.results import bits_of, candidates_of, nats_of, scaled
-from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, judging_rows, split_rows
+from exl2flow.quant.tokenize.stage import judging_rows, split_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes, Need
+from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.working_memory import working_bytes
 
@@ -221,8 +222,10 @@ def corrected(
     return replace(measurement, decoder=decoder)
 
 
-def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
-    """Forecast the stage: states of two allocations, the source, and one trial per sublayer."""
+def needs(config: ConversionConfig, sizes: ModelSizes) -> Need | None:
+    """Forecast rounds: states of two allocations, the source, and one trial per sublayer."""
+    if not config.allocate.rounds:
+        return None
     rows, tokens = config.calibration.rows, config.calibration.row_tokens
     judging = judging_rows(HELD_OUT_ROWS, rows)
     training = rows - judging
@@ -230,7 +233,7 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
     states = sizes.token * tokens * (2 * seen + (3 + len(sizes.spec.sublayers)) * judging)
     working = sizes.walk_memory(sizes.worked_on(SUBLAYER_WEIGHT), tokens)
     work = working_bytes(sizes.spec, sizes.card.memory) if sizes.card else 0
-    return Need(memory_bytes=states + working, **sizes.on_gpu(work, states))
+    return Need(memory_bytes=states + working, holds="sublayer", **sizes.on_gpu(work, states))
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
@@ -268,4 +271,5 @@ ALLOCATE: Stage[ConversionConfig] = Stage(
     gpu_options=lambda config: (
         effect_of_limit(config, config.calibration.row_tokens) if config.allocate.rounds else {}
     ),
+    needs=needs,
 )

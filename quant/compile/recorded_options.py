@@ -12,7 +12,6 @@ from exl2flow.core.options.config import (
     ConversionConfig,
     RunOptions,
     SensitivityOptions,
-    TuneOptions,
 )
 from exl2flow.quant.allocate.stage import ALLOCATE
 
@@ -34,10 +33,10 @@ NOT_RECORDED = {  # places, what changes no file, and what other files record
 
 
 def recorded_options(config: RunOptions, *, without: Container[str] = ()) -> dict[str, Any]:
-    """Return the options that decided the files.
+    """Return the options that decided the files of a run.
 
     Args:
-        config: of a conversion or refinement.
+        config: the run.
         without: further fields to leave out.
     """
     options = config.model_dump(mode="json", exclude=NOT_RECORDED)
@@ -45,10 +44,17 @@ def recorded_options(config: RunOptions, *, without: Container[str] = ()) -> dic
         options[group].pop(name, None)
     if config.calibration.file is not None:
         options["calibration"]["text"] = config.calibration.dataset
-    if isinstance(config, ConversionConfig):
-        options["head_bits"] = config.fixed_head_bits
-        options["allocate"].update(ALLOCATE.options(config)["allocate"])
     return {name: value for name, value in options.items() if name not in without}
+
+
+def recorded_conversion(config: ConversionConfig) -> dict[str, Any]:
+    """Return the options that decided the files of a conversion."""
+    options = recorded_options(config)
+    options["head_bits"] = config.fixed_head_bits
+    options["allocate"].update(ALLOCATE.options(config)["allocate"])
+    if not config.tune.steps:
+        options["tune"] = {"steps": options["tune"]["steps"]}
+    return options
 
 
 def _unused(config: RunOptions) -> Iterator[tuple[str, str]]:
@@ -61,8 +67,6 @@ def _unused(config: RunOptions) -> Iterator[tuple[str, str]]:
         yield from (
             ("sensitivity", name) for name in SensitivityOptions.model_fields if name != "kind"
         )
-    if isinstance(config, ConversionConfig) and not config.tune.steps:
-        yield from (("tune", name) for name in TuneOptions.model_fields if name != "steps")
 
 
 def name_of_text(config: RunOptions) -> dict[str, str]:

@@ -26,6 +26,8 @@ from exl2flow.quant.compile.stage import (
     check_same,
     earlier_record,
     made_from,
+    needs,
+    predicted_kl,
     remove_others,
     write_own,
     write_shard,
@@ -152,4 +154,5 @@ COMPILE_REFINED: Stage[RefinementConfig] = Stage(
     options=_options,
     run=recompile,
     files=lambda config: config.model.glob("*"),
+    needs=needs,
 )

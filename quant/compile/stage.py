@@ -46,6 +46,7 @@ from exl2flow.core.store.model_files import (
     public_content,
     without_origin,
 )
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.outline import place_of
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint, provenance
 from exl2flow.core.store.stage import (
@@ -73,7 +74,11 @@ from exl2flow.quant.allocate.layout import (
     plan_shards,
     tensor_bytes,
 )
-from exl2flow.quant.compile.recorded_options import name_of_preset, name_of_text, recorded_options
+from exl2flow.quant.compile.recorded_options import (
+    name_of_preset,
+    name_of_text,
+    recorded_conversion,
+)
 from exl2flow.quant.quantize.routing import experts_entry
 from exl2flow.quant.quantize.stage import (
     read_report,
@@ -82,7 +87,7 @@ from exl2flow.quant.quantize.stage import (
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tune.stage import TUNING_FILE
 from exl2flow.quant.tune.trainable import fits_half
-from exl2flow.quant.walk.needs import HALF, ModelSizes, Need
+from exl2flow.quant.walk.needs import HALF, ModelSizes
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +300,7 @@ def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -
     record = {
         **made_from(run, names),
         "source_form": source_form(spec, CanonicalTensors(spec)),
-        "options": recorded_options(run.config),
+        "options": recorded_conversion(run.config),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "calibration": _calibration(run),
         "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
@@ -413,11 +418,12 @@ def check_same(written: TensorFiles, name: str, expected: torch.Tensor) -> None:
         )
 
 
-def needs(sizes: ModelSizes) -> Need:
+def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: the output, and what each thread of `_compare` holds on a GPU."""
     plain = HALF * sum(map(math.prod, plain_tensors(sizes.spec).values()))
     output = sizes.packed + plain + carried_bytes(sizes.spec)
-    return Need(output_bytes=output, **sizes.on_gpu(HELPERS * DECODING * sizes.largest))
+    on_gpu = sizes.on_gpu(HELPERS * DECODING * sizes.largest)
+    return Need(output_bytes=output, holds="", **on_gpu)
 
 
 def _options(config: ConversionConfig) -> dict[str, object]:
@@ -439,4 +445,5 @@ COMPILE: Stage[ConversionConfig] = Stage(
     options=_options,
     run=compile_model,
     files=lambda config: carried_files(config.source),
+    needs=needs,
 )

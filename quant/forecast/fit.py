@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.source import WANTED
 from exl2flow.core.words import size, size_to_ask_for
 from exl2flow.model import resolve
@@ -46,7 +46,7 @@ class Fit:
         return {"memory": self.memory, **parts.pop("needs"), **parts}
 
 
-def find_fit(config: ConversionConfig) -> Fit | None:
+def find_fit(config: RunOptions) -> Fit | None:
     """Divide the memory given in the options; return None if none is given.
 
     Raises:
@@ -54,7 +54,7 @@ def find_fit(config: ConversionConfig) -> Fit | None:
         BudgetUnreachable: not even the smallest model fits; the message says what needs how much.
         SourceModelError: the source cannot be used.
     """
-    options = config.fit
+    options = config.gpu_to_fit
     if options is None:
         return None
     spec = resolve(config.source, wanted=WANTED)

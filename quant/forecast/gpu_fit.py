@@ -5,10 +5,12 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from exl2flow.core.errors import StoreError
-from exl2flow.core.options.refine import ModelOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import limit_for, usable
+from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.model import ModelSpec
 from exl2flow.model.files.exl2 import padded_columns
@@ -21,6 +23,7 @@ from exl2flow.quant.walk.source_model import most_rows, widest
 
 log = logging.getLogger(__name__)
 
+Stages = Sequence[Stage[Any]]
 CARD_SIZES = (8, 12, 16, 24, 32, 80)  # GB, for which a plan has a verdict
 
 
@@ -65,15 +68,15 @@ def in_words(fits: Sequence[GpuFit]) -> str:
     )
 
 
-def gpu_fits(config: ModelOptions, spec: ModelSpec) -> tuple[GpuFit, ...]:
+def gpu_fits(config: RunOptions, stages: Stages, spec: ModelSpec) -> tuple[GpuFit, ...]:
     """Return whether a conversion fits each of `CARD_SIZES`."""
-    return tuple(fit_on(config, spec, gigabytes) for gigabytes in CARD_SIZES)
+    return tuple(fit_on(config, stages, spec, gigabytes) for gigabytes in CARD_SIZES)
 
 
-def fit_on(config: ModelOptions, spec: ModelSpec, gigabytes: int) -> GpuFit:
+def fit_on(config: RunOptions, stages: Stages, spec: ModelSpec, gigabytes: int) -> GpuFit:
     """Return whether a conversion fits a GPU, or a `--max-memory`, given in GB (10⁹ bytes)."""
     memory = usable(gigabytes * 10**9)
-    works, verdict = stage_works(config, spec, memory), "yes"
+    works, verdict = stage_works(config, stages, spec, memory), "yes"
     if any(work.least_bytes > memory for work in works):
         verdict = "no"
     elif any(work.bound_bytes > memory for work in works):
@@ -82,17 +85,17 @@ def fit_on(config: ModelOptions, spec: ModelSpec, gigabytes: int) -> GpuFit:
         gigabytes=gigabytes,
         verdict=verdict,
         works=works,
-        reductions=tuple(_reductions(config, spec, memory)),
+        reductions=tuple(_reductions(config, stages, spec, memory)),
     )
 
 
-def _reductions(config: ModelOptions, spec: ModelSpec, memory: int) -> Iterator[str]:
+def _reductions(config: RunOptions, stages: Stages, spec: ModelSpec, memory: int) -> Iterator[str]:
     """Yield what is done to need less memory."""
     tokens = max(config.calibration.row_tokens, config.calibration.measure_row_tokens)
     usual = {(widest(sublayer.projections), most_rows(sublayer)) for sublayer in spec.sublayers}
     if any(rows_together(w, tokens, memory, most=most) < most for w, most in usual):
         yield "fewer rows at a time"
-    needs = stage_needs(config, spec, Card(name="", memory=memory), packed=0)
+    needs = stage_needs(config, stages, spec, Card(name="", memory=memory), packed=0)
     main = ["states"] if any(need.pinned_bytes for need in needs.values()) else []
     if is_tall(spec.head.in_features * padded_columns(spec.head.out_features), memory):
         main.append("head")
@@ -100,19 +103,22 @@ def _reductions(config: ModelOptions, spec: ModelSpec, memory: int) -> Iterator[
         yield f"{' and '.join(main)} in main memory"
 
 
-def check_gpu(config: ModelOptions, spec: ModelSpec, memory: int, left: Collection[str]) -> None:
+def check_gpu(
+    config: RunOptions, stages: Stages, spec: ModelSpec, memory: int, left: Collection[str]
+) -> None:
     """Check that a GPU has the least that some stages need; warn if it is below the bound.
 
     Args:
         config: the run.
+        stages: those that make the model.
         spec: its model.
         memory: bytes of the GPU for tensors.
-        left: the stages.
+        left: names of the stages that will run.
 
     Raises:
         StoreError: naming the stage, the sublayer, what it needs and what there is.
     """
-    works = [work for work in stage_works(config, spec, memory) if work.stage in left]
+    works = [work for work in stage_works(config, stages, spec, memory) if work.stage in left]
     if not works:
         return
     most = _most(works)

@@ -5,10 +5,12 @@ in main memory, rows can pass one at a time, a head can lie in main memory. With
 certain to run out of memory. The bound adds what may be needed besides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from exl2flow.core.options.refine import ModelOptions
+from exl2flow.core.options.config import RunOptions
+from exl2flow.core.store.stage import Stage
 from exl2flow.model import ModelSpec, ProjectionSpec, SublayerPart
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.forecast.needs import stage_needs
@@ -24,8 +26,6 @@ from exl2flow.quant.walk.needs import FLOAT, HALF, LIBRARIES, Card, hessian_elem
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.working_memory import PASSING, working_bytes
 
-ROUNDING = ("refine", "measure", "allocate", "quantize")  # stages that factor Hessians
-WHOLE = ("compose", "tune")  # stages that hold the whole model, which nothing reduces
 CODE = 1  # bytes of a code
 
 
@@ -70,24 +70,27 @@ class _Part:
         return FLOAT * hessian_elements(self.projections)
 
 
-def stage_works(config: ModelOptions, spec: ModelSpec, memory: int) -> tuple[StageWork, ...]:
+def stage_works(
+    config: RunOptions, stages: Sequence[Stage[Any]], spec: ModelSpec, memory: int
+) -> tuple[StageWork, ...]:
     """Return the works of a run's stages, in order; `compile` always needs less than others.
+
+    Of a model that is split, loading it says whether it fits.
 
     Args:
         config: the run.
+        stages: those that make the model.
         spec: its model.
         memory: bytes of the GPU for tensors.
     """
-    needs = stage_needs(config, spec, Card(name="", memory=memory), packed=0)
+    needs = stage_needs(config, stages, spec, Card(name="", memory=memory), packed=0)
     parts = list(_parts(config, spec, memory))
     works = []
     for stage, need in needs.items():
-        if stage == "compose" and config.is_split:  # loading it says whether it fits
-            continue
-        if stage in WHOLE:
+        if need.holds == "model":  # nothing reduces it
             part, least = "the whole model", need.gpu_memory_bytes
             bound = least
-        elif stage in (*ROUNDING, "sensitivity"):
+        elif need.holds == "sublayer":
             least, part = max((_least_bytes(stage, part), part.name) for part in parts)
             if stage == "sensitivity":
                 bound = sublayer_bytes(config, spec) + LIBRARIES
@@ -100,7 +103,7 @@ def stage_works(config: ModelOptions, spec: ModelSpec, memory: int) -> tuple[Sta
     return tuple(works)
 
 
-def _parts(config: ModelOptions, spec: ModelSpec, memory: int) -> Iterator[_Part]:
+def _parts(config: RunOptions, spec: ModelSpec, memory: int) -> Iterator[_Part]:
     """Yield one sublayer of each shape, and the head."""
     options = config.sensitivity
     block, has_factors = options.block, SENSITIVITY.enabled(config)

@@ -11,22 +11,21 @@ from dataclasses import replace
 from typing import TypeVar
 
 from exl2flow.core.errors import Exl2FlowError
-from exl2flow.core.options.refine import ModelOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.background import HELPERS, MOST_WAITING
 from exl2flow.core.runtime.memory import pinned_block
+from exl2flow.core.store.need import Need
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.files.weights import PIECE_BYTES
 from exl2flow.quant.quantize.stage import ERROR_ROWS
 from exl2flow.quant.sensitivity.fisher import block_size
 from exl2flow.quant.sensitivity.stage import SENSITIVITY, factor_bytes_of, head_block
-from exl2flow.quant.walk.needs import FLOAT, HALF, Card, Need
+from exl2flow.quant.walk.needs import FLOAT, HALF, Card
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.walk import STATE_FILES
 
-WALKS = ("refine", "sensitivity", "measure", "allocate", "quantize")  # read every sublayer
 MAKERS = ("refine", "quantize")  # of matrices
-ELSEWHERE = ("compose", "tokenize", "tune")  # whose own forecasts hold, with a GPU or without
 RESULT = 1  # bytes per weight of a packed matrix, at most; beside it are its values
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ Part = tuple[tuple[int, int, int], ...]  # of a sublayer or the head: capture, i
 
 
 def beside_gpu(
-    config: ModelOptions, spec: ModelSpec, card: Card, needs: Mapping[str, Need]
+    config: RunOptions, spec: ModelSpec, card: Card, needs: Mapping[str, Need]
 ) -> dict[str, Need]:
     """Return the needs with the main memory of a machine that has this GPU."""
     forecast, found = _Forecast(config, spec, card), dict[str, Need]()
@@ -43,7 +42,7 @@ def beside_gpu(
     for stage, need in needs.items():
         for blocks in forecast.moments(stage, need):
             pool |= blocks
-        own = need.memory_bytes if stage in ELSEWHERE else forecast.not_pinned(stage, need)
+        own = forecast.not_pinned(stage, need)
         pinned = sum(size * count for size, count in pool.items())
         found[stage] = replace(need, memory_bytes=own + pinned)
     return found
@@ -52,7 +51,7 @@ def beside_gpu(
 class _Forecast:
     """Sizes of what a run over a model moves between main memory and the GPU."""
 
-    def __init__(self, config: ModelOptions, spec: ModelSpec, card: Card) -> None:
+    def __init__(self, config: RunOptions, spec: ModelSpec, card: Card) -> None:
         self.config, self.spec, self.card = config, spec, card
         self.parts = [*(_part(s.projections) for s in spec.sublayers), _part((spec.head,))]
         self.groups = {
@@ -68,7 +67,7 @@ class _Forecast:
         if stage == "compile":
             matrices = [(k, n) for part in self.parts for _, k, n in part]
             yield _most(matrices, HELPERS, lambda matrix: [HALF * _stored(*matrix)])
-        if stage not in WALKS:
+        if need.holds != "sublayer":
             return
         yield _blocks([self.itemsize * size for size in (self.spec.head.numel, self.embedding)])
         yield self._walk(stage, need)
@@ -123,7 +122,7 @@ class _Forecast:
             return need.pinned_bytes // 2  # outputs of all rows as one tensor
         if stage == "compile":  # the embedding as read, as written, and read back
             return (self.itemsize + 2 * HALF) * self.embedding
-        return 0
+        return 0 if need.holds == "sublayer" else need.memory_bytes
 
 
 def _packed(k: int) -> int:

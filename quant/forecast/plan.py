@@ -7,9 +7,9 @@ from typing import Any
 from exl2flow.core import words
 from exl2flow.core.errors import StoreError
 from exl2flow.core.options.config import RunOptions
-from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.changes import Outlook, outlook, stage_rows
 from exl2flow.core.store.files import read_json
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.outline import place_of
 from exl2flow.core.store.source import DIGESTS_FILE
 from exl2flow.core.store.stage import Pipeline, Stage
@@ -18,8 +18,7 @@ from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, ModelSpec
 from exl2flow.quant.forecast.gpu_fit import GpuFit, in_words
 from exl2flow.quant.measure.candidates import FAST_GROUP
-from exl2flow.quant.tokenize.stage import judging_rows
-from exl2flow.quant.walk.needs import Card, Need
+from exl2flow.quant.walk.needs import Card
 
 MOST_NAMES = 8  # of files or tensors that are listed
 BASE_MEMORY = 700 * 2**20  # interpreter, torch, Prefect
@@ -189,12 +188,7 @@ def _some(names: Sequence[str]) -> str:
 def calibration_in_words(config: RunOptions, spec: ModelSpec) -> str:
     """Describe the calibration rows."""
     options = config.calibration
-    text = f"{options.rows} rows x {options.row_tokens} tokens, "
-    if isinstance(config, RefinementConfig):
-        judging = judging_rows(config.held_out_rows, options.rows)
-        text += f"of which {judging} are set aside to judge"
-    else:
-        text += f"measured on {options.measure_rows} x {options.measure_row_tokens}"
+    text = f"{options.rows} rows x {options.row_tokens} tokens, {config.rows_in_words}"
     if options.text == "chat":
         text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
     if options.text == "self":

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
-from exl2flow.core.options.config import AllocateOptions, ConversionConfig
-from exl2flow.core.options.refine import ModelOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import available_memory
 from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, left_out
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.outline import Outline
 from exl2flow.core.store.source import DIGESTS_FILE, WANTED
 from exl2flow.core.store.stage import Stage
@@ -30,38 +30,36 @@ from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.gpu_fit import check_gpu, gpu_fits
-from exl2flow.quant.forecast.least import WHOLE
 from exl2flow.quant.forecast.main_memory import beside_gpu
 from exl2flow.quant.forecast.needs import stage_needs, work_bytes
 from exl2flow.quant.forecast.plan import Plan, base_memory, calibration_in_words, what_is_left
 from exl2flow.quant.tokenize.checks import check_files, check_rows, check_tokenizer
-from exl2flow.quant.walk.needs import Card, Need
+from exl2flow.quant.walk.needs import Card
 
 T = TypeVar("T")
 
 FEW_ROWS = 16  # of calibration, which are tried where memory does not suffice
 
-# Stages that do not depend on the target
-SHARED = ("compose", "tokenize", "sensitivity", "measure")
-
 
 def preflight(
-    config: ModelOptions, stages: Sequence[Stage[Any]] = (), *, anew: bool = False
+    config: RunOptions,
+    stages: Sequence[Stage[Any]],
+    *,
+    run: Sequence[Stage[Any]] | None = None,
+    anew: bool = False,
 ) -> Plan:
-    """Check a conversion without doing any of it.
+    """Check the making of a model without doing any of it.
 
     Args:
-        config: the conversion.
-        stages: the stages of the run. Disk and memory must suffice for what is left of them, or
-            for a whole conversion if none are given.
+        config: of one model.
+        stages: those that make it.
+        run: those that will run. Disk and memory must suffice for what is left of them. None: all.
         anew: nothing of them counts as finished.
 
     Raises:
         PreflightFailed: all problems, one per line.
     """
     problems: list[str] = []
-    measurement = config.measurement if isinstance(config, ConversionConfig) else None
-    lossy = isinstance(config, ConversionConfig) and config.lossy_source
 
     def attempt(check: Callable[[], T]) -> T | None:
         try:
@@ -86,19 +84,22 @@ def preflight(
         has_layers = attempt(lambda: has_all_layers(spec))  # loops over others may take for ever
         attempt(lambda: check_tokenizer(config, spec))
         attempt(lambda: check_storable(spec))
-        attempt(lambda: check_tensors(spec, lossy=lossy))
+        attempt(lambda: check_tensors(spec, lossy=config.accepts_lossy))
         if has_layers:
             attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))
-        is_measured = measurement is None or measurement.is_file()
+        given = config.measurement_file
+        is_measured = given is None or given.is_file()
         if is_measured:  # else `check_files` says so
             attempt(lambda: check_measurement(config, spec))
-        to_do = () if problems else stages
+        to_do = () if problems else run or stages
         if has_layers and is_measured:
-            plan = attempt(lambda: _plan(config, spec, card, to_do, device=str(device), anew=anew))
+            plan = attempt(
+                lambda: _plan(config, stages, spec, card, to_do, device=str(device), anew=anew)
+            )
         if plan is not None:
-            attempt(lambda: check_disk([plan]))
-            attempt(lambda: _check_memory(config, plan, spec))
+            attempt(lambda: check_disk([plan], stages))
+            attempt(lambda: _check_memory(config, stages, plan, spec))
             if not problems:
                 return plan
     failed = PreflightFailed("\n".join(problems))
@@ -106,7 +107,7 @@ def preflight(
     raise failed
 
 
-def _check_output(config: ModelOptions) -> None:
+def _check_output(config: RunOptions) -> None:
     """Check that the output is, or can become, a folder of this conversion alone."""
     _check_writable(config.out, "--out")
     if config.work_dir_root.is_relative_to(config.out.resolve()):
@@ -130,10 +131,11 @@ def _existing(folder: Path) -> Path:
 
 
 def _plan(
-    config: ModelOptions,
+    config: RunOptions,
+    stages: Sequence[Stage[Any]],
     spec: ModelSpec,
     card: Card | None,
-    stages: Sequence[Stage[Any]],
+    to_do: Sequence[Stage[Any]],
     *,
     device: str,
     anew: bool,
@@ -141,12 +143,11 @@ def _plan(
     """Forecast sizes; refuse an unreachable target."""
     reach = BitRange.of(config, spec)
     packed = reach.packed_bytes(config, spec)
-    needs = stage_needs(config, spec, card, packed=packed)
+    needs = stage_needs(config, stages, spec, card, packed=packed)
     if card is not None:
         needs = beside_gpu(config, spec, card, needs)
-    left, outlooks = what_is_left(config, stages, needs, anew=anew)
+    left, outlooks = what_is_left(config, to_do, needs, anew=anew)
     outline = Outline.of(config.source)
-    prefer = (config.allocate if isinstance(config, ConversionConfig) else AllocateOptions()).prefer
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -156,7 +157,7 @@ def _plan(
         unused_gpu=unused_gpu() if config.device == "auto" else None,
         calibration=calibration_in_words(config, spec),
         target=config.target,
-        prefer=prefer,
+        prefer=config.allocation.prefer,
         reachable_bpw=reach.bpw,
         output_bytes=needs["compile"].output_bytes,
         work_bytes=work_bytes(needs.values()),
@@ -166,7 +167,7 @@ def _plan(
         finished=tuple(each.stage for each in outlooks if each.state == "finished"),
         stages=outlooks,
         card=card,
-        gpu_fits=gpu_fits(config, spec),
+        gpu_fits=gpu_fits(config, stages, spec),
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
@@ -177,7 +178,7 @@ def _plan(
     )
 
 
-def check_disk(plans: Sequence[Plan]) -> None:
+def check_disk(plans: Sequence[Plan], stages: Sequence[Stage[Any]]) -> None:
     """Check that the disks have room for what is left of conversions of one model.
 
     The download of its source counts, if it is still to come.
@@ -186,9 +187,10 @@ def check_disk(plans: Sequence[Plan]) -> None:
         StoreError: naming what they need and what is free.
     """
     work: dict[Hashable, Need] = {}
+    shared = {stage.name for stage in stages if stage.is_shared}
     for plan in plans:
         for name, stage_need in plan.left.items():
-            work[name if name in SHARED else (plan.out, name)] = stage_need
+            work[name if name in shared else (plan.out, name)] = stage_need
     sizes = [(plan.out, sum(n.output_bytes for n in plan.left.values())) for plan in plans]
     disks: dict[int, list[tuple[Path, int]]] = {}
     download = plans[0].download_bytes
@@ -205,23 +207,24 @@ def check_disk(plans: Sequence[Plan]) -> None:
             )
 
 
-def _check_memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> None:
+def _check_memory(
+    config: RunOptions, stages: Sequence[Stage[Any]], plan: Plan, spec: ModelSpec
+) -> None:
     """Check that main memory and the GPU's suffice for every stage that is left."""
     card, free = plan.card, available_memory()
     main = {name: need.memory_bytes for name, need in plan.left.items() if need.memory_bytes}
     stage = max(main, key=main.__getitem__, default="")
     base = base_memory(card)
     if stage and free is not None and base + main[stage] > free:
+        advice = _memory_advice(config, stages, plan, spec, stage, free - base)
         raise StoreError(
             f"the stage `{stage}` may need {size(base + main[stage])} of memory, {size(free)} may "
-            f"be used; {_memory_advice(config, plan, spec, stage, free - base)}"
+            f"be used; {advice}"
         )
     if card is None:
         return
     on_gpu = {
-        name: need.gpu_memory_bytes
-        for name, need in plan.left.items()
-        if name != "compose" or not config.is_split
+        name: need.gpu_memory_bytes for name, need in plan.left.items() if need.holds != "shards"
     }
     stage = max(on_gpu, key=on_gpu.__getitem__, default="")
     if stage and on_gpu[stage] > card.memory:
@@ -230,26 +233,35 @@ def _check_memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> None:
             f"{size(card.memory)} may be used; choose another `--quality`, `--calibration` or "
             "`--device`"
         )
-    check_gpu(config, spec, card.memory, plan.left)
+    check_gpu(config, stages, spec, card.memory, plan.left)
 
 
-def _memory_advice(config: ModelOptions, plan: Plan, spec: ModelSpec, stage: str, room: int) -> str:
+def _memory_advice(
+    config: RunOptions,
+    stages: Sequence[Stage[Any]],
+    plan: Plan,
+    spec: ModelSpec,
+    stage: str,
+    room: int,
+) -> str:
     """Return what most of the memory is for, and which options leave so little that it suffices."""
     parts = {s.name: sum(p.numel for p in s.projections) for s in spec.sublayers}
     parts[spec.head.key] = spec.head.numel
     part = max(parts, key=parts.__getitem__)
     helpful = [
-        option for option, changed in _smaller(config) if _memory(changed, plan, spec) <= room
+        option
+        for option, changed in _smaller(config)
+        if _memory(changed, stages, plan, spec) <= room
     ]
     largest = f"the largest part of the model, `{part}`, has {parts[part] / 1e6:,.1f} M weights"
-    if stage in WHOLE:
+    if plan.left[stage].holds in ("model", "shards"):
         largest = f"it holds the whole model, {plan.weights / 1e6:,.1f} M weights"
     if not helpful:
         return f"{largest}, and no option lowers that enough: use a machine with more memory"
     return f"{largest}; {' or '.join(helpful)} would lower it enough"
 
 
-def _smaller(config: ModelOptions) -> Iterator[tuple[str, ModelOptions]]:
+def _smaller(config: RunOptions) -> Iterator[tuple[str, RunOptions]]:
     """Yield options that may lower the memory of a run, and the run with them."""
     rows = config.calibration
     for option, values in (
@@ -265,9 +277,9 @@ def _smaller(config: ModelOptions) -> Iterator[tuple[str, ModelOptions]]:
             yield f"`--quality {quality}`", type(config)(**given | {"quality": quality})
 
 
-def _memory(config: ModelOptions, plan: Plan, spec: ModelSpec) -> int:
+def _memory(config: RunOptions, stages: Sequence[Stage[Any]], plan: Plan, spec: ModelSpec) -> int:
     """Return the most memory that a stage of a run needs beside the process itself."""
-    needs = stage_needs(config, spec, plan.card, packed=plan.output_bytes)
+    needs = stage_needs(config, stages, spec, plan.card, packed=plan.output_bytes)
     if plan.card is not None:
         needs = beside_gpu(config, spec, plan.card, needs)
     return max(need.memory_bytes for need in needs.values())

@@ -14,9 +14,10 @@ from pathlib import Path
 import torch
 
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch, SharedOptions
+from exl2flow.core.options.config import RoundingOptions, RunOptions, ScaleSearch
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import write_json
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.core.store.store import StageFolder, versions
 from exl2flow.kernels import get_ops, tensor_cores
@@ -55,9 +56,9 @@ from exl2flow.quant.rounding.error_feedback import (
 )
 from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians
 from exl2flow.quant.sensitivity.fisher import shared_factor
-from exl2flow.quant.tokenize.stage import held_out_rows, load_rows, unjudged_rows
+from exl2flow.quant.tokenize.stage import load_rows, unjudged_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
+from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel, device_of, row_batches
 from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, walk
 
@@ -246,7 +247,7 @@ def measure(run: StageRun[RunOptions]) -> None:
     get_ops(run.device).prepare_rounding()
     folder = run.inputs["tokenize"]
     if "sensitivity" in run.inputs:
-        rows = unjudged_rows(folder, "measure", held_out_rows(run.config))
+        rows = unjudged_rows(folder, "measure", run.config.held_out)
         compact = is_compact(len(model.spec.projections) + 1)
         files = estimate_all(run, model, rows)
     else:
@@ -326,6 +327,7 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
         memory_bytes=2 * states + sizes.walk_memory(weights, tokens),
         kept_bytes=entry_bytes(sizes.spec),
         passing_bytes=STATE_FILES * states,
+        holds="sublayer",
         **sizes.on_gpu(work, states if sizes.factors else 2 * states),
     )
 
@@ -345,6 +347,8 @@ MEASURE: Stage[RunOptions] = Stage(
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=measure,
-    enabled=lambda config: not (isinstance(config, SharedOptions) and config.measurement),
+    enabled=lambda config: config.measurement_file is None,
     gpu_options=lambda config: effect_of_limit(config, config.calibration.measure_row_tokens),
+    needs=needs,
+    is_shared=True,
 )

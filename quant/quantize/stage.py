@@ -14,10 +14,9 @@ from typing import Literal
 
 import torch
 
-from exl2flow.core import words
-from exl2flow.core.options.config import RunOptions, SharedOptions
-from exl2flow.core.reports import MatrixReport, SublayerReport
+from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.files import read_metadata, read_tensors
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import get_ops, record_stream, run_concurrently, tensor_cores
 from exl2flow.model import (
@@ -61,7 +60,7 @@ from exl2flow.quant.sensitivity.fisher import Factors, shared_factors
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes, Need
+from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
 from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, advance, walk
@@ -375,7 +374,7 @@ def _prepare(run: StageRun[RunOptions]) -> None:
     """Start to build kernels: those of this stage, then those of a sample when validating."""
     ops, config = get_ops(run.device), run.config
     ops.prepare_rounding()
-    if isinstance(config, SharedOptions) and config.validate_options.sample_tokens:
+    if config.writes_sample:
         ops.prepare()
 
 
@@ -413,6 +412,7 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
         memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),
         kept_bytes=sizes.packed,
         passing_bytes=STATE_FILES * states,
+        holds="sublayer",
         **sizes.on_gpu(work, states),
     )
 
@@ -428,4 +428,6 @@ QUANTIZE: Stage[RunOptions] = Stage(
     options=_options,
     run=quantize,
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
+    needs=needs,
+    removable=True,
 )

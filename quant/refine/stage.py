@@ -23,6 +23,7 @@ from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     MatrixWork,
     install,
+    needs,
     read_report,
     row_errors,
     summary,
@@ -205,4 +206,6 @@ REFINE: Stage[RefinementConfig] = Stage(
     run=refine_model,
     files=lambda config: config.model.glob("*"),
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
+    needs=partial(needs, corrects=False),
+    removable=True,
 )

@@ -16,10 +16,11 @@ from typing import Literal
 import torch
 
 from exl2flow.core.errors import CalibrationError
-from exl2flow.core.options.config import RunOptions, SensitivityOptions
+from exl2flow.core.options.config import HELD_OUT_ROWS, RunOptions, SensitivityOptions
 from exl2flow.core.runtime.background import Background, HostTensors, helpers, to_host
 from exl2flow.core.runtime.memory import available_memory, give_back_pinned, pinned_block
 from exl2flow.core.store.files import read_tensors, write_tensors
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import get_ops, tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer, SublayerSpec
@@ -46,9 +47,9 @@ from exl2flow.quant.sensitivity.fisher import (
     storing_factors,
     unpacked,
 )
-from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, held_out_rows, split_rows, text_rows
+from exl2flow.quant.tokenize.stage import split_rows, text_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.needs import FLOAT, ModelSizes, Need
+from exl2flow.quant.walk.needs import FLOAT, ModelSizes
 from exl2flow.quant.walk.source_model import DTYPE, SourceModel
 from exl2flow.quant.walk.walk import advance, remedied, save_when_due
 
@@ -187,6 +188,7 @@ def needs(config: RunOptions, sizes: ModelSizes) -> Need:
         memory_bytes=3 * states + sublayer_bytes(config, spec),
         kept_bytes=sum(factor_sizes(spec, config.sensitivity)),
         passing_bytes=files * states,
+        holds="sublayer",
         **sizes.on_gpu(work, 3 * states),
     )
 
@@ -404,7 +406,7 @@ def sensitivity(run: StageRun[RunOptions]) -> None:
     model = SourceModel.open(run.config, run.device, gradients=True)
     get_ops(run.device).prepare_rounding()
     run.folder.manifest.total = len(model.spec.sublayers) + 1
-    rows, held_out = run.config.sensitivity.rows, held_out_rows(run.config)
+    rows, held_out = run.config.sensitivity.rows, run.config.held_out
     ids = spread_rows(run.inputs["tokenize"], rows, held_out)
     remedied(model, lambda model: _WayBack(run, model, ids).walk())
     give_back_pinned()
@@ -412,7 +414,7 @@ def sensitivity(run: StageRun[RunOptions]) -> None:
 
 
 def _options(config: RunOptions) -> dict[str, object]:
-    held_out = {"held_out_rows": held_out_rows(config)}
+    held_out = {"held_out_rows": config.held_out}
     return {**config.sensitivity.model_dump(), "rope": config.rope.model_dump(), **held_out}
 
 
@@ -424,4 +426,6 @@ SENSITIVITY: Stage[RunOptions] = Stage(
     run=sensitivity,
     enabled=lambda config: config.sensitivity.kind == "fisher",
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
+    needs=needs,
+    is_shared=True,
 )

@@ -3,8 +3,7 @@
 import logging
 
 from exl2flow.core.errors import NotEnoughRows, StoreError
-from exl2flow.core.options.config import ConversionConfig, RunOptions
-from exl2flow.core.options.refine import ModelOptions
+from exl2flow.core.options.config import RunOptions
 from exl2flow.model import ModelSpec, Tokenizer
 from exl2flow.quant.tokenize.dialogues import check_template, load_template
 from exl2flow.quant.tokenize.mix import TEXT_KINDS, RowRequest, row_counts
@@ -13,10 +12,10 @@ from exl2flow.quant.tokenize.parquet import check_parquet
 log = logging.getLogger(__name__)
 
 
-def check_files(config: ModelOptions) -> None:
+def check_files(config: RunOptions) -> None:
     """Check that the files named by the user exist."""
-    measurement = config.measurement if isinstance(config, ConversionConfig) else None
-    named = (config.calibration.file, measurement, config.validate_options.text)
+    text = config.validation.text if config.validation else None
+    named = (config.calibration.file, config.measurement_file, text)
     missing = [str(path) for path in named if path is not None and not path.is_file()]
     if missing:
         raise StoreError(f"no such file: {', '.join(f'`{name}`' for name in missing)}")
@@ -38,10 +37,7 @@ def check_tokenizer(config: RunOptions, spec: ModelSpec) -> None:
 def check_rows(config: RunOptions, spec: ModelSpec) -> None:
     """Warn about rows too long for the model; refuse a single row of text where some judge."""
     calibration = config.calibration
-    judging = []
-    if isinstance(config, ConversionConfig):
-        users = (("tuning", config.tune.steps), ("allocation", config.allocate.rounds))
-        judging = [name for name, needed in users if needed]
+    judging = config.judges
     count = _rows_of_text(config, spec)
     if judging and count < 2:
         raise NotEnoughRows(

@@ -11,7 +11,6 @@ import torch
 from exl2flow import calibration_data
 from exl2flow.core.errors import NotEnoughRows
 from exl2flow.core.options.config import CalibrationOptions, RunOptions
-from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.store.files import (
     digest,
     digest_of,
@@ -20,13 +19,13 @@ from exl2flow.core.store.files import (
     write_json,
     write_tensors,
 )
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.model import Tokenizer, check_ids, resolve, with_bos
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_template
 from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
-from exl2flow.quant.walk.needs import TOKEN, Need
+from exl2flow.quant.walk.needs import TOKEN, ModelSizes
 
-HELD_OUT_ROWS = 4  # rows of text that only judge, where options do not say how many
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
@@ -92,11 +91,6 @@ def text_rows(folder: Path, mix: Mix = "quantize") -> tuple[torch.Tensor, list[i
     ids = load_rows(folder, mix)
     kinds = read_json(folder / KINDS_FILE)[mix]["kinds"]
     return ids, [row for row, kind in enumerate(kinds) if kind not in NO_TEXT]
-
-
-def held_out_rows(config: RunOptions) -> int:
-    """Return how many rows judge the matrices of a run, or allocations of its source."""
-    return config.held_out_rows if isinstance(config, RefinementConfig) else HELD_OUT_ROWS
 
 
 def judging_rows(held_out: int, rows: int) -> int:
@@ -203,7 +197,7 @@ def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
     )
 
 
-def needs(config: RunOptions) -> Need:
+def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: the ids of all rows, in memory twice."""
     rows = config.calibration
     ids = TOKEN * (rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens)
@@ -235,4 +229,6 @@ TOKENIZE: Stage[RunOptions] = Stage(
     options=_options,
     run=tokenize,
     files=lambda config: filter(None, [config.calibration.file]),
+    needs=needs,
+    is_shared=True,
 )

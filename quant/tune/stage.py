@@ -16,6 +16,7 @@ import torch
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TuneOptions
 from exl2flow.core.store.files import write_json, write_tensors
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
@@ -32,7 +33,7 @@ from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
 from exl2flow.quant.tune.trainable import TunedLinear
 from exl2flow.quant.tune.tuned_model import TunedModel
-from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes, Need
+from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
 from exl2flow.quant.walk.walk import STATE_FILES
 
@@ -84,6 +85,7 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
         kept_bytes=sizes.packed + HALF * plain,
         passing_bytes=STATE_FILES * state,
         gpu_memory_bytes=working if sizes.card else 0,
+        holds="model",
     )
 
 
@@ -180,4 +182,6 @@ TUNE: Stage[ConversionConfig] = Stage(
     options=_options,
     run=tune,
     enabled=lambda config: config.tune.steps > 0,
+    needs=needs,
+    removable=True,
 )

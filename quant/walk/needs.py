@@ -1,8 +1,8 @@
-"""`Need`: memory and disk that a stage takes at most, from shapes and options alone.
+"""Sizes of a model and of a GPU, from which stages forecast memory and disk.
 
-Each stage's module has a function that forecasts it. Constants count what exists at the worst
-moment of the code beside them. The sums were compared with the peaks of models that are mostly
-hidden states, mostly wide matrices or mostly head.
+Each stage's module has a function that forecasts its `Need`. Constants count what exists at the
+worst moment of the code beside them. The sums were compared with the peaks of models that are
+mostly hidden states, mostly wide matrices or mostly head.
 """
 
 from collections.abc import Sequence
@@ -39,23 +39,6 @@ class Card:
         """Describe a device, limited to `limit` bytes."""
         limit_memory(device, limit)
         return cls(name=torch.cuda.get_device_name(device), memory=free_memory(device))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Upper bounds for one stage, in bytes.
-
-    memory_bytes: main memory beyond the process itself; kept_bytes: disk that stays occupied;
-    passing_bytes: disk that is freed when the stage ends; output_bytes: disk of `--out`;
-    pinned_bytes: hidden states that wait in main memory because the GPU has no room for them.
-    """
-
-    memory_bytes: int = 0
-    kept_bytes: int = 0
-    passing_bytes: int = 0
-    output_bytes: int = 0
-    gpu_memory_bytes: int = 0
-    pinned_bytes: int = 0
 
 
 class ModelSizes:

@@ -24,6 +24,7 @@ from exl2flow.model import (
     resolve,
 )
 from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.layout import KEPT
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.refine.stored_model import StoredModel, check_refinement
@@ -47,7 +48,7 @@ def tower_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
 def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     source = make_checkpoint(name, tmp_path / "model", dtype=torch.bfloat16)
     config = prepared(source, bpw=7.0)
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
 
     run_until(config, "compile")
 

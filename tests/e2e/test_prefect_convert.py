@@ -23,8 +23,8 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.flows import convert, measure
-from exl2flow.flows.runs import preparation
-from exl2flow.pipeline import stages
+from exl2flow.pipeline import preparation
+from exl2flow.pipeline.local import RUNS
 from exl2flow.pipeline.preparation import prepare, reuse_checks
 
 SHARED = ("tokenize", "sensitivity", "measure")  # by all bitrates
@@ -271,7 +271,8 @@ def test_the_flow_checks_unless_its_command_did(
         )[1],
     )
 
-    with reuse_checks(prepare(converted.config, stages.STAGES)) if is_handed_on else nullcontext():
+    handed_on = reuse_checks(prepare(RUNS["convert"], converted.config))
+    with handed_on if is_handed_on else nullcontext():
         _, state = run_flow(converted.config)
 
     assert state.is_completed()

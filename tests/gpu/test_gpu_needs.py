@@ -25,10 +25,10 @@ LIMITED = Path(__file__).parents[1] / "support" / "limited.py"
 def test_no_stage_takes_more_memory_than_the_plan_says(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "model")
     config = small_config(source, tmp_path / "out", device="cuda", quality="standard")
-    plan = preflight(config)
+    plan = preflight(config, STAGES, anew=True)
     assert plan.card is not None
     assert plan.card.name == torch.cuda.get_device_name()
-    works = stage_works(config, resolve(source), plan.card.memory)
+    works = stage_works(config, STAGES, resolve(source), plan.card.memory)
     least = {work.stage: work.least_bytes for work in works}
     pipeline = open_pipeline(config, STAGES)
 

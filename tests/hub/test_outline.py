@@ -39,7 +39,9 @@ from exl2flow.model import resolve
 from exl2flow.model.files.canonical import CanonicalTensors
 from exl2flow.pipeline.hub import fetch as hub_tasks
 from exl2flow.pipeline.hub.outline import outlined
-from exl2flow.pipeline.preparation import Prepared, prepare, prepare_source
+from exl2flow.pipeline.local import RUNS
+from exl2flow.pipeline.preparation import prepare, prepare_source
+from exl2flow.pipeline.run import Prepared
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
 
@@ -82,7 +84,8 @@ def conversion(root: Path, **values: object) -> ConversionConfig:
 
 
 def prepared(config: ConversionConfig, *, dry_run: bool = False) -> Prepared[ConversionConfig]:
-    return prepare_source(config, STAGES, sources(plain=True, renew=False), dry_run=dry_run)
+    having = sources(plain=True, renew=False)
+    return prepare_source(RUNS["convert"], config, having, dry_run=dry_run)
 
 
 @contextmanager
@@ -121,7 +124,8 @@ def test_a_dry_run_asks_for_headers_alone_and_leaves_nothing(
     found = prepared(conversion(tmp_path), dry_run=True).plan
     seen = {r.server: r.token for r in hub.requests}
 
-    local = prepare(small_config(tiny_source, tmp_path / "out", work_root=tmp_path / "work"), ())
+    config = small_config(tiny_source, tmp_path / "out", work_root=tmp_path / "work")
+    local = prepare(RUNS["convert"], config, anew=True)
     assert len(hub.asked("GET /objects/")) == 2 * len(shards(hub))
     assert weights_served(hub) == 0
     assert sorted(tmp_path.iterdir()) == before
@@ -204,7 +208,7 @@ def test_a_flow_is_refused_before_its_task_fetches(
     without_memory(tmp_path, monkeypatch)
 
     with pytest.raises(PreflightFailed, match="of memory"):
-        prepare_source(conversion(tmp_path), STAGES, TASKS.sources)
+        prepare_source(RUNS["convert"], conversion(tmp_path), TASKS.sources)
 
     assert weights_served(hub) == 0
 
@@ -225,7 +229,7 @@ def test_the_disk_must_have_room_for_the_download_of_a_sweep_once(
 
     for some in (list(plans), shared):
         with pytest.raises(Exl2FlowError, match="disk space"):
-            preflight_module.check_disk(some)
+            preflight_module.check_disk(some, STAGES)
 
     with_download, without = max(needed[:3]), max(needed[3:])
     assert with_download - without == download > 0

@@ -51,14 +51,15 @@ def stage(
     *inputs: str,
     options: Callable[[ConversionConfig], dict[str, object]] = lambda config: {},
     run: Callable[[StageRun], None] = noted,
+    removable: bool = False,
 ) -> Stage:
-    return Stage(name=name, schema=1, inputs=inputs, options=options, run=run)
+    return Stage(name=name, schema=1, inputs=inputs, options=options, run=run, removable=removable)
 
 
 STAGES = (
     stage("measure"),
     stage("allocate", "measure", options=lambda config: {"bpw": config.bpw}),
-    stage("quantize", "allocate", run=quantized),
+    stage("quantize", "allocate", run=quantized, removable=True),
     stage("compile", "allocate", "quantize", options=places, run=compiled),
     stage("validate", "compile", options=lambda c: {"rows": c.validate_options.rows}),
 )

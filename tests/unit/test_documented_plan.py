@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
@@ -19,7 +20,7 @@ def test_tutorial_shows_the_plan_of_its_dry_run(
     command, _, rest = PAGE.read_text(encoding="utf-8").partition(" --dry-run\n```\n\n```\n")
 
     config = ConversionConfig(source="demo/model", out="demo-3bpw", bpw=3.0, device="cpu")
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
 
     assert command.endswith("convert demo/model --out demo-3bpw --bpw 3.0")
     shown = rest.partition("\n```")[0].splitlines()

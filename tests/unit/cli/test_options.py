@@ -102,7 +102,7 @@ def test_a_preference_reaches_conversions_and_sweeps(given: dict[str, object], p
     one = conversion(given)
     several = sweep({"bpw": (3.0, 4.0), **given})
 
-    conversions = (one, *several.conversions().values())
+    conversions = (one, *several.models().values())
     assert {config.allocate.prefer for config in conversions} == {prefer}
 
 
@@ -152,8 +152,8 @@ def test_options_of_a_sweep_reach_every_conversion() -> None:
     config = sweep(values)
 
     assert config.workers == 2
-    assert [c.bpw for c in config.conversions().values()] == [3.0, 4.0]
-    assert {c.rounding.rounds for c in config.conversions().values()} == {2}
+    assert [c.bpw for c in config.models().values()] == [3.0, 4.0]
+    assert {c.rounding.rounds for c in config.models().values()} == {2}
 
 
 def test_problems_of_a_sweep_name_its_own_options() -> None:

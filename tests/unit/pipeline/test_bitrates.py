@@ -11,9 +11,10 @@ from exl2flow.core.options.sweep import SWEEP_FILE, SweepConfig
 from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.flows.runs import bitrates
-from exl2flow.inference.scoring.intervals import intervals
+from exl2flow.inference.scoring.evaluate import Score
+from exl2flow.inference.scoring.intervals import RowSums, intervals
 from exl2flow.inference.validate.stage import REPORT_FILE
+from exl2flow.pipeline import bitrates
 from exl2flow.pipeline.bitrates import REPORTED, conclude_sweep
 from exl2flow.pipeline.conversion import open_pipeline
 from exl2flow.pipeline.stages import STAGES
@@ -52,7 +53,7 @@ def test_results_of_a_sweep_have_the_differences_between_its_bitrates(
     source, out = make_tiny("llama", tmp_path / "model"), tmp_path / "out"
     config = SweepConfig.model_validate({"source": source, "out": out, "bpw": (3, 4)})
     found = {"3.0bpw": score(0.5, 1000), "4.0bpw": score(0.1, 2000)}
-    for name, conversion in config.conversions().items():
+    for name, conversion in config.models().items():
         folder = conversion.out
         folder.mkdir(parents=True)
         write_json(folder / RECORD_FILE, {"fingerprint": "x", "options": {"quality": "fast"}})

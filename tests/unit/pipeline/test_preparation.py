@@ -14,13 +14,13 @@ from exl2flow.cli.main import app
 from exl2flow.core.errors import ConfigError, PreflightFailed
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.sweep import SweepConfig
-from exl2flow.flows.runs import preparation
-from exl2flow.pipeline.local import run_locally
+from exl2flow.pipeline import devices, preparation
+from exl2flow.pipeline.local import RUNS, run_locally
 from exl2flow.pipeline.preparation import prepare, reuse_checks
-from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
+CONVERT = RUNS["convert"]
 QUICK = ("--rows", "2", *SHORT, *EVALUATION, "--quality", "fast", "--fail-ratio", "100")
 
 
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return counting
 
-    for name in ("find_fit", "preflight", "check_disk", "check_refinement"):
+    for name in ("find_fit", "preflight", "check_disk"):
         monkeypatch.setattr(preparation, name, counted(getattr(preparation, name)))
     return made
 
@@ -58,7 +58,7 @@ def test_measurement_made_anew_needs_no_more_than_a_new_one(source: Path, tmp_pa
     out = tmp_path / "m.json"
     config = MeasureConfig(source=source, out=out, calibration=calibration, device="cpu")
 
-    usual, anew = (prepare(config, stages).plan for stages in (MEASURE_STAGES, ()))
+    usual, anew = (prepare(RUNS["measure"], config, anew=anew).plan for anew in (False, True))
 
     assert {*anew.left} == {"tokenize", "sensitivity", "measure"}
     assert anew.left == usual.left
@@ -70,7 +70,7 @@ def test_conversion_made_anew_needs_what_a_new_one_does(
 ) -> None:
     config = small_config(source, tmp_path / "out", quality=quality)
 
-    usual, anew = (prepare(config, stages).plan for stages in (STAGES, ()))
+    usual, anew = (prepare(CONVERT, config, anew=anew).plan for anew in (False, True))
 
     assert anew.left == usual.left
     assert anew.stages == ()
@@ -79,7 +79,7 @@ def test_conversion_made_anew_needs_what_a_new_one_does(
 def test_options_without_effect_are_named_before_any_work(
     source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prepare(small_config(source, tmp_path / "out", max_memory="8GB", device="cpu"), STAGES)
+    prepare(CONVERT, small_config(source, tmp_path / "out", max_memory="8GB", device="cpu"))
 
     assert "`--max-memory` limits the memory of a GPU" in caplog.text
 
@@ -100,11 +100,11 @@ def test_gpus_of_a_split_that_are_not_there_are_refused_before_any_work(
     where: dict[str, str],
     message: str,
 ) -> None:
-    monkeypatch.setattr(preparation, "resolve_device", torch.device)
+    monkeypatch.setattr(devices, "resolve_device", torch.device)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
 
     with pytest.raises(ConfigError, match=message):
-        prepare(small_config(source, tmp_path / "out", **where), STAGES)
+        prepare(CONVERT, small_config(source, tmp_path / "out", **where))
 
 
 def test_convert_checks_once(source: Path, tmp_path: Path, calls: list[str]) -> None:
@@ -118,7 +118,7 @@ def test_convert_checks_once(source: Path, tmp_path: Path, calls: list[str]) -> 
 def test_sweep_checks_each_bitrate_once(source: Path, tmp_path: Path, calls: list[str]) -> None:
     run("sweep", source, "--out", tmp_path / "out", "--bpw", "3.5,4")
 
-    assert calls == ["preflight", "preflight", "check_disk"]
+    assert calls == ["find_fit", "preflight", "preflight", "check_disk"]
     assert (tmp_path / "out" / "3.5bpw" / "model.safetensors").is_file()
 
 
@@ -135,12 +135,12 @@ def test_checks_are_reused_for_the_same_configuration_only(
 ) -> None:
     config = small_config(source, tmp_path / "out", bpw=4.0)
 
-    with reuse_checks(prepare(config, STAGES)):
-        assert prepare(small_config(source, tmp_path / "out", bpw=5.0), STAGES).config.bpw == 5.0
+    with reuse_checks(prepare(CONVERT, config)):
+        assert prepare(CONVERT, small_config(source, tmp_path / "out", bpw=5.0)).config.bpw == 5.0
         with pytest.raises(PreflightFailed):
-            prepare(small_config(source, tmp_path / "out", bpw=2.0), STAGES)
-        prepare(config, STAGES)
-    prepare(config, STAGES)
+            prepare(CONVERT, small_config(source, tmp_path / "out", bpw=2.0))
+        prepare(CONVERT, config)
+    prepare(CONVERT, config)
 
     assert calls == ["find_fit", "preflight"] * 4
 
@@ -150,4 +150,4 @@ def test_plans_of_a_sweep_have_the_names_of_its_bitrates(source: Path, tmp_path:
         {"source": source, "out": tmp_path / "out", "bpw": [4, 3.5], **small_options()}
     )
 
-    assert list(prepare(config, STAGES).plans) == ["3.5bpw", "4.0bpw"]
+    assert list(prepare(RUNS["sweep"], config).plans) == ["3.5bpw", "4.0bpw"]

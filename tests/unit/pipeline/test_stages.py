@@ -7,7 +7,7 @@ import pytest
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.core.store.stage import Pipeline, Stage, StageRun
-from exl2flow.pipeline.stages import run_in_order
+from exl2flow.pipeline.stages import ALL_STAGES, MEASURE_STAGES, run_in_order
 
 NAMES = ("first", "second", "third")
 
@@ -62,3 +62,15 @@ def test_another_strategy_runs_every_stage_that_is_not_done(
     assert ran == ["second", "third"]
     assert [(tick.stage, tick.detail) for tick in ticks] == [("third", "cached")]
     assert not pipeline.is_complete("second")
+
+
+def test_models_of_several_targets_share_what_measures() -> None:
+    names = [stage.name for stage in MEASURE_STAGES]
+
+    assert names == ["compose", "tokenize", "sensitivity", "measure"]
+
+
+def test_cleaning_may_take_tensors_that_the_output_has_too() -> None:
+    removable = {stage.name for stage in ALL_STAGES if stage.removable}
+
+    assert removable == {"quantize", "tune", "refine"}

@@ -43,7 +43,7 @@ def test_a_cluster_has_a_runner_that_knows_one(runner: str, is_allowed: bool) ->
 def test_bitrates_that_differ_have_folders_that_differ() -> None:
     bitrates = (3.12, 3.125, 4.0, 4.001, math.nextafter(4.001, 5))
 
-    assert len(sweep_of(bpw=bitrates).conversions()) == len(bitrates)
+    assert len(sweep_of(bpw=bitrates).models()) == len(bitrates)
 
 
 @pytest.mark.parametrize("bpw", [[], [1.5], [9], "3,4", None])
@@ -55,7 +55,7 @@ def test_bitrates_out_of_range_are_refused(bpw: object) -> None:
 def test_conversions_differ_in_bits_and_folder_only() -> None:
     config = sweep_of(bpw=[3, 4], quality="fast", calibration={"rows": 7})
 
-    low, high = config.conversions().values()
+    low, high = config.models().values()
 
     assert (low.bpw, low.out.name, high.out.name) == (3, "3.0bpw", "4.0bpw")
     assert low.work_dir_root == config.work_dir_root == high.work_dir_root
@@ -68,7 +68,7 @@ def test_conversions_of_a_sweep_publish_nothing_themselves() -> None:
     config = sweep_of(bpw=[3, 4], publish=publish)
 
     assert config.publish is not None
-    assert config.conversions() == sweep_of(bpw=[3, 4]).conversions()
+    assert config.models() == sweep_of(bpw=[3, 4]).models()
 
 
 def test_configuration_survives_json() -> None:

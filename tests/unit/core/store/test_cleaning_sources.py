@@ -41,10 +41,10 @@ def test_revision_goes_when_its_output_was_made_from_a_newer_one(
 ) -> None:
     old, new = fetched(root, "aaaa"), fetched(root, "bbbb")
     first = convert(other(config, source=old))
-    assert old not in paths(unneeded(root))
+    assert old not in paths(unneeded(root, STAGES))
 
     second = convert(other(config, source=new))
-    items = clean(root)
+    items = clean(root, STAGES)
     removed = paths(items)
 
     assert removed == {old} | stages_of(first, *first.stages)
@@ -61,7 +61,7 @@ def test_models_beside_one_that_goes_stay(config: ConversionConfig, root: Path) 
     begun(other(config, source=source), "quantize")
     convert(other(config, source=beside))
 
-    removed = paths(clean(root, partial=True))
+    removed = paths(clean(root, STAGES, partial=True))
 
     assert source in removed
     assert not source.exists()
@@ -76,9 +76,9 @@ def test_removal_of_a_source_that_was_killed_is_finished_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", lambda path: pytest.exit("killed"))
         with pytest.raises(pytest.exit.Exception):
-            clean(root, partial=True)
+            clean(root, STAGES, partial=True)
 
-    [item] = clean(root)
+    [item] = clean(root, STAGES)
 
     assert item.why == "removed"
     assert not source.parent.exists()
@@ -91,15 +91,15 @@ def test_revision_stays_for_a_finished_conversion_into_another_folder(
     convert(other(config, source=old))
     convert(other(config, source=new, out=config.out.with_name("other")))
 
-    assert paths(unneeded(root)) == set()
+    assert paths(unneeded(root, STAGES)) == set()
 
 
 def test_source_of_a_conversion_that_was_begun_stays(config: ConversionConfig, root: Path) -> None:
     source = fetched(root, "aaaa")
     begun(other(config, source=source), "quantize")
 
-    assert unneeded(root) == []
-    assert source in paths(unneeded(root, partial=True))
+    assert unneeded(root, STAGES) == []
+    assert source in paths(unneeded(root, STAGES, partial=True))
 
 
 def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(
@@ -108,8 +108,8 @@ def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(
     whole, half = fetched(root, "aaaa"), fetched(root, "bbbb")
     provenance_file(half).unlink()
 
-    assert unneeded(root) == []
-    assert {item.path: item.why for item in unneeded(root, partial=True)} == {
+    assert unneeded(root, STAGES) == []
+    assert {item.path: item.why for item in unneeded(root, STAGES, partial=True)} == {
         whole: "fetched, never converted",
         half: "its download is not finished",
     }
@@ -122,6 +122,6 @@ def test_model_of_a_conversion_that_ended_before_its_first_stage_is_kept(
     with Pipeline(other(config, source=source), STAGES, device="cpu").work.lock():
         pass
 
-    assert unneeded(root) == []
-    [item] = unneeded(root, partial=True)
+    assert unneeded(root, STAGES) == []
+    [item] = unneeded(root, STAGES, partial=True)
     assert (item.path, item.why) == (source, "fetched, never converted")

@@ -20,6 +20,7 @@ from exl2flow.kernels import get_ops
 from exl2flow.model import resolve
 from exl2flow.model.config.gptq_label import GptqLabel, declared_quantization
 from exl2flow.model.files.gptq import GptqMatrix, gptq_names, is_gptq, zero_offset
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 
 K, N = 96, 24
@@ -188,7 +189,7 @@ def test_a_gptq_model_is_not_converted(tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "gptq")
     as_gptq(source)
     with pytest.raises(PreflightFailed, match="quantized already"):
-        preflight(small_config(source, tmp_path / "out"))
+        preflight(small_config(source, tmp_path / "out"), STAGES)
 
 
 def of_zeros(stored_zero: int, **label: object) -> int:

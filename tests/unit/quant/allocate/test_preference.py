@@ -230,7 +230,7 @@ def test_targets_that_need_2_bits_beside_a_given_measurement_are_refused(
     config = config_of(spec, bpw=3.0, measurement=written_in_nats(tmp_path / "m.json", spec))
 
     with pytest.raises(PreflightFailed, match=r"span 3\.\d+ to .* or leave out `--prefer speed`$"):
-        preflight(config)
+        preflight(config, STAGES)
 
 
 def test_measurements_without_such_groups_are_refused_by_name(
@@ -245,4 +245,4 @@ def test_measurements_without_such_groups_are_refused_by_name(
     with pytest.raises(
         PreflightFailed, match=r"json`: `model\.layers\.1\.mlp\.up_proj` lists no candidates in gr"
     ):
-        preflight(config_of(spec, measurement=path))
+        preflight(config_of(spec, measurement=path), STAGES)

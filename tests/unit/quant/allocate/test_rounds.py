@@ -13,7 +13,7 @@ from stage_runs import foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.config import AllocateOptions, ConversionConfig
+from exl2flow.core.options.config import HELD_OUT_ROWS, AllocateOptions, ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
@@ -37,7 +37,7 @@ from exl2flow.quant.allocate.stage import (
 from exl2flow.quant.allocate.trials import Trials
 from exl2flow.quant.measure.candidates import HEAD_PARAMS
 from exl2flow.quant.measure.measurement import Measurement, projection_bits
-from exl2flow.quant.tokenize.stage import HELD_OUT_ROWS, split_rows
+from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
 ROUNDS = 2

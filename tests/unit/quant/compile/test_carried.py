@@ -43,7 +43,7 @@ def test_link_out_of_the_source_is_refused_by_preflight_and_nothing_is_made(
     config = small_config(source, tmp_path / "out")
 
     with pytest.raises(PreflightFailed, match=r"`.*/LICENSE\.txt` is a link to `.*/home/token`"):
-        preflight(config)
+        preflight(config, STAGES)
     with pytest.raises(PreflightFailed):
         run_locally(config)
 
@@ -52,7 +52,7 @@ def test_link_out_of_the_source_is_refused_by_preflight_and_nothing_is_made(
 
 
 def test_plan_names_what_is_carried_and_what_is_left_out(source: Path, tmp_path: Path) -> None:
-    rows = dict(preflight(small_config(source, tmp_path / "out")).rows())
+    rows = dict(preflight(small_config(source, tmp_path / "out"), STAGES).rows())
 
     assert rows["carried"] == "config.json, tokenizer.json, tokenizer_config.json"
     assert rows["left out"] == "train_private.csv, wandb-key.txt"

@@ -16,7 +16,7 @@ from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import PRESETS, ConversionConfig
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.pipeline.stages import STAGES
-from exl2flow.quant.compile.recorded_options import name_of_preset, recorded_options
+from exl2flow.quant.compile.recorded_options import name_of_preset, recorded_conversion
 
 TEXTS = ("log", "speed", "layer", "fast", "best", "error", "fisher", "self")  # choices of options
 
@@ -91,7 +91,7 @@ def test_equal_fingerprints_have_equal_records(base: str, source: Path) -> None:
         except (Exl2FlowError, OSError):  # there is no such file, or it is not a measurement
             continue
         count += 1
-        record = recorded_options(other)
+        record = recorded_conversion(other)
         assert found.setdefault(pipeline.refs["compile"].fingerprint, record) == record
     assert len(found) < count - 10  # many have no effect on the files
     assert len(found) >= 30

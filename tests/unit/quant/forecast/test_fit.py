@@ -12,6 +12,7 @@ from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import DEVICE_BYTES, cache_bytes
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.fit import find_fit
 from exl2flow.quant.forecast.preflight import preflight
 
@@ -42,7 +43,7 @@ def test_weights_and_everything_else_fill_the_memory(source: Path, tmp_path: Pat
     assert tight.weights + tight.needs.total == memory
     assert tight.bpw < roomy.bpw
     assert tight.target["target_bytes"] == tight.weights
-    preflight(config.model_copy(update=tight.target))
+    preflight(config.model_copy(update=tight.target), STAGES)
 
 
 def test_error_names_the_memory_that_would_suffice(source: Path, tmp_path: Path) -> None:

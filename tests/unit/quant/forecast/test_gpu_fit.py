@@ -10,7 +10,15 @@ from exl2flow.core.errors import StoreError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.memory import usable
 from exl2flow.model import ModelSpec, resolve
-from exl2flow.quant.forecast.gpu_fit import CARD_SIZES, check_gpu, fit_on, gpu_fits, in_words
+from exl2flow.pipeline.stages import STAGES
+from exl2flow.quant.forecast.gpu_fit import (
+    CARD_SIZES,
+    GpuFit,
+    check_gpu,
+    fit_on,
+    gpu_fits,
+    in_words,
+)
 from exl2flow.quant.forecast.least import StageWork, stage_works
 
 sys.path.append(str(Path(__file__).parents[4] / "benchmarks"))
@@ -35,10 +43,16 @@ def model(folder: Path, shape: str, **values: object) -> tuple[ConversionConfig,
     return ConversionConfig.model_validate(given), resolve(source)
 
 
+def fits_of(folder: Path, shape: str) -> tuple[GpuFit, ...]:
+    config, spec = model(folder, shape)
+    return gpu_fits(config, STAGES, spec)
+
+
 def works(
     folder: Path, shape: str, memory: int = 24 * GB, **values: object
 ) -> dict[str, StageWork]:
-    found = stage_works(*model(folder, shape, **values), memory)
+    config, spec = model(folder, shape, **values)
+    found = stage_works(config, STAGES, spec, memory)
     return {work.stage: work for work in found}
 
 
@@ -54,7 +68,7 @@ def works(
     ],
 )
 def test_verdicts_of_usual_shapes(folder: Path, shape: str, verdicts: str) -> None:
-    fits = gpu_fits(*model(folder, shape))
+    fits = fits_of(folder, shape)
 
     assert [fit.gigabytes for fit in fits] == list(CARD_SIZES)
     assert [fit.verdict for fit in fits] == verdicts.split()
@@ -123,13 +137,13 @@ def test_a_stage_that_holds_the_whole_model_cannot_be_reduced(folder: Path) -> N
 
     assert composing.least_bytes == composing.bound_bytes > 2 * 6.7 * GB
     config, spec = model(folder, "7b", calibration={"text": "self"})
-    assert "no (compose needs " in in_words([fit_on(config, spec, 12)])
+    assert "no (compose needs " in in_words([fit_on(config, STAGES, spec, 12)])
 
 
 def test_less_is_reduced_on_a_larger_gpu(folder: Path) -> None:
     config, spec = model(folder, "14b")
 
-    reduced = [fit_on(config, spec, gigabytes).reductions for gigabytes in (8, 16, 24)]
+    reduced = [fit_on(config, STAGES, spec, gigabytes).reductions for gigabytes in (8, 16, 24)]
 
     assert reduced == [
         ("fewer rows at a time", "states and head in main memory"),
@@ -139,7 +153,7 @@ def test_less_is_reduced_on_a_larger_gpu(folder: Path) -> None:
 
 
 def test_sizes_with_one_verdict_are_told_together(folder: Path) -> None:
-    assert in_words(gpu_fits(*model(folder, "32b"))) == (
+    assert in_words(fits_of(folder, "32b")) == (
         "8, 12, 16 GB no (quantize needs 16.9 GB for model.layers.0.mlp); "
         "24 GB yes (states in main memory); 32, 80 GB yes"
     )
@@ -156,10 +170,10 @@ def test_a_gpu_below_the_least_is_refused_with_what_would_suffice(
         match=r"^the stage `quantize` needs at least 15\.11 GB .* of `model\.layers\.0\.mlp`, "
         r"15\.11 GB may be used; .*`--max-memory 16\.9GB` or more",
     ):
-        check_gpu(config, spec, least - 1, ["measure", "quantize"])
-    check_gpu(config, spec, usable(int(16.9 * GB)), ["measure", "quantize"])
+        check_gpu(config, STAGES, spec, least - 1, ["measure", "quantize"])
+    check_gpu(config, STAGES, spec, usable(int(16.9 * GB)), ["measure", "quantize"])
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    check_gpu(config, spec, 24 * GB, ["measure", "quantize"])
+    check_gpu(config, STAGES, spec, 24 * GB, ["measure", "quantize"])
     assert len(caplog.records) == 1
 
 
@@ -167,7 +181,7 @@ def test_only_stages_that_are_left_count(folder: Path) -> None:
     config, spec = model(folder, "32b")
     memory = works(folder, "32b")["measure"].least_bytes
 
-    check_gpu(config, spec, memory, ["measure"])
-    check_gpu(config, spec, 1, ["compile"])
+    check_gpu(config, STAGES, spec, memory, ["measure"])
+    check_gpu(config, STAGES, spec, 1, ["compile"])
     with pytest.raises(StoreError, match="`quantize`"):
-        check_gpu(config, spec, memory, ["measure", "quantize"])
+        check_gpu(config, STAGES, spec, memory, ["measure", "quantize"])

@@ -46,7 +46,7 @@ def test_what_quantize_holds_while_it_factors_a_hessian(
     monkeypatch.setattr(hessian, "upper_factor", counting)
     pipeline.run("quantize", progress=silent)
 
-    works = {work.stage: work for work in stage_works(config, resolve(source), 24 * 10**9)}
+    works = {work.stage: work for work in stage_works(config, STAGES, resolve(source), 24 * 10**9)}
     least = works["quantize"]
     assert least.part == "model.layers.0.mlp"
     assert 4 * 4 * WIDTH**2 < least.least_bytes <= max(held)

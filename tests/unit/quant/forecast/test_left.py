@@ -15,13 +15,13 @@ from exl2flow.core.errors import Interrupted, PreflightFailed, StoreError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store import store
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.pipeline.local import run_locally
 from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.plan import Plan
-from exl2flow.quant.forecast.preflight import SHARED, check_disk, preflight
-from exl2flow.quant.walk.needs import Need
+from exl2flow.quant.forecast.preflight import check_disk, preflight
 
 KILOBYTES = 10**3
 
@@ -179,13 +179,13 @@ def test_memory_has_to_suffice_for_unfinished_stages_only(
     preflight(config, STAGES)
 
     with pytest.raises(PreflightFailed, match=r"^the stage `measure` may need"):
-        preflight(config)
+        preflight(config, STAGES, anew=True)
 
 
 def test_measuring_needs_no_output(tmp_path: Path) -> None:
     config = config_of(tmp_path)
 
-    plan = preflight(config, MEASURE_STAGES)
+    plan = preflight(config, STAGES, run=MEASURE_STAGES)
 
     assert set(plan.left) == {"tokenize", "sensitivity", "measure"}
     assert disk_left(preflight(config, STAGES)) > disk_left(plan)
@@ -214,15 +214,11 @@ def test_a_sweep_shares_what_does_not_depend_on_the_target(
         "quantize": Need(kept_bytes=10, passing_bytes=1000),
         "compile": Need(output_bytes=20),
     }
-    plan = replace(preflight(config), left=needs)
+    plan = replace(preflight(config, STAGES, anew=True), left=needs)
     plans = [replace(plan, out=str(tmp_path / name)) for name in ("3bpw", "4bpw", "5bpw")]
 
     set_free(100 + 3 * (10 + 20) + 1000)
-    check_disk(plans)
+    check_disk(plans, STAGES)
     set_free(100 + 3 * (10 + 20) + 1000 - 1)
     with pytest.raises(StoreError, match="of disk"):
-        check_disk(plans)
-
-
-def test_shared_stages_are_those_that_measure() -> None:
-    assert {stage.name for stage in MEASURE_STAGES} == set(SHARED)
+        check_disk(plans, STAGES)

@@ -17,9 +17,10 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store import store
+from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
-from exl2flow.pipeline.stages import STAGES
+from exl2flow.pipeline.stages import REFINE_STAGES, STAGES
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import stage_needs, work_bytes
@@ -27,7 +28,7 @@ from exl2flow.quant.forecast.plan import BASE_MEMORY
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.quantize.correction import paired_rows
 from exl2flow.quant.tune.stage import tune_memory
-from exl2flow.quant.walk.needs import Card, Need
+from exl2flow.quant.walk.needs import Card
 from exl2flow.quant.walk.walk import STATE_FILES
 
 ROWS, TOKENS, HIDDEN = 64, 64, 64
@@ -57,7 +58,7 @@ def config_of(source: Path, **values: object) -> ConversionConfig:
 
 
 def needs_of(source: Path, **values: object) -> dict[str, Need]:
-    return dict(preflight(config_of(source, **values)).needs)
+    return dict(preflight(config_of(source, **values), STAGES).needs)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_stages_that_will_run_are_forecast_in_order(
 ) -> None:
     config = config_of(source, **values)
 
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
 
     assert list(plan.needs) == ["tokenize", *names, "compile"]
     ran = Pipeline(config, STAGES, device="cpu").stages
@@ -86,7 +87,7 @@ def test_what_the_model_writes_itself_is_forecast(source: Path) -> None:
     config = config_of(source)
     calibration = config.calibration.model_copy(update={"text": "self"})
 
-    needs = preflight(config.model_copy(update={"calibration": calibration})).needs
+    needs = preflight(config.model_copy(update={"calibration": calibration}), STAGES).needs
 
     assert next(iter(needs)) == "compose"
     assert needs["compose"].memory_bytes > (source / "model.safetensors").stat().st_size
@@ -103,7 +104,7 @@ def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
         source=source, model=source, out=source.parent / "out", quality="best", device="cpu"
     )
 
-    assert list(stage_needs(config, resolve(source), None, packed=0)) == [
+    assert list(stage_needs(config, REFINE_STAGES, resolve(source), None, packed=0)) == [
         "tokenize",
         "sensitivity",
         "refine",
@@ -112,7 +113,7 @@ def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
 
 
 def test_the_plan_names_the_need_of_the_greediest_stage(source: Path) -> None:
-    plan = preflight(config_of(source, **EVERYTHING))
+    plan = preflight(config_of(source, **EVERYTHING), STAGES)
 
     needs = plan.needs.values()
     assert plan.memory_bytes == BASE_MEMORY + max(need.memory_bytes for need in needs)
@@ -125,13 +126,13 @@ def test_the_plan_names_the_need_of_the_greediest_stage(source: Path) -> None:
 
 def test_too_little_memory_names_the_stage(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(source, **EVERYTHING)
-    need = preflight(config).memory_bytes
+    need = preflight(config, STAGES).memory_bytes
     monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
     with pytest.raises(
         PreflightFailed, match=r"^the stage `tune` may need .* the whole model, .* no option lowers"
     ):
-        preflight(config)
+        preflight(config, STAGES)
 
 
 def test_a_gpu_too_small_to_tune_on_is_refused(
@@ -144,11 +145,11 @@ def test_a_gpu_too_small_to_tune_on_is_refused(
     monkeypatch.setattr(Card, "of", lambda device, limit: card)
     monkeypatch.setattr(preflight_module, "resolve_device", lambda device: cuda)
 
-    in_main = preflight(config).needs["tune"].memory_bytes
+    in_main = preflight(config, STAGES).needs["tune"].memory_bytes
     card = replace(card, memory=need - 1)
-    preflight(config_of(source))
+    preflight(config_of(source), STAGES)
     with pytest.raises(PreflightFailed, match=r"^the stage `tune` .* GPU's memory, .* `--device"):
-        preflight(config)
+        preflight(config, STAGES)
     assert in_main < need
 
 
@@ -188,7 +189,7 @@ def test_few_rows_are_not_forecast_as_many(source: Path) -> None:
         update={"calibration": config.calibration.model_copy(update=few)}
     )
 
-    many, two = (preflight(c).needs["allocate"].memory_bytes for c in (config, fewer))
+    many, two = (preflight(c, STAGES).needs["allocate"].memory_bytes for c in (config, fewer))
 
     row = 4 * TOKENS * HIDDEN
     assert many - two == (2 * 20 + 7 * 4 - 2 * 1 - 7 * 1) * row
@@ -229,7 +230,7 @@ def test_disk_is_forecast_stage_by_stage(tmp_path: Path, monkeypatch: pytest.Mon
     source = make_tiny("llama", tmp_path / "model", num_hidden_layers=2)
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
     config = config_of(source, **EVERYTHING)
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
     pipeline = Pipeline(config, STAGES, device="cpu")
     most = dict.fromkeys(plan.needs, 0)
     total = 0

@@ -9,10 +9,12 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.store.need import Need
 from exl2flow.model import resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.forecast.preflight import preflight
-from exl2flow.quant.walk.needs import Card, Need
+from exl2flow.quant.walk.needs import Card
 from exl2flow.quant.walk.working_memory import (
     FACTORING,
     MOST_TOGETHER,
@@ -34,7 +36,7 @@ def config_of(source: Path, **values: object) -> ConversionConfig:
 
 
 def needs_of(config: ConversionConfig, card: Card | None = CARD) -> dict[str, Need]:
-    return stage_needs(config, resolve(config.source), card, packed=10**6)
+    return stage_needs(config, STAGES, resolve(config.source), card, packed=10**6)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_experts_side_by_side_are_counted_up_to_a_bound(tmp_path: Path) -> None:
 
 def test_the_plan_shows_the_card_to_people_and_programs(source: Path) -> None:
     config = config_of(source, quality="standard")
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
     assert plan.to_json()["card"] is None
     assert "GPU memory" not in dict(plan.rows())
     assert dict(plan.rows())["GPU fit"] == "8, 12, 16, 24, 32, 80 GB yes"

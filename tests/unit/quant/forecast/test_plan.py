@@ -12,6 +12,7 @@ from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime import memory
 from exl2flow.model import resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.forecast.plan import calibration_in_words
@@ -65,25 +66,27 @@ def test_the_plan_of_a_refinement_says_how_many_rows_judge(
 
 def test_a_missing_template_is_among_the_problems(source: Path) -> None:
     with pytest.raises(PreflightFailed, match="no chat template"):
-        preflight(config_of(source, "chat"))
+        preflight(config_of(source, "chat"), STAGES)
 
 
 def test_a_template_that_refuses_plain_turns_is_refused(source: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ raise_exception('tools only') }}")
 
     with pytest.raises(PreflightFailed, match="tools only"):
-        preflight(config_of(source, "chat"))
+        preflight(config_of(source, "chat"), STAGES)
 
 
 def test_a_template_that_works_is_no_problem(source: Path) -> None:
     (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
-    assert "58 of the rows are dialogues" in preflight(config_of(source, "chat")).calibration
+    assert (
+        "58 of the rows are dialogues" in preflight(config_of(source, "chat"), STAGES).calibration
+    )
 
 
 def composing(config: ConversionConfig, card: Card | None = None) -> tuple[int, int]:
     """Return the main memory and the GPU memory of `compose`."""
-    need = stage_needs(config, resolve(config.source), card, packed=0)["compose"]
+    need = stage_needs(config, STAGES, resolve(config.source), card, packed=0)["compose"]
     return need.memory_bytes, need.gpu_memory_bytes
 
 
@@ -117,13 +120,15 @@ def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
     source: Path, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, need = composing(config_of(source, "self"), card)
-    assert preflight(config_of(source, "self")).card == card
+    assert preflight(config_of(source, "self"), STAGES).card == card
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (need - 1, 80 * 10**9))
 
-    preflight(config_of(source, "standard"))
-    preflight(config_of(source, "self").model_copy(update={"devices": "0,1"}))  # loading says it
+    preflight(config_of(source, "standard"), STAGES)
+    preflight(
+        config_of(source, "self").model_copy(update={"devices": "0,1"}), STAGES
+    )  # loading says it
     with pytest.raises(PreflightFailed, match=r"^the stage `compose` .* `--calibration`"):
-        preflight(config_of(source, "self"))
+        preflight(config_of(source, "self"), STAGES)
 
 
 @pytest.mark.usefixtures("card")
@@ -131,4 +136,4 @@ def test_a_model_larger_than_max_memory_is_refused_however_much_is_free(source: 
     config = config_of(source, "self").model_copy(update={"max_memory": memory.BESIDE_TENSORS})
 
     with pytest.raises(PreflightFailed, match="`--calibration`"):
-        preflight(config)
+        preflight(config, STAGES)

@@ -19,6 +19,7 @@ from exl2flow.core.errors import PreflightFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.memory import available_memory
 from exl2flow.model import resolve
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
 from exl2flow.quant.forecast.preflight import preflight
 
@@ -45,7 +46,7 @@ def config_of(source: Path, **values: object) -> ConversionConfig:
 
 def problems_of(config: ConversionConfig) -> list[str]:
     with pytest.raises(PreflightFailed) as refusal:
-        preflight(config)
+        preflight(config, STAGES)
     return str(refusal.value).splitlines()
 
 
@@ -64,7 +65,7 @@ def change_config(source: Path, **values: object) -> None:
 def test_plan_describes_the_conversion_and_writes_nothing(source: Path) -> None:
     before = snapshot(source.parent)
 
-    plan = preflight(config_of(source, bpw=4.5))
+    plan = preflight(config_of(source, bpw=4.5), STAGES)
 
     assert (plan.model, plan.architecture, plan.layers) == ("model", "LlamaForCausalLM", 2)
     assert (plan.target, plan.device) == ("4.5bpw", "cpu")
@@ -79,7 +80,7 @@ def test_output_size_is_forecast(converted: Any, tmp_path: Path) -> None:
     config = converted.config.model_copy(update={"out": tmp_path / "out"})
     written = sum(path.stat().st_size for path in converted.config.out.glob("*.safetensors"))
 
-    plan = preflight(config)
+    plan = preflight(config, STAGES)
 
     # the header is not counted, and the last bits of the budget are not used
     assert plan.output_bytes == pytest.approx(written, rel=0.12)
@@ -210,9 +211,9 @@ def test_a_free_head_that_will_not_be_measured_is_refused(
     for values in (by_error, {"measurement": measured, **target}):
         (problem,) = problems_of(config_of(source, **values))
         assert "does not include the head" in problem
-        preflight(config_of(source, head_bits=6, **values))
+        preflight(config_of(source, head_bits=6, **values), STAGES)
     path = written_in_nats(tmp_path / "nats.json", resolve(source))
-    preflight(config_of(source, measurement=path, **by_error))
+    preflight(config_of(source, measurement=path, **by_error), STAGES)
 
 
 def test_trying_allocations_without_costs_in_nats_is_refused(source: Path, tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_trying_allocations_without_costs_in_nats_is_refused(source: Path, tmp_p
     for values in ({"sensitivity": {"kind": "error"}}, {"measurement": measured}):
         (problem,) = problems_of(config_of(source, **best, **values))
         assert "further rounds of allocation need costs in nats" in problem
-    preflight(config_of(source, **best))
+    preflight(config_of(source, **best), STAGES)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +240,8 @@ def test_a_single_row_cannot_judge(values: dict[str, object], what: str, source:
     (problem,) = problems_of(config_of(source, calibration=one, **values))
 
     assert problem.startswith(f"{what} rows of text aside")
-    preflight(config_of(source, calibration=one))
-    preflight(config_of(source, calibration={**one, "rows": 2}, **values))
+    preflight(config_of(source, calibration=one), STAGES)
+    preflight(config_of(source, calibration={**one, "rows": 2}, **values), STAGES)
 
 
 def test_measurement_of_another_model_is_refused(source: Path, tmp_path: Path) -> None:
@@ -263,12 +264,12 @@ def test_missing_accelerator_is_a_problem_like_others(
 
 
 def test_too_little_disk_is_a_problem(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = preflight(config_of(source))
+    plan = preflight(config_of(source), STAGES)
     need = plan.output_bytes + plan.work_bytes
     free = [need]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(10**12, 0, free[0]))
 
-    preflight(config_of(source))
+    preflight(config_of(source), STAGES)
     free[0] = need - 1
     (problem,) = problems_of(config_of(source))
 
@@ -277,7 +278,7 @@ def test_too_little_disk_is_a_problem(source: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_too_little_memory_is_a_problem(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need = preflight(config_of(source)).memory_bytes
+    need = preflight(config_of(source), STAGES).memory_bytes
     monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
     (problem,) = problems_of(config_of(source))
@@ -296,7 +297,10 @@ def test_available_memory_is_read_from_the_kernel() -> None:
 def test_longer_rows_need_more_memory_and_disk(source: Path) -> None:
     longer = {"rows": 200, "row_tokens": 2048, "measure_rows": 1, "measure_row_tokens": 64}
 
-    small, large = preflight(config_of(source)), preflight(config_of(source, calibration=longer))
+    small, large = (
+        preflight(config_of(source), STAGES),
+        preflight(config_of(source, calibration=longer), STAGES),
+    )
 
     assert large.memory_bytes - small.memory_bytes > 199 * 2048 * 64 * 4
     assert large.work_bytes > small.work_bytes
@@ -304,7 +308,7 @@ def test_longer_rows_need_more_memory_and_disk(source: Path) -> None:
 
 def test_gradients_need_memory_and_disk_for_their_rows(source: Path) -> None:
     plans = [
-        preflight(config_of(source, sensitivity=options))
+        preflight(config_of(source, sensitivity=options), STAGES)
         for options in ({"kind": "error"}, {"rows": 1}, {"rows": 64}, {"rows": 6400})
     ]
 
@@ -316,7 +320,7 @@ def test_gradients_need_memory_and_disk_for_their_rows(source: Path) -> None:
 
 def test_tuning_needs_memory_for_the_whole_model(source: Path) -> None:
     before, after = (
-        preflight(config_of(source, tune={"steps": steps})).memory_bytes for steps in (0, 1)
+        preflight(config_of(source, tune={"steps": steps}), STAGES).memory_bytes for steps in (0, 1)
     )
 
     assert after - before > (source / "model.safetensors").stat().st_size
@@ -329,7 +333,7 @@ def test_padded_embedding_is_no_problem(source: Path) -> None:
 
     change_tensors(source, pad)
 
-    assert preflight(config_of(source)).layers == 2
+    assert preflight(config_of(source), STAGES).layers == 2
 
 
 def test_rows_longer_than_the_positions_cause_a_warning(
@@ -338,7 +342,7 @@ def test_rows_longer_than_the_positions_cause_a_warning(
     longer = {"rows": 1, "row_tokens": 512, "measure_rows": 1, "measure_row_tokens": 64}
 
     with caplog.at_level(logging.WARNING):
-        preflight(config_of(source, calibration=longer))
+        preflight(config_of(source, calibration=longer), STAGES)
 
     assert "rows of 512 tokens exceed the model's 256" in caplog.text
 
@@ -349,10 +353,10 @@ def test_a_gpu_that_is_not_used_is_in_the_plan(
     reason = "the GPU is not used: the kernels need CuPy"
     monkeypatch.setattr(preflight_module, "unused_gpu", lambda: reason)
 
-    rows = dict(preflight(config_of(source, device="auto")).rows())
+    rows = dict(preflight(config_of(source, device="auto"), STAGES).rows())
 
     assert rows["device"] == f"cpu; {reason}"
-    assert dict(preflight(config_of(source, device="cpu")).rows())["device"] == "cpu"
+    assert dict(preflight(config_of(source, device="cpu"), STAGES).rows())["device"] == "cpu"
 
 
 def test_too_little_memory_leaves_the_plan_to_be_shown(
@@ -361,7 +365,7 @@ def test_too_little_memory_leaves_the_plan_to_be_shown(
     monkeypatch.setattr(preflight_module, "available_memory", lambda: 1)
 
     with pytest.raises(PreflightFailed) as caught:
-        preflight(config_of(source))
+        preflight(config_of(source), STAGES)
 
     assert dict(caught.value.plan).keys() >= {"model", "memory", "GPU fit"}
     assert "no option lowers that enough" in str(caught.value)
@@ -372,7 +376,7 @@ def test_only_what_lowers_memory_enough_is_advised(
 ) -> None:
     many = {"rows": 20_000, "row_tokens": 32, "measure_rows": 1, "measure_row_tokens": 32}
     config = config_of(source, calibration=many)
-    need = preflight(config).memory_bytes
+    need = preflight(config, STAGES).memory_bytes
     monkeypatch.setattr(preflight_module, "available_memory", lambda: need - 1)
 
     (problem,) = problems_of(config)

@@ -13,6 +13,7 @@ from conversions import small_config
 from safetensors.torch import load_file, save_file
 
 from exl2flow.core.errors import PreflightFailed
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 
 Tensors = dict[str, torch.Tensor]
@@ -22,7 +23,7 @@ NUMBER = "must be a number above 0"
 
 def problems_of(source: Path) -> str:
     with pytest.raises(PreflightFailed) as refusal:
-        preflight(small_config(source, source.parent / "out"))
+        preflight(small_config(source, source.parent / "out"), STAGES)
     return str(refusal.value)
 
 
@@ -93,9 +94,13 @@ def test_rows_of_noise_cannot_judge(tmp_path: Path) -> None:
     config = small_config(source, tmp_path / "out", calibration=two, **values)
 
     with pytest.raises(PreflightFailed, match="aside to judge by, but 1 of `--rows`, 2, would be"):
-        preflight(config)
+        preflight(config, STAGES)
 
-    preflight(small_config(source, tmp_path / "out", calibration=two | {"rows": 4}, **values))
+    preflight(
+        small_config(source, tmp_path / "out", calibration=two | {"rows": 4}, **values),
+        STAGES,
+        anew=True,
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import PreflightFailed
 from exl2flow.model import TensorFiles, resolve
 from exl2flow.model.files.source_tensors import source_form
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 
 Tensors = dict[str, torch.Tensor]
@@ -35,7 +36,7 @@ def change(source: Path, edit: Callable[[Tensors], object]) -> None:
 
 def refusal(source: Path, **values: object) -> str:
     with pytest.raises(PreflightFailed) as raised:
-        preflight(small_config(source, source.parent / "out", **values))
+        preflight(small_config(source, source.parent / "out", **values), STAGES)
     return str(raised.value)
 
 
@@ -43,7 +44,7 @@ def test_an_fp8_source_has_the_plan_of_its_twin(tmp_path: Path) -> None:
     source = make_fp8(tmp_path, "blocks, e8m0")
 
     found, twin = (
-        preflight(small_config(folder, tmp_path / "out", tune={"steps": 1}))
+        preflight(small_config(folder, tmp_path / "out", tune={"steps": 1}), STAGES)
         for folder in (source, tmp_path / "plain")
     )
 
@@ -68,7 +69,7 @@ def test_gptq_is_refused_with_the_option_that_accepts_it(gptq: Path) -> None:
 
 
 def test_gptq_is_accepted_on_request(gptq: Path) -> None:
-    preflight(small_config(gptq, gptq.parent / "out", lossy_source=True))
+    preflight(small_config(gptq, gptq.parent / "out", lossy_source=True), STAGES)
 
     assert source_form(resolve(gptq), TensorFiles(gptq)) == "gptq"
 

@@ -13,6 +13,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import Exl2FlowError, PreflightFailed
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.inference import load_model
+from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
@@ -29,7 +30,7 @@ def config_of(source: Path) -> ConversionConfig:
 
 def problems_of(config: ConversionConfig) -> list[str]:
     with pytest.raises(PreflightFailed) as refusal:
-        preflight(config)
+        preflight(config, STAGES)
     return str(refusal.value).splitlines()
 
 
@@ -70,7 +71,7 @@ def test_eight_bit_integers_are_refused(source: Path) -> None:
 def test_weights_of_double_precision_are_no_problem(source: Path) -> None:
     change_tensors(source, lambda t: t.update({name: x.double() for name, x in t.items()}))
 
-    preflight(config_of(source))
+    preflight(config_of(source), STAGES)
 
 
 @pytest.mark.parametrize(
@@ -89,14 +90,14 @@ def test_second_copy_of_the_weights_is_no_problem(source: Path) -> None:
     other = {"layers.0.attention.wq.weight": torch.ones(64, 64)}
     save_file(other, source / "consolidated.safetensors")
 
-    preflight(config_of(source))
+    preflight(config_of(source), STAGES)
 
 
 def test_buffers_that_were_once_stored_are_no_problem(source: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     change_tensors(source, lambda t: t.update(extra))
 
-    preflight(config_of(source))
+    preflight(config_of(source), STAGES)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_tensors_that_the_model_does_not_need_are_listed_as_not_used(
 ) -> None:
     change_tensors(source, lambda t: t.update({name: value}))
 
-    plan = preflight(config_of(source))
+    plan = preflight(config_of(source), STAGES)
 
     assert plan.unused == (name,)
     assert ("not used", name) in plan.rows()
