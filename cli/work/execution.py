@@ -85,9 +85,7 @@ def _prepared(run: Run, config: RunOptions, switches: RunSwitches) -> Prepared[R
     check_release(config)
     having = sources(plain=switches.as_json, renew=switches.restart)
     try:
-        return prepare_source(
-            run, config, having, anew=switches.restart, dry_run=switches.dry_run
-        )
+        return prepare_source(run, config, having, anew=switches.restart, dry_run=switches.dry_run)
     except PreflightFailed as error:
         if switches.dry_run and error.plan and not switches.as_json:
             show(plan_table(error.plan))

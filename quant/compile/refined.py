@@ -27,7 +27,6 @@ from exl2flow.quant.compile.stage import (
     earlier_record,
     made_from,
     needs,
-    predicted_kl,
     remove_others,
     write_own,
     write_shard,

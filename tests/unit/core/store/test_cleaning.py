@@ -379,7 +379,7 @@ def test_other_folders_are_refused(text: str, tmp_path: Path) -> None:
     elif text == "a file":
         path.touch()
 
-    with pytest.raises(ConfigError, match=r"`.*/x` is no work root; give the folder of check"):
+    with pytest.raises(ConfigError, match=r"`.*/x` is not a work root; give the folder of check"):
         clean(path, STAGES)
 
 
