@@ -7,9 +7,9 @@ from pathlib import Path
 
 from exl2flow.cli.output.console import say
 from exl2flow.cli.output.progress import shown
+from exl2flow.core.store.source import HubModel
 from exl2flow.pipeline.hub.fetch import fetch, local_or_fetched
 from exl2flow.pipeline.hub.outline import outlined
-from exl2flow.pipeline.preparation import Sources
 from exl2flow.pipeline.release import hub_of
 from exl2flow.pipeline.run import Sources
 

@@ -8,23 +8,23 @@ from typing import Any
 
 from exl2flow.cli.options import flags
 from exl2flow.cli.output.console import tell
-from exl2flow.cli.output.results import print_report, print_sweep
-from exl2flow.cli.output.tables import print_published
+from exl2flow.cli.output.results import print_published, print_report, print_sweep
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.options.sweep import SweepConfig
+from exl2flow.core.reports import Json, JudgementReport, Report
 from exl2flow.core.store.changes import stage_rows
 from exl2flow.core.store.files import read_json, replacing
 from exl2flow.core.words import size
 from exl2flow.model.files.measured import arrays_file, measurement_files
 from exl2flow.pipeline.bitrates import Sweep
 from exl2flow.pipeline.conversion import Conversion
+from exl2flow.pipeline.hub.publish import Published
 from exl2flow.pipeline.run import Prepared
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE, judgement_in_words
 
 Rows = list[tuple[str, str]]  # (what, value)
-Report = dict[str, Any]  # a result as JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class View:
     """
 
     rows: Callable[[Prepared[Any]], Rows]
-    plan: Callable[[Prepared[Any]], Report]
-    report: Callable[[Any, Any], Report]
-    show: Callable[[Report], None]
+    plan: Callable[[Prepared[Any]], Json]
+    report: Callable[[Any, Any], Json]
+    show: Callable[[Json], None]
 
 
 def _conversion_rows(prepared: Prepared[RunOptions]) -> Rows:
@@ -84,27 +84,27 @@ def _sweep_rows(prepared: Prepared[SweepConfig]) -> Rows:
     return list({**rows, **several, "memory": dict(largest.rows())["memory"]}.items())
 
 
-def _one_plan(prepared: Prepared[Any]) -> Report:
+def _one_plan(prepared: Prepared[Any]) -> Json:
     """Return the plan, and how the memory given is divided."""
     fit = {"fit": prepared.fit.to_json()} if prepared.fit else {}
     return {"plan": prepared.plan.to_json(), **fit}
 
 
-def _all_plans(prepared: Prepared[Any]) -> Report:
+def _all_plans(prepared: Prepared[Any]) -> Json:
     return {"plans": {name: plan.to_json() for name, plan in prepared.plans.items()}}
 
 
-def _conversion(config: RunOptions, result: Conversion) -> Report:
+def _conversion(config: RunOptions, result: Conversion) -> Json:
     published = result.published and asdict(result.published)
     return {**(result.report or {}), "published": published}
 
 
-def _refinement(config: RefinementConfig, result: Conversion) -> Report:
+def _refinement(config: RefinementConfig, result: Conversion) -> Json:
     judgement = read_json(result.stages["judge"] / JUDGEMENT_FILE)
     return {**(result.report or {}), "refinement": judgement}
 
 
-def _measurement(config: MeasureConfig, result: Conversion) -> Report:
+def _measurement(config: MeasureConfig, result: Conversion) -> Json:
     """Copy a measurement to where the user wants it."""
     out, folder = config.out.resolve(), result.stages["measure"]
     *arrays, measurement = reversed(measurement_files(result.measurement))
@@ -114,32 +114,32 @@ def _measurement(config: MeasureConfig, result: Conversion) -> Report:
     return {"measurement": str(out), "folder": str(folder)}
 
 
-def _sweep(config: SweepConfig, result: Sweep) -> Report:
+def _sweep(config: SweepConfig, result: Sweep) -> Json:
     return {"out": str(result.out), **result.content}
 
 
-def _show_conversion(report: Report) -> None:
-    print_report(report)
+def _show_conversion(report: Json) -> None:
+    print_report(Report.from_json(report), report["report_folder"])
     _show_published(report)
 
 
-def _show_refinement(report: Report) -> None:
-    print_report(report)
-    tell(judgement_in_words(report["refinement"]))
+def _show_refinement(report: Json) -> None:
+    print_report(Report.from_json(report), report["report_folder"])
+    tell(judgement_in_words(JudgementReport.from_json(report["refinement"])))
 
 
-def _show_measurement(report: Report) -> None:
+def _show_measurement(report: Json) -> None:
     tell(f"measurement  {report['measurement']}")
 
 
-def _show_sweep(report: Report) -> None:
-    print_sweep(Path(report["out"]), report)
+def _show_sweep(report: Json) -> None:
+    print_sweep(Path(report["out"]), report["bitrates"], report["warnings"])
     _show_published(report)
 
 
-def _show_published(report: Report) -> None:
+def _show_published(report: Json) -> None:
     if report["published"]:
-        print_published(report["published"])
+        print_published(Published(**report["published"]))
 
 
 VIEWS: Mapping[str, View] = {  # of the kinds in `pipeline.local.RUNS`

@@ -14,7 +14,9 @@ from typing import Literal
 
 import torch
 
+from exl2flow.core import words
 from exl2flow.core.options.config import RunOptions
+from exl2flow.core.reports import MatrixReport, SublayerReport
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun

@@ -11,8 +11,7 @@ from exl2flow.core.options.sweep import SWEEP_FILE, SweepConfig
 from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
-from exl2flow.inference.scoring.evaluate import Score
-from exl2flow.inference.scoring.intervals import RowSums, intervals
+from exl2flow.inference.scoring.intervals import intervals
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.pipeline import bitrates
 from exl2flow.pipeline.bitrates import REPORTED, conclude_sweep
