@@ -75,7 +75,9 @@ def check_launches(peers: PeerExchange, rank: int, rows: int) -> None:
     """Compare launches that exchange to those of one rank: experts, and a product of columns."""
     ops = get_ops("cuda")
     torch.manual_seed(rows)
-    whole = bank(RouterRule(experts=EXPERTS, top=2), size=SIZE, inner=128, multiplier=0.3, device="cuda")
+    whole = bank(
+        RouterRule(experts=EXPERTS, top=2), size=SIZE, inner=128, multiplier=0.3, device="cuda"
+    )
     banks = [some_of(whole, range(own, EXPERTS, COUNT)) for own in range(COUNT)]
     matrix = packed(2 * SIZE, SIZE, 4, bias=False, device="cuda")
     plain = FusedLinear(matrices=(matrix,), is_ordered=True, adds=True)
