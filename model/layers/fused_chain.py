@@ -229,13 +229,15 @@ def _ordered(
     runs: Sequence[ExpertLink], chain: Sequence[FusedLinear]
 ) -> tuple[Sequence[ExpertLink], Sequence[FusedLinear], torch.Tensor | None]:
     """Return what reads an attention, taking it in its order, and where its elements then go."""
+    to: torch.Tensor | None
     first, *others = runs[0].chain if runs else chain
     if isinstance(first, Exchange):  # attention gives heads, which are ordered when they meet
         if first.gather is None:
             return runs, chain, None
-        to, read = None, [first.ordered(), *others]
+        to, first = None, first.ordered()
     else:
-        to, read = torch.argsort(first.order).int(), [replace(first, is_ordered=True), *others]
+        to, first = torch.argsort(first.order).int(), replace(first, is_ordered=True)
+    read = [first, *others]
     if not runs:
         return runs, read, to
     return [replace(runs[0], chain=read), *runs[1:]], chain, to
