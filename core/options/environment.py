@@ -40,8 +40,13 @@ def with_path(folders: Sequence[str]) -> dict[str, str]:
 
 
 def survive_lost_ranks() -> None:
-    """Let torch not end this process when another one that it meets through NCCL is lost."""
+    """Let torch not end this process when another one that it meets through NCCL is lost.
+
+    Nor shall it look every second into the file in which they met, which is gone by then: it would
+    wait for it, and so would whoever leaves the others.
+    """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 def notify_socket() -> str:

@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(THREADS, 1) batched(const __grid_constant__ Ch
         if (c.gather.all) {
             exchange.gather(c.gather, c.rows);
             meet(c.meetings, blockIdx.x, gridDim.x);
-            exchange.next();
+            if (c.gather.sums) exchange.next();
         }
         if (threadIdx.x == 0) number = exchange.number;
         __syncthreads();

@@ -7,6 +7,7 @@
 #include "activations.cuh"
 #include "ring.cuh"
 #include "early.cuh"
+#include "peers.cuh"
 #include "experts.cuh"
 
 constexpr int WARPS = EXPERT_WARPS, THREADS = 32 * WARPS, OF_TILE = WARPS / 2;  // warps of a tile
@@ -239,8 +240,8 @@ struct Ending {
 };
 
 // Add up what the experts of a row return, in order; a thread has 8 columns. If some are elsewhere,
-// their sum is the result.
-__device__ __forceinline__ void combine(const Experts& e) {
+// their sum is the result, or is added to those of other ranks.
+__device__ __forceinline__ void combine(const Experts& e, const Exchange& exchange) {
     const int pieces = e.size / 8;
     for (int i = threadIdx.x * gridDim.x + blockIdx.x; i < e.rows * pieces; i += gridDim.x * THREADS) {
         const int row = i / pieces, c = i % pieces;
@@ -254,14 +255,19 @@ __device__ __forceinline__ void combine(const Experts& e) {
             sum[0] += low.x, sum[1] += low.y, sum[2] += low.z, sum[3] += low.w;
             sum[4] += high.x, sum[5] += high.y, sum[6] += high.z, sum[7] += high.w;
         }
-        if (e.places) {
+        const bool is_shared = exchange.p.count > 0;
+        if (e.places && !is_shared) {
             float4* to = (float4*)e.part + 2 * i;
             to[0] = {sum[0], sum[1], sum[2], sum[3]}, to[1] = {sum[4], sum[5], sum[6], sum[7]};
             continue;
         }
         pairs_of(__ldcg((const uint4*)e.hidden + i), x);
+        if (is_shared) exchange.add(8 * i, sum);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) sum[j] = x[j] + from_half(to_half(sum[j] * e.multiplier));
+        for (int j = 0; j < 8; ++j) {
+            const float added = __fmul_rn(sum[j], e.multiplier);
+            sum[j] = __fadd_rn(x[j], is_shared ? added : from_half(to_half(added)));
+        }
         ((uint4*)e.sum)[i] = {halves(sum[0], sum[1]), halves(sum[2], sum[3]),
                               halves(sum[4], sum[5]), halves(sum[6], sum[7])};
     }
@@ -291,7 +297,7 @@ __device__ __forceinline__ void find(const Experts& e, Begin* begins) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    experts(const __grid_constant__ Experts e) {
+    experts(const __grid_constant__ Experts e, const __grid_constant__ Peers p) {
     extern __shared__ __align__(128) byte shared[];
     __shared__ Begin begins[2];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / OF_TILE;
@@ -361,6 +367,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
             else turn ^= 1;
         }
     }
+    Exchange exchange(p, 0);
+    if (p.count) exchange.begin();
     meet(e.meetings, blockIdx.x, gridDim.x);
-    combine(e);
+    combine(e, exchange);
+    if (p.count) exchange.end();
 }

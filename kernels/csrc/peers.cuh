@@ -19,6 +19,7 @@ struct Gather {  // columns of all ranks that a chain of products reads
     half_bits* all;       // (rows, 2 · words of all); or null
     const int* to;        // where each of them goes in its row
     int words;
+    int sums;             // whether the launch adds up results of ranks behind it
 };
 
 struct Exchange {
@@ -59,24 +60,25 @@ struct Exchange {
                          ::"l"(to + 2), "l"(beside | v.z), "l"(beside | v.w) : "memory");
         }
     }
-    // Wait for 4 words of another rank.
+    // Wait for adjacent words of another rank, a multiple of 2.
+    template <int COUNT = 4>
     __device__ __forceinline__ void receive(int from, integer at, unsigned* values) const {
         const Word* box_at = box(p.rank, from) + at;
-        Word w[4], begun = 0;
+        Word w[COUNT], begun = 0;
         for (unsigned tries = 1;; ++tries) {
             bool is_there = true;
 #pragma unroll
-            for (int i = 0; i < 4; i += 2)
+            for (int i = 0; i < COUNT; i += 2)
                 asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
                              : "=l"(w[i]), "=l"(w[i + 1]) : "l"(box_at + i) : "memory");
 #pragma unroll
-            for (int i = 0; i < 4; ++i) is_there &= (unsigned)(w[i] >> 32) == number;
+            for (int i = 0; i < COUNT; ++i) is_there &= (unsigned)(w[i] >> 32) == number;
             if (is_there || (tries % 256 == 0 && is_late(begun))) break;
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = (unsigned)w[i];
+        for (int i = 0; i < COUNT; ++i) values[i] = (unsigned)w[i];
     }
-    // Gather columns; CTAs meet before they read them.
+    // Gather columns; CTAs meet before they read them. The next number is that of a sum.
     __device__ __forceinline__ void gather(const Gather& g, int rows) const {
         const int step = gridDim.x * blockDim.x, count = rows * g.words;
         const int first = threadIdx.x * gridDim.x + blockIdx.x;
@@ -96,6 +98,24 @@ struct Exchange {
                 half_bits* of_row = g.all + (integer)row * 2 * p.count * g.words;
                 of_row[low] = (half_bits)__float_as_uint(value);
                 of_row[high] = (half_bits)(__float_as_uint(value) >> 16);
+            }
+        }
+    }
+    // Add up eight numbers of each rank, in their order; place `at` of all, a multiple of 4.
+    __device__ __forceinline__ void add(integer at, float (&values)[8]) const {
+        unsigned own[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[i] = __float_as_uint(values[i]);
+        send(at, uint4{own[0], own[1], own[2], own[3]});
+        send(at + 4, uint4{own[4], own[5], own[6], own[7]});
+#pragma unroll 1
+        for (int r = 0; r < p.count; ++r) {
+            unsigned parts[8];
+            if (r != p.rank) receive<8>(r, at, parts);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float part = __uint_as_float(r == p.rank ? own[i] : parts[i]);
+                values[i] = r ? __fadd_rn(values[i], part) : part;
             }
         }
     }

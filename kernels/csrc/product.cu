@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         if (c.gather.all) {
             exchange.gather(c.gather, c.rows);
             meet(c.meetings, blockIdx.x, gridDim.x);
-            exchange.next();
+            if (c.gather.sums) exchange.next();
         }
     }
 

@@ -21,6 +21,7 @@ KERNELS = SUMS, COLUMNS = "exchange_sums", "exchange_columns"
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 Unreachable = runtime.CUDARuntimeError  # memory that cannot be shared
 PEERS = struct("peers.cuh", "Peers", MOST_RANKS=MOST_RANKS)
+ALONE = np.zeros(1, PEERS)[0]  # no ranks
 
 
 class PeerBoxes:

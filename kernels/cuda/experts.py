@@ -9,8 +9,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from exl2flow.kernels.cuda.compiler import LaunchRefused, launch, limits, tell_refusal
+from exl2flow.kernels.cuda.compiler import (
+    EXCHANGE_CTAS,
+    LaunchRefused,
+    launch,
+    limits,
+    tell_refusal,
+)
+from exl2flow.kernels.cuda.exchange import ALONE
 from exl2flow.kernels.cuda.steps import norm
+from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.experts import FEW_EXPERT_ROWS, ExpertBank
 from exl2flow.kernels.interface.packed import TILE
 from exl2flow.kernels.plans.experts import (
@@ -37,14 +45,15 @@ def experts(hidden: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
         return torch_experts.experts(hidden, bank)
     if len(hidden) > FEW_EXPERT_ROWS:
         return _many(hidden, bank, plan)
-    while True:
-        try:
-            return _few(hidden, bank, plan)
-        except LaunchRefused as refusal:
-            if plan.ctas == 1:
-                raise
-            _PLANS[bank] = plan = replace(plan, ctas=plan.ctas // 2)
-            tell_refusal("experts.cu", refusal.reason, "half as many CTAs")
+    return _few(hidden, bank, plan, None)
+
+
+def experts_at_once(hidden: torch.Tensor, bank: ExpertBank, boxes: Boxes) -> torch.Tensor | None:
+    """See `Ops.experts_at_once`."""
+    plan, is_sent = _plan(bank), hidden.numel() <= boxes.room
+    if plan is None or not is_sent or len(hidden) > FEW_EXPERT_ROWS or plan.ctas > EXCHANGE_CTAS:
+        return None
+    return _few(hidden, bank, plan, boxes)
 
 
 def runs_experts(bank: ExpertBank) -> bool:
@@ -60,8 +69,24 @@ def _plan(bank: ExpertBank) -> ExpertsPlan | None:
     return _PLANS[bank]
 
 
-def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Tensor:
-    """Run the launch of at most `FEW_EXPERT_ROWS` rows."""
+def _few(
+    hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan, boxes: Boxes | None
+) -> torch.Tensor:
+    """Run the launch of at most `FEW_EXPERT_ROWS` rows, with fewer CTAs if it is refused."""
+    while True:
+        try:
+            return _launched(hidden, bank, plan, boxes)
+        except LaunchRefused as refusal:
+            if plan.ctas == 1:
+                raise
+            _PLANS[bank] = plan = replace(plan, ctas=plan.ctas // 2)
+            tell_refusal("experts.cu", refusal.reason, "half as many CTAs")
+
+
+def _launched(
+    hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan, boxes: Boxes | None
+) -> torch.Tensor:
+    """Return the result of a launch; boxes: through which ranks add up their parts in it."""
     hidden = hidden.contiguous()
     entering = hidden
     if bank.norm is not None and not bank.norm.is_plain:
@@ -69,7 +94,8 @@ def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Ten
     argument, rows = plan.argument.copy(), len(hidden)
     size, slots, count = (int(argument[name]) for name in ("size", "slots", "experts"))
     all_slots = rows * slots
-    x, result = torch.empty_like(hidden), _result(hidden, bank)
+    x = torch.empty_like(hidden)
+    result = _result(hidden, bank) if boxes is None else torch.empty_like(hidden)
     assigned = hidden.new_empty(all_slots, dtype=torch.int32)
     items = hidden.new_empty(all_slots + 1, ITEM.itemsize, dtype=torch.uint8)
     floats = hidden.new_empty(rows * (count + 1) + all_slots, dtype=torch.float32)
@@ -97,6 +123,7 @@ def _few(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Ten
         "experts",
         (plan.ctas,),
         argument,
+        ALONE if boxes is None else boxes.peers,
         threads=32 * EXPERT_WARPS,
         shared=plan.shared,
         device=hidden.device,

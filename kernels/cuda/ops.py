@@ -86,6 +86,7 @@ class CudaOps(Ops):
     new_boxes = staticmethod(cuda_exchange.new_boxes)
     multiply_at_once = staticmethod(cuda_products.multiply_at_once)
     experts = staticmethod(cuda_experts.experts)
+    experts_at_once = staticmethod(cuda_experts.experts_at_once)
     runs_experts = staticmethod(cuda_experts.runs_experts)
     launches = staticmethod(cuda_products.launches)
     delta_step = staticmethod(cuda_delta.delta_step)

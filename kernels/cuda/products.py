@@ -301,6 +301,7 @@ def _gathering(argument: np.void, x: torch.Tensor, first: FusedLinear) -> torch.
         return x
     whole = x.new_empty(len(x), len(first.order))
     filled(argument["gather"], own=x, all=whole, words=x.shape[1] // 2)
+    argument["peers"] = first.gathers.peers
     return whole
 
 
@@ -326,7 +327,7 @@ def _plan(products: tuple[FusedLinear, ...], rows: int) -> LaunchPlan | str | No
     plans = _PLANS.setdefault(products[0], {})
     key = (rows, *products[1:])  # holds the others, so no later product reuses their address
     if key not in plans:
-        is_shared = any(product.boxes is not None for product in products)
+        is_shared = any(product.boxes or product.gathers for product in products)
         choice = None if is_shared else _choice(products, rows)  # ranks would measure apart
         plans[key] = _planned(products, rows, choice)
     return plans[key]

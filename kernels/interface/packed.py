@@ -112,7 +112,7 @@ class FusedLinear:
     boxes: through which ranks add up the result, of which this one computes a part; only for
         `Ops.multiply_at_once`, if it `adds`, without `after`.
     gathers: through which ranks gather x, of which each has as many columns, in order; the same,
-        only as the first of several products and if it `is_ordered`.
+        only as the first product and if it `is_ordered`.
     """
 
     matrices: tuple[PackedMatrix, ...]

@@ -134,7 +134,7 @@ def _chain(
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
     tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
-    tensors += fill_gather(argument, products[0])
+    tensors += fill_gather(argument, products)
     stages, list_at = argument["stages"], 0
     for index, (product, divisions, of_lists) in enumerate(
         zip(products, divided, lists, strict=True)

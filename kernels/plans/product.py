@@ -138,7 +138,7 @@ def plan_of(
         name=instance_of("product", products, rows),
         ctas=max(division.ctas * division.parts for division in divisions),
         shared=fitting.shared,
-        meets=len(products) > 1,
+        meets=_meets(products),
         adds_normed=False,
         argument=argument,
         tensors=tensors,
@@ -168,11 +168,12 @@ def fill_stage(
     )
 
 
-def fill_gather(argument: np.void, first: FusedLinear) -> list[torch.Tensor]:
+def fill_gather(argument: np.void, products: Sequence[FusedLinear]) -> list[torch.Tensor]:
     """Fill what a `Chain` knows of columns that ranks gather; return the tensors."""
-    if first.gathers is None:
+    if products[0].gathers is None:
         return []
-    return fill(argument["gather"], to=torch.argsort(first.order).int())
+    sums = any(product.boxes is not None for product in products)
+    return fill(argument["gather"], to=torch.argsort(products[0].order).int(), sums=sums)
 
 
 def fill_matrix(
@@ -263,6 +264,11 @@ class _Fitting:
     shared: int
 
 
+def _meets(products: Sequence[FusedLinear]) -> bool:
+    """Return whether CTAs of a launch wait for each other."""
+    return len(products) > 1 or products[0].gathers is not None
+
+
 def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
     """Return the sets of matrices whose tiles alternate in a CTA."""
     matrices = list(product.matrices)
@@ -281,7 +287,7 @@ def _fit(
     room: most bytes of shared memory. None: they cannot fit, or too many CTAs have to wait for each
     other.
     """
-    meets, adding = len(products) > 1, [False, *(p.after is not None for p in products[:-1])]
+    meets, adding = _meets(products), [False, *(p.after is not None for p in products[:-1])]
     panels = [product.matrices[0].shape[0] // PANEL_ROWS for product in products]
     while True:
         for step in STEPS[kernel_rows(rows)]:
@@ -330,7 +336,7 @@ def _chain(
         words=sum(division.words for division in divisions),
         tiles=max(division.tiles for division in divisions),
     )
-    tensors += fill_gather(argument, products[0])
+    tensors += fill_gather(argument, products)
     index = share_at = 0
     for number, (product, division) in enumerate(zip(products, divisions, strict=True)):
         entry = stages[index]

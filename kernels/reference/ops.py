@@ -127,6 +127,15 @@ class Ops:
         """Return what `multiply` does of products with `boxes`; None if no one launch runs all."""
         return None
 
+    def experts_at_once(
+        self, hidden: torch.Tensor, bank: ExpertBank, boxes: Boxes
+    ) -> torch.Tensor | None:
+        """Return hidden states fp16 (rows, hidden) after the experts of all ranks.
+
+        None: no launch computes and adds up the parts of ranks, which share `boxes`.
+        """
+        return None
+
     def runs_experts(self, bank: ExpertBank) -> bool:
         """Return whether `experts` runs such a layer without waiting for its routes."""
         return False

@@ -8,11 +8,20 @@ router and has the sum of its own experts, which is added to those of the others
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import ExpertBank, ExpertMatrices, RouterArgs, Routes, get_ops, tensor_cores
+from exl2flow.kernels import (
+    Boxes,
+    ExpertBank,
+    ExpertMatrices,
+    RouterArgs,
+    Routes,
+    get_ops,
+    tensor_cores,
+)
 from exl2flow.model.config.spec import ModelSpec, router_tensors
 from exl2flow.model.config.sublayer_spec import ExpertGroup, SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
@@ -25,7 +34,18 @@ from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
 
 SHARED = "shared"
-Total = Callable[[torch.Tensor], torch.Tensor]  # of fp32 sums (rows, hidden) of all processes
+
+
+class Total(NamedTuple):
+    """How processes add up the sums of their experts; see `Ranks` for `sum`, `added`, `guard`.
+
+    boxes: through which a launch does it; or None.
+    """
+
+    sum: Callable[[torch.Tensor], torch.Tensor]
+    added: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    boxes: Boxes | None = None
+    guard: Callable[[], None] | None = None
 
 
 class RoutedReads(dict[str, torch.Tensor]):
@@ -46,7 +66,7 @@ class ExpertsSublayer(Sublayer):
     """A `Sublayer` that ignores positions and cache.
 
     shared_gate: fp32 (1, hidden), or None. bank: all of it for `Ops.experts`, if packed.
-    total: returns the sum of all processes of this one's; None: it has all experts.
+    total: adds up what this process and others have; None: it has all experts.
     """
 
     def __init__(
@@ -128,7 +148,7 @@ class ExpertsSublayer(Sublayer):
             total = self._added(reads, reads.total)
         else:
             own = self._added(reads, torch.zeros_like(reads.total, dtype=torch.float32))
-            total = reads.total + self.total(own).to(reads.total.dtype)
+            total = reads.total + self.total.sum(own).to(reads.total.dtype)
         return self._states(reads.entered, total).view(hidden.shape)
 
     def _added(self, reads: RoutedReads, total: torch.Tensor) -> torch.Tensor:
@@ -294,11 +314,16 @@ def run_experts(hidden: torch.Tensor, bank: ExpertBank, total: Total | None = No
 
     Routes are computed in full fp32. total: as in `ExpertsSublayer`.
     """
+    ops = get_ops(hidden.device)
+    if total is not None and total.boxes is not None:
+        if total.guard is not None:
+            total.guard()
+        at_once = ops.experts_at_once(hidden, bank, total.boxes)
+        if at_once is not None:
+            return at_once
     with tensor_cores(False):
-        result = get_ops(hidden.device).experts(hidden, bank)
-    if total is None:
-        return result
-    return torch.add(hidden, total(result), alpha=bank.multiplier).half()
+        result = ops.experts(hidden, bank)
+    return result if total is None else total.added(result, hidden, bank.multiplier)
 
 
 def load_router(

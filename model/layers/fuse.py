@@ -140,8 +140,8 @@ def _parts(products: Sequence[FusedLinear]) -> Iterator[Sequence[FusedLinear]]:
 
 
 def _whole(products: Sequence[FusedLinear]) -> list[FusedLinear] | None:
-    """Return products of which a kernel can do the only sum of all ranks; else None."""
+    """Return products of which a kernel can do all exchanges, at most one sum; else None."""
     shared = [p for p in products if isinstance(p, Exchange)]
-    if sum(p.added is not None for p in shared) != 1 or any(p.whole is None for p in shared):
+    if sum(p.added is not None for p in shared) > 1 or any(p.whole is None for p in shared):
         return None
     return [p.whole or p if isinstance(p, Exchange) else p for p in products]

@@ -229,11 +229,15 @@ def _ordered(
     runs: Sequence[ExpertLink], chain: Sequence[FusedLinear]
 ) -> tuple[Sequence[ExpertLink], Sequence[FusedLinear], torch.Tensor | None]:
     """Return what reads an attention, taking it in its order, and where its elements then go."""
+    to: torch.Tensor | None
     first, *others = runs[0].chain if runs else chain
     if isinstance(first, Exchange):  # attention gives heads, which are ordered when they meet
-        can_order = not runs and first.gather is not None
-        return runs, [first.ordered(), *others] if can_order else chain, None
-    to, read = torch.argsort(first.order).int(), [replace(first, is_ordered=True), *others]
+        if first.gather is None:
+            return runs, chain, None
+        to, first = None, first.ordered()
+    else:
+        to, first = torch.argsort(first.order).int(), replace(first, is_ordered=True)
+    read = [first, *others]
     if not runs:
         return runs, read, to
     return [replace(runs[0], chain=read), *runs[1:]], chain, to

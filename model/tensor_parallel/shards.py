@@ -37,7 +37,7 @@ from exl2flow.model.files.gptq import BITS, GptqMatrix, gptq_names, is_gptq
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.decoder import Head
-from exl2flow.model.layers.experts import SHARED, ExpertsSublayer
+from exl2flow.model.layers.experts import SHARED, ExpertsSublayer, Total
 from exl2flow.model.layers.linear import DenseLinear, Linear, Part, SharedLinear, read_part
 from exl2flow.model.layers.parallel import ParallelSublayer
 from exl2flow.model.layers.sublayer import Sublayer
@@ -227,7 +227,9 @@ def _bytes(key: str, tensors: TensorFiles) -> int:
 def join_sublayer(spec: ModelSpec, sublayer: Sublayer, ranks: Ranks) -> Sublayer:
     """Let a rank's share of a sublayer exchange what others need."""
     if isinstance(sublayer, ExpertsSublayer):
-        sublayer.total = ranks.sum if ranks.count > 1 else None
+        if ranks.count > 1:
+            boxes = None if ranks.peers is None else ranks.peers.boxes
+            sublayer.total = Total(ranks.sum, ranks.added, boxes, ranks.guard)
         return sublayer
     linears = sublayer.linears
     names = {p.role: p.name for p in sublayer.spec.projections}

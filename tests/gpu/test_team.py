@@ -41,6 +41,7 @@ GREEDY, HOT = SamplingSettings.greedy(), SamplingSettings(temperature=1.2, top_k
 GUIDED = SamplingSettings(temperature=1.2, top_k=0, top_p=1.0, cfg_scale=1.5)
 NEAR = 2e-3  # relative error: hidden states are fp16
 STEPS = 100
+OF_RANK, TOKENS = 256 << 20, 1 << 22  # bytes of its GPU; tokens that need more
 SOON = 10  # seconds in which the loss of a rank ends all
 
 
@@ -124,16 +125,20 @@ def test_a_lost_rank_ends_all(led: LoadedModel, how: signal.Signals) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_memory_that_ends_on_another_rank_is_told(led: LoadedModel) -> None:
-    free, _ = torch.cuda.mem_get_info("cuda:1")
-    taken = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda:1")
+def test_memory_that_ends_on_another_rank_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, most = torch.cuda.mem_get_info("cuda:1")
+    torch.zeros(1, device="cuda:0")  # this process has read its own limits
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"per_process_memory_fraction:{OF_RANK / most}")
+    led = load_model(folder, tensor_parallel="all", max_tokens=2048)
+    assert led.team is not None
 
     with pytest.raises(InferenceError, match="memory"):
-        Generator(led, slots=16, tokens=1 << 20)
+        Generator(led, slots=16, tokens=TOKENS)
 
-    del taken
-    torch.cuda.empty_cache()
     assert Generator(led, slots=2, tokens=2048).generate("A", max_new_tokens=2, settings=GREEDY)
+    led.team.close()
 
 
 def test_a_program_of_exllamav2_loads_in_tensor_parallel(folder: Path) -> None:

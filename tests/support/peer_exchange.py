@@ -6,21 +6,26 @@ come is an error of the other.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import checkout  # noqa: F401  # the package in a bare checkout
 import pytest
 import torch
+from expert_banks import bank, packed, some_of
 
 from exl2flow.core.errors import InferenceError
+from exl2flow.kernels import FusedLinear, RouterRule, get_ops
 from exl2flow.kernels.cuda.graphs import CudaGraph
 from exl2flow.model.tensor_parallel.peers import PeerExchange
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 COUNT, REPLAYS = 2, 100
 ROWS, WIDTHS = (1, 2, 3, 5, 16, 33, 64), (1, 31, 64, 1000, 8192)
+EXPERTS, SIZE, FEW = 8, 256, (1, 3, 16)
 PATIENCE, SHORT = 20.0, 0.3
+NEAR = 1e-3  # products whose sums may be in another order
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:
@@ -66,6 +71,37 @@ def check_columns(peers: PeerExchange, rank: int, rows: int, width: int) -> None
     assert torch.equal(found, torch.empty_like(whole).index_copy_(2, to.long(), whole)), rows
 
 
+def check_launches(peers: PeerExchange, rank: int, rows: int) -> None:
+    """Compare launches that exchange to those of one rank: experts, and a product of columns."""
+    ops = get_ops("cuda")
+    torch.manual_seed(rows)
+    whole = bank(
+        RouterRule(experts=EXPERTS, top=2), size=SIZE, inner=128, multiplier=0.3, device="cuda"
+    )
+    banks = [some_of(whole, range(own, EXPERTS, COUNT)) for own in range(COUNT)]
+    matrix = packed(2 * SIZE, SIZE, 4, bias=False, device="cuda")
+    plain = FusedLinear(matrices=(matrix,), is_ordered=True, adds=True)
+    product = replace(plain, gathers=peers.boxes)
+    columns, order = drawn(rows, REPLAYS, rows, 2 * SIZE).half(), matrix.order
+    hidden = drawn(rows, rows, SIZE).half()
+    x = torch.empty_like(hidden)
+
+    def work() -> torch.Tensor:
+        at_once = ops.multiply_at_once(x, [product], hidden)
+        assert at_once is not None
+        states = ops.experts_at_once(at_once[1], banks[rank], peers.boxes)
+        assert states is not None
+        return torch.cat([at_once[1], states])
+
+    found = repeat(columns.chunk(COUNT, dim=2)[rank].contiguous(), x, work)
+    for one, both in zip(columns[:3], found[:, :rows], strict=False):
+        expected = ops.multiply(one[:, order].contiguous(), [plain], hidden)[1]
+        assert (both - expected).norm() <= NEAR * expected.norm(), rows
+    for before, after in zip(*found.split(rows, dim=1), strict=True):
+        parts = [ops.experts(before.contiguous(), each) for each in banks]
+        assert torch.equal(after, (before + sum(parts) * 0.3).half()), rows
+
+
 def main(rank: int, folder: Path) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -81,6 +117,8 @@ def main(rank: int, folder: Path) -> None:
         for rows, width in product(ROWS, WIDTHS):
             check_sums(peers, rank, rows, width)
             check_columns(peers, rank, rows, width)
+        for rows in FEW:
+            check_launches(peers, rank, rows)
         peers.check()
         x = drawn(0, 8, 64)
         if rank == 0:

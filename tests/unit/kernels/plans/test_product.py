@@ -23,6 +23,7 @@ from product_walks import (
 )
 
 from exl2flow.kernels import NormArgs
+from exl2flow.kernels.cuda.exchange import PeerBoxes
 from exl2flow.kernels.interface.packed import BLOCK_PANELS
 from exl2flow.kernels.plans.product import (
     FIXED_SHARED,
@@ -244,6 +245,22 @@ def test_an_input_in_the_order_of_the_rows_stays_as_it_is() -> None:
     assert not plan.argument["stages"]["place"].any()
     assert all(plan.argument["stages"]["to"][:3])
     assert plan.parts == case_of(products, 1, H200).plan.parts
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_ctas_meet_behind_columns_that_ranks_gather(sums: bool) -> None:
+    boxes = PeerBoxes.__new__(PeerBoxes)  # of which a plan reads nothing
+    first, *others = chain(64, 96, 32)
+    gathering = replace(first, is_ordered=True, gathers=boxes)
+    products = [gathering, replace(others[0], boxes=boxes), *others[1:]] if sums else [gathering]
+
+    plan = case_of(products, 1, H200).plan
+
+    assert plan.meets
+    assert plan.name == "product<1, false, true>"
+    assert bool(plan.argument["gather"]["sums"]) is sums
+    to = pointed(plan, plan.argument["gather"]["to"])
+    assert torch.equal(to[first.order], torch.arange(64).int())
 
 
 def test_a_norm_lies_in_the_order_of_the_rows() -> None:
