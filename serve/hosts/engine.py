@@ -26,7 +26,6 @@ from exl2flow.engine.chat import named_tool_format, tool_format
 from exl2flow.engine.chat.history import Reader
 from exl2flow.engine.filters import GrammarFilter, forget
 from exl2flow.engine.filters.trial import Trial
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers.answer import AnswerPlan, RunningAnswer
 from exl2flow.serve.answers.bounds import MOST_IDS
 from exl2flow.serve.answers.fields import Lora
@@ -76,7 +75,7 @@ class Engine:
         self._make, self._failed_at, self.generator = make, -math.inf, make()
         self._recovery: asyncio.Task[None] | None = None
         self.pages = self.generator.pages
-        self.room = min(self.generator.context, self.pages * PAGE_TOKENS)
+        self.room = min(self.generator.context, self.pages * self.generator.page_tokens)
         self.tokenizer.most = max(self.room, MOST_IDS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
         self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal

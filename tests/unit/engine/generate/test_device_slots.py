@@ -229,8 +229,7 @@ def test_pages_of_a_sequence_may_change(model: LoadedModel) -> None:
     other = slots._free.pop()
     source, target = (torch.tensor([page]) for page in (slots.pages[0][0], other))
     for store in slots.cache.stores:
-        store.keys.copy_pages(source, target)
-        store.values.copy_pages(source, target)
+        store.copy_pages(source, target)
 
     slots.steps.set_pages(0, [other])
     slots.run(4)
