@@ -23,7 +23,7 @@ from exl2flow.core.requests.request import Request, Text, check_integer, listed
 from exl2flow.core.requests.text_options import TextOptions, refuse_unknown
 from exl2flow.engine.adapters import adapters_of
 from exl2flow.engine.cache.page_pool import PagePool
-from exl2flow.engine.cache.paged import cache_format, fitting, pages_of, reserve
+from exl2flow.engine.cache.paged import PagedCache, cache_format, fitting, pages_of, reserve
 from exl2flow.engine.drafts import Draft, Drafter
 from exl2flow.engine.filters import Combined
 from exl2flow.engine.generate.decode import Decode
@@ -75,6 +75,34 @@ def _check_numbers(slots: int, chunk: int, tokens: int | None, page_tokens: int)
         )
 
 
+def _reserved(
+    model: LoadedModel,
+    draft: Drafter | None,
+    cache: str | None,
+    tokens: int | None,
+    *,
+    slots: int,
+    page_tokens: int,
+) -> PagedCache:
+    """Return a cache of a format for `tokens`, or for as many as fit beside the draft's."""
+    placement = model.decoder.placement
+    name = cache or exact_format(placement.head)
+    form = cache_format(name, placement.head)
+    if tokens is None:
+        models = [model, draft.model] if isinstance(draft, Draft) else [model]
+        placements = [(one.spec, one.decoder.placement) for one in models]
+        others = () if model.team is None else model.team.free()
+        tokens = fitting(model.max_tokens, placements, name, slots, others, page_tokens)
+    return reserve(
+        model.spec,
+        pages=pages_of(tokens, page_tokens),
+        form=form,
+        placement=placement,
+        slots=slots,
+        page_tokens=page_tokens,
+    )
+
+
 class Generator:
     """Generates texts; not thread-safe but for `submit`, `prepare`, `add` and `Job.cancel`.
 
@@ -119,24 +147,8 @@ class Generator:
         _check_numbers(slots, chunk, tokens, page_tokens)
         _check_kinds(draft, keep)
         self.model, self.slots, self.context = model, slots, model.max_tokens
-        self.page_tokens = page_tokens
-        placement = model.decoder.placement
-        name = cache or exact_format(placement.head)
-        form = cache_format(name, placement.head)
-        models = [model, draft.model] if isinstance(draft, Draft) else [model]
-        placements = [(one.spec, one.decoder.placement) for one in models]
-        if tokens is None:
-            others = () if model.team is None else model.team.free()
-            tokens = fitting(model.max_tokens, placements, name, slots, others, page_tokens)
-        self.pages = pages_of(tokens, page_tokens)
-        store = reserve(
-            model.spec,
-            pages=self.pages,
-            form=form,
-            placement=placement,
-            slots=slots,
-            page_tokens=page_tokens,
-        )
+        store = _reserved(model, draft, cache, tokens, slots=slots, page_tokens=page_tokens)
+        self.pages, self.page_tokens = store.pages, page_tokens
         longest = min(self.context, self.pages * page_tokens)
         self._device_slots = DeviceSlots(model, store, slots=slots, max_tokens=longest, draft=draft)
         keep, pool = keep or PromptCache(), PagePool(self.pages, page_tokens=page_tokens)

@@ -93,7 +93,6 @@ class DeltaSlots:
         taps: int,
         element: torch.dtype,
         device: torch.device | str,
-        page_tokens: int = PAGE_TOKENS,
     ) -> Self:
         """Return empty states, (*leading, …), where the last of `leading` is slots.
 
@@ -114,7 +113,6 @@ class DeltaSlots:
             aside=zeros(*state),
             aside_inputs=zeros(taps - 1, channels, dtype=element),
             aside_at=zeros(dtype=torch.int32),
-            page_tokens=page_tokens,
         )
 
     def layer(self, index: int) -> "DeltaSlots":

@@ -6,7 +6,7 @@ files: embedding, norms, packed codes, scales and permutations, head.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -226,7 +226,7 @@ def delta_slots(
     delta: DeltaSpec, *leading: int, device: torch.device, page_tokens: int = PAGE_TOKENS
 ) -> DeltaSlots:
     """Return states (*leading, …), the last of which are slots, for a device."""
-    return DeltaSlots.empty(
+    slots = DeltaSlots.empty(
         *leading,
         value_heads=delta.value_heads,
         key_dim=delta.key_dim,
@@ -235,8 +235,8 @@ def delta_slots(
         taps=delta.conv,
         element=torch.float32 if device.type == "cpu" else torch.float16,
         device=device,
-        page_tokens=page_tokens,
     )
+    return replace(slots, page_tokens=page_tokens)
 
 
 def _rotation_bytes(spec: ModelSpec, texts: Texts) -> int:

@@ -97,7 +97,7 @@ def reference(folder: Path, ids: Sequence[int], count: int, known: int) -> tuple
     return tuple(made[0, len(ids) :].tolist())
 
 
-@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_greedy_text_is_that_of_merged_weights(
     source: Path,
     folders: list[Path],
@@ -108,7 +108,7 @@ def test_greedy_text_is_that_of_merged_weights(
 ) -> None:
     folder = merged(tmp_path / "merged", source, *(folders[i] for i in chosen))
 
-    for tag in range(4):
+    for tag in range(2):
         found = alone(model, request(tag, *(adapters[i] for i in chosen)))
         assert found == reference(folder, prompt(tag), 16, model.tokenizer.vocab_size)
         assert found != alone(model, request(tag))

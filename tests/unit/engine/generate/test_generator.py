@@ -156,6 +156,27 @@ def test_jobs_that_were_sent_back_go_on_where_they_were(
     assert is_empty(cramped)
 
 
+@pytest.mark.parametrize("cache", ["fp32", "q8"])
+def test_texts_do_not_depend_on_the_size_of_pages(model: LoadedModel, cache: str) -> None:
+    every = requests(4, tokens=16)
+    large = ids_of([*Generator(model, cache=cache, tokens=1024, slots=4).stream(*every)])
+
+    for count in (5, PAGE_TOKENS):
+        generator = Generator(
+            model, cache=cache, tokens=300, slots=4, page_tokens=count, chunk=20 * count
+        )
+        assert (generator.page_tokens, generator.pages) == (count, -(-300 // count))
+        assert ids_of([*generator.stream(*every)]) == large
+    assert Generator.page_tokens == Generator(model, tokens=300).page_tokens == 256
+
+
+def test_pages_without_tokens_and_chunks_of_broken_pages_are_refused(model: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="`page_tokens` is 0; give 1 or more"):
+        Generator(model, page_tokens=0)
+    with pytest.raises(ConfigError, match="a chunk that is a multiple of 24"):
+        Generator(model, page_tokens=24, chunk=32)
+
+
 def test_number_of_tokens_is_exact_and_fills_the_context(model: LoadedModel) -> None:
     generator = small_generator(model, tokens=2048, slots=2)
 
