@@ -28,13 +28,13 @@ def bench_command(
     counts = _counts(options.rows)
     from exl2flow.cli.output.results import show_speed
     from exl2flow.cli.work.loading import shared_by, split_of  # these import torch
+    from exl2flow.engine.cache.paged import whole_pages
     from exl2flow.inference.bench import bench
-    from exl2flow.kernels import PAGE_TOKENS
     from exl2flow.pipeline.devices import choose_allocator
 
     choose_allocator()
     largest = max(counts)
-    tokens = largest * (options.context // PAGE_TOKENS + 1) * PAGE_TOKENS
+    tokens = largest * whole_pages(options.context + 1)
     speed = bench(
         model,
         device=options.device,

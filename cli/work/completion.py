@@ -19,7 +19,8 @@ from exl2flow.core.requests.request import Request
 from exl2flow.core.store.files import naming
 from exl2flow.engine import Adapter, Generator
 from exl2flow.engine.generate.prompt import encoded
-from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.cli.output.console import emit_json, json_line, printable, say
+from exl2flow.cli.work.loading import filters_of, load, load_draft, prompt_cache, read_text
 
 # what a line of a file of prompts may hold besides `prompt`
 OF_A_LINE = ("max_new_tokens", "min_new_tokens", "seed", "stops", "banned_strings", "heal")
@@ -65,8 +66,8 @@ def _generator(
     tokens, slots = options.tokens, options.slots
     if options.prompts is None:
         slots, longest = len(requests[0].prompts), loaded.max_tokens
-        needed = encoded(requests[0], loaded.tokenizer).pages(min(options.max_new_tokens, longest))
-        tokens = tokens or needed * PAGE_TOKENS
+        prompt, each = encoded(requests[0], loaded.tokenizer), Generator.page_tokens
+        tokens = tokens or each * prompt.pages(min(options.max_new_tokens, longest), each)
     generator = Generator(
         loaded, cache=options.cache, tokens=tokens, slots=slots, draft=draft, keep=keep
     )

@@ -13,8 +13,7 @@ import torch
 
 from exl2flow.core.errors import ConfigError, ContextOverflow
 from exl2flow.engine import Generator
-from exl2flow.engine.cache.paged import pages_of
-from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.engine.cache.paged import whole_pages
 from exl2flow.model.memory.footprint import exact_format, layer_bytes, state_bytes
 
 
@@ -22,6 +21,7 @@ class ExLlamaV2Cache:
     """Keys and values in fp16; on a CPU in fp32. texts: ids that `ExLlamaV2.forward` was given."""
 
     format: ClassVar[str | None] = None
+    page_tokens: ClassVar[int] = Generator.page_tokens
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ExLlamaV2Cache:
         if self.max_seq_len < 1 or batch_size < 1:
             sizes = f"`max_seq_len` is {max_seq_len} and `batch_size` {batch_size}"
             raise ConfigError(f"{sizes}; give 1 or more")
-        self.tokens = batch_size * pages_of(self.max_seq_len) * PAGE_TOKENS
+        self.tokens = batch_size * whole_pages(self.max_seq_len, self.page_tokens)
         self.texts = [list[int]() for _ in range(batch_size)]
         if copy_from is not None:
             self.current_seq_len, self.texts = copy_from.current_seq_len, [*copy_from.texts]
@@ -71,7 +71,8 @@ class ExLlamaV2Cache:
             tokens=self.tokens,
             slots=slots or min_slots,
             draft=draft,
-            chunk=max(chunk // PAGE_TOKENS, 1) * PAGE_TOKENS,
+            chunk=max(chunk // self.page_tokens, 1) * self.page_tokens,
+            page_tokens=self.page_tokens,
         )
         self._options = options
         return self._generator
@@ -124,10 +125,10 @@ class ExLlamaV2Cache:
     def footprint(self) -> list[int]:
         """Return the bytes on each device."""
         native, nbytes = self.model.native, Counter[torch.device]()
-        placement, pages = native.decoder.placement, self.tokens // PAGE_TOKENS
+        placement, pages = native.decoder.placement, self.tokens // self.page_tokens
         name = self.format or exact_format(placement.head)
         for layer, device in zip(native.spec.attentions, placement.layers, strict=True):
-            nbytes[device] += layer_bytes(layer, pages, name)
+            nbytes[device] += layer_bytes(layer, pages, name, self.page_tokens)
             nbytes[device] += state_bytes(layer, self.batch_size)
         return [*nbytes.values()] * (1 if native.team is None else len(native.team.devices))
 

@@ -1,4 +1,4 @@
-"""Keys and values in pages of 256 tokens, in any format of `CACHE_FORMATS`.
+"""Keys and values in pages, of 256 tokens as a rule, in any format of `CACHE_FORMATS`.
 
 Sequences share one pool of pages; `page_pool.py` decides which page holds what. A pass of the model
 reads and writes through a view (`views.py`): `StepView` for a few new tokens per sequence,
@@ -20,6 +20,7 @@ from exl2flow.kernels import (
     PAGE_TOKENS,
     CacheFormat,
     LayerStore,
+    get_ops,
     on_device,
 )
 from exl2flow.model import ModelSpec, Placement
@@ -34,6 +35,7 @@ class PagedCache:
 
     pages: usable pages; one more, `spare`, receives the keys and values of idle slots. device: of
     the page tables that views take. stores: of layers with keys and values; states: of the others.
+    page_tokens: of a page.
     """
 
     def __init__(
@@ -45,13 +47,14 @@ class PagedCache:
         device: torch.device | str,
         layers: Sequence[torch.device] | None = None,
         slots: int = 0,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         """Reserve pages on the device of each layer, by default on `device`.
 
         slots: texts at once, if layers have a state.
         """
         self.pages = self.spare = pages
-        self.form, self.device = form, torch.device(device)
+        self.form, self.device, self.page_tokens = form, torch.device(device), page_tokens
         of_layer = layers or [self.device] * spec.num_layers
         attending = [
             (index, attention, of_layer[index])
@@ -67,10 +70,11 @@ class PagedCache:
                 kv_heads=attention.num_kv_heads,
                 head_dim=attention.head_dim,
                 device=device,
+                page_tokens=page_tokens,
             )
             for _, attention, device in attending
         ]
-        self.states = States(spec, slots, of_layer) if spec.deltas else None
+        self.states = States(spec, slots, of_layer, page_tokens) if spec.deltas else None
 
     def layer(self, index: int) -> Any:
         """Return what is kept of a layer: a `LayerStore`, or the `DeltaSlots` of its states."""
@@ -111,8 +115,7 @@ class PagedCache:
     def copy_here(self, pages: torch.Tensor) -> None:
         """Copy pages, given as in `copy`, of the layers on `device`, where `pages` is."""
         for store in self.here:
-            store.keys.copy_pages(*pages)
-            store.values.copy_pages(*pages)
+            store.copy_pages(*pages)
 
 
 def cache_format(name: str, device: torch.device) -> CacheFormat:
@@ -128,22 +131,47 @@ def cache_format(name: str, device: torch.device) -> CacheFormat:
 
 
 def reserve(
-    spec: ModelSpec, *, pages: int, form: CacheFormat, placement: Placement, slots: int = 0
+    spec: ModelSpec,
+    *,
+    pages: int,
+    form: CacheFormat,
+    placement: Placement,
+    slots: int = 0,
+    page_tokens: int = PAGE_TOKENS,
 ) -> PagedCache:
-    """Reserve a cache, its tables with the head; raises `OutOfDeviceMemory` if it does not fit."""
-    device, layers = placement.head, placement.layers
+    """Reserve a cache, its tables with the head.
+
+    Raises:
+        ConfigError: a device's kernels know no pages of this size.
+        OutOfDeviceMemory: it does not fit.
+    """
+    for device in {placement.head, *placement.layers}:
+        get_ops(device).check_pages(page_tokens)
     try:
-        return PagedCache(spec, pages=pages, form=form, device=device, layers=layers, slots=slots)
+        return PagedCache(
+            spec,
+            pages=pages,
+            form=form,
+            device=placement.head,
+            layers=placement.layers,
+            slots=slots,
+            page_tokens=page_tokens,
+        )
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(
-            f"a cache of {pages * PAGE_TOKENS} tokens does not fit in the memory of the GPU; give "
+            f"a cache of {pages * page_tokens} tokens does not fit in the memory of the GPU; give "
             "fewer `tokens`, or a format with fewer bits"
         ) from error
 
 
-def pages_of(tokens: int) -> int:
+def pages_of(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
     """Return how many pages `tokens` tokens need."""
-    return -(-tokens // PAGE_TOKENS)
+    return -(-tokens // page_tokens)
+
+
+def whole_pages(tokens: int, page_tokens: int = PAGE_TOKENS) -> int:
+    """Return the tokens for which the pages of `tokens` tokens have room."""
+    return pages_of(tokens, page_tokens) * page_tokens
 
 
 def fitting(
@@ -152,6 +180,7 @@ def fitting(
     name: str,
     slots: int,
     others: Sequence[int] = (),
+    page_tokens: int = PAGE_TOKENS,
 ) -> int:
     """Return the tokens of one context, or as many as fit in the free memory of every device.
 
@@ -160,12 +189,12 @@ def fitting(
     page_bytes, states, tokens = Counter[torch.device](), Counter[torch.device](), context
     for spec, placement in models:
         for layer, device in zip(spec.attentions, placement.layers, strict=True):
-            page_bytes[device] += layer_bytes(layer, 1, name)
+            page_bytes[device] += layer_bytes(layer, 1, name, page_tokens)
             states[device] += state_bytes(layer, slots)
     for device, nbytes in page_bytes.items():
         room = free_memory(device) if device.type == "cuda" else available_memory()
         if room is not None and nbytes:
             room = min([room, *others])
             pages = (int(SHARE * room) - states[device]) // nbytes
-            tokens = min(tokens, pages * PAGE_TOKENS)
-    return max(PAGE_TOKENS, tokens)
+            tokens = min(tokens, pages * page_tokens)
+    return max(page_tokens, tokens)

@@ -9,14 +9,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from exl2flow.engine.cache.states import SavedState, States
-from exl2flow.kernels import PAGE_TOKENS
 
 
 class StateStore:
     """Snapshots of one generator's texts, at most `nbytes`."""
 
-    def __init__(self, states: States, *, nbytes: int, is_listed: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self,
+        states: States,
+        *,
+        nbytes: int,
+        page_tokens: int,
+        is_listed: Callable[[bytes], bool],
+    ) -> None:
         """Take the slots' states, and whether there is a page with a key."""
+        self._page_tokens = page_tokens
         self._states, self._most = states, nbytes // states.saved_bytes
         self._is_listed = is_listed
         self._saved = OrderedDict[bytes, SavedState]()  # in the order of eviction
@@ -84,7 +91,7 @@ class StateStore:
             self._register(keys, saved, int(saved.at))
 
     def _register(self, keys: Sequence[bytes], saved: SavedState, tokens: int) -> None:
-        page = tokens // PAGE_TOKENS
+        page = tokens // self._page_tokens
         if 0 < page <= len(keys):
             self._saved[keys[page - 1]] = saved
             self._saved.move_to_end(keys[page - 1])

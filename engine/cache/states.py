@@ -38,7 +38,9 @@ class States:
     nbytes: that they occupy; saved_bytes: of host memory that a `SavedState` takes.
     """
 
-    def __init__(self, spec: ModelSpec, slots: int, layers: Sequence[torch.device]) -> None:
+    def __init__(
+        self, spec: ModelSpec, slots: int, layers: Sequence[torch.device], page_tokens: int
+    ) -> None:
         """Reserve memory on the device of each layer; those with a state are alike."""
         self.spare, self._places = slots, dict[int, tuple[torch.device, int]]()
         delta, counts = spec.deltas[0], Counter[torch.device]()
@@ -47,7 +49,7 @@ class States:
                 self._places[index] = device, counts[device]
                 counts[device] += 1
         self._of_device = {
-            device: delta_slots(delta, count, slots + 1, device=device)
+            device: delta_slots(delta, count, slots + 1, device=device, page_tokens=page_tokens)
             for device, count in counts.items()
         }
         self._layers = {

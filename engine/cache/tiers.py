@@ -18,7 +18,7 @@ import torch
 from exl2flow.core.store.files import tensor_bytes
 from exl2flow.engine.cache.page_files import PageFiles
 from exl2flow.engine.cache.prefix_tree import FullPage
-from exl2flow.kernels import PAGE_TOKENS, get_ops
+from exl2flow.kernels import get_ops
 
 LEAST_FOUND = 2  # pages in a row that are worth waiting for
 MOST_QUEUED = 64  # pages that wait to be written; further ones are dropped
@@ -47,10 +47,10 @@ class PageBytes:
     nbytes: of a page in all stores; host_bytes: of the memory that it takes on the host.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the tensors of all layers, (slots, …); see `PagedCache.tensors`."""
+    def __init__(self, tensors: Sequence[torch.Tensor], page_tokens: int) -> None:
+        """Take the tensors of all layers, (slots, …), of a cache; see `PagedCache.tensors`."""
         ordered = sorted(tensors, key=lambda x: str(x.device))  # stable
-        rows = [x.view(torch.uint8).view(len(x) // PAGE_TOKENS, -1) for x in ordered]
+        rows = [x.view(torch.uint8).view(len(x) // page_tokens, -1) for x in ordered]
         self._of_device = [[*group] for _, group in groupby(rows, key=lambda x: x.device)]
         self._sizes = [sum(x.shape[1] for x in group) for group in self._of_device]
         self._is_pinned = any(x.is_cuda for x in rows)

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import (
-    PAGE_TOKENS,
     STEP_TOKENS,
     AttentionRule,
     DeltaArgs,
@@ -56,7 +55,9 @@ class StepView:
     ) -> None:
         self.tables = tables
         self.lengths = lengths
-        self.positions, self.slots = get_ops(tables.device).next_slots(tables, lengths, count)
+        self.positions, self.slots = get_ops(tables.device).next_slots(
+            tables, lengths, count, cache.page_tokens
+        )
         self._cache = cache
 
     def layer(self, index: int) -> LayerCache:
@@ -140,7 +141,7 @@ class PromptView:
     def __init__(self, cache: PagedCache, segments: Sequence[Segment]) -> None:
         device = cache.device
         starts = [0, *accumulate(s.count for s in segments[:-1])]  # in the pass
-        slots = [slots_of(torch.tensor(s.pages, dtype=torch.int32), 0, s.end) for s in segments]
+        slots = [_all_slots(s, cache) for s in segments]
         positions = [torch.arange(s.begin, s.end) for s in segments]
         new = [x[s.begin :] for x, s in zip(slots, segments, strict=True)]
         self.positions, self.slots = (on_device(torch.cat(x), device) for x in (positions, new))
@@ -222,12 +223,18 @@ def _slots(segment: Segment, cache: PagedCache) -> Tensor | slice | None:
     """
     if not segment.begin:
         return None
-    first, *others = segment.pages[: pages_of(segment.end)]
+    first, *others = segment.pages[: pages_of(segment.end, cache.page_tokens)]
     is_exact = EXACT.keys() >= {cache.form.keys, cache.form.values}
     if is_exact and all(page == first + i for i, page in enumerate(others, 1)):
-        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + segment.end)
-    slots = slots_of(torch.tensor(segment.pages, dtype=torch.int32), 0, segment.end)
-    return on_device(slots, cache.device)
+        begin = first * cache.page_tokens
+        return slice(begin, begin + segment.end)
+    return on_device(_all_slots(segment, cache), cache.device)
+
+
+def _all_slots(segment: Segment, cache: PagedCache) -> Tensor:
+    """Return the slots of all positions up to a segment's end, int64 (t,)."""
+    pages = torch.tensor(segment.pages, dtype=torch.int32)
+    return slots_of(pages, 0, segment.end, cache.page_tokens)
 
 
 def _grouped(parts: Sequence[_Part], key: Callable[[_Part], int]) -> list[list[_Part]]:

@@ -25,7 +25,6 @@ from exl2flow.engine.chat.answering import Answering, ChatStatistics, End, Piece
 from exl2flow.engine.chat.formats import choose_format
 from exl2flow.engine.chat.history import Context, Reader
 from exl2flow.engine.generate import Generator
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 MOST_DRAWN = 10**7  # by an answer: hours of work, whose draws are passed over in 0.2 s
@@ -193,7 +192,7 @@ class Session:
 
     @property
     def _limit(self) -> int:
-        return min(self.generator.context, self.generator.pages * PAGE_TOKENS)
+        return min(self.generator.context, self.generator.pages * self.generator.page_tokens)
 
     @property
     def _room(self) -> int:

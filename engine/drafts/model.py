@@ -17,7 +17,7 @@ from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.engine.drafts.proposer import MOST_DRAFTED, DraftRequest, SharedSlots, check
 from exl2flow.engine.loading.load import LoadedModel, check_loaded
-from exl2flow.kernels import PAGE_TOKENS, on_device
+from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import RopeTables, Tokenizer
 
@@ -70,10 +70,11 @@ class ModelProposer:
         placement = self.decoder.placement
         if placement.is_split or placement.head != device:
             raise ConfigError(f"the draft's model is not on {device}; load all of it there")
+        pages, form, page_tokens = slots.cache.pages, slots.cache.form, slots.cache.page_tokens
         self.cache = reserve(
-            spec, pages=slots.cache.pages, form=slots.cache.form, placement=placement
+            spec, pages=pages, form=form, placement=placement, page_tokens=page_tokens
         )
-        self._angles = RopeTables.of(spec, slots.tables.shape[1] * PAGE_TOKENS, device)
+        self._angles = RopeTables.of(spec, slots.tables.shape[1] * page_tokens, device)
         self._ids = torch.zeros(size, 2 + draft.tokens, dtype=torch.int64, device=device)
         self._proposed = torch.zeros(size, draft.tokens, 2, dtype=torch.float64, device=device)
 

@@ -66,7 +66,7 @@ class DeviceSlots:
         self._decoder, self.cache, device = model.decoder, cache, cache.device
         width = model.spec.head.out_features
         self.drafts = drafts = 0 if draft is None else draft.tokens
-        shape = (slots, pages_of(max_tokens + drafts))
+        shape = (slots, pages_of(max_tokens + drafts, cache.page_tokens))
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
         self.ids = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
@@ -96,7 +96,7 @@ class DeviceSlots:
             max_tokens=max_tokens + max(drafts, STEP_TOKENS),
         )
         if model.team is not None:
-            sizes = cache.pages, slots, max_tokens, drafts
+            sizes = cache.pages, cache.page_tokens, slots, max_tokens, drafts
             self.runner.counterpart = counterpart = model.team.mirror(cache.form, *sizes)
             finalize(self, model.team.drop, counterpart.key)
         self.proposer = None if draft is None else draft.start(model, shared)

@@ -67,12 +67,26 @@ class Follower:
         return free_memory(self.device)
 
     def make(
-        self, key: int, form: CacheFormat, pages: int, slots: int, max_tokens: int, drafts: int
+        self,
+        key: int,
+        form: CacheFormat,
+        pages: int,
+        page_tokens: int,
+        slots: int,
+        max_tokens: int,
+        drafts: int,
     ) -> None:
         """Make the device side of a generator; its runner has a key."""
         assert self._model is not None
         placement, spec = self._model.decoder.placement, self._model.spec
-        cache = reserve(spec, pages=pages, form=form, placement=placement, slots=slots)
+        cache = reserve(
+            spec,
+            pages=pages,
+            form=form,
+            placement=placement,
+            slots=slots,
+            page_tokens=page_tokens,
+        )
         draft = NgramDraft(tokens=drafts) if drafts else None
         made = DeviceSlots(self._model, cache, slots=slots, max_tokens=max_tokens, draft=draft)
         self.objects[key] = made.runner

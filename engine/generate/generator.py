@@ -23,7 +23,7 @@ from exl2flow.core.requests.request import Request, Text, check_integer, listed
 from exl2flow.core.requests.text_options import TextOptions, refuse_unknown
 from exl2flow.engine.adapters import adapters_of
 from exl2flow.engine.cache.page_pool import PagePool
-from exl2flow.engine.cache.paged import cache_format, fitting, pages_of, reserve
+from exl2flow.engine.cache.paged import PagedCache, cache_format, fitting, pages_of, reserve
 from exl2flow.engine.drafts import Draft, Drafter
 from exl2flow.engine.filters import Combined
 from exl2flow.engine.generate.decode import Decode
@@ -60,24 +60,57 @@ def _check_kinds(draft: object, keep: object) -> None:
         raise ConfigError(f"`keep` is {keep!r}; give a `PromptCache`")
 
 
-def _check_numbers(slots: int, chunk: int, tokens: int | None) -> None:
+def _check_numbers(slots: int, chunk: int, tokens: int | None, page_tokens: int) -> None:
     """Raise `ConfigError` if a number of a generator is none, or out of range."""
-    for name, count in {"slots": slots, "chunk": chunk, "tokens": tokens}.items():
+    numbers = {"slots": slots, "chunk": chunk, "tokens": tokens, "page_tokens": page_tokens}
+    for name, count in numbers.items():
         if count is not None:
             check_integer(name, count)
-    if slots < 1 or chunk < PAGE_TOKENS or chunk % PAGE_TOKENS:
+    if page_tokens < 1:
+        raise ConfigError(f"`page_tokens` is {page_tokens}; give 1 or more")
+    if slots < 1 or chunk < page_tokens or chunk % page_tokens:
         raise ConfigError(
             f"`slots` is {slots} and `chunk` {chunk}; give one slot or more, and a chunk that "
-            f"is a multiple of {PAGE_TOKENS}"
+            f"is a multiple of {page_tokens}"
         )
+
+
+def _reserved(
+    model: LoadedModel,
+    draft: Drafter | None,
+    cache: str | None,
+    tokens: int | None,
+    *,
+    slots: int,
+    page_tokens: int,
+) -> PagedCache:
+    """Return a cache of a format for `tokens`, or for as many as fit beside the draft's."""
+    placement = model.decoder.placement
+    name = cache or exact_format(placement.head)
+    form = cache_format(name, placement.head)
+    if tokens is None:
+        models = [model, draft.model] if isinstance(draft, Draft) else [model]
+        placements = [(one.spec, one.decoder.placement) for one in models]
+        others = () if model.team is None else model.team.free()
+        tokens = fitting(model.max_tokens, placements, name, slots, others, page_tokens)
+    return reserve(
+        model.spec,
+        pages=pages_of(tokens, page_tokens),
+        form=form,
+        placement=placement,
+        slots=slots,
+        page_tokens=page_tokens,
+    )
 
 
 class Generator:
     """Generates texts; not thread-safe but for `submit`, `prepare`, `add` and `Job.cancel`.
 
-    context: positions of one sequence; pages: of the whole cache; states: for programs with a loop
-    of their own.
+    context: positions of one sequence; pages: of the whole cache; page_tokens: positions of a page;
+    states: for programs with a loop of their own.
     """
+
+    page_tokens: int = PAGE_TOKENS
 
     def __init__(
         self,
@@ -89,6 +122,7 @@ class Generator:
         chunk: int = PROMPT_TOKENS,
         draft: Drafter | None = None,
         keep: PromptCache | None = None,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         """Reserve a cache for a model.
 
@@ -98,10 +132,11 @@ class Generator:
             tokens: capacity of the cache, shared by all texts; None: one context, or as many as
                 fit in the free memory.
             slots: sequences that run at once.
-            chunk: prompt tokens per pass (chunked prefill), a multiple of 256.
+            chunk: prompt tokens per pass (chunked prefill), a multiple of `page_tokens`.
             draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
             keep: where pages go that the cache has no room for, and all of them with `close`; how
                 much memory snapshots of states may take.
+            page_tokens: of a page of the cache; kernels for GPUs know only 256.
 
         Raises:
             ConfigError: no such format, a number is out of range, the draft has another
@@ -109,22 +144,14 @@ class Generator:
             OutOfDeviceMemory: the cache does not fit.
         """
         check_loaded("model", model)
-        _check_numbers(slots, chunk, tokens)
+        _check_numbers(slots, chunk, tokens, page_tokens)
         _check_kinds(draft, keep)
         self.model, self.slots, self.context = model, slots, model.max_tokens
-        placement = model.decoder.placement
-        name = cache or exact_format(placement.head)
-        form = cache_format(name, placement.head)
-        models = [model, draft.model] if isinstance(draft, Draft) else [model]
-        placements = [(one.spec, one.decoder.placement) for one in models]
-        if tokens is None:
-            others = () if model.team is None else model.team.free()
-            tokens = fitting(model.max_tokens, placements, name, slots, others)
-        self.pages = pages_of(tokens)
-        store = reserve(model.spec, pages=self.pages, form=form, placement=placement, slots=slots)
-        longest = min(self.context, self.pages * PAGE_TOKENS)
+        store = _reserved(model, draft, cache, tokens, slots=slots, page_tokens=page_tokens)
+        self.pages, self.page_tokens = store.pages, page_tokens
+        longest = min(self.context, self.pages * page_tokens)
         self._device_slots = DeviceSlots(model, store, slots=slots, max_tokens=longest, draft=draft)
-        keep, pool = keep or PromptCache(), PagePool(self.pages)
+        keep, pool = keep or PromptCache(), PagePool(self.pages, page_tokens=page_tokens)
         states = SequenceStates(store.states, pool, nbytes=keep.states)
         self._scheduler = Scheduler(self._device_slots, pool, states, slots=slots)
         drafting = draft.model if isinstance(draft, Draft) else None
@@ -142,7 +169,7 @@ class Generator:
 
     def __repr__(self) -> str:
         """Return the model and the size of the cache."""
-        tokens = self.pages * PAGE_TOKENS
+        tokens = self.pages * self.page_tokens
         return f"Generator({self.model}, tokens={tokens}, slots={self.slots})"
 
     def submit(self, request: Request, *, deliver: Callable[[Event], None] | None = None) -> Job:
@@ -230,6 +257,7 @@ class Generator:
             vocab_size=self.model.spec.vocab_size,
             context=self.context,
             pages=self.pages,
+            page_tokens=self.page_tokens,
             slots=self.slots,
             images=placeholders(self.model.spec.config),
         )

@@ -11,7 +11,7 @@ import torch
 from exl2flow.core.errors import CacheFull, ConfigError, ContextOverflow, InferenceError
 from exl2flow.core.requests.images import images_refused
 from exl2flow.core.requests.request import EMBEDDING, FIRST_EMBEDDING, Request, Text
-from exl2flow.kernels import PAGE_TOKENS
+from exl2flow.engine.cache.paged import pages_of
 from exl2flow.model import Decoder, Tokenizer
 
 BLANKS = " \t"
@@ -34,10 +34,10 @@ class Prompt:
         """Length of the longest sequence, including the healed token."""
         return max(map(len, self.sequences)) + (self.healed is not None)
 
-    def pages(self, new_tokens: int) -> int:
+    def pages(self, new_tokens: int, page_tokens: int) -> int:
         """Return how many pages all sequences need; the last new token is never stored."""
         extra = new_tokens - 1 + (self.healed is not None)
-        return sum(-(-(len(ids) + extra) // PAGE_TOKENS) for ids in self.sequences)
+        return sum(pages_of(len(ids) + extra, page_tokens) for ids in self.sequences)
 
 
 def encoded(request: Request, tokenizer: Tokenizer) -> Prompt:
@@ -117,13 +117,14 @@ def check(
     vocab_size: int,
     context: int,
     pages: int,
+    page_tokens: int,
     slots: int,
     images: Collection[int] = (),
 ) -> int:
     """Return the most tokens that a request with an encoded prompt may generate.
 
     The model has `vocab_size` ids, of which `images` stand for images, and `context` positions per
-    sequence; the generator has `pages` and `slots` for all sequences together.
+    sequence; the generator has `pages` of `page_tokens` and `slots` for all sequences together.
 
     Raises:
         ConfigError: the model or the generator cannot do what an option says, or read an image.
@@ -144,15 +145,16 @@ def check(
             f"{prompt.tokens} prompt tokens and {wanted} new ones exceed the model's {context} "
             "positions; shorten the prompt or request fewer tokens"
         )
-    if prompt.pages(wanted) > pages:
+    if (needed := prompt.pages(wanted, page_tokens)) > pages:
         raise CacheFull(
             f"{sum(map(len, prompt.sequences))} prompt tokens and {wanted} new ones need "
-            f"{prompt.pages(wanted)} pages of {PAGE_TOKENS} tokens, the cache has {pages}; "
+            f"{needed} pages of {page_tokens} tokens, the cache has {pages}; "
             "shorten the prompt, request fewer tokens or give the generator more `tokens`"
         )
     if request.max_new_tokens is not None:
         return request.max_new_tokens
-    return bisect_right(range(1, context - prompt.tokens + 1), pages, key=prompt.pages)
+    counts = range(1, context - prompt.tokens + 1)
+    return bisect_right(counts, pages, key=lambda count: prompt.pages(count, page_tokens))
 
 
 def _check_ids(request: Request, prompt: Prompt, vocab_size: int) -> None:

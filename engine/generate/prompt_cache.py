@@ -66,7 +66,8 @@ class PromptCache:
             secret_of(self.disk)  # makes the folder
             namespace = _namespace(self.disk, model, device_slots, draft)
             files = PageFiles(self.disk, namespace, size=self.disk_size)
-        return Tiers(PageBytes(device_slots.stored), ram=self.ram, files=files)
+        pages = PageBytes(device_slots.stored, device_slots.cache.page_tokens)
+        return Tiers(pages, ram=self.ram, files=files)
 
 
 def _namespace(
@@ -83,6 +84,7 @@ def _namespace(
         "schema": SCHEMA,
         "models": [_model(folder, one) for one in (model, draft) if one is not None],
         "format": repr(device_slots.cache.form),
+        "page_tokens": device_slots.cache.page_tokens,
         "sources": {str(one.relative_to(package)): digest(one) for one in sources},
         "torch": torch.__version__,
         "device": architecture,

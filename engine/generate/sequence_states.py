@@ -21,7 +21,9 @@ class SequenceStates:
         """Keep snapshots of at most `nbytes`, and let the pool share pages that have one only."""
         self._pool, self._states, self.store = pool, states, None
         if states is not None:
-            self.store = StateStore(states, nbytes=nbytes, is_listed=pool.is_listed)
+            self.store = StateStore(
+                states, nbytes=nbytes, page_tokens=pool.page_tokens, is_listed=pool.is_listed
+            )
             pool.continues_from = self.store.holds
 
     @property

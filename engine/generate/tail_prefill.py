@@ -23,7 +23,8 @@ class TailPrefill:
 
     def __init__(self, decoder: Decoder, places: Sequence[SpanPlace]) -> None:
         """Take rotations of all positions of a sequence, and of `STEP_TOKENS` beyond its end."""
-        cache, width = places[-1].cache, pages_of(len(places[-1].angles.positions))
+        cache, count = places[-1].cache, len(places[-1].angles.positions)
+        width = pages_of(count, cache.page_tokens)
         self._device, self._spare = cache.device, cache.spare
         shapes = (MAX_TAILS, width), (MAX_TAILS,), (MAX_TAILS, STEP_TOKENS)
         types = torch.int32, torch.int32, torch.int64

@@ -9,7 +9,6 @@ from exl2flow.engine.cache.views import Segment, StepView
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.engine.sampling import Kind
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import RopeTables
 from exl2flow.model.memory.footprint import PROMPT_TOKENS
 
@@ -58,7 +57,7 @@ class DecodeBatch:
         self.read(1)
         first, *others = self._pages
         for source, target in (pair for pages in others for pair in zip(first, pages, strict=True)):
-            self.device_slots.copy(Copy(source, target, PAGE_TOKENS))
+            self.device_slots.copy(Copy(source, target, self.cache.page_tokens))
         if self.cache.states is not None:
             for slot in range(1, self.size):
                 self.cache.states.move(0, slot)
@@ -88,7 +87,7 @@ class DecodeBatch:
     def read_bytes(self) -> int:
         """Bytes of keys and values that a step reads."""
         layers = zip(self.model.spec.attending, self.cache.stores, strict=True)
-        positions = (self.cache.pages + 1) * PAGE_TOKENS
+        positions = (self.cache.pages + 1) * self.cache.page_tokens
         return self.size * sum(
             store.nbytes
             // positions

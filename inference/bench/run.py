@@ -12,14 +12,14 @@ import torch
 
 from exl2flow.core.errors import OutOfDeviceMemory
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.engine.cache.paged import cache_format, fitting, pages_of
+from exl2flow.engine.cache.paged import cache_format, fitting, whole_pages
 from exl2flow.engine.loading.layer_split import Split
 from exl2flow.engine.loading.load import LoadedModel, load_model
 from exl2flow.inference.bench.batch import DecodeBatch
 from exl2flow.inference.bench.decode_plan import decode_plans
 from exl2flow.inference.bench.speed import Memory, Speed, Timing, all_versions, device_name
 from exl2flow.inference.bench.stopwatch import copy_rate, seconds
-from exl2flow.kernels import PAGE_TOKENS, get_ops, resolve_device
+from exl2flow.kernels import get_ops, resolve_device
 from exl2flow.model import CanonicalTensors, Decoder
 from exl2flow.model.layers.linear import DenseLinear
 from exl2flow.model.memory.footprint import exact_format
@@ -171,7 +171,7 @@ class BenchSession:
         name = f"decoding {rows} rows" if rows > 1 else "decoding a row"
         context = affordable(wanted, self.pace, share / 2)
         steps = [timing for timing in self.timings if timing.work == "decode"]
-        needed = rows * pages_of(context + 1) * PAGE_TOKENS
+        needed = rows * whole_pages(context + 1)
         if steps and steps[-1].seconds / steps[-1].rows * rows > share / 2:
             self.omitted.append(f"{name}: too slow here")
         elif fitting(needed, self._placements, self.cache, rows) < needed:

@@ -22,11 +22,10 @@ from exl2flow.core.runtime.memory import limit_memory
 from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
-from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
+from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of, whole_pages
 from exl2flow.engine.generate.passes import Passes, Sequences, SpanPlace
 from exl2flow.engine.loading.layer_split import Split
 from exl2flow.engine.loading.load import LoadedModel, load_model
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.kernels.cuda.graphs import GraphPool
 from exl2flow.model import Composition, Decoder, ModelSpec, RopeTables, Tokenizer, resolve
 from exl2flow.model.memory.footprint import exact_format
@@ -49,7 +48,7 @@ def compose(run: StageRun[RunOptions]) -> None:
     folder = run.folder
     limit_memory(torch.device(run.device), run.config.max_memory)
     plan = Composition.of(resolve(run.config.source), run.config.calibration)
-    tokens = plan.at_once * pages_of(plan.span) * PAGE_TOKENS
+    tokens = plan.at_once * whole_pages(plan.span)
     split = Split.of(run.config, tokens=tokens, slots=plan.at_once)
     longest = None if split is None else plan.span  # room is left for these texts only
     model = load_model(run.config.source, device=run.device, placement=split, max_tokens=longest)

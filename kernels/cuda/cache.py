@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from exl2flow.core.errors import ConfigError
 from exl2flow.kernels.cuda.compiler import (
     ATTENTION_STEP,
     ATTENTION_WARPS,
@@ -55,6 +56,15 @@ WIDE_FROM = 1 << 14  # positions of all sequences, at full length, that are wort
 LEAST_BESIDE = 18 << 10  # bytes of shared memory that are never for stages, nor were when measured
 RESERVED = (1 << 10) + 64  # bytes of a CTA's shared memory: CUDA's own, and gaps between arrays
 CALL = struct("attention.cu", "Call")
+
+
+def check_pages(page_tokens: int) -> None:
+    """See `Ops.check_pages`."""
+    if page_tokens != PAGE_TOKENS:
+        raise ConfigError(
+            f"`page_tokens` is {page_tokens}; kernels for GPUs are compiled for pages of "
+            f"{PAGE_TOKENS} tokens: leave it out, or compute on the CPU"
+        )
 
 
 def write_cache(store: LayerStore, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

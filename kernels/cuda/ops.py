@@ -76,6 +76,7 @@ class CudaOps(Ops):
     activated = staticmethod(cuda_steps.activated)
     lay_out = staticmethod(cuda_packed.lay_out)
     lay_out_scales = staticmethod(cuda_packed.lay_out_scales)
+    check_pages = staticmethod(cuda_cache.check_pages)
     write_cache = staticmethod(cuda_cache.write_cache)
     read_cache = staticmethod(cuda_cache.read_cache)
     get_page = staticmethod(cuda_cache.get_page)

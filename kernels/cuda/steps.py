@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from exl2flow.kernels.cuda.compiler import NORM_PIECES, THREADS, launch, whole_warps
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.reference import steps as torch_steps
 
@@ -111,9 +112,10 @@ def embed(ids: torch.Tensor, table: torch.Tensor, multiplier: float = 1.0) -> to
 
 
 def next_slots(
-    tables: torch.Tensor, lengths: torch.Tensor, count: int
+    tables: torch.Tensor, lengths: torch.Tensor, count: int, page_tokens: int = PAGE_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Ops.next_slots`."""
+    assert page_tokens == PAGE_TOKENS  # `check_pages` refused others
     batch, pages = tables.shape
     positions, slots = torch.empty(2, batch, count, dtype=torch.int64, device=tables.device)
     places = (tables.contiguous(), lengths, positions, slots)

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-PAGE_TOKENS = 256
+PAGE_TOKENS = 256  # of a page unless a cache says otherwise; kernels for GPUs know no other
 STEP_TOKENS = 8  # most new tokens of a sequence for which kernels attend
 UNIT = 64  # elements rotated together: the even places, and the odd ones
 RUN = 32  # elements that share a scale
@@ -78,21 +78,16 @@ class CacheRows:
         """Allocated bytes."""
         return self.data.numel() + self.scales.numel() * self.scales.element_size()
 
-    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy whole pages, int64 (n,) each; no page is both source and target."""
-        for x in (self.data, self.scales):
-            pages = x.view(len(x) // PAGE_TOKENS, PAGE_TOKENS, x.shape[1])
-            pages[target] = pages[source]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStore:
-    """Keys and values of one layer; slot `256 page + place` holds those of one token."""
+    """Keys and values of one layer; slot `page_tokens · page + place` holds those of one token."""
 
     keys: CacheRows
     values: CacheRows
     kv_heads: int
     head_dim: int
+    page_tokens: int = PAGE_TOKENS
 
     @classmethod
     def empty(
@@ -103,20 +98,29 @@ class LayerStore:
         kv_heads: int,
         head_dim: int,
         device: torch.device | str,
+        page_tokens: int = PAGE_TOKENS,
     ) -> Self:
         """Reserve pages."""
-        slots, width = pages * PAGE_TOKENS, kv_heads * head_dim
+        slots, width = pages * page_tokens, kv_heads * head_dim
         return cls(
             keys=CacheRows.empty(form.keys, slots=slots, width=width, device=device),
             values=CacheRows.empty(form.values, slots=slots, width=width, device=device),
             kv_heads=kv_heads,
             head_dim=head_dim,
+            page_tokens=page_tokens,
         )
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes."""
         return self.keys.nbytes + self.values.nbytes
+
+    def copy_pages(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole pages, int64 (n,) each; no page is both source and target."""
+        for rows in (self.keys, self.values):
+            for x in (rows.data, rows.scales):
+                pages = x.view(len(x) // self.page_tokens, self.page_tokens, x.shape[1])
+                pages[target] = pages[source]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,19 +145,24 @@ def padded_width(width: int) -> int:
     return -(-width // UNIT) * UNIT
 
 
-def slots_of(table: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+def slots_of(
+    table: torch.Tensor, begin: int, end: int, page_tokens: int = PAGE_TOKENS
+) -> torch.Tensor:
     """Return the slots of positions `begin` to `end` of a sequence, int64.
 
     Args:
         table: int32 (pages,), the pages of the sequence in order.
         begin: first position.
         end: one past the last position.
+        page_tokens: of a page.
     """
     positions = torch.arange(begin, end, device=table.device)
-    return slots_at(table[None], positions[None])[0]
+    return slots_at(table[None], positions[None], page_tokens)[0]
 
 
-def slots_at(tables: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def slots_at(
+    tables: torch.Tensor, positions: torch.Tensor, page_tokens: int = PAGE_TOKENS
+) -> torch.Tensor:
     """Return the slots of positions int64 (b, t) of sequences whose pages are int32 (b, pages)."""
-    pages = tables.gather(1, positions // PAGE_TOKENS)
-    return pages.long() * PAGE_TOKENS + positions % PAGE_TOKENS
+    pages = tables.gather(1, positions // page_tokens)
+    return pages.long() * page_tokens + positions % page_tokens

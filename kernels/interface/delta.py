@@ -1,11 +1,11 @@
 """The gated delta rule: what a layer with a state computes between its products."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
 
-from exl2flow.kernels.interface.cache_formats import STEP_TOKENS
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS
 
 CHUNK_TOKENS = 64  # of the rule by chunks; a text cut at multiples of it has the same bits
 # Inputs of the convolution that slots keep, by position modulo this: up to 8 pending tokens, 8 new
@@ -68,7 +68,7 @@ class DeltaSlots:
     (slots, 8, value_heads, key_dim), (slots, 8, value_heads, value_dim) and (slots, 8,
     value_heads), logarithms; inputs: of the convolution, those of position p at p modulo `RING`,
     (slots, RING, channels); aside: like state; aside_inputs: the three before it, (slots, 3,
-    channels); aside_at: int32 (slots,), its tokens, 0: none.
+    channels); aside_at: int32 (slots,), its tokens, 0: none; page_tokens: between page borders.
     """
 
     state: torch.Tensor
@@ -80,6 +80,7 @@ class DeltaSlots:
     aside: torch.Tensor
     aside_inputs: torch.Tensor
     aside_at: torch.Tensor
+    page_tokens: int = PAGE_TOKENS
 
     @classmethod
     def empty(
@@ -116,12 +117,18 @@ class DeltaSlots:
 
     def layer(self, index: int) -> "DeltaSlots":
         """Return one layer of states (layers, slots, …)."""
-        return DeltaSlots(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+        return replace(self, **{name: x[index] for name, x in self.named.items()})
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors."""
-        return [getattr(self, f.name) for f in fields(self)]
+        return [*self.named.values()]
+
+    @property
+    def named(self) -> dict[str, torch.Tensor]:
+        """All tensors, by the names of their fields."""
+        names = [f.name for f in fields(self) if f.name != "page_tokens"]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@ from torch.nn import functional
 from exl2flow.kernels.interface.attention_rule import AttentionRule
 from exl2flow.kernels.interface.cache_formats import (
     LARGEST_HALF,
-    PAGE_TOKENS,
     RUN,
     UNIT,
     CacheRows,
@@ -20,6 +19,10 @@ from exl2flow.kernels.interface.cache_formats import (
 )
 from exl2flow.kernels.reference.steps import halved, rotate
 from exl2flow.kernels.streams import device_cache, sent
+
+
+def check_pages(page_tokens: int) -> None:
+    """Raise `ConfigError` if pages of a cache cannot have this many tokens."""
 
 
 def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +126,7 @@ def attend_step(
     write_cache(cache.store, cache.slots.flatten(), k.flatten(0, 1), v.flatten(0, 1))
     outputs = []
     for row, length in enumerate(cache.lengths.tolist()):
-        slots = _slots(cache.tables[row], length + q.shape[1])
+        slots = _slots(cache.tables[row], length + q.shape[1], cache.store.page_tokens)
         keys, values = (x.float() for x in read_cache(cache.store, slots))
         outputs.append(_attention(q[row].float(), keys, values, rule))
     found = torch.stack(outputs).to(q.dtype)
@@ -133,12 +136,12 @@ def attend_step(
     return torch.empty_like(of_tokens).index_copy_(2, cache.to.long(), of_tokens).view_as(found)
 
 
-def _slots(table: torch.Tensor, length: int) -> torch.Tensor | slice:
+def _slots(table: torch.Tensor, length: int, page_tokens: int) -> torch.Tensor | slice:
     """Return the slots of the first positions; a slice, which copies nothing, if they are one."""
-    first, *others = table[: max(1, -(-length // PAGE_TOKENS))].tolist()
+    first, *others = table[: max(1, -(-length // page_tokens))].tolist()
     if all(page == first + i for i, page in enumerate(others, 1)):
-        return slice(first * PAGE_TOKENS, first * PAGE_TOKENS + length)
-    return slots_of(table, 0, length)
+        return slice(first * page_tokens, first * page_tokens + length)
+    return slots_of(table, 0, length, page_tokens)
 
 
 def _attention(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS
+from exl2flow.kernels.interface.cache_formats import STEP_TOKENS
 from exl2flow.kernels.interface.delta import (
     CHUNK_TOKENS,
     RING,
@@ -114,7 +114,7 @@ def _catch_up(args: DeltaArgs, slots: DeltaSlots, lengths: torch.Tensor) -> torc
         after = after + slots.keys[:batch, i][..., None] * slots.deltas[:batch, i][..., None, :]
         is_applied, at = pending > i, behind + i + 1
         state = torch.where(is_applied[:, None, None, None], after, state)
-        is_border = is_applied & (at % PAGE_TOKENS == 0)
+        is_border = is_applied & (at % slots.page_tokens == 0)
         for kept, new in (
             (slots.aside, state),
             (slots.aside_inputs, _rows_before(slots.inputs, at, last)),
@@ -176,7 +176,7 @@ def _scan(
     rows = [ring[at % RING] if at >= 0 else torch.zeros_like(ring[0]) for at in places]
     joined = torch.cat([torch.stack(rows)[None].float(), qkv[:, tokens].float()], dim=1)
     inputs = _inputs(x[:, tokens], _convolved(joined, args.conv), args)
-    border = end - end % PAGE_TOKENS
+    border = end - end % slots.page_tokens
     cuts = {begin, min(end, -(-begin // CHUNK_TOKENS) * CHUNK_TOKENS), max(begin, border), end}
     outputs = list[torch.Tensor]()
     for first, then in pairwise(sorted(cuts)):

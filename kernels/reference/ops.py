@@ -53,6 +53,7 @@ class Ops:
     the same order and number.
     """
 
+    check_pages = staticmethod(torch_cache.check_pages)
     write_cache = staticmethod(torch_cache.write_cache)
     read_cache = staticmethod(torch_cache.read_cache)
     get_page = staticmethod(torch_cache.get_page)

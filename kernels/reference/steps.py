@@ -3,7 +3,7 @@
 import torch
 
 from exl2flow.kernels.interface.activations import ACTIVATIONS, GATED_ACTIVATIONS
-from exl2flow.kernels.interface.cache_formats import slots_at
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, slots_at
 from exl2flow.kernels.interface.norm import NormArgs
 from exl2flow.kernels.streams import device_table
 
@@ -68,7 +68,7 @@ def embed(ids: torch.Tensor, table: torch.Tensor, multiplier: float = 1.0) -> to
 
 
 def next_slots(
-    tables: torch.Tensor, lengths: torch.Tensor, count: int
+    tables: torch.Tensor, lengths: torch.Tensor, count: int, page_tokens: int = PAGE_TOKENS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of `count` new tokens of each text, and their slots, int64 (b, count).
 
@@ -76,9 +76,10 @@ def next_slots(
         tables: int32 (b, pages), the pages of each text.
         lengths: int32 (b,), its positions so far.
         count: tokens.
+        page_tokens: of a page.
     """
     positions = lengths.long()[:, None] + torch.arange(count, device=lengths.device)
-    return positions, slots_at(tables, positions)
+    return positions, slots_at(tables, positions, page_tokens)
 
 
 def joined(

@@ -6,7 +6,7 @@ files: embedding, norms, packed codes, scales and permutations, head.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -183,11 +183,18 @@ def cache_bytes(spec: ModelSpec, *, context: int, cache_format: str) -> int:
 
 
 @cache
-def store_bytes(kv_heads: int, head_dim: int, count: int, cache_format: str) -> int:
+def store_bytes(
+    kv_heads: int, head_dim: int, count: int, cache_format: str, page_tokens: int = PAGE_TOKENS
+) -> int:
     """Return the bytes reserved for `count` pages of one layer."""
     form, meta = CACHE_FORMATS[cache_format], torch.device("meta")
     return LayerStore.empty(
-        form, pages=count, kv_heads=kv_heads, head_dim=head_dim, device=meta
+        form,
+        pages=count,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        device=meta,
+        page_tokens=page_tokens,
     ).nbytes
 
 
@@ -196,11 +203,16 @@ def kv_width(layer: AttentionSpec | DeltaSpec) -> int:
     return layer.kv_width if isinstance(layer, AttentionSpec) else 0
 
 
-def layer_bytes(layer: AttentionSpec | DeltaSpec, count: int, cache_format: str) -> int:
+def layer_bytes(
+    layer: AttentionSpec | DeltaSpec,
+    count: int,
+    cache_format: str,
+    page_tokens: int = PAGE_TOKENS,
+) -> int:
     """Return the bytes reserved for `count` pages of a layer."""
     if not isinstance(layer, AttentionSpec):
         return 0
-    return store_bytes(layer.num_kv_heads, layer.head_dim, count, cache_format)
+    return store_bytes(layer.num_kv_heads, layer.head_dim, count, cache_format, page_tokens)
 
 
 def state_bytes(layer: AttentionSpec | DeltaSpec, slots: int) -> int:
@@ -210,9 +222,11 @@ def state_bytes(layer: AttentionSpec | DeltaSpec, slots: int) -> int:
     return delta_slots(layer, slots + 1, device=torch.device("meta")).nbytes
 
 
-def delta_slots(delta: DeltaSpec, *leading: int, device: torch.device) -> DeltaSlots:
+def delta_slots(
+    delta: DeltaSpec, *leading: int, device: torch.device, page_tokens: int = PAGE_TOKENS
+) -> DeltaSlots:
     """Return states (*leading, …), the last of which are slots, for a device."""
-    return DeltaSlots.empty(
+    slots = DeltaSlots.empty(
         *leading,
         value_heads=delta.value_heads,
         key_dim=delta.key_dim,
@@ -222,6 +236,7 @@ def delta_slots(delta: DeltaSpec, *leading: int, device: torch.device) -> DeltaS
         element=torch.float32 if device.type == "cpu" else torch.float16,
         device=device,
     )
+    return replace(slots, page_tokens=page_tokens)
 
 
 def _rotation_bytes(spec: ModelSpec, texts: Texts) -> int:

@@ -27,7 +27,6 @@ from exl2flow.engine.chat import named_tool_format, tool_format
 from exl2flow.engine.chat.history import Reader
 from exl2flow.engine.filters import GrammarFilter, forget
 from exl2flow.engine.filters.trial import Trial
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.serve.answers.answer import AnswerPlan, RunningAnswer
 from exl2flow.serve.answers.bounds import MOST_IDS
 from exl2flow.serve.answers.fields import Lora
@@ -101,8 +100,8 @@ class ModelHost:
         self._make, self._failed_at = make, -math.inf
         self._running: _Running | None = _Running(generator)  # None: it failed, or was closed
         self._recovery: asyncio.Task[None] | None = None
-        self.pages = generator.pages
-        self.room = min(generator.context, self.pages * PAGE_TOKENS)
+        self.pages = self.generator.pages
+        self.room = min(self.generator.context, self.pages * self.generator.page_tokens)
         self.tokenizer.most = max(self.room, MOST_IDS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
         self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal

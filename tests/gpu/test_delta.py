@@ -1,7 +1,7 @@
 """The gated delta rule on the GPU against the torch twin, and texts of models that have it."""
 
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -64,9 +64,9 @@ def test_a_step_is_the_twins_step(count: int, heads: tuple[int, int]) -> None:
     twin = torch_delta.delta_step(x, qkv, z, args, expected, lengths)
 
     torch.testing.assert_close(y, twin, rtol=4e-3, atol=4e-3)
-    for field in fields(found):
-        mine, twins = getattr(found, field.name), getattr(expected, field.name)
-        if field.name in PENDING:
+    for name, mine in found.named.items():
+        twins = expected.named[name]
+        if name in PENDING:
             mine, twins = mine[:, :count], twins[:, :count]
         torch.testing.assert_close(mine, twins, rtol=1e-4, atol=1e-4)
     assert torch.equal(found.inputs[3], before[3])
@@ -117,7 +117,7 @@ def test_texts_are_what_the_model_says(draft: Drafter | None, tmp_path: Path) ->
 
 
 def copied(slots: DeltaSlots) -> DeltaSlots:
-    return replace(slots, **{f.name: getattr(slots, f.name).clone() for f in fields(slots)})
+    return replace(slots, **{name: x.clone() for name, x in slots.named.items()})
 
 
 # Where texts begin and end: empty, behind a part of a chunk, over page borders, within a chunk
@@ -155,12 +155,12 @@ def test_a_prompt_is_read_as_the_twin_reads_it(
     error = (y.float() - twin.float()).norm() / twin.float().norm()
 
     assert error <= 2e-3
-    for field in fields(found):
-        mine, twins = getattr(found, field.name), getattr(expected, field.name)
-        if field.name in ("state", "aside"):
+    for name, mine in found.named.items():
+        twins = expected.named[name]
+        if name in ("state", "aside"):
             assert (mine - twins).norm() <= 2e-3 * twins.norm()
         else:
-            assert torch.equal(mine, twins), field.name
+            assert torch.equal(mine, twins), name
 
 
 def test_a_prompt_in_parts_leaves_the_same_bits() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import make_tiny
 
 from exl2flow.inference import Event, Generator, Job, LoadedModel, Request, SamplingSettings
@@ -38,13 +39,15 @@ class Jobs(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = Generator(model(), tokens=PAGES * 256, slots=3, chunk=256)
+        self.generator = small_generator(
+            model(), tokens=PAGES * PAGE_TOKENS, slots=3, chunk=PAGE_TOKENS
+        )
         self.jobs: list[Job] = []
         self.prepared: list[Job] = []  # and not added yet
         self.events: dict[Job, list[Event]] = {}
 
     @rule(
-        beginning=st.sampled_from([(5,), (6, 7) * 124, (8, 9, 10) * 165]),
+        beginning=st.sampled_from([(5,), (6, 7) * 4, (8, 9, 10) * 9]),
         rest=st.lists(st.integers(5, 7), max_size=3),
         tokens=st.sampled_from([1, 3, 24]),
         how=st.sampled_from([GREEDY, WARM]),

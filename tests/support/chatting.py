@@ -55,6 +55,7 @@ class Fake:
         self.tokenizer = tokenizer_with(marks)
         spec = SimpleNamespace(source_dir=Path("tiny"), vocab_size=self.tokenizer.vocab_size)
         self.model = SimpleNamespace(tokenizer=self.tokenizer, spec=spec)
+        self.page_tokens = PAGE_TOKENS
         self.context, self.pages = context, -(-context // PAGE_TOKENS)
         self.requests: list[Request] = []
         self.prompts: list[list[int]] = []

@@ -11,7 +11,7 @@ from exl2flow.engine.cache.views import Segment
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.engine.sampling import Kind, SampledTokens, SamplingSettings
-from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 
 GREEDY = SamplingSettings.greedy()
 LENGTHS = (5, 260, 1, 31, 80)
@@ -33,14 +33,17 @@ class Slots:
         name: str = "fp32",
         tokens: int = 300,
         launched: bool = False,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
-        self._each, self._draws = pages_of(tokens), torch.Generator().manual_seed(1)
+        self._each = pages_of(tokens, page_tokens)
+        self._draws = torch.Generator().manual_seed(1)
         self.cache = PagedCache(
             model.spec,
             pages=slots * self._each,
             form=CACHE_FORMATS[name],
             device=model.decoder.placement.head,
             layers=model.decoder.placement.layers,
+            page_tokens=page_tokens,
         )
         self.steps = DeviceSlots(model, self.cache, slots=slots, max_tokens=tokens)
         if launched:

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import checkout  # noqa: F401  # the package in a bare checkout
+from small_pages import PAGE_TOKENS, small_generator
 
-from exl2flow.inference import Generator, PromptCache, Request, SamplingSettings, load_model
+from exl2flow.inference import PromptCache, Request, SamplingSettings, load_model
 
-TOKENS = 1024  # of the cache, so that a prompt drives the one before it out
-PROMPT = 900
+TOKENS = 4 * PAGE_TOKENS  # of the cache, so that a prompt drives the one before it out
+PROMPT = TOKENS - 8
 
 
 def prompt(seed: int) -> tuple[int, ...]:
@@ -30,7 +31,7 @@ def main(model: Path, folder: Path, seed: int) -> None:
     keep = PromptCache(disk=folder)
     print("begun", flush=True)
     while True:
-        generator = Generator(loaded, tokens=TOKENS, slots=1, keep=keep)
+        generator = small_generator(loaded, tokens=TOKENS, slots=1, keep=keep)
         for _ in range(3):
             for _ in generator.stream(request(seed)):
                 pass

@@ -21,7 +21,6 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import FIRST_EMBEDDING, Request
 from exl2flow.engine import Draft, Event, Generator, Job, NgramDraft
 from exl2flow.engine.generate.event import Statistics, TextPiece
-from exl2flow.kernels import PAGE_TOKENS
 
 Settings = ExLlamaV2Sampler.Settings
 STAGES = {"started": "started", "prompt": "prefill", "text": "streaming"}
@@ -303,8 +302,6 @@ def native_draft(
 
 
 class ExLlamaV2DynamicGenerator(Jobs):
-    page_size = PAGE_TOKENS
-
     def __init__(
         self,
         model: ExLlamaV2,
@@ -325,13 +322,16 @@ class ExLlamaV2DynamicGenerator(Jobs):
         filter_background_eval: bool = True,
         **kwargs: Any,
     ) -> None:
-        if cache.batch_size != 1 or cache.max_seq_len % PAGE_TOKENS:
+        self.page_size = cache.page_tokens
+        if cache.batch_size != 1 or cache.max_seq_len % self.page_size:
             sizes = f"{cache.batch_size} rows of {cache.max_seq_len} tokens"
-            raise ConfigError(f"the cache has {sizes}; give it one, of a multiple of {PAGE_TOKENS}")
+            raise ConfigError(
+                f"the cache has {sizes}; give it one, of a multiple of {self.page_size}"
+            )
         if draft_model is not None and (draft_cache is None or use_ngram_draft):
             raise ConfigError("`draft_model` needs a `draft_cache`, and no `use_ngram_draft`")
         self.model, self.max_total_tokens = model, cache.tokens
-        self.max_pages = cache.tokens // PAGE_TOKENS
+        self.max_pages = cache.tokens // self.page_size
         ngram = max_ngram if use_ngram_draft else None
         slots = max_batch_size or model.config.max_input_len // max_q_size
         super().__init__(

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 import torch
+from small_pages import PAGE_TOKENS
 
 from exl2flow.compat.exllamav2 import ExLlamaV2Cache, ExLlamaV2Cache_Q6, Timer
 from exl2flow.compat.exllamav2.generator import (
@@ -124,7 +125,7 @@ def test_stops_say_what_ended_the_text(generator, tokenizer, expected) -> None:
     assert {end["eos_reason"] for end in ends.values()} == {"stop_string", "stop_token"}
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_queue_of_identified_jobs_completes(model, tokenizer, count: int) -> None:
     cache = ExLlamaV2Cache(model, max_seq_len=8192)
     generator = ExLlamaV2DynamicGenerator(
@@ -140,11 +141,17 @@ def test_a_queue_of_identified_jobs_completes(model, tokenizer, count: int) -> N
     assert {r["new_tokens"] for r in ended.values()} == {2}
 
 
-def test_questions_on_one_long_text_share_its_pages(generator, tokenizer) -> None:
-    text = "The quick brown fox jumps over the lazy dog. " * 18
+class SmallPages(ExLlamaV2Cache):
+    page_tokens = PAGE_TOKENS
+
+
+def test_questions_on_one_long_text_share_its_pages(model, tokenizer) -> None:
+    cache = SmallPages(model, max_seq_len=16 * PAGE_TOKENS)
+    generator = ExLlamaV2DynamicGenerator(model, cache, tokenizer, max_batch_size=4)
+    text = "The quick brown fox jumps over the lazy dog. " * 2
     ids = [tokenizer.encode(text + question) for question in ("Who?", "Where?", "What?")]
     length = min(x.shape[1] for x in ids)
-    assert length > 2 * generator.page_size
+    assert length > 2 * generator.page_size == 2 * PAGE_TOKENS
 
     first = ExLlamaV2DynamicJob(ids[0], 4)
     generator.enqueue(first)
@@ -153,7 +160,7 @@ def test_questions_on_one_long_text_share_its_pages(generator, tokenizer) -> Non
     ends = [r for r in drained(generator) if r["eos"]]
 
     assert all(r["cached_pages"] >= 2 for r in ends)
-    assert all(r["cached_tokens"] >= 512 for r in ends)
+    assert all(r["cached_tokens"] >= 2 * PAGE_TOKENS for r in ends)
 
 
 def test_banned_strings_are_never_shown(generator, tokenizer) -> None:

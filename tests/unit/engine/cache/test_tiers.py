@@ -16,7 +16,7 @@ PAGES = 4
 
 @pytest.fixture
 def pages() -> PageBytes:
-    return PageBytes([torch.arange(PAGES * PAGE_TOKENS * 2).view(-1, 2).float()])
+    return PageBytes([torch.arange(PAGES * PAGE_TOKENS * 2).view(-1, 2).float()], PAGE_TOKENS)
 
 
 def files_of(folder: Path) -> PageFiles:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from adapters import make_adapter, merged
 from decoding import Again
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import VOCAB_SIZE, make_tiny
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +26,6 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.kernels.cuda import graphs as cuda_graphs
 from exl2flow.model.layers.low_rank import LowRank
 
@@ -97,7 +97,7 @@ def reference(folder: Path, ids: Sequence[int], count: int, known: int) -> tuple
     return tuple(made[0, len(ids) :].tolist())
 
 
-@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
 def test_greedy_text_is_that_of_merged_weights(
     source: Path,
     folders: list[Path],
@@ -108,7 +108,7 @@ def test_greedy_text_is_that_of_merged_weights(
 ) -> None:
     folder = merged(tmp_path / "merged", source, *(folders[i] for i in chosen))
 
-    for tag in range(4):
+    for tag in range(2):
         found = alone(model, request(tag, *(adapters[i] for i in chosen)))
         assert found == reference(folder, prompt(tag), 16, model.tokenizer.vocab_size)
         assert found != alone(model, request(tag))
@@ -158,8 +158,8 @@ def test_pages_are_shared_between_equal_adapters_only(
     folders: list[Path], model: LoadedModel, adapters: list[Adapter]
 ) -> None:
     a, b, _ = adapters
-    again, ids = Adapter.load(folders[0], model), prompt(5, 600)
-    generator = Generator(model, tokens=8192, slots=2)
+    again, ids = Adapter.load(folders[0], model), prompt(5, 40)
+    generator = small_generator(model, tokens=512, slots=2)
 
     def cached(*used: Adapter) -> int:
         wanted = request(0, *used, prompt=ids, max_new_tokens=4)
@@ -168,17 +168,17 @@ def test_pages_are_shared_between_equal_adapters_only(
         return last.statistics.cached_tokens
 
     assert [cached(), cached(a), cached(b), cached(a, b)] == [0, 0, 0, 0]
-    assert [cached(), cached(again), cached(b), cached(b, a)] == [599, 599, 599, 599]
+    assert [cached(), cached(again), cached(b), cached(b, a)] == [39, 39, 39, 39]
 
 
 def test_jobs_that_were_sent_back_keep_their_adapters(
     model: LoadedModel, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = [
-        request(tag, *adapters[: tag % 3], max_new_tokens=260, settings=HOT) for tag in range(4)
+        request(tag, *adapters[: tag % 3], max_new_tokens=20, settings=HOT) for tag in range(4)
     ]
     roomy = ids_of(Generator(model, tokens=8192, slots=4), *every)
-    cramped = Generator(model, tokens=5 * PAGE_TOKENS, slots=4)
+    cramped = small_generator(model, tokens=5 * PAGE_TOKENS, slots=4)
     preempted, preempt = list[Job](), cramped._scheduler.preempt
     monkeypatch.setattr(
         cramped._scheduler, "preempt", lambda job: (preempted.append(job), preempt(job))

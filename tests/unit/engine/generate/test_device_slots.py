@@ -8,6 +8,7 @@ import torch
 from bounds import near, terms_of
 from decoding import GREEDY, HOT, Slots, prompts_of, text_alone
 from safetensors.torch import load_file, save_file
+from small_pages import PAGE_TOKENS as SMALL_PAGE
 from tiny import FAMILY_CONFIGS, make_tiny
 
 from exl2flow.engine.sampling.bits import words_of
@@ -19,7 +20,6 @@ EVERY = (GREEDY, SamplingSettings(temperature=1.5), HOT)
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "mistral": {"sliding_window": 40},
     "olmo3": {  # a layer with a window and a rope of its own
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": 40,
@@ -133,12 +133,14 @@ def test_idle_slots_keep_their_state(model: LoadedModel) -> None:
     assert at.tables[:3].eq(slots.cache.spare).all()
 
 
-@pytest.mark.parametrize("tokens", [PAGE_TOKENS, 300])
+@pytest.mark.parametrize("tokens", [6 * SMALL_PAGE, 6 * SMALL_PAGE - 5])
 def test_all_positions_can_be_used_and_another_step_is_harmless(
     model: LoadedModel, tokens: int
 ) -> None:
     ids = prompts_of(model)[4]
-    slots, roomy = Slots(model, slots=2, tokens=tokens), Slots(model, slots=2, tokens=512)
+    slots, roomy = (
+        Slots(model, slots=2, tokens=count, page_tokens=SMALL_PAGE) for count in (tokens, 512)
+    )
     for each in (slots, roomy):
         each.enter(0, ids)
         each.run(tokens - len(ids) + 1)  # the host may stop a sequence one step late
@@ -229,8 +231,7 @@ def test_pages_of_a_sequence_may_change(model: LoadedModel) -> None:
     other = slots._free.pop()
     source, target = (torch.tensor([page]) for page in (slots.pages[0][0], other))
     for store in slots.cache.stores:
-        store.keys.copy_pages(source, target)
-        store.values.copy_pages(source, target)
+        store.copy_pages(source, target)
 
     slots.steps.set_pages(0, [other])
     slots.run(4)

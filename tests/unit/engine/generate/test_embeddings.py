@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +14,6 @@ from exl2flow.core.requests.request import EMBEDDING, FIRST_EMBEDDING
 from exl2flow.engine.drafts import Draft, NgramDraft
 from exl2flow.engine.generate.prompt import encoded
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings
-from exl2flow.kernels import PAGE_TOKENS
 
 WIDTH = 64
 GREEDY = SamplingSettings.greedy()
@@ -118,23 +118,23 @@ def test_equal_rows_are_read_once(model: LoadedModel) -> None:
 
 
 def test_rows_that_jobs_read_together_are_shared(model: LoadedModel) -> None:
-    generator, rows = Generator(model, tokens=8192, slots=4), rows_of(600)
+    generator, rows = small_generator(model, tokens=512, slots=4), rows_of(40)
     wanted = [request(rows, ids_of(9, seed=i)) for i in range(3)]
 
     found = run(generator, *wanted)
 
     assert [ids for ids, _ in found] == [ids_after(model, each)[0] for each in wanted]
-    assert sum(e.statistics.prompt_tokens - 1 - e.statistics.cached_tokens for _, e in found) < 650
+    assert sum(e.statistics.prompt_tokens - 1 - e.statistics.cached_tokens for _, e in found) < 90
 
 
 def test_a_job_that_was_sent_back_reads_its_rows_again(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [
-        request(rows_of(90, seed=i), ids_of(5), max_new_tokens=260, settings=HOT, seed=i)
+        request(rows_of(6, seed=i), ids_of(5), max_new_tokens=20, settings=HOT, seed=i)
         for i in range(4)
     ]
-    cramped, preempted = Generator(model, tokens=5 * PAGE_TOKENS, slots=4), list[object]()
+    cramped, preempted = small_generator(model, tokens=5 * PAGE_TOKENS, slots=4), list[object]()
     preempt = cramped._scheduler.preempt
 
     def forgets(job: Any) -> None:

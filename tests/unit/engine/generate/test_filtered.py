@@ -95,7 +95,7 @@ def test_a_ban_moves_to_a_later_token_where_a_filter_allows_no_other_beginning(
     model: LoadedModel,
 ) -> None:
     source, wanted, expected = random.Random(0), list[Request](), list[set[str]]()
-    for seed in range(60):
+    for seed in range(24):
         endings = {"".join(source.choices("aeirst ", k=source.randint(1, 5))) for _ in range(6)}
         choices = sorted("Z" + source.choice(("", "ar")) + ending for ending in endings)
         bans = [one[: source.randint(3, 7)] for one in choices if source.random() < 0.5]
@@ -107,8 +107,8 @@ def test_a_ban_moves_to_a_later_token_where_a_filter_allows_no_other_beginning(
     drafted = texts_of(model, *wanted, draft=NgramDraft())
 
     assert [text for text, _ in drafted] == [text for text, _ in found]
-    assert sum(event.statistics.accepted_tokens for _, event in drafted) > 30
-    assert sum(map(bool, expected)) > 30
+    assert sum(event.statistics.accepted_tokens for _, event in drafted) > 10
+    assert sum(map(bool, expected)) > 10
     for (text, end), texts in zip(found, expected, strict=True):
         if texts:
             assert text in texts

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from bounds import moved_share, near, terms_of
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +26,7 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.kernels import CACHE_FORMATS
 
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
@@ -137,9 +138,9 @@ def test_text_is_the_same_alone_and_in_any_company(
 def test_jobs_that_were_sent_back_go_on_where_they_were(
     model: LoadedModel, cache: str, settings: SamplingSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = requests(4, tokens=260, settings=settings, logits=True)
+    every = requests(4, tokens=20, settings=settings, logits=True)
     roomy = [*Generator(model, cache=cache, tokens=8192, slots=4).stream(*every)]
-    cramped = Generator(model, cache=cache, tokens=5 * PAGE_TOKENS, slots=4)
+    cramped = small_generator(model, cache=cache, tokens=5 * PAGE_TOKENS, slots=4)
     preempted, preempt = list[Job](), cramped._scheduler.preempt
     monkeypatch.setattr(
         cramped._scheduler, "preempt", lambda job: (preempted.append(job), preempt(job))
@@ -155,10 +156,31 @@ def test_jobs_that_were_sent_back_go_on_where_they_were(
     assert is_empty(cramped)
 
 
-def test_number_of_tokens_is_exact_and_fills_the_context(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=2048, slots=2)
+@pytest.mark.parametrize("cache", ["fp32", "q8"])
+def test_texts_do_not_depend_on_the_size_of_pages(model: LoadedModel, cache: str) -> None:
+    every = requests(4, tokens=16)
+    large = ids_of([*Generator(model, cache=cache, tokens=1024, slots=4).stream(*every)])
 
-    for count in (1, 2, 255, 256, 257):
+    for count in (5, PAGE_TOKENS):
+        generator = Generator(
+            model, cache=cache, tokens=300, slots=4, page_tokens=count, chunk=20 * count
+        )
+        assert (generator.page_tokens, generator.pages) == (count, -(-300 // count))
+        assert ids_of([*generator.stream(*every)]) == large
+    assert Generator.page_tokens == Generator(model, tokens=300).page_tokens == 256
+
+
+def test_pages_without_tokens_and_chunks_of_broken_pages_are_refused(model: LoadedModel) -> None:
+    with pytest.raises(ConfigError, match="`page_tokens` is 0; give 1 or more"):
+        Generator(model, page_tokens=0)
+    with pytest.raises(ConfigError, match="a chunk that is a multiple of 24"):
+        Generator(model, page_tokens=24, chunk=32)
+
+
+def test_number_of_tokens_is_exact_and_fills_the_context(model: LoadedModel) -> None:
+    generator = small_generator(model, tokens=2048, slots=2)
+
+    for count in (1, 2, 15, 16, 17):
         [*_, last] = generator.stream(Request((5, 6, 7), max_new_tokens=count, stops=()))
         assert last.statistics.new_tokens == count
     [*_, last] = generator.stream(Request((5,) * 1000, stops=()))
@@ -168,20 +190,20 @@ def test_number_of_tokens_is_exact_and_fills_the_context(model: LoadedModel) -> 
 
 
 def test_a_prompt_seen_before_is_not_read_again(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=4096, slots=4)
-    ids = prompts(1, least=700, most=700)[0]
+    generator = small_generator(model, tokens=512, slots=4)
+    ids = prompts(1, least=44, most=44)[0]
     first = [*generator.stream(Request(ids, max_new_tokens=8, settings=GREEDY, stops=()))]
 
     again = [*generator.stream(Request(ids, max_new_tokens=8, settings=GREEDY, stops=()))]
 
     assert first[-1].statistics.cached_tokens == 0
-    assert again[-1].statistics.cached_tokens == 699
+    assert again[-1].statistics.cached_tokens == 43
     assert ids_of(again) == ids_of(first)
 
 
 def test_a_common_beginning_is_read_once(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=16384, slots=8)
-    common = prompts(1, least=600, most=600)[0]
+    generator = small_generator(model, tokens=1024, slots=8)
+    common = prompts(1, least=40, most=40)[0]
     every = [
         Request((*common, *rest), max_new_tokens=4, settings=GREEDY, stops=(), tag=i)
         for i, rest in enumerate(prompts(8, least=5, most=9, seed=3))
@@ -190,7 +212,7 @@ def test_a_common_beginning_is_read_once(model: LoadedModel) -> None:
     last = [event for event in generator.stream(*every) if event.statistics is not None]
 
     read = sum(e.statistics.prompt_tokens - 1 - e.statistics.cached_tokens for e in last)
-    assert read <= 600 + 8 * 9
+    assert read <= 40 + 8 * 9
 
 
 def test_guidance_mixes_two_prompts(model: LoadedModel) -> None:
@@ -305,7 +327,7 @@ def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel) -> Non
         gc.enable()
 
 
-def test_two_thousand_waiting_jobs_end(model: LoadedModel) -> None:
+def test_hundreds_of_waiting_jobs_end(model: LoadedModel) -> None:
     generator = Generator(model, tokens=8192, slots=32)
     source, ended = random.Random(0), list[Event]()
     jobs = [
@@ -313,7 +335,7 @@ def test_two_thousand_waiting_jobs_end(model: LoadedModel) -> None:
             Request(prompt, max_new_tokens=source.randint(1, 3), stops=(), tag=i),
             deliver=lambda e: ended.append(e) if e.reason else None,
         )
-        for i, prompt in enumerate(prompts(2000, most=6))
+        for i, prompt in enumerate(prompts(500, most=6))
     ]
     while not generator.is_idle:
         for job in source.sample(jobs, 12):

@@ -16,7 +16,7 @@ from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.model import Tokenizer
 
 GUIDED = SamplingSettings(cfg_scale=1.5)
-ROOM = {"vocab_size": 300, "context": 2048, "pages": 4, "slots": 2}
+ROOM = {"vocab_size": 300, "context": 2048, "pages": 4, "page_tokens": 256, "slots": 2}
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_without_a_number_as_many_tokens_as_fit(tokenizer: Tokenizer) -> None:
     for length in (1, 255, 256, 257):
         prompt = encoded(Request([5] * length), tokenizer)
         fitting = most(Request([5] * length), tokenizer)
-        assert prompt.pages(fitting) <= 4 < prompt.pages(fitting + 1)
+        assert prompt.pages(fitting, 256) <= 4 < prompt.pages(fitting + 1, 256)
 
 
 def test_prompt_beyond_the_context_is_refused(tokenizer: Tokenizer) -> None:

@@ -18,6 +18,7 @@ import kept
 import pytest
 import torch
 from adapters import make_adapter
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError
@@ -35,12 +36,11 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import PAGE_TOKENS
 
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0, repetition_penalty=1.1)
-ROOM = 1536  # tokens of the cache: a prompt drives out the one before it
-LONG = 5 * PAGE_TOKENS + 20
+ROOM = 6 * PAGE_TOKENS  # tokens of the cache: a prompt drives out the one before it
+LONG = 5 * PAGE_TOKENS + 4
 RAM = 10**8
 PATIENCE_SECONDS = 60.0
 Results = list[tuple[list[int], int]]
@@ -74,7 +74,7 @@ def results(generator: Generator, requests: Sequence[Request]) -> Results:
 
 def run(model: LoadedModel, requests: Sequence[Request], **options: object) -> Results:
     """Return the results of a new generator, which is closed then."""
-    generator = Generator(model, **{"tokens": ROOM, "slots": 2, **options})  # type: ignore[arg-type]
+    generator = small_generator(model, **{"tokens": ROOM, "slots": 2, **options})  # type: ignore[arg-type]
     try:
         return results(generator, requests)
     finally:
@@ -125,7 +125,7 @@ def test_texts_are_the_same_from_disk_after_a_restart(
 
 def test_a_text_that_goes_on_uses_pages_of_its_answer(model: LoadedModel, tmp_path: Path) -> None:
     keep = PromptCache(disk=tmp_path / "pages")
-    asked = request(1, prompt=prompt(1, 700), max_new_tokens=100)
+    asked = request(1, prompt=prompt(1, 44), max_new_tokens=7)
     [(answer, _)] = run(model, [asked], keep=keep)
     longer = request(1, prompt=(*asked.prompt, *answer, 5, 6, 7))
 
@@ -154,8 +154,8 @@ def test_texts_that_begin_alike_enter_together(model: LoadedModel, tmp_path: Pat
     keep = PromptCache(disk=tmp_path / "pages")
     run(model, [request(1)], keep=keep)
     requests = [request(1, prompt=(*prompt(1), seed), tag=seed) for seed in range(5, 11)]
-    generator, found = Generator(model, tokens=4096, slots=6, keep=keep), dict[object, list[int]]()
-    hits = Counter[str]()
+    generator = small_generator(model, tokens=16 * PAGE_TOKENS, slots=6, keep=keep)
+    found, hits = dict[object, list[int]](), Counter[str]()
 
     for event in generator.stream(*requests):
         found.setdefault(event.tag, []).extend(event.ids)
@@ -168,11 +168,11 @@ def test_texts_that_begin_alike_enter_together(model: LoadedModel, tmp_path: Pat
 
 def test_statistics_tell_the_tier_of_what_was_found(model: LoadedModel, tmp_path: Path) -> None:
     """Room for the pages of one prompt in the cache, for those of another in host memory."""
-    probe = Generator(model, tokens=ROOM, keep=PromptCache(ram=RAM))
+    probe = small_generator(model, tokens=ROOM, keep=PromptCache(ram=RAM))
     results(probe, [request(1), request(2)])
     page = probe.tier_bytes["ram"] // 5  # the first prompt's pages
     keep = PromptCache(ram=5 * page, disk=tmp_path / "pages")
-    generator = Generator(model, tokens=ROOM, keep=keep)
+    generator = small_generator(model, tokens=ROOM, keep=keep)
 
     def hits(seed: int) -> list[int]:
         *_, last = generator.stream(request(seed))
@@ -192,10 +192,10 @@ def test_statistics_tell_the_tier_of_what_was_found(model: LoadedModel, tmp_path
 def test_texts_that_run_meanwhile_and_preemptions_change_nothing(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    keep = PromptCache(disk=tmp_path / "pages", ram=RAM // 100)
-    requests = [request(seed, prompt=prompt(seed % 3, 600), tag=seed) for seed in range(9)]
+    keep = PromptCache(disk=tmp_path / "pages", ram=RAM // 1600)
+    requests = [request(seed, prompt=prompt(seed % 3, 36), tag=seed) for seed in range(9)]
     for _ in range(2):
-        generator = Generator(model, tokens=ROOM, slots=4, keep=keep)
+        generator = small_generator(model, tokens=ROOM, slots=4, keep=keep)
         found = dict[object, list[int]]()
         for event in generator.stream(*requests):
             found.setdefault(event.tag, []).extend(event.ids)
@@ -206,7 +206,7 @@ def test_texts_that_run_meanwhile_and_preemptions_change_nothing(
 
 
 def test_one_page_alone_is_not_worth_waiting(model: LoadedModel, tmp_path: Path) -> None:
-    keep, short = PromptCache(disk=tmp_path / "pages"), request(1, prompt=prompt(1, 300))
+    keep, short = PromptCache(disk=tmp_path / "pages"), request(1, prompt=prompt(1, 20))
     run(model, [short], keep=keep)
 
     assert run(model, [short], keep=keep)[0][1] == 0
@@ -217,7 +217,7 @@ def test_scores_of_a_prompt_are_the_same(model: LoadedModel, tmp_path: Path) -> 
     run(model, [request(1)], keep=keep)
 
     def scores(keep: PromptCache | None) -> object:
-        events = [*Generator(model, tokens=ROOM, keep=keep).stream(scored)]
+        events = [*small_generator(model, tokens=ROOM, keep=keep).stream(scored)]
         return next(event.scores for event in events if event.scores)
 
     assert scores(keep) == scores(None)
@@ -237,9 +237,9 @@ def test_what_is_wrong_in_the_middle_is_read_again(
     elif damage == "foreign":
         middle.write_bytes(by_age[3].read_bytes())
     else:
-        middle.write_bytes(
-            content[:-5] if damage == "torn" else content[:9000] + bytes(len(content) - 9000)
-        )
+        half = len(content) // 2
+        changed = content[:half] + bytes(len(content) - half)
+        middle.write_bytes(content[:-5] if damage == "torn" else changed)
 
     found = run(model, [request(1)], keep=keep)
 
@@ -279,7 +279,7 @@ def test_a_copy_of_the_model_finds_its_pages(
 
 
 def test_host_memory_keeps_to_its_bytes_and_the_beginning_stays_longest(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=ROOM, slots=1, keep=PromptCache(ram=RAM))
+    generator = small_generator(model, tokens=ROOM, slots=1, keep=PromptCache(ram=RAM))
     assert generator._tiers is not None
     one = generator._tiers._pages.nbytes
     requests = [request(1), request(2), request(1)]
@@ -295,9 +295,9 @@ def test_pages_that_are_not_finite_are_deleted_everywhere(
 ) -> None:
     keep = PromptCache(disk=tmp_path / "pages", ram=RAM)
     run(model, [request(1), request(2)], keep=keep)
-    generator = Generator(model, tokens=ROOM, slots=1, keep=keep)
+    generator = small_generator(model, tokens=ROOM, slots=1, keep=keep)
     results(generator, [request(2)])
-    job = generator.submit(request(1, max_new_tokens=50))
+    job = generator.submit(request(1))
     while not job.output.new_tokens > 0:
         generator.step()
     generator.states.stored[0].fill_(255)  # NaN: as if a multiplication had gone wrong
@@ -312,7 +312,8 @@ def test_pages_that_are_not_finite_are_deleted_everywhere(
 
 
 def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel, tmp_path: Path) -> None:
-    generator = Generator(model, tokens=ROOM, keep=PromptCache(disk=tmp_path / "pages", ram=RAM))
+    keep = PromptCache(disk=tmp_path / "pages", ram=RAM)
+    generator = small_generator(model, tokens=ROOM, keep=keep)
     results(generator, [request(1), request(2)])
     stored = weakref.ref(generator.states.stored[0])
     base = weakref.ref(generator._device_slots)
@@ -329,7 +330,7 @@ def test_a_dropped_generator_frees_its_memory_at_once(model: LoadedModel, tmp_pa
 def test_closing_twice_is_no_error_and_the_generator_goes_on(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    generator = Generator(model, tokens=ROOM, keep=PromptCache(disk=tmp_path / "pages"))
+    generator = small_generator(model, tokens=ROOM, keep=PromptCache(disk=tmp_path / "pages"))
     first = results(generator, [request(1)])
     generator.close()
     generator.close()
@@ -343,7 +344,7 @@ def test_a_job_that_ends_while_its_pages_are_read_holds_nobody_up(
 ) -> None:
     keep = PromptCache(disk=tmp_path / "pages")
     plain = run(model, [request(1)], keep=keep)
-    generator = Generator(model, tokens=ROOM, slots=2, keep=keep)
+    generator = small_generator(model, tokens=ROOM, slots=2, keep=keep)
     jobs = [generator.submit(request(1)) for _ in range(2)]
     generator.step()
     generator.cancel(jobs[0])
@@ -411,7 +412,7 @@ def test_reads_that_are_cancelled_while_a_text_waits_for_them_are_computed(
 ) -> None:
     keep, one = PromptCache(disk=tmp_path / "pages"), [request(1)]
     expected = run(model, one, keep=keep)
-    generator = Generator(model, tokens=ROOM, slots=2, keep=keep)
+    generator = small_generator(model, tokens=ROOM, slots=2, keep=keep)
     tiers = generator._tiers
     assert tiers is not None
 

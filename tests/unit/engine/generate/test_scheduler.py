@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import TOKENIZER_SIZE
 
 from exl2flow.engine.generate import scheduler as of_scheduler
@@ -20,7 +21,6 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import PAGE_TOKENS
 
 GREEDY = SamplingSettings.greedy()
 TOO_LONG = 3 * PAGE_TOKENS  # for what a running text leaves of four pages
@@ -31,7 +31,7 @@ def request(length: int, **more: object) -> Request:
     return Request(tuple(5 + i % 50 for i in range(length)), **given)
 
 
-def running(generator: Generator, *lengths: int, tokens: int = 300) -> list[Job]:
+def running(generator: Generator, *lengths: int, tokens: int = 24) -> list[Job]:
     """Begin texts, one after the other, until all are decoded."""
     jobs = [generator.submit(request(n, max_new_tokens=tokens, tag=n)) for n in lengths]
     while not all(job.is_decoding for job in jobs):
@@ -82,7 +82,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def four_pages(model: LoadedModel) -> Generator:
-    return Generator(model, tokens=4 * PAGE_TOKENS, slots=4)
+    return small_generator(model, tokens=4 * PAGE_TOKENS, slots=4)
 
 
 def test_only_slots_of_decoded_texts_take_part_in_a_step(model: LoadedModel) -> None:
@@ -99,7 +99,7 @@ def test_texts_that_do_not_fit_are_overtaken_as_far_as_the_scheduler_looks(
     four_pages: Generator, too_long: int, is_started: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(of_scheduler, "LOOK_AHEAD", 2)
-    running(four_pages, 300)
+    running(four_pages, 20)
 
     waiting = [four_pages.submit(request(TOO_LONG, tag=i)) for i in range(too_long)]
     short = four_pages.submit(request(5))
@@ -150,9 +150,9 @@ def test_texts_move_to_lower_slots_if_a_smaller_batch_then_serves(
 def test_a_text_is_overtaken_as_often_as_it_allows(
     slots: int, most: int | None, model: LoadedModel
 ) -> None:
-    generator = Generator(model, tokens=8 * PAGE_TOKENS, slots=slots)
-    running(generator, 300)
-    ids = request(1000).prompt
+    generator = small_generator(model, tokens=8 * PAGE_TOKENS, slots=slots)
+    running(generator, 20)
+    ids = request(56).prompt
     pair = {"prompt": (ids, ids[::-1]), "settings": SamplingSettings.greedy(cfg_scale=1.5)}
     patient = generator.submit(Request(**pair, max_new_tokens=8, stops=(), max_skips=most))
     shorts = [generator.submit(request(5, max_new_tokens=1, tag=i)) for i in range(3)]
@@ -269,7 +269,7 @@ def test_events_of_a_text_end_once(four_pages: Generator) -> None:
 
 @pytest.mark.parametrize("need", ["step", "prompt"])
 def test_the_youngest_goes_back_whoever_needs_a_page(need: str, model: LoadedModel) -> None:
-    six_pages = Generator(model, tokens=6 * PAGE_TOKENS, slots=3)
+    six_pages = small_generator(model, tokens=6 * PAGE_TOKENS, slots=3)
     old, middle, young = running(six_pages, 5, PAGE_TOKENS - 8, 6)
     scheduler = six_pages._scheduler
     assert scheduler.reserve(old, old.lead, 4 * PAGE_TOKENS)  # all that are left
@@ -286,15 +286,15 @@ def test_the_youngest_goes_back_whoever_needs_a_page(need: str, model: LoadedMod
 
 
 def test_a_text_that_went_back_goes_on_where_it_was(model: LoadedModel, passes: list[int]) -> None:
-    generator = Generator(model, tokens=1024, slots=1)
-    [job] = running(generator, 300, tokens=20)
+    generator = small_generator(model, tokens=1024, slots=1)
+    [job] = running(generator, 20, tokens=20)
     while len(job.output.ids) < 10:
         generator.step()
 
     generator._scheduler.preempt(job)
     end(generator)
 
-    assert passes == [299]  # nothing is read again
+    assert passes == [19]  # nothing is read again
     assert len(job.output.ids) == 20
 
 
@@ -323,8 +323,8 @@ def test_mirostat_goes_on_where_it_was(
 def test_values_that_are_not_finite_are_not_shared(
     any_model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    generator = Generator(any_model, tokens=2048)
-    asked = request(600, scores=1, max_new_tokens=0)
+    generator = small_generator(any_model, tokens=512)
+    asked = request(40, scores=1, max_new_tokens=0)
     with monkeypatch.context() as broken:
         broken.setattr(PromptScorer, "scores", lambda self: None)
         company = Request((60, 61, 62), max_new_tokens=1)
@@ -335,7 +335,7 @@ def test_values_that_are_not_finite_are_not_shared(
     store = generator._scheduler.states.store
     assert store is None or store.nbytes == 0
 
-    [*_, last] = generator.stream(request(600, max_new_tokens=1))
+    [*_, last] = generator.stream(request(40, max_new_tokens=1))
 
     assert last.statistics.cached_tokens == 0
 
@@ -379,7 +379,7 @@ def test_a_text_that_was_cut_goes_on_from_what_is_left(
 
 
 def test_a_text_that_is_cut_while_no_page_is_free_is_read_again(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=2 * PAGE_TOKENS, slots=1)
+    generator = small_generator(model, tokens=2 * PAGE_TOKENS, slots=1)
     [job] = running(generator, PAGE_TOKENS - 6, tokens=12)
     scheduler, others = generator._scheduler, [job.new_pages(), job.new_pages()]
     pool = scheduler.page_pool
@@ -417,7 +417,7 @@ def test_a_text_that_is_cut_before_its_states_is_read_again(with_states: LoadedM
 
 
 def test_one_token_that_lost_its_page_is_read_again(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=3 * PAGE_TOKENS, slots=1)
+    generator = small_generator(model, tokens=3 * PAGE_TOKENS, slots=1)
     [job] = running(generator, PAGE_TOKENS + 1, tokens=PAGE_TOKENS + 2)
     scheduler, others = generator._scheduler, [job.new_pages(), job.new_pages()]
     assert scheduler.page_pool.reserve(others[0], 1)
@@ -439,7 +439,7 @@ def test_one_token_that_lost_its_page_is_read_again(model: LoadedModel) -> None:
 
 
 def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    generator = small_generator(model, tokens=4 * PAGE_TOKENS, slots=1)
     [job] = running(generator, PAGE_TOKENS - 6, tokens=12)
     scheduler, other = generator._scheduler, job.new_pages()
     while len(job.lead.ids) <= PAGE_TOKENS:
@@ -461,7 +461,7 @@ def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedMo
 
 @pytest.mark.parametrize("length", [PAGE_TOKENS - 12, PAGE_TOKENS - 6])
 def test_a_text_takes_a_page_when_it_writes_to_it(length: int, model: LoadedModel) -> None:
-    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    generator = small_generator(model, tokens=4 * PAGE_TOKENS, slots=1)
     [job] = running(generator, length, tokens=PAGE_TOKENS + 1 - length)
 
     while not generator.is_idle:
@@ -473,7 +473,7 @@ def test_a_text_takes_a_page_when_it_writes_to_it(length: int, model: LoadedMode
 
 
 def test_a_text_takes_no_page_behind_its_last_token(model: LoadedModel) -> None:
-    generator = Generator(model, tokens=4 * PAGE_TOKENS, slots=1)
+    generator = small_generator(model, tokens=4 * PAGE_TOKENS, slots=1)
     [job] = running(generator, PAGE_TOKENS - 6, tokens=7)
     scheduler, taken = generator._scheduler, len(job.lead.held.pages)
 
@@ -506,10 +506,10 @@ def test_what_was_taken_back_is_not_penalized(model: LoadedModel) -> None:
 def test_equal_texts_share_the_pages_that_they_fill(
     slots: tuple[int, int], model: LoadedModel
 ) -> None:
-    generator = Generator(model, tokens=8 * PAGE_TOKENS, slots=2)
+    generator = small_generator(model, tokens=8 * PAGE_TOKENS, slots=2)
     for _ in range(slots[0]):
         generator.submit(request(3, max_new_tokens=1))  # leaves the lowest slot to the second
-    jobs = running(generator, PAGE_TOKENS - 6, PAGE_TOKENS - 6, tokens=300)
+    jobs = running(generator, PAGE_TOKENS - 6, PAGE_TOKENS - 6)
     assert tuple(job.lead.slot for job in jobs) == slots
     first, second = (job.lead.held.pages for job in jobs)
     assert first[0] != second[0]  # a copy as long as it is not full
@@ -525,11 +525,11 @@ def test_equal_texts_share_the_pages_that_they_fill(
 
 
 def test_an_answer_leaves_its_state_behind(with_states: LoadedModel) -> None:
-    generator = Generator(with_states, tokens=2048, slots=1)
+    generator = small_generator(with_states, tokens=512, slots=1)
     first = generator.submit(request(20, max_new_tokens=PAGE_TOKENS + 10))
     end(generator)
     ids = (*first.prompt.sequences[0], *first.output.ids)
 
     [*_, last] = generator.stream(Request(ids, max_new_tokens=1, settings=GREEDY, stops=()))
 
-    assert last.statistics.cached_tokens == PAGE_TOKENS
+    assert last.statistics.cached_tokens == 2 * PAGE_TOKENS

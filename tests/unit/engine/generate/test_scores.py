@@ -10,6 +10,7 @@ import torch
 from adapters import make_adapter
 from bounds import near, terms_of
 from decoding import Again
+from small_pages import PAGE_TOKENS, small_generator
 from tiny import VOCAB_SIZE
 
 from exl2flow.core.errors import ConfigError, InferenceError
@@ -26,7 +27,6 @@ from exl2flow.inference import (
     load_model,
 )
 from exl2flow.inference.scoring.evaluate import evaluate
-from exl2flow.kernels import PAGE_TOKENS
 from exl2flow.kernels.cuda import graphs as cuda_graphs
 
 GREEDY = SamplingSettings.greedy()
@@ -133,8 +133,8 @@ def test_sums_are_those_of_validation(folder: Path, model: LoadedModel) -> None:
 
 
 def test_cached_prefixes_are_read_again_and_serve_others_afterwards(model: LoadedModel) -> None:
-    generator, ids = Generator(model, tokens=2048, chunk=256), prompt(600)
-    generator.generate([ids[:520]], max_new_tokens=3, settings=GREEDY, stops=())
+    generator, ids = small_generator(model, tokens=512, chunk=16), prompt(40)
+    generator.generate([ids[:34]], max_new_tokens=3, settings=GREEDY, stops=())
 
     events = [*generator.stream(scored(ids))]
     later = [*generator.stream(scored(ids, None, max_new_tokens=1))][-1].statistics
@@ -143,11 +143,11 @@ def test_cached_prefixes_are_read_again_and_serve_others_afterwards(model: Loade
     own = events[-1].statistics
     assert own is not None
     assert later is not None
-    assert (own.cached_tokens, later.cached_tokens) == (0, 599)
+    assert (own.cached_tokens, later.cached_tokens) == (0, 39)
 
 
 def test_others_take_the_pages_of_a_prompt_that_is_being_scored(model: LoadedModel) -> None:
-    generator, ids = Generator(model, tokens=4096, chunk=256), prompt(700)
+    generator, ids = small_generator(model, tokens=512, chunk=16), prompt(44)
     others = [scored(ids, None, max_new_tokens=4, tag=i) for i in range(2)]
 
     events = [*generator.stream(scored(ids), *others, scored(ids, 1, tag="again"))]
@@ -162,10 +162,10 @@ def test_others_take_the_pages_of_a_prompt_that_is_being_scored(model: LoadedMod
 @pytest.mark.parametrize("kind", ["plain", "draft", "ngram"])
 def test_texts_are_bit_for_bit_those_without_scores(model: LoadedModel, kind: str) -> None:
     draft = {"plain": None, "draft": Draft(model=model, least=0.0), "ngram": NgramDraft()}[kind]
-    given = [prompt(length, length) for length in (3, 300, 600)]
+    given = [prompt(length, length) for length in (3, 20, 40)]
     found = list[dict[object, list[Any]]]()
     for scores in (None, 2):
-        generator = Generator(model, tokens=4096, chunk=256, draft=draft)
+        generator = small_generator(model, tokens=512, chunk=16, draft=draft)
         events = [
             *generator.stream(
                 *(
@@ -191,8 +191,8 @@ def test_texts_are_bit_for_bit_those_without_scores(model: LoadedModel, kind: st
 def test_preempted_prompts_are_scored_once_and_whole(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, while_read: bool
 ) -> None:
-    generator = Generator(model, tokens=4 * PAGE_TOKENS, chunk=256, slots=3)
-    given, preempted = [prompt(250, 1), prompt(700, 2)], list[bool]()
+    generator = small_generator(model, tokens=4 * PAGE_TOKENS, chunk=16, slots=3)
+    given, preempted = [prompt(14, 1), prompt(44, 2)], list[bool]()
     preempt = generator._scheduler.preempt
     monkeypatch.setattr(
         generator._scheduler,

@@ -2,10 +2,13 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from small_pages import DELTA_PAGE_TOKENS as PAGE_TOKENS
+from small_pages import small_generator
 from tiny import TOKENIZER_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError
@@ -20,12 +23,12 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint, cache_bytes
 
 GREEDY = SamplingSettings.greedy()
-LONG = 20_000
+LONG, CHUNK = 40 * PAGE_TOKENS, 4 * PAGE_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,10 @@ def prompt(seed: int, tokens: int) -> tuple[int, ...]:
     return tuple(source.randrange(5, TOKENIZER_SIZE) for _ in range(tokens))
 
 
+def small(model: LoadedModel, **options: Any) -> Generator:
+    return small_generator(model, page_tokens=PAGE_TOKENS, **options)
+
+
 def run(generator: Generator, ids: tuple[int, ...], *, new: int = 4) -> tuple[list[int], int]:
     """Return a text's ids, and how many tokens of its prompt were read."""
     request = Request(ids, max_new_tokens=new, settings=GREEDY, stops=(), end_loops=False)
@@ -54,30 +61,30 @@ def run(generator: Generator, ids: tuple[int, ...], *, new: int = 4) -> tuple[li
 
 
 def test_a_long_beginning_is_taken_over_with_another_end(model: LoadedModel) -> None:
-    generator = Generator(model, slots=1)
+    generator = small(model, slots=1, chunk=CHUNK)
     beginning = prompt(0, LONG)
     run(generator, beginning)
 
     for seed in (1, 2):
-        ids = beginning[: LONG - 500] + prompt(seed, 300)
+        ids = beginning[: LONG - 2 * CHUNK] + prompt(seed, CHUNK)
         found, read = run(generator, ids)
 
-        assert read <= 2048 + PAGE_TOKENS
-        assert found == run(Generator(model, slots=1), ids)[0]
+        assert read <= 2 * CHUNK + PAGE_TOKENS
+        assert found == run(small(model, slots=1), ids)[0]
 
 
 def test_snapshots_stay_within_their_memory_and_are_not_used_without_pages(
     model: LoadedModel,
 ) -> None:
     tokens = 5 * PAGE_TOKENS
-    generator = Generator(model, tokens=4 * tokens, slots=1, keep=PromptCache(states=300_000))
+    generator = small(model, tokens=4 * tokens, slots=1, keep=PromptCache(states=300_000))
     scheduler = generator._scheduler
     store = scheduler.states.store
     assert store is not None
     size, most = store._states.saved_bytes, 0
     for seed in range(24):
         ids = prompt(seed % 9, tokens - 40)
-        assert run(generator, ids)[0] == run(Generator(model, slots=1), ids)[0]
+        assert run(generator, ids)[0] == run(small(model, slots=1), ids)[0]
         most = max(most, len(store._saved))
         assert store.nbytes <= 300_000
     assert most == 300_000 // size
@@ -91,12 +98,12 @@ def test_answers_leave_snapshots_and_regenerating_goes_on_at_the_prompts_last_bo
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sequence_states, "OUTPUT_TOKENS", 2 * PAGE_TOKENS)
-    generator, asked = Generator(model, slots=1), prompt(0, 700)
-    text, read = run(generator, asked, new=1250)
-    assert read == 700
+    generator, asked = small(model, slots=1), prompt(0, 175)
+    text, read = run(generator, asked, new=312)
+    assert read == 175
 
     again, read = run(generator, asked, new=5)
-    assert (again, read) == (text[:5], 700 - 2 * PAGE_TOKENS)
+    assert (again, read) == (text[:5], 175 - 2 * PAGE_TOKENS)
 
     _, read = run(generator, (*asked, *text, 7))
     assert read < 2 * PAGE_TOKENS
@@ -107,7 +114,7 @@ def test_answers_leave_snapshots_and_regenerating_goes_on_at_the_prompts_last_bo
 
 
 def test_equal_prompts_wait_for_each_other(model: LoadedModel) -> None:
-    generator, ids = Generator(model, tokens=8192, slots=3), prompt(0, 1500)
+    generator, ids = small(model, tokens=2048, slots=3), prompt(0, 375)
     jobs = [
         generator.submit(Request(ids, max_new_tokens=2, settings=GREEDY, tag=tag, stops=()))
         for tag in range(3)
@@ -115,14 +122,14 @@ def test_equal_prompts_wait_for_each_other(model: LoadedModel) -> None:
     while not generator.is_idle:
         generator.step()
     read = [job.statistics().prompt_tokens - job.statistics().cached_tokens for job in jobs]
-    assert sorted(read) == [1500 % PAGE_TOKENS] * 2 + [1500]
+    assert sorted(read) == [375 % PAGE_TOKENS] * 2 + [375]
 
 
 def test_hidden_states_go_on_behind_snapshots(model: LoadedModel) -> None:
-    generator, ids = Generator(model, tokens=8192, slots=1), prompt(3, 900)
+    generator, ids = small(model, tokens=2048, slots=1), prompt(3, 225)
     whole = generator.states.hidden(ids, prompt(4, 70), last=2)
 
-    run(generator, prompt(5, 300))
+    run(generator, prompt(5, 75))
     again = generator.states.hidden(ids, prompt(4, 70), last=2)
 
     for first, second in zip(whole, again, strict=True):
@@ -164,7 +171,7 @@ def test_a_piece_of_a_prompt_that_runs_out_of_memory_is_in_the_state_once(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     ids = prompt(3, 2 * PAGE_TOKENS + 40)
-    expected = run(Generator(model, slots=1, chunk=PAGE_TOKENS), ids)[0]
+    expected = run(small(model, slots=1, chunk=PAGE_TOKENS), ids)[0]
     last, passes = [s for s in model.decoder.sublayers if hasattr(s, "fill")][-1], list[int]()
     plain = type(last).fill
 
@@ -176,14 +183,14 @@ def test_a_piece_of_a_prompt_that_runs_out_of_memory_is_in_the_state_once(
         return plain(self, *given, **named)
 
     monkeypatch.setattr(type(last), "fill", fill)
-    generator = Generator(model, slots=1, chunk=PAGE_TOKENS)
+    generator = small(model, slots=1, chunk=PAGE_TOKENS)
 
     assert run(generator, ids)[0] == expected
     assert len(passes) == 4
     # nor is it in the snapshots that others start from
     assert (
         run(generator, (*ids[: 2 * PAGE_TOKENS], 9, 8, 7))[0]
-        == (run(Generator(model, slots=1), (*ids[: 2 * PAGE_TOKENS], 9, 8, 7))[0])
+        == (run(small(model, slots=1), (*ids[: 2 * PAGE_TOKENS], 9, 8, 7))[0])
     )
 
 
@@ -191,8 +198,8 @@ def test_a_piece_whose_snapshot_is_gone_is_read_from_the_beginning(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, reads = prompt(4, 2 * PAGE_TOKENS + 40), list[int]()
-    expected = run(Generator(model, slots=1), ids)[0]
-    generator = Generator(model, slots=1, chunk=PAGE_TOKENS, keep=PromptCache(states=0))
+    expected = run(small(model, slots=1), ids)[0]
+    generator = small(model, slots=1, chunk=PAGE_TOKENS, keep=PromptCache(states=0))
     plain = generator._device_slots.read
 
     def read(tokens: list[int], *given: object, **named: object) -> torch.Tensor:
@@ -211,7 +218,7 @@ def test_a_piece_whose_snapshot_is_gone_is_read_from_the_beginning(
 def test_a_text_cut_to_a_prompt_of_one_token_forgets_the_state_of_what_was_cut(
     model: LoadedModel,
 ) -> None:
-    ids, plain = (7,), run(Generator(model, slots=1), (7,), new=12)[0]
+    ids, plain = (7,), run(small(model, slots=1), (7,), new=12)[0]
     ban = model.tokenizer.decode(plain[:3])
     request = Request(
         ids,
@@ -221,8 +228,8 @@ def test_a_text_cut_to_a_prompt_of_one_token_forgets_the_state_of_what_was_cut(
         banned_strings=(ban,),
         end_loops=False,
     )
-    expected = [token for e in Generator(model, slots=1).stream(request) for token in e.ids]
-    generator, found = Generator(model, slots=1), list[int]()
+    expected = [token for e in small(model, slots=1).stream(request) for token in e.ids]
+    generator, found = small(model, slots=1), list[int]()
     job, preempted = generator.submit(request, deliver=lambda e: found.extend(e.ids)), False
     while not generator.is_idle:
         generator.step()

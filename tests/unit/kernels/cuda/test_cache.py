@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 from caches import GPU_FORMATS
 
-from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.core.errors import ConfigError
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 from exl2flow.kernels.cuda.cache import (
     HEAD_STEP,
     MOST_STAGES,
@@ -18,10 +19,17 @@ from exl2flow.kernels.cuda.cache import (
     _heads_together,
     _stages,
     _width,
+    check_pages,
 )
 from exl2flow.kernels.cuda.compiler import ATTENTION_WARPS
 
 ROOMS = (46 << 10, 81 << 10, 145 << 10, 209 << 10)
+
+
+def test_pages_of_another_size_are_refused() -> None:
+    check_pages(PAGE_TOKENS)
+    with pytest.raises(ConfigError, match=r"`page_tokens` is 16; kernels .* pages of 256 tokens"):
+        check_pages(16)
 
 
 @pytest.mark.parametrize("head_dim", range(HEAD_STEP, 257, HEAD_STEP))
