@@ -19,8 +19,6 @@ from exl2flow.core.requests.request import Request
 from exl2flow.core.store.files import naming
 from exl2flow.engine import Adapter, Generator
 from exl2flow.engine.generate.prompt import encoded
-from exl2flow.cli.output.console import emit_json, json_line, printable, say
-from exl2flow.cli.work.loading import filters_of, load, load_draft, prompt_cache, read_text
 
 # what a line of a file of prompts may hold besides `prompt`
 OF_A_LINE = ("max_new_tokens", "min_new_tokens", "seed", "stops", "banned_strings", "heal")
