@@ -1,7 +1,7 @@
 """The gated delta rule: what a layer with a state computes between its products."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -117,7 +117,8 @@ class DeltaSlots:
 
     def layer(self, index: int) -> "DeltaSlots":
         """Return one layer of states (layers, slots, …)."""
-        return replace(self, **{name: x[index] for name, x in self.named.items()})
+        one: dict[str, Any] = {name: x[index] for name, x in self.named.items()}
+        return replace(self, **one)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

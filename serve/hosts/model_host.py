@@ -100,8 +100,8 @@ class ModelHost:
         self._make, self._failed_at = make, -math.inf
         self._running: _Running | None = _Running(generator)  # None: it failed, or was closed
         self._recovery: asyncio.Task[None] | None = None
-        self.pages = self.generator.pages
-        self.room = min(self.generator.context, self.pages * self.generator.page_tokens)
+        self.pages = generator.pages
+        self.room = min(generator.context, self.pages * generator.page_tokens)
         self.tokenizer.most = max(self.room, MOST_IDS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
         self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal
