@@ -112,13 +112,13 @@ def quietly() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def _drawn_once(draw: Callable[[Any], str]) -> Callable[[Any], str]:
+def _drawn_once(draw: Callable[..., str]) -> Callable[..., str]:
     drawn: dict[str, str] = {}
 
-    def look_up(shown: Any) -> str:
+    def look_up(*shown: Any) -> str:
         key = repr(shown)
         if key not in drawn:
-            drawn[key] = draw(shown)
+            drawn[key] = draw(*shown)
         return drawn[key]
 
     return look_up
