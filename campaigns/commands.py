@@ -108,8 +108,10 @@ def quietly() -> Iterator[None]:
         for module in (validate_stage, page):
             patch.setattr(module, "render_plot", _drawn_once(module.render_plot))
         patch.setattr(page, "render_comparison", _drawn_once(page.render_comparison))
-        yield
-    logging.disable(logging.NOTSET)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
 
 
 def _drawn_once(draw: Callable[..., str]) -> Callable[..., str]:
