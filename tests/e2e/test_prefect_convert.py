@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,8 +271,9 @@ def test_the_flow_checks_unless_its_command_did(
         )[1],
     )
 
-    handed_on = reuse_checks(prepare(RUNS["convert"], converted.config))
-    with handed_on if is_handed_on else nullcontext():
+    with ExitStack() as stack:
+        if is_handed_on:
+            stack.enter_context(reuse_checks(prepare(RUNS["convert"], converted.config)))
         _, state = run_flow(converted.config)
 
     assert state.is_completed()
