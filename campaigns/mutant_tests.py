@@ -15,6 +15,7 @@ MORE = {
         TABLES,
     ],
     f"{OPTIONS}/generation.py": [BOUNDS, TABLES],
+    f"{OPTIONS}/groups.py": [CONFIG, BOUNDS, TABLES],
     f"{OPTIONS}/measure.py": [CONFIG, TABLES],
     f"{OPTIONS}/publication.py": [BOUNDS, CONFIG, TABLES],
     f"{OPTIONS}/refine.py": ["tests/unit/quant/forecast/test_plan.py", BOUNDS, TABLES],
@@ -33,6 +34,8 @@ MORE = {
     f"{OPTIONS}/validation.py": [CONFIG, BOUNDS, TABLES],
     f"{OPTIONS}/watch.py": ["tests/unit/flows/test_watch.py"],
     "core/device_name.py": ["tests/unit/core/options/test_devices.py"],
+    "core/reports.py": ["tests/unit/inference/report/test_record.py"],
+    "core/store/need.py": ["tests/unit/quant/forecast/test_needs.py"],
     "core/store/outline.py": ["tests/hub/test_outline.py"],
     "core/store/shard_index.py": ["tests/unit/model/files/test_weights.py"],
     "core/requests/conversation.py": [

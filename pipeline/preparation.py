@@ -85,7 +85,8 @@ def prepare(run: Run, config: Config, *, anew: bool = False) -> Prepared[Config]
 
 def _checked(run: Run, config: Config, *, anew: bool) -> Prepared[Config]:
     """Check a run as `prepare` does, and tell nothing."""
-    checked_device(config)
+    if config.is_split:
+        checked_device(config)
     run.check_source(config)
     fit = find_fit(config)
     if fit is not None:

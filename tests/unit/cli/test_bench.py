@@ -14,7 +14,7 @@ from exl2flow.cli.output.results import _plan_row, _speed_summary, _timing_row, 
 from exl2flow.inference.bench import DecodePlan, Memory, Speed, Timing
 from exl2flow.kernels import CardFacts
 
-DEMO = Path(__file__).parents[4] / "demo" / "model"
+DEMO = Path(__file__).parents[3] / "demo" / "model"
 
 
 @pytest.fixture(scope="module")

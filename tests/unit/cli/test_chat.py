@@ -19,7 +19,7 @@ from exl2flow.cli.output.console import printable
 from exl2flow.core.errors import ConfigError, InferenceError
 from exl2flow.core.store.files import lock
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 LOADING = """

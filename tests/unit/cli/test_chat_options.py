@@ -8,7 +8,7 @@ import pytest
 from exl2flow.cli.options.chat import CHAT, build_chat, of_model, profile_of
 from exl2flow.core.errors import ReadFailed
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def test_defaults_come_from_the_model_then_from_the_chat(tmp_path: Path) -> None:

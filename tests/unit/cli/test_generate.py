@@ -189,7 +189,7 @@ def test_only_a_newline_ends_a_line_of_prompts(
     ("line", "words"),
     [
         ('{"prompt": "x"', "line 2 of"),
-        ('["x"]', "no object with a `prompt`"),
+        ('["x"]', "not an object with a `prompt`"),
         ('{"prompt": "x", "temprature": 1}', "has `temprature`"),
         ('{"prompt": "x", "tag": {"image": 1}, "y": 2}', "has `y`"),
         ('{"prompt": "x", "image": "a.png"}', "holds an image"),

@@ -199,7 +199,7 @@ def test_no_option_is_no_split() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("20;24",), "no list such as `20,24` in GB"),
+        (("20;24",), "not a list such as `20,24` in GB"),
         (("20,-1",), "`--gpu-split 20,-1` is not a list"),
         (("nan",), "`--gpu-split nan` is not a list"),
         (("inf,1",), "`--gpu-split inf,1` is not a list"),

@@ -111,7 +111,7 @@ def test_another_tekken_file_is_another_source(tmp_path: Path) -> None:
         (lambda c: c["vocab"][3].update(token_bytes="YWI="), "occurs twice, or a byte is missing"),
         (lambda c: c["vocab"][300].pop("token_bytes"), "is not a tekken vocabulary"),
         (lambda c: c.update(vocab=None), "`vocab` is not a list of at least 360"),
-        (lambda c: c["config"].update(default_vocab_size=999), "no list of at least 991"),
+        (lambda c: c["config"].update(default_vocab_size=999), "not a list of at least 991"),
         (lambda c: c["config"].update(default_num_special_tokens=0), "default_num_special_tokens"),
         (lambda c: c["config"].update(pattern="("), "`config.pattern` in .* is not a regular"),
         (lambda c: c["config"].pop("pattern"), "pattern"),
