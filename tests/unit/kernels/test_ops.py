@@ -25,7 +25,7 @@ def test_kernels_override_operations_as_they_are_declared() -> None:
 
     declared, overridden = operations(get_ops("cpu")), operations(CUDA_OPS)
 
-    assert len(declared) == 43
+    assert len(declared) == 45
     assert {name: overridden[name] for name in declared} == declared
     assert overridden.keys() - declared.keys() == BEYOND_TORCH.keys()
 
