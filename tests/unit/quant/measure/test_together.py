@@ -54,9 +54,9 @@ def test_experts_cost_side_by_side_what_they_cost_alone(
             for path in sorted((pipeline.path("quantize") / "sublayers").iterdir())
         ]
         errors = {
-            f"{report['name']}/{name}": p["rel_err"]
+            f"{report.name}/{matrix.name}": matrix.rel_err
             for report in reports
-            for name, p in report["projections"].items()  # type: ignore[attr-defined]
+            for matrix in report.matrices
         }
         return content["measurement"], errors
 
