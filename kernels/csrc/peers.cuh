@@ -15,9 +15,9 @@ struct Peers {
 };
 
 struct Gather {  // columns of all ranks that a chain of products reads
-    const unsigned* own;  // (rows, words), those of this rank
-    half_bits* all;       // (rows, 2 · words of all); or null
-    const int* to;        // where each of them goes in its row
+    const unsigned* own;  // (rows, words), those of this rank; or null
+    half_bits* all;       // (rows, 2 · words of all), where CTAs share them; or null
+    const int* to;        // where each of them goes in its row then
     int words;
     int sums;             // whether the launch adds up results of ranks behind it
 };
@@ -78,7 +78,7 @@ struct Exchange {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[i] = (unsigned)w[i];
     }
-    // Gather columns; CTAs meet before they read them. The next number is that of a sum.
+    // Gather columns; CTAs meet before they read them.
     __device__ __forceinline__ void gather(const Gather& g, int rows) const {
         const int step = gridDim.x * blockDim.x, count = rows * g.words;
         const int first = threadIdx.x * gridDim.x + blockIdx.x;
@@ -98,6 +98,30 @@ struct Exchange {
                 half_bits* of_row = g.all + (integer)row * 2 * p.count * g.words;
                 of_row[low] = (half_bits)__float_as_uint(value);
                 of_row[high] = (half_bits)(__float_as_uint(value) >> 16);
+            }
+        }
+    }
+    // Send this rank's columns, of a multiple of 4 words a row, for CTAs that wait by themselves.
+    __device__ __forceinline__ void send_columns(const Gather& g, int rows) const {
+        const int pieces = rows * g.words / 4;
+#pragma unroll 1
+        for (int i = (int)grid_thread(); i < pieces; i += gridDim.x * blockDim.x)
+            send(4 * i, __ldcg((const uint4*)g.own + i));
+    }
+    // Wait for columns 8 · piece and on of up to ROWS rows.
+    template <int ROWS>
+    __device__ __forceinline__ void columns(const Gather& g, int rows, int piece, uint4* v) const {
+        const int from = 4 * piece / g.words, first = 4 * piece % g.words;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) break;
+            const integer at = (integer)r * g.words + first;
+            if (from == p.rank) {
+                v[r] = __ldcg((const uint4*)(g.own + at));
+            } else {
+                unsigned words[4];
+                receive(from, at, words);
+                v[r] = {words[0], words[1], words[2], words[3]};
             }
         }
     }
