@@ -47,8 +47,8 @@ struct Exchange {
                 asm volatile("st.relaxed.sys.global.u64 [%0], %1;"
                              ::"l"(box(r, p.rank) + at), "l"(word) : "memory");
     }
-    // Send 4 words.
-    __device__ __forceinline__ void send(integer at, uint4 v) const {
+    // Send 4 words, two pairs that are `apart`.
+    __device__ __forceinline__ void send(integer at, uint4 v, int apart = 2) const {
         const Word beside = (Word)number << 32;
 #pragma unroll 1
         for (int r = 0; r < p.count; ++r) {
@@ -57,12 +57,13 @@ struct Exchange {
             asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
                          ::"l"(to), "l"(beside | v.x), "l"(beside | v.y) : "memory");
             asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
-                         ::"l"(to + 2), "l"(beside | v.z), "l"(beside | v.w) : "memory");
+                         ::"l"(to + apart), "l"(beside | v.z), "l"(beside | v.w) : "memory");
         }
     }
-    // Wait for adjacent words of another rank, a multiple of 2.
+    // Wait for words of another rank: pairs, each `apart` from the one before.
     template <int COUNT = 4>
-    __device__ __forceinline__ void receive(int from, integer at, unsigned* values) const {
+    __device__ __forceinline__ void receive(int from, integer at, unsigned* values,
+                                            int apart = 2) const {
         const Word* box_at = box(p.rank, from) + at;
         Word w[COUNT], begun = 0;
         for (unsigned tries = 1;; ++tries) {
@@ -70,7 +71,7 @@ struct Exchange {
 #pragma unroll
             for (int i = 0; i < COUNT; i += 2)
                 asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                             : "=l"(w[i]), "=l"(w[i + 1]) : "l"(box_at + i) : "memory");
+                             : "=l"(w[i]), "=l"(w[i + 1]) : "l"(box_at + i / 2 * apart) : "memory");
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) is_there &= (unsigned)(w[i] >> 32) == number;
             if (is_there || (tries % 256 == 0 && is_late(begun))) break;

@@ -16,7 +16,7 @@ from exl2flow.kernels.plans.sources import fill, filled, struct
 
 ROOM = 1 << 23  # words of 4 bytes that all ranks together send at most: 128 MiB of boxes
 THREADS = 128  # of a CTA: many scatter faster, few let the next launch begin beside them
-EACH, CTAS_EACH = 4, 4  # words of a thread; most CTAs of a multiprocessor
+EACH, OF_WARP, CTAS_EACH = 4, 128, 4  # words of a thread and a warp; most CTAs of a multiprocessor
 KERNELS = SUMS, COLUMNS = "exchange_sums", "exchange_columns"
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 Unreachable = runtime.CUDARuntimeError  # memory that cannot be shared
@@ -81,7 +81,7 @@ class PeerBoxes:
     @property
     def room(self) -> int:
         """See `Boxes.room`."""
-        return ROOM // self.count // EACH * EACH
+        return ROOM // self.count // OF_WARP * OF_WARP
 
     @property
     def has_failed(self) -> bool:
