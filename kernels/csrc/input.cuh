@@ -148,15 +148,16 @@ __device__ __forceinline__ void add_normed(const Stage& stage, byte* xs, float* 
 }
 
 // Put rows of x that are not in order into shared memory, those of a part.
-// places: of the first piece, already read.
-template <int ROWS, class Stage>
+// places: of the first piece, already read; read: a piece of all rows.
+template <int ROWS, class Stage, class Read>
 __device__ __forceinline__ void reorder(const Stage& stage, int rows, int first, int end,
-                                        int4* places, byte* xs, float (*squares)[CTA_WARPS]) {
+                                        int4* places, byte* xs, float (*squares)[CTA_WARPS],
+                                        const Read& read) {
     float square[ROWS] = {};
     for (int c = threadIdx.x; c < stage.k / 8; c += 32 * CTA_WARPS) {
         uint4 v[ROWS];
         if (c != threadIdx.x) places_of(stage, c, places);
-        read_rows<ROWS>(stage, rows, c, v);
+        read(c, v);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             if (r >= rows) break;
@@ -170,15 +171,15 @@ __device__ __forceinline__ void reorder(const Stage& stage, int rows, int first,
 }
 
 // Stage x. xs: where the part's x will be, which may begin within all of it. squares: per row, sums
-// of the warps, for `size_of`: results are multiplied by it.
-template <int ROWS, class Stage>
+// of the warps, for `size_of`: results are multiplied by it. read: a piece of rows not in order.
+template <int ROWS, class Stage, class Read>
 __device__ __forceinline__ void stage_x(const Stage& stage, int part, int rows, int4* places,
                                         byte* all_xs, byte* xs, Unit* units,
-                                        float (*squares)[CTA_WARPS]) {
+                                        float (*squares)[CTA_WARPS], const Read& read) {
     const int all = stage.k / 8, first = part * stage.length * PANEL_ROWS / 8;  // pieces of 8
     const int end = min(all, first + stage.length * PANEL_ROWS / 8);
     if (ADDS<ROWS> && stage.after) add_normed(stage, all_xs, squares[0]);
-    else if (stage.place) reorder<ROWS>(stage, rows, first, end, places, xs, squares);
+    else if (stage.place) reorder<ROWS>(stage, rows, first, end, places, xs, squares, read);
     if (stage.place) __syncthreads();
     const bool sums = stage.norm && !stage.place;
     float square[ROWS] = {};

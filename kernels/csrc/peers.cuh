@@ -15,9 +15,9 @@ struct Peers {
 };
 
 struct Gather {  // columns of all ranks that a chain of products reads
-    const unsigned* own;  // (rows, words), those of this rank
-    half_bits* all;       // (rows, 2 · words of all); or null
-    const int* to;        // where each of them goes in its row
+    const unsigned* own;  // (rows, words), those of this rank; or null
+    half_bits* all;       // (rows, 2 · words of all), where CTAs share them; or null
+    const int* to;        // where each of them goes in its row then
     int words;
     int sums;             // whether the launch adds up results of ranks behind it
 };
@@ -47,8 +47,8 @@ struct Exchange {
                 asm volatile("st.relaxed.sys.global.u64 [%0], %1;"
                              ::"l"(box(r, p.rank) + at), "l"(word) : "memory");
     }
-    // Send 4 words.
-    __device__ __forceinline__ void send(integer at, uint4 v) const {
+    // Send 4 words, two pairs that are `apart`.
+    __device__ __forceinline__ void send(integer at, uint4 v, int apart = 2) const {
         const Word beside = (Word)number << 32;
 #pragma unroll 1
         for (int r = 0; r < p.count; ++r) {
@@ -57,12 +57,13 @@ struct Exchange {
             asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
                          ::"l"(to), "l"(beside | v.x), "l"(beside | v.y) : "memory");
             asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};"
-                         ::"l"(to + 2), "l"(beside | v.z), "l"(beside | v.w) : "memory");
+                         ::"l"(to + apart), "l"(beside | v.z), "l"(beside | v.w) : "memory");
         }
     }
-    // Wait for adjacent words of another rank, a multiple of 2.
+    // Wait for words of another rank: pairs, each `apart` from the one before.
     template <int COUNT = 4>
-    __device__ __forceinline__ void receive(int from, integer at, unsigned* values) const {
+    __device__ __forceinline__ void receive(int from, integer at, unsigned* values,
+                                            int apart = 2) const {
         const Word* box_at = box(p.rank, from) + at;
         Word w[COUNT], begun = 0;
         for (unsigned tries = 1;; ++tries) {
@@ -70,7 +71,7 @@ struct Exchange {
 #pragma unroll
             for (int i = 0; i < COUNT; i += 2)
                 asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
-                             : "=l"(w[i]), "=l"(w[i + 1]) : "l"(box_at + i) : "memory");
+                             : "=l"(w[i]), "=l"(w[i + 1]) : "l"(box_at + i / 2 * apart) : "memory");
 #pragma unroll
             for (int i = 0; i < COUNT; ++i) is_there &= (unsigned)(w[i] >> 32) == number;
             if (is_there || (tries % 256 == 0 && is_late(begun))) break;
@@ -78,7 +79,7 @@ struct Exchange {
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) values[i] = (unsigned)w[i];
     }
-    // Gather columns; CTAs meet before they read them. The next number is that of a sum.
+    // Gather columns; CTAs meet before they read them.
     __device__ __forceinline__ void gather(const Gather& g, int rows) const {
         const int step = gridDim.x * blockDim.x, count = rows * g.words;
         const int first = threadIdx.x * gridDim.x + blockIdx.x;
@@ -98,6 +99,30 @@ struct Exchange {
                 half_bits* of_row = g.all + (integer)row * 2 * p.count * g.words;
                 of_row[low] = (half_bits)__float_as_uint(value);
                 of_row[high] = (half_bits)(__float_as_uint(value) >> 16);
+            }
+        }
+    }
+    // Send this rank's columns, of a multiple of 4 words a row, for CTAs that wait by themselves.
+    __device__ __forceinline__ void send_columns(const Gather& g, int rows) const {
+        const int pieces = rows * g.words / 4;
+#pragma unroll 1
+        for (int i = (int)grid_thread(); i < pieces; i += gridDim.x * blockDim.x)
+            send(4 * i, __ldcg((const uint4*)g.own + i));
+    }
+    // Wait for columns 8 · piece and on of up to ROWS rows.
+    template <int ROWS>
+    __device__ __forceinline__ void columns(const Gather& g, int rows, int piece, uint4* v) const {
+        const int from = 4 * piece / g.words, first = 4 * piece % g.words;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+            if (r >= rows) break;
+            const integer at = (integer)r * g.words + first;
+            if (from == p.rank) {
+                v[r] = __ldcg((const uint4*)(g.own + at));
+            } else {
+                unsigned words[4];
+                receive(from, at, words);
+                v[r] = {words[0], words[1], words[2], words[3]};
             }
         }
     }

@@ -230,14 +230,12 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
     };
     for (int s = 0; s < min(2, c.count); ++s) prefetch_shared(s);
     wait_for_input();
-    Exchange exchange(c.peers, 0);
+    Exchange exchange(c.peers, 0), gathering(c.peers, 0);  // of sums, and of columns before them
     if constexpr (EXCHANGES) {
         exchange.begin();
-        if (c.gather.all) {
-            exchange.gather(c.gather, c.rows);
-            meet(c.meetings, blockIdx.x, gridDim.x);
-            if (c.gather.sums) exchange.next();
-        }
+        gathering.number = exchange.number;
+        if (c.gather.own) gathering.send_columns(c.gather, c.rows);
+        if (c.gather.own && c.gather.sums) exchange.next();
     }
 
     int slot = 0, parity = 0;
@@ -260,7 +258,14 @@ __global__ void __launch_bounds__(32 * CTA_WARPS, 1) product(const __grid_consta
         const int held = (stage.after ? stage.k / PANEL_ROWS : stage.length) * ROWS * 64;
         Unit* units = (Unit*)(xs + held);
         byte* x_at = xs + (stage.after ? work.part * stage.length * ROWS * 64 : 0);
-        if (work.tiles) stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares);
+        auto read = [&](int piece, uint4* v) {
+            if (EXCHANGES && stage.x == (const half_bits*)c.gather.own)
+                gathering.columns<ROWS>(c.gather, c.rows, piece, v);
+            else
+                read_rows<ROWS>(stage, c.rows, piece, v);
+        };
+        if (work.tiles)
+            stage_x<ROWS>(stage, work.part, c.rows, places, xs, x_at, units, squares, read);
         const int* kinds = work.share->kinds;
         float total[4];
         for (int segment = 0; segment < work.segments; ++segment) {

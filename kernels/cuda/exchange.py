@@ -14,9 +14,9 @@ from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.plans.product import MOST_RANKS
 from exl2flow.kernels.plans.sources import fill, filled, struct
 
-ROOM = 1 << 20  # words of 4 bytes that a rank sends at most
+ROOM = 1 << 23  # words of 4 bytes that all ranks together send at most: 128 MiB of boxes
 THREADS = 128  # of a CTA: many scatter faster, few let the next launch begin beside them
-EACH, CTAS_EACH = 4, 4  # words of a thread; most CTAs of a multiprocessor
+EACH, OF_WARP, CTAS_EACH = 4, 128, 4  # words of a thread and a warp; most CTAs of a multiprocessor
 KERNELS = SUMS, COLUMNS = "exchange_sums", "exchange_columns"
 LAZY_PEER_ACCESS = 1  # a flag of cudaIpcOpenMemHandle
 Unreachable = runtime.CUDARuntimeError  # memory that cannot be shared
@@ -34,7 +34,7 @@ class PeerBoxes:
             Unreachable: there is too little, or it cannot be shared.
         """
         self.rank, self.count, self.device = rank, count, device
-        size = 2 * count * ROOM * np.dtype(np.uint64).itemsize
+        size = 2 * count * self.room * np.dtype(np.uint64).itemsize
         with cupy.cuda.Device(device.index):
             self._own = runtime.malloc(size)
             runtime.memset(self._own, 0, size)
@@ -56,7 +56,7 @@ class PeerBoxes:
             counters=torch.zeros(EXCHANGE_CTAS + 1, dtype=torch.int32, device=self.device),
             failed=self._failed,
         )
-        filled(self.peers, rank=self.rank, count=self.count, room=ROOM)
+        filled(self.peers, rank=self.rank, count=self.count, room=self.room)
         self.wait_for(patience)
         for name in KERNELS:
             build("exchange.cu", name, self.device.index)
@@ -81,7 +81,7 @@ class PeerBoxes:
     @property
     def room(self) -> int:
         """See `Boxes.room`."""
-        return ROOM
+        return ROOM // self.count // OF_WARP * OF_WARP
 
     @property
     def has_failed(self) -> bool:

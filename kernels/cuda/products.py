@@ -53,6 +53,7 @@ KERNELS = "product.cu", "batched.cu", "decode.cu"
 PASSES = 16  # reads of other memory before measured work: the host has launched it by their end
 OF_CACHE = 2  # a pass reads this many times the cache size
 MANY_ROWS = 17  # from here on, decoded matrices may be faster
+GATHERED = 8  # columns of a rank are a multiple
 WHOLE_ROWS = 32  # more rows of a chain without a launch are halved, not multiplied one by one
 
 
@@ -97,10 +98,13 @@ def multiply_at_once(
         return None
     if any(p.boxes and rows * p.matrices[0].columns > p.boxes.room for p in products):
         return None
-    if products[0].gathers and (x.shape[1] % 2 or rows * x.shape[1] > products[0].gathers.room):
+    gathers = products[0].gathers
+    if gathers and (x.shape[1] % GATHERED or rows * x.shape[1] > 2 * gathers.room):
         return None
     plan = _plan(tuple(products), bucket(rows))
-    if not isinstance(plan, LaunchPlan) or plan.ctas > EXCHANGE_CTAS or not plan.meets:
+    if not isinstance(plan, LaunchPlan) or plan.ctas > EXCHANGE_CTAS:
+        return None
+    if not plan.meets and gathers is None:
         return None
     try:
         return _launched(plan, x, products, hidden)
@@ -296,12 +300,15 @@ def _launched(
 
 
 def _gathering(argument: np.void, x: torch.Tensor, first: FusedLinear) -> torch.Tensor:
-    """Return what a chain reads, which its launch gathers if it is to."""
+    """Return what a chain reads; a launch that gathers gives each CTA its own, or all one."""
     if first.gathers is None:
         return x
-    whole = x.new_empty(len(x), len(first.order))
-    filled(argument["gather"], own=x, all=whole, words=x.shape[1] // 2)
+    filled(argument["gather"], own=x, words=x.shape[1] // 2)
     argument["peers"] = first.gathers.peers
+    if not argument["gather"]["to"]:
+        return x
+    whole = x.new_empty(len(x), len(first.order))
+    filled(argument["gather"], all=whole)
     return whole
 
 

@@ -20,7 +20,6 @@ from exl2flow.kernels.plans.product import (
     MOST_CHAINED,
     MOST_RANKS,
     LaunchPlan,
-    fill_gather,
     fill_matrix,
     fill_stage,
     instance_of,
@@ -121,6 +120,14 @@ def plan_of(
 Lists = Sequence[Sequence[Sequence[int]]]  # of each matrix and part
 
 
+def _fill_gather(argument: np.void, products: Sequence[FusedLinear]) -> list[torch.Tensor]:
+    """Fill what a `Chain` knows of columns that ranks gather; return the tensors."""
+    if products[0].gathers is None:
+        return []
+    sums = any(product.boxes is not None for product in products)
+    return fill(argument["gather"], to=torch.argsort(products[0].order).int(), sums=sums)
+
+
 def _chain(
     products: Sequence[FusedLinear],
     rows: int,
@@ -134,7 +141,7 @@ def _chain(
     argument = np.zeros(1, CHAIN)[0]
     meetings = torch.zeros(1, dtype=torch.int32, device=device)
     tensors = [*fill(argument, meetings=meetings, count=len(products), rows=rows), scratch]
-    tensors += fill_gather(argument, products)
+    tensors += _fill_gather(argument, products)
     stages, list_at = argument["stages"], 0
     for index, (product, divisions, of_lists) in enumerate(
         zip(products, divided, lists, strict=True)

@@ -168,14 +168,6 @@ def fill_stage(
     )
 
 
-def fill_gather(argument: np.void, products: Sequence[FusedLinear]) -> list[torch.Tensor]:
-    """Fill what a `Chain` knows of columns that ranks gather; return the tensors."""
-    if products[0].gathers is None:
-        return []
-    sums = any(product.boxes is not None for product in products)
-    return fill(argument["gather"], to=torch.argsort(products[0].order).int(), sums=sums)
-
-
 def fill_matrix(
     entry: np.void, matrix: PackedMatrix, **fields: torch.Tensor | float
 ) -> list[torch.Tensor]:
@@ -266,7 +258,12 @@ class _Fitting:
 
 def _meets(products: Sequence[FusedLinear]) -> bool:
     """Return whether CTAs of a launch wait for each other."""
-    return len(products) > 1 or products[0].gathers is not None
+    return len(products) > 1
+
+
+def _waits(products: Sequence[FusedLinear]) -> bool:
+    """Return whether CTAs of a launch wait for others, of this GPU or another."""
+    return _meets(products) or products[0].gathers is not None
 
 
 def _sets(product: FusedLinear) -> list[list[PackedMatrix]]:
@@ -287,17 +284,17 @@ def _fit(
     room: most bytes of shared memory. None: they cannot fit, or too many CTAs have to wait for each
     other.
     """
-    meets, adding = _meets(products), [False, *(p.after is not None for p in products[:-1])]
+    waits, adding = _waits(products), [False, *(p.after is not None for p in products[:-1])]
     panels = [product.matrices[0].shape[0] // PANEL_ROWS for product in products]
     while True:
         for step in STEPS[kernel_rows(rows)]:
             divisions = [
-                _Division.of(product, count, processors, step=step, in_rounds=meets)
+                _Division.of(product, count, processors, step=step, in_rounds=waits)
                 for product, count in zip(products, parts, strict=True)
             ]
             ctas = max(division.ctas * division.parts for division in divisions)
             is_resident = ctas <= processors and sum(d.rounds for d in divisions) <= MOST_STAGES
-            if meets and not is_resident:
+            if waits and not is_resident:
                 return None
             inputs = [
                 division.input_bytes(rows, count * adds)
@@ -336,7 +333,7 @@ def _chain(
         words=sum(division.words for division in divisions),
         tiles=max(division.tiles for division in divisions),
     )
-    tensors += fill_gather(argument, products)
+    filled(argument["gather"], sums=any(product.boxes is not None for product in products))
     index = share_at = 0
     for number, (product, division) in enumerate(zip(products, divisions, strict=True)):
         entry = stages[index]
@@ -344,7 +341,7 @@ def _chain(
         filled(entry, share_at=share_at)
         if number:
             tensors += _fill_after(entry, products[number - 1], product)
-        elif not product.is_ordered:
+        elif not product.is_ordered or product.gathers is not None:
             tensors += fill(entry, place=torch.argsort(product.order).int())
         if number + 1 < len(products):
             tensors += fill(entry, to=torch.argsort(products[number + 1].order).int())

@@ -248,7 +248,7 @@ def test_an_input_in_the_order_of_the_rows_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("sums", [False, True])
-def test_ctas_meet_behind_columns_that_ranks_gather(sums: bool) -> None:
+def test_ctas_put_columns_that_ranks_gather_in_order(sums: bool) -> None:
     boxes = PeerBoxes.__new__(PeerBoxes)  # of which a plan reads nothing
     first, *others = chain(64, 96, 32)
     gathering = replace(first, is_ordered=True, gathers=boxes)
@@ -256,11 +256,22 @@ def test_ctas_meet_behind_columns_that_ranks_gather(sums: bool) -> None:
 
     plan = case_of(products, 1, H200).plan
 
-    assert plan.meets
+    assert plan.meets is sums
     assert plan.name == "product<1, false, true>"
     assert bool(plan.argument["gather"]["sums"]) is sums
-    to = pointed(plan, plan.argument["gather"]["to"])
-    assert torch.equal(to[first.order], torch.arange(64).int())
+    place = pointed(plan, plan.argument["stages"][0]["place"])
+    assert torch.equal(place[first.order], torch.arange(64).int())
+
+
+def test_ctas_that_wait_for_another_gpu_are_all_resident() -> None:
+    boxes = PeerBoxes.__new__(PeerBoxes)
+    wide = product(matrix(64, 32 * 2000, (4, 32)))
+    plans = [
+        case_of([replace(wide, is_ordered=True, gathers=gathers)], 1, H200).plan
+        for gathers in (None, boxes)
+    ]
+
+    assert plans[0].ctas > H200[0] >= plans[1].ctas
 
 
 def test_a_norm_lies_in_the_order_of_the_rows() -> None:
