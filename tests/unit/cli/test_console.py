@@ -118,7 +118,9 @@ def test_messages_and_warnings_replace_control_characters_of_files(
     with logging_to_stderr(logging.WARNING):
         logging.getLogger("exl2flow.model").warning("`%s`", hostile)
 
-    assert capsys.readouterr().err == f"error: `{shown}`\n        is no model\nwarning: `{shown}`\n"
+    assert (
+        capsys.readouterr().err == f"error: `{shown}`\n        is not a model\nwarning: `{shown}`\n"
+    )
 
 
 def edit(path: Path, **changes: Any) -> None:
