@@ -114,7 +114,7 @@ def test_messages_and_warnings_replace_control_characters_of_files(
 ) -> None:
     hostile, shown = HOSTILE, SHOWN
 
-    say(f"error: `{hostile}`\n\tis no model")
+    say(f"error: `{hostile}`\n\tis not a model")
     with logging_to_stderr(logging.WARNING):
         logging.getLogger("exl2flow.model").warning("`%s`", hostile)
 
