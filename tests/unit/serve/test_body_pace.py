@@ -9,9 +9,9 @@ import httpx
 import pytest
 from fastapi import APIRouter, Body, FastAPI
 
+from exl2flow.serve import body_pace
 from exl2flow.serve.answers.bounds import LARGEST_BODY
 from exl2flow.serve.body_pace import SHARE, SMALL, BodyPace, PacedRoute, seconds_of
-from exl2flow.serve.http import body_pace
 
 JSON = {"content-type": "application/json"}
 
