@@ -37,6 +37,7 @@ SPREAD = {
     (6, 6): [(2, 0, 2), (1, 0, 2), (0, 0, 2)],
     (6, 7): [(5, 0, 2), (4, 0, 2), (3, 0, 2)],
 }
+MOST_CODES = 1 << 22  # that are unpacked at once, 16 MiB as int32
 # adjacent words of a lane
 PIECES = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [4, 4]}
 
@@ -276,38 +277,63 @@ def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     parts = []
     for bits, start, stop in runs_of(groups):
         panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
-        words = codes.new_zeros(n // TILE, panels.shape[1], bits, LANES, dtype=torch.int32)
-        for index, pieces in enumerate(places(bits)):
-            code = panels[:, :, rows[index], columns[index]].int() ^ inverted(bits)[index]
-            for word, place, first, width in pieces:
-                part = code.bitwise_right_shift(first).bitwise_and((1 << width) - 1)
-                words[:, :, word] |= part.bitwise_left_shift(place)
-        by_piece = torch.split(words, PIECES[bits], dim=2)
-        parts.append(torch.cat([p.transpose(2, 3).flatten(2) for p in by_piece], 2).flatten(1))
+        most = max(MOST_CODES // ((stop - start) * TILE), 1)  # tiles at once
+        parts.append(
+            torch.cat([_words_of(p[:, :, rows, columns], bits) for p in panels.split(most)])
+        )
     return torch.cat(parts, 1)
+
+
+def _words_of(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the words of lanes' codes (tiles, panels, 32 codes, lanes): int32 (tiles, words)."""
+    codes = codes.int() ^ torch.tensor(inverted(bits), device=codes.device)[:, None].int()
+    words = codes.new_zeros(*codes.shape[:2], bits, LANES)
+    for word, place, first, mask in _pieces(bits).to(codes.device)[..., None]:
+        part = codes.bitwise_right_shift(first).bitwise_and_(mask).bitwise_left_shift_(place)
+        words.index_add_(2, word[:, 0], part)  # their bits are apart
+    by_piece = torch.split(words, PIECES[bits], dim=2)
+    return torch.cat([p.transpose(2, 3).flatten(2) for p in by_piece], 2).flatten(1)
 
 
 def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
     """Invert `pack_codes`: codes uint8 (k, n), padding included."""
     packed = matrix.words[:, code_places(matrix.groups, matrix.scale_words)]
-    tiles = len(packed)
     rows, columns = _owned(packed.device)
-    codes = packed.new_zeros(tiles, len(matrix.order), TILE, dtype=torch.uint8)
+    codes = packed.new_zeros(len(packed), len(matrix.order), TILE, dtype=torch.uint8)
     word = 0
     for bits, start, stop in runs_of(matrix.groups):
         count = (stop - start) // PANEL_ROWS
-        run = packed[:, word : word + count * bits * LANES].view(tiles, count, -1)
+        run = packed[:, word : word + count * bits * LANES].view(len(packed), count, -1)
         word += count * bits * LANES
-        pieces = torch.split(run, [LANES * size for size in PIECES[bits]], dim=2)
-        words = torch.cat([p.view(tiles, count, LANES, -1) for p in pieces], 3)
-        panels = codes[:, start:stop].view(tiles, count, PANEL_ROWS, TILE)
-        for index, parts in enumerate(places(bits)):
-            value = torch.zeros_like(words[..., 0])
-            for place_word, place, first, width in parts:
-                bits_there = words[..., place_word].bitwise_right_shift(place)
-                value |= bits_there.bitwise_and((1 << width) - 1).bitwise_left_shift(first)
-            panels[:, :, rows[index], columns[index]] = (value ^ inverted(bits)[index]).byte()
+        panels = codes[:, start:stop].view(len(packed), count, PANEL_ROWS, TILE)
+        most = max(MOST_CODES // ((stop - start) * TILE), 1)  # tiles at once
+        for target, part in zip(panels.split(most), run.split(most), strict=True):
+            target[:, :, rows, columns] = _codes_of(part, bits).transpose(2, 3)
     return codes.transpose(0, 1).flatten(1)
+
+
+def _codes_of(run: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of all lanes, uint8 (tiles, panels, lanes, 32 codes)."""
+    pieces = torch.split(run, [LANES * size for size in PIECES[bits]], dim=2)
+    words = torch.cat([p.view(*p.shape[:2], LANES, -1) for p in pieces], 3)
+    value = torch.tensor(inverted(bits), dtype=torch.int32, device=run.device)
+    for word, place, first, mask in _pieces(bits).to(run.device):
+        piece = words.index_select(3, word).bitwise_right_shift_(place).bitwise_and_(mask)
+        value = piece.bitwise_left_shift_(first).bitwise_xor_(value)
+    return value.byte()
+
+
+@cache
+def _pieces(bits: int) -> torch.Tensor:
+    """Return int32 (pieces, 4, 32): word, place, first bit and mask of each code's pieces.
+
+    A code that has fewer has masks of 0.
+    """
+    of_codes = places(bits)
+    most = max(map(len, of_codes))
+    rows = [[*((*p[:3], (1 << p[3]) - 1) for p in found)] for found in of_codes]
+    filled = [row + [(0, 0, 0, 0)] * (most - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.int32).permute(1, 2, 0).contiguous()
 
 
 def pack_scales(codes: torch.Tensor, max_scales: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from bounds import near
 from torch.nn.functional import layer_norm, rms_norm
 
 from exl2flow.kernels import ACTIVATIONS, FusedLinear, Group, NormArgs, PackedMatrix, get_ops
+from exl2flow.kernels.interface import packed
 from exl2flow.kernels.interface.packed import (
     BLOCK_PANELS,
     BLOCK_WORDS,
@@ -66,7 +67,9 @@ def test_each_bit_of_a_lane_s_words_has_one_owner(bits: int) -> None:
     assert sorted(owned) == [(word, bit) for word in range(bits) for bit in range(32)]
 
 
-def test_codes_come_back() -> None:
+@pytest.mark.parametrize("most", [1, packed.MOST_CODES])
+def test_codes_come_back(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "MOST_CODES", most)
     matrix, codes, _, _ = exl2()
 
     assert torch.equal(unpack_codes(matrix), codes)
