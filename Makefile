@@ -8,7 +8,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-lo
 
 LOWEST := .venv-lowest/bin
 
-.PHONY: demo dev test test-all test-base test-gpu test-cards sanitize test-lowest campaign check format build clean
+.PHONY: demo dev quick test test-all test-base test-gpu test-cards sanitize test-lowest campaign check format build clean
 
 demo: .venv/.installed
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
@@ -49,6 +49,10 @@ dev: .venv/.installed-dev
 
 test: dev
 	$(PYTEST) -m "not slow and not gpu and not multigpu and not network" $(ARGS)
+
+# What one runs before a commit: modules that take no longer than a few seconds.
+quick: dev
+	$(PYTEST) -m "not slow and not gpu and not multigpu and not network" --quick $(ARGS)
 
 test-all: dev
 	$(PYTEST) -m "not gpu and not multigpu and not network" $(ARGS)

@@ -25,6 +25,7 @@ if "EXL2FLOW_CACHE" not in os.environ:  # processes of one run share it
 
 TESTS = Path(__file__).parent
 SEED = 20240229
+LONG = (TESTS / "long.txt").read_text().split()  # `support/long.py` writes it
 
 # `python -m pytest` puts the checkout first: a library's `import kernels` would find our folder
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != TESTS.parent]
@@ -37,6 +38,14 @@ import checkout  # noqa: E402, F401  # finds the package in a bare checkout
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run files and tests in any order")
+    parser.addoption("--quick", action="store_true", help="leave out what `long.txt` lists")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out modules that take long, if that is wanted."""
+    if not config.getoption("--quick"):
+        return None
+    return str(collection_path.relative_to(TESTS.parent)) in LONG or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
