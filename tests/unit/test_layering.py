@@ -208,22 +208,6 @@ def file_of(name: str) -> str | None:
     return None
 
 
-def loaded_with(file: str) -> set[str]:
-    """Return our files that are loaded when one is imported."""
-    seen: set[str] = set()
-    open_files = [file]
-    while open_files:
-        current = open_files.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        parents = [f"{parent}/__init__.py" for parent in Path(current).parents]
-        open_files += [parent for parent in parents if parent in FILES]
-        names = [i.name for i in imports(current) if i.at_top and i.name.startswith("exl2flow.")]
-        open_files += [found for found in map(file_of, names) if found]
-    return seen
-
-
 def compared_words(tree: ast.Module) -> Iterator[str]:
     """Yield strings in comparisons, `match` cases and arguments of `startswith` and the like."""
     for node in ast.walk(tree):
@@ -346,19 +330,6 @@ def test_imports_stand_at_the_top() -> None:
     eager = [file for file in FILES if not file.startswith(LAZY_IMPORTS)]
 
     assert offenders(lambda file: {i.name for i in imports(file) if not i.at_top}, eager) == {}
-
-
-def test_what_needs_no_prefect_does_not_load_it() -> None:
-    def loading(file: str) -> set[str]:
-        return {
-            other
-            for other in loaded_with(file)
-            for i in imports(other)
-            if i.at_top and i.name.startswith("prefect")
-        }
-
-    assert offenders(loading, BELOW_PREFECT) == {}
-    assert loading("flows/convert.py")
 
 
 def test_the_command_line_names_what_plugs_in_and_imports_none_of_it() -> None:
