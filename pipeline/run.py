@@ -54,7 +54,7 @@ class Sources:
 class Run:
     """A kind of run.
 
-    stages: those that it has; whole: those that make its models in full;
+    stages: all that it has; whole: the ones that make its models in full;
     make: makes the result, a `Sweep` or a `Conversion`;
     shared: stages that run once for all models; empty: there is one model;
     check: refuses options before any work; check_source: refuses a source that is a folder;

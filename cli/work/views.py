@@ -1,4 +1,4 @@
-"""How each kind of run appears on the command line: its plan, its result."""
+"""Each kind of run on the command line: its plan, its result."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ Rows = list[tuple[str, str]]  # (what, value)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """How a kind of run appears.
+    """The appearance of a kind of run.
 
     rows: its plan for people; plan: as JSON; report: its result as JSON; show: prints a report.
     """

@@ -160,7 +160,7 @@ class RunOptions(SplitModels):
 
     @property
     def target(self) -> str:
-        """What is made, as text without blanks."""
+        """The product, as text without blanks."""
         return ""
 
     @property
@@ -175,7 +175,7 @@ class RunOptions(SplitModels):
 
     @property
     def allocation(self) -> AllocateOptions:
-        """How bits are allocated."""
+        """The options of bit allocation."""
         return AllocateOptions()
 
     @property
@@ -195,18 +195,18 @@ class RunOptions(SplitModels):
 
     @property
     def judges(self) -> tuple[str, ...]:
-        """What judges by rows of text that are set aside, where one row would be too few."""
+        """Parts that judge by rows of text set aside, where one row would be too few."""
         return ()
 
     @property
     def rows_in_words(self) -> str:
-        """What else the calibration rows are for."""
+        """The other uses of the calibration rows."""
         rows = self.calibration
         return f"measured on {rows.measure_rows} x {rows.measure_row_tokens}"
 
     @property
     def validation(self) -> ValidateOptions | None:
-        """How the result is validated; None: not at all."""
+        """The options of validation; None: the result is not validated."""
         return None
 
     @property

@@ -122,7 +122,7 @@ class SensitivityOptions(Options):
 
 
 class RoundingOptions(Options):
-    """How matrices are rounded once their quantization parameters are chosen."""
+    """Options of rounding, once quantization parameters are chosen."""
 
     scale_search: ScaleSearch = Field(
         default="column",

@@ -49,7 +49,7 @@ def _value(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How the next token is chosen; except for temperature, top-k and top-p, all steps are off.
+    """Settings of the sampler; except for temperature, top-k and top-p, all steps are off.
 
     token_bias: (id, logit to add) pairs; -infinity excludes an id.
     dry_breakers: ids that no repetition found by DRY may contain; None: the tokenizer's, which are
@@ -235,7 +235,7 @@ class SamplingSettings:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The values by name; a number that changes nothing for those that are off."""
+        """The values by name; a number that changes nothing for each that is off."""
         found = {name: getattr(self, name) for name in NEUTRALS}
         for name, neutral in NEUTRALS.items():
             if neutral.number is not None and found[name] in neutral.values:

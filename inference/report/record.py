@@ -69,7 +69,7 @@ class Record:
 
     @property
     def allocated_kl(self) -> float | None:
-        """What allocation expected for the matrices whose bits it chose."""
+        """The expectation of allocation for the matrices whose bits it chose."""
         return self.allocation.value if self.allocation.objective == NATS else None
 
 

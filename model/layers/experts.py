@@ -37,7 +37,7 @@ SHARED = "shared"
 
 
 class Total(NamedTuple):
-    """How processes add up the sums of their experts; see `Ranks` for `sum`, `added`, `guard`.
+    """The way processes add up the sums of their experts; see `Ranks` for `sum`, `added`, `guard`.
 
     boxes: through which a launch does it; or None.
     """

@@ -110,7 +110,7 @@ def check_gpu(
 
     Args:
         config: the run.
-        stages: those that make the model.
+        stages: of the making of the model.
         spec: its model.
         memory: bytes of the GPU for tensors.
         left: names of the stages that will run.

@@ -79,7 +79,7 @@ def stage_works(
 
     Args:
         config: the run.
-        stages: those that make the model.
+        stages: of the making of the model.
         spec: its model.
         memory: bytes of the GPU for tensors.
     """

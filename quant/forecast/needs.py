@@ -29,7 +29,7 @@ def stage_needs(
 
     Args:
         config: the run.
-        stages: those that make the model; what is not enabled needs nothing.
+        stages: of the making of the model; what is not enabled needs nothing.
         spec: its model.
         card: the GPU; None: there is none.
         packed: bytes of all quantized matrices.

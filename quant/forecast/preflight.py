@@ -52,8 +52,8 @@ def preflight(
 
     Args:
         config: of one model.
-        stages: those that make it.
-        run: those that will run. Disk and memory must suffice for what is left of them. None: all.
+        stages: of its making.
+        run: what will run. Disk and memory must suffice for what is left of it. None: all.
         anew: nothing of them counts as finished.
 
     Raises:

@@ -57,7 +57,7 @@ class AnswerPlan:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What an event adds to a choice."""
+    """An event's addition to a choice."""
 
     index: int
     parts: list[Part]

@@ -148,7 +148,7 @@ class ModelHost:
 
     @property
     def generator(self) -> Generator | None:
-        """What generates; None from a failure until there is a new one."""
+        """The generator; None from a failure until there is a new one."""
         return None if self._running is None else self._running.generator
 
     @property
@@ -159,7 +159,7 @@ class ModelHost:
 
     @property
     def cache_use(self) -> CacheUse:
-        """How full the cache is; all is 0 from a failure until there is a new one."""
+        """Figures of the cache; all is 0 from a failure until there is a new one."""
         made = self.generator
         if made is None:
             return CacheUse()
