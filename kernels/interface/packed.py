@@ -279,7 +279,7 @@ def pack_codes(codes: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
         panels = codes[start:stop].view(-1, PANEL_ROWS, n // TILE, TILE).permute(2, 0, 1, 3)
         most = max(MOST_CODES // ((stop - start) * TILE), 1)  # tiles at once
         parts.append(
-            torch.cat([_words_of(p[:, :, rows, columns], bits) for p in panels.split(most)])
+            torch.cat([_words_of(p[:, :, rows, columns], bits) for p in torch.split(panels, most)])
         )
     return torch.cat(parts, 1)
 
@@ -307,7 +307,7 @@ def unpack_codes(matrix: PackedMatrix) -> torch.Tensor:
         word += count * bits * LANES
         panels = codes[:, start:stop].view(len(packed), count, PANEL_ROWS, TILE)
         most = max(MOST_CODES // ((stop - start) * TILE), 1)  # tiles at once
-        for target, part in zip(panels.split(most), run.split(most), strict=True):
+        for target, part in zip(torch.split(panels, most), torch.split(run, most), strict=True):
             target[:, :, rows, columns] = _codes_of(part, bits).transpose(2, 3)
     return codes.transpose(0, 1).flatten(1)
 
