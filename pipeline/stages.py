@@ -41,7 +41,7 @@ REFINE_STAGES: tuple[Stage[RefinementConfig], ...] = (
     COMPILE_REFINED,
     VALIDATE,
 )
-ALL_STAGES: tuple[Stage[Any], ...] = (*STAGES, *REFINE_STAGES)  # of all runs that there are
+ALL_STAGES: tuple[Stage[Any], ...] = (*STAGES, *REFINE_STAGES)  # of every kind of run
 
 
 def run_in_order(

@@ -100,7 +100,7 @@ class _Work:
 
 @dataclass(frozen=True, kw_only=True)
 class _Root:
-    """A work root and what it needs; stages: of all runs that there are."""
+    """A work root and what it needs; stages: of every kind of run."""
 
     path: Path
     stages: Sequence[Stage[Any]]
@@ -206,7 +206,7 @@ def unneeded(
 
     Args:
         root: the work root.
-        stages: of all runs that there are.
+        stages: of every kind of run.
         keep_latest: finished conversions to keep for each output folder.
         partial: whether to include unfinished conversions.
 

@@ -43,7 +43,7 @@ def test_a_command_whose_extra_is_missing_ends_in_a_sentence(
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as Python marks what is not there
 
     with pytest.raises(typer.Exit) as left, explained(["convert", "x"]):
-        import pyarrow  # noqa: F401
+        import pyarrow  # noqa: F401  # the import itself is what fails
 
     assert left.value.exit_code == 1
     assert "error: `pyarrow` is missing" in " ".join(capsys.readouterr().err.split())

@@ -69,7 +69,7 @@ def requests() -> list[Request]:
         {"settings": GREEDY, "max_new_tokens": 2},
     ]
     return [
-        Request(**{"prompt": STORY, "max_new_tokens": 30, "seed": i, "stops": (), **more})  # type: ignore[arg-type]
+        Request(**{"prompt": STORY, "max_new_tokens": 30, "seed": i, "stops": (), **more})  # type: ignore[arg-type]  # options by name
         for i, more in enumerate(options)
     ]
 

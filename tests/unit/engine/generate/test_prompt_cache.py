@@ -58,7 +58,7 @@ def prompt(seed: int, tokens: int = LONG) -> tuple[int, ...]:
 
 def request(seed: int, **more: object) -> Request:
     options = {"max_new_tokens": 12, "settings": GREEDY, "stops": (), "seed": seed, **more}
-    return Request(**{"prompt": prompt(seed), **options})  # type: ignore[arg-type]
+    return Request(**{"prompt": prompt(seed), **options})  # type: ignore[arg-type]  # options by name
 
 
 def results(generator: Generator, requests: Sequence[Request]) -> Results:
@@ -74,7 +74,7 @@ def results(generator: Generator, requests: Sequence[Request]) -> Results:
 
 def run(model: LoadedModel, requests: Sequence[Request], **options: object) -> Results:
     """Return the results of a new generator, which is closed then."""
-    generator = small_generator(model, **{"tokens": ROOM, "slots": 2, **options})  # type: ignore[arg-type]
+    generator = small_generator(model, **{"tokens": ROOM, "slots": 2, **options})  # type: ignore[arg-type]  # options by name
     try:
         return results(generator, requests)
     finally:

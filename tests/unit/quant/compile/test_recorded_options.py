@@ -88,7 +88,7 @@ def test_equal_fingerprints_have_equal_records(base: str, source: Path) -> None:
     for other in (config, *variants(config, copy)):
         try:
             pipeline = Pipeline(other, STAGES, device="cpu")
-        except (Exl2FlowError, OSError):  # there is no such file, or it is not a measurement
+        except (Exl2FlowError, OSError):  # it is missing, or not a measurement
             continue
         count += 1
         record = recorded_conversion(other)
