@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ class Deployment:
         }
 
 
+@cache
 def schema(config: type[BaseModel]) -> dict[str, Any]:
     """Return the schema of a flow's parameters; loading the flow itself would load torch."""
 

@@ -5,12 +5,19 @@ An idle server takes 6 % of a core.
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
+from conversions import small_options
 from crash import Conversion, small_model
 from hub_server import Hub, serving
+from prefect_runs import Swept
 from servers import LastingServer, MigratedDatabase
+from tiny import make_tiny
+
+from exl2flow.core.options.sweep import SweepConfig
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +30,10 @@ def single_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> MigratedDatabase:
-    """What the first server of the session leaves to the others, which need not migrate."""
-    return MigratedDatabase(tmp_path_factory.mktemp("database") / "prefect.db")
+def database() -> MigratedDatabase:
+    """What the first server of all test processes leaves to the others, which need not migrate."""
+    folder = Path(os.environ["EXL2FLOW_CACHE"])
+    return MigratedDatabase(folder / f"prefect-{version('prefect')}.db")
 
 
 @pytest.fixture(scope="package")
@@ -62,6 +70,23 @@ def prefect_env(
                 "PREFECT_API_URL": str(link.url),
                 "OMP_NUM_THREADS": "1",
             }
+
+
+@pytest.fixture(scope="package")
+def swept(
+    prefect_env: Mapping[str, str], single_thread: None, tmp_path_factory: pytest.TempPathFactory
+) -> Swept:
+    """A sweep over three bitrates, which tests leave as it was."""
+    from exl2flow.flows import sweep
+
+    root = tmp_path_factory.mktemp("sweep")
+    given = {"source": make_tiny("llama", root / "tiny"), "out": root / "out", "bpw": (6, 3, 4)}
+    config = SweepConfig.model_validate({**given, **small_options()})
+    state = sweep(config, return_state=True)
+    assert state.is_completed(), state
+    run = state.state_details.flow_run_id
+    assert run is not None
+    return Swept(config, run)
 
 
 @pytest.fixture(scope="package")

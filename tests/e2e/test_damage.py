@@ -1,16 +1,13 @@
-"""A file that is not what was committed is never used: it is made again, or refused by name."""
+"""A file that is not what was committed is never used: it is made again."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from crash import MANIFEST, STAGES, Conditions, Conversion, assert_refused
-from traces import alter, contents, delete, truncate
+from crash import MANIFEST, STAGES, Conditions, Conversion
+from traces import alter, delete, truncate
 
 DAMAGES = [delete, truncate, alter]
-
-
-SOME_SLOW = [pytest.param(d, marks=[pytest.mark.slow] * (d != "alter")) for d in DAMAGES]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +18,8 @@ def shared(undisturbed: Conversion, tmp_path_factory: pytest.TempPathFactory) ->
     return conversion
 
 
-@pytest.mark.parametrize("damage", SOME_SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     "name",
     [
@@ -52,7 +50,8 @@ def test_a_damaged_result_is_noticed_and_made_again(
     assert shared.manifest(stage)["status"] == "complete"
 
 
-@pytest.mark.parametrize("damage", SOME_SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize(
     "name", ["model-00003-of-00004.safetensors", "config.json", "tokenizer.json"]
 )
@@ -67,21 +66,6 @@ def test_a_damaged_output_file_is_noticed_and_made_again(
     after = shared.finished("compile")
     assert shared.results() == undisturbed.results()
     assert {n for n in after if after[n] != before[n]} <= {str(shared.out / name)}
-
-
-@pytest.mark.parametrize("damage", [pytest.param(delete, marks=pytest.mark.slow), truncate])
-def test_an_output_folder_without_its_record_is_refused(
-    undisturbed: Conversion, tmp_path: Path, damage: Callable[[Path], None]
-) -> None:
-    conversion = undisturbed.after("quantize", tmp_path)
-    conversion.finish()
-    damage(conversion.out / "exl2flow.json")
-    before = contents(conversion.out)
-
-    ended = conversion.run()
-
-    assert_refused(ended, f"`{conversion.out}`", "choose another `--out` or delete it")
-    assert contents(conversion.out) == before
 
 
 def test_a_manifest_that_was_edited_is_not_believed(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,6 @@ from checkpoints import CHECKPOINTS, TOWERS, make_checkpoint
 from conversions import small_config
 from crash import LONG_STAGES, Conditions, Conversion
 from decoders import build_decoder
-from expert_checkpoints import WITH_EXPERTS
 from safetensors.torch import load_file
 from stage_runs import prepared, run_until, text_parquet
 
@@ -29,10 +29,31 @@ from exl2flow.quant.allocate.layout import KEPT
 from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.refine.stored_model import StoredModel, check_refinement
 
-TUNED = ("cohere2",)  # the others are slow tests, as are most families with experts
-TRIED = ("mixtral", "qwen2-moe-dense-layers", "gpt-oss-mxfp4")
-SLOW = [name for name in WITH_EXPERTS if name not in TRIED]
+# One checkpoint for each way to store a model; the others are slow tests, and their layers are
+# compared with transformers in `tests/unit/model/config/test_families.py`
+CONVERTED = (
+    "phi3-tied",  # fused matrices, no head
+    "seed-oss-biases",
+    "llava",  # a tower beside the text model
+    "gemma3",  # norms that add 1, on both sides
+    "granite4",  # fused gate and up of a shared MLP
+    "nemotron",  # no gate
+    "gpt2",  # transposed matrices, positions
+    "internlm2",  # query, key and value interleaved, other names
+    "qwen3.5",  # states, tensors of other types
+    "mixtral",
+    "qwen2-moe-dense-layers",
+    "dbrx",  # packed experts
+    "gpt-oss-mxfp4",  # packed in four bits
+)
+TUNED = ("cohere2",)
 IDS = torch.arange(20)[None]
+
+
+def slow_but(quick: tuple[str, ...]) -> list[Any]:
+    """Return all checkpoints; the tests of those that are not quick are slow."""
+    slow = pytest.mark.slow
+    return [name if name in quick else pytest.param(name, marks=slow) for name in CHECKPOINTS]
 
 
 def tower_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
@@ -41,10 +62,7 @@ def tower_of(name: str, folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for n, t in tensors.items() if n.startswith(TOWERS.get(name, ("-",)))}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CHECKPOINTS],
-)
+@pytest.mark.parametrize("name", slow_but(CONVERTED))
 def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     source = make_checkpoint(name, tmp_path / "model", dtype=torch.bfloat16)
     config = prepared(source, bpw=7.0)
@@ -85,10 +103,7 @@ def test_family_converts_and_loads(name: str, tmp_path: Path) -> None:
     assert (packed - logits[:, :FEW_ROWS]).norm() < 0.02 * logits.norm()  # fp16
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in TUNED else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTS],
-)
+@pytest.mark.parametrize("name", slow_but(TUNED))
 def test_family_converts_with_gradients_and_tuning(name: str, tmp_path: Path) -> None:
     tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
     source = make_checkpoint(name, tmp_path / "model")

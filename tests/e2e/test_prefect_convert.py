@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def converted(
     prefect_env: Mapping[str, str], single_thread: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Converted:
     root = tmp_path_factory.mktemp("convert")
-    source = make_tiny("llama", root / "tiny")
+    source = make_tiny("llama", root / "tiny", num_hidden_layers=1)
     config = small_config(source, root / "out", bpw=4.0)
     run, state = run_flow(config)
     assert state.is_completed(), state
@@ -79,7 +78,7 @@ def test_run_publishes_progress_tables_and_report(converted: Converted) -> None:
 
     assert {found[f"tiny-{stage}"].data for stage in ("measure", "quantize")} == {100.0}
     allocation, errors = str(found["tiny-bit-allocation"].data), str(found["tiny-errors"].data)
-    assert "1.mlp.down_proj" in allocation
+    assert "0.mlp.down_proj" in allocation
     assert "relative error" in errors
     assert "lm_head" in errors
     report = str(found["tiny-report"].data)
@@ -128,23 +127,44 @@ def test_reason_of_a_refused_run_is_its_message_its_only_task_and_in_its_artifac
     assert not [log for log in log_lines(run) if "Traceback" in log.message]
 
 
-def test_second_run_is_cached_throughout_and_changes_no_file(converted: Converted) -> None:
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[ConversionConfig]:
+    """The configurations that were checked."""
+    found: list[ConversionConfig] = []
+    original = preparation.preflight
+
+    def check(config: ConversionConfig, *words: Any, **values: Any) -> Any:
+        found.append(config)
+        return original(config, *words, **values)
+
+    monkeypatch.setattr(preparation, "preflight", check)
+    return found
+
+
+def test_second_run_is_checked_and_cached_throughout_and_changes_no_file(
+    converted: Converted, checked: list[ConversionConfig]
+) -> None:
     before = snapshot(converted.root)
 
     run, state = run_flow(converted.config)
 
     assert state.is_completed()
+    assert checked == [converted.config]
     assert task_states(run) == dict.fromkeys(STAGES, "Cached")
     assert snapshot(converted.root) == before
     assert "tiny-report" in artifacts(run)
 
 
-def test_stages_completed_without_prefect_are_cached_too(converted: Converted) -> None:
+def test_stages_completed_without_prefect_are_cached_too_and_checked_by_the_command_only(
+    converted: Converted, checked: list[ConversionConfig]
+) -> None:
     [results] = converted.root.glob(".exl2flow/tiny-*/prefect")
     shutil.rmtree(results)
 
-    run, _ = run_flow(converted.config)
+    with reuse_checks(prepare(RUNS["convert"], converted.config)):
+        run, _ = run_flow(converted.config)
 
+    assert checked == [converted.config]
     assert task_states(run) == dict.fromkeys(STAGES, "Cached")
 
 
@@ -164,7 +184,9 @@ def test_other_bits_reuse_tokens_and_measurement(converted: Converted) -> None:
         shutil.rmtree(newest)  # the other tests know one folder per stage
 
 
-@pytest.mark.parametrize("kind", [MeasureConfig, ConversionConfig])
+@pytest.mark.parametrize(
+    "kind", [MeasureConfig, pytest.param(ConversionConfig, marks=pytest.mark.slow)]
+)
 def test_flow_measure_shares_its_stages_with_convert(
     kind: type[MeasureConfig | ConversionConfig], converted: Converted
 ) -> None:
@@ -254,27 +276,3 @@ def test_interrupted_run_is_cancelled_and_goes_on_to_the_same_bytes(converted: C
     assert state.is_completed()
     assert finished.items() <= snapshot(folder / "sublayers").items()
     assert {path.name: path.read_bytes() for path in folder.glob("sublayers/*")} == before
-
-
-@pytest.mark.parametrize("is_handed_on", [True, False])
-def test_the_flow_checks_unless_its_command_did(
-    is_handed_on: bool, converted: Converted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[ConversionConfig] = []
-    original = preparation.preflight
-    monkeypatch.setattr(
-        preparation,
-        "preflight",
-        lambda config, stages, **values: (
-            made.append(config),
-            original(config, stages, **values),
-        )[1],
-    )
-
-    with ExitStack() as stack:
-        if is_handed_on:
-            stack.enter_context(reuse_checks(prepare(RUNS["convert"], converted.config)))
-        _, state = run_flow(converted.config)
-
-    assert state.is_completed()
-    assert made == [converted.config]

@@ -84,7 +84,9 @@ def test_the_usual_algorithm_comes_nearer_than_the_original_in_as_many_bits(
     assert 0 < ours < 0.9 * theirs
 
 
-@pytest.mark.parametrize("target", ["--target-bytes", "--bpw-total"])
+@pytest.mark.parametrize(
+    "target", ["--target-bytes", pytest.param("--bpw-total", marks=pytest.mark.slow)]
+)
 def test_a_total_is_kept_to_and_the_head_chosen(
     target: str, root: Path, fast: dict[str, Any]
 ) -> None:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,21 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events.schemas.automations import Automation, EventTrigger
 from prefect.events.schemas.events import ResourceSpecification
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 from prefect.states import Cancelling, Crashed
 from prefect_runs import log_lines, run_count, run_state
 from servers import (
-    PROGRAM,
     LastingServer,
     long_conversion,
     manifest_of,
     wait_for,
     wait_for_cursor,
 )
+from typer.testing import CliRunner
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from exl2flow.cli.main import app
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.flows.server.deployments import core, marked
 from exl2flow.pipeline.local import run_locally
@@ -73,31 +73,19 @@ def test_only_who_has_the_password_may_ask_the_api_and_no_other_web_page(
     with pytest.raises(InvalidStatus, match="HTTP 403"), connect(f"ws://{own[7:]}/api/events/in"):
         pass
     assert (server.home / "server.json").stat().st_mode & 0o777 == 0o600
-    assert server.call("password").stdout == f"{server.auth}\n"
-    assert server.auth not in str(server.call("status"))
-    words = [*PROGRAM, "server", "apply"]
-    given = {"PREFECT_API_URL": server.api_url, "PREFECT_API_AUTH_STRING": "me:wrong"}
-    env = {**os.environ, **given}
-    refused = subprocess.run(words, env=env, cwd=server.folder, capture_output=True, text=True)
-    assert refused.returncode == 1
+    home = ("--home", str(server.home))
+    assert CliRunner().invoke(app, ["server", "password", *home]).stdout == f"{server.auth}\n"
+    status = CliRunner().invoke(app, ["server", "status", *home])
+    assert f"{server.port}" in status.output
+    assert server.auth not in status.output
+    with temporary_settings({PREFECT_API_AUTH_STRING: "me:wrong"}):
+        refused = CliRunner().invoke(app, ["server", "apply"])
+    assert refused.exit_code == 1
     assert "refuses the password (HTTP 401); set PREFECT_API_AUTH_STRING" in refused.stderr
-    assert "Traceback" not in refused.stderr
 
 
 def parameters(config: ConversionConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
-
-
-def test_bad_parameters_are_refused_before_a_run_exists(server: LastingServer) -> None:
-    with server.client() as client:
-        before = len(client.read_flow_runs())
-
-        with pytest.raises(PrefectHTTPStatusError) as refusal:
-            server.submit("convert/convert", {"source": "tiny", "out": "out", "bpw": 99})
-
-        assert refusal.value.response.status_code == 409
-        assert "bpw" in refusal.value.response.text
-        assert len(client.read_flow_runs()) == before
 
 
 def make_old(client: SyncPrefectClient, automation: Automation) -> None:

@@ -7,8 +7,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -19,9 +17,16 @@ import pytest
 from conversions import small_options, snapshot
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect_runs import artifacts, log_lines, run_name, run_state, settled, task_states
+from prefect_runs import (
+    Swept,
+    artifacts,
+    log_lines,
+    run_name,
+    run_state,
+    settled,
+    task_states,
+)
 from servers import wait_for
-from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError, Interrupted, SweepFailed
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
@@ -74,28 +79,9 @@ def task_times(run: UUID) -> dict[str, tuple[datetime, datetime]]:
     return found
 
 
-@dataclass(frozen=True)
-class Swept:
-    config: SweepConfig
-    run: UUID
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("source") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def swept(
-    prefect_env: Mapping[str, str],
-    single_thread: None,
-    source: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Swept:
-    config = config_of(source, tmp_path_factory.mktemp("sweep"))
-    run, state = run_flow(config)
-    assert state.is_completed(), state
-    return Swept(config, run)
+@pytest.fixture
+def source(swept: Swept) -> Path:
+    return swept.config.source
 
 
 @pytest.fixture
@@ -144,6 +130,7 @@ def test_folder_has_a_page_that_needs_no_network(swept: Swept) -> None:
     assert all(f"<b>{name}</b>" in write_up(work) for name in BITRATES)
 
 
+@pytest.mark.slow  # `test_prefect_convert.py` repeats a conversion
 def test_second_run_is_cached_throughout_and_changes_no_model(swept: Swept) -> None:
     folders = [swept.config.out / name for name in BITRATES] + [swept.config.work_dir_root]
     before = [snapshot(folder) for folder in folders]

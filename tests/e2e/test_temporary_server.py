@@ -13,10 +13,12 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 from servers import PROGRAM, MigratedDatabase, wait_for
 from tiny import make_tiny
+from typer.testing import CliRunner
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
+from exl2flow.cli.main import app
 from exl2flow.flows.server.temporary import TemporaryServer
 
 ROWS = ("--rows", "2", "--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
@@ -74,16 +76,17 @@ def servers(env: Mapping[str, str]) -> list[str]:
 
 
 def test_run_and_its_events_are_stored_before_the_server_ends(
-    env: Mapping[str, str], tmp_path: Path
+    env: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The events are sent by `EventsWorker.drain_all`, log lines by `APILogWorker.drain_all`."""
-    source = make_tiny("llama", tmp_path / "source")
+    source, out = make_tiny("llama", tmp_path / "source", num_hidden_layers=1), tmp_path / "out"
 
-    done = convert(source, tmp_path / "out", env)
-    again = convert(source, tmp_path / "out", env)
+    done = convert(source, out, env)
+    monkeypatch.setenv("PREFECT_HOME", env["PREFECT_HOME"])
+    again = CliRunner().invoke(app, ["convert", str(source), "--out", str(out), *QUICK])
 
     assert done.returncode == 0, done.stderr
-    assert again.returncode == 0, again.stderr
+    assert again.exit_code == 0, again.stderr
     assert "Prefect" not in again.stderr  # there was nothing to do
     assert "starting a temporary Prefect server" in done.stderr
     assert "this run in the Prefect UI: http://127.0.0.1:" in done.stderr

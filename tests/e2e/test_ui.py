@@ -1,38 +1,27 @@
 """What somebody sees of a sweep who has only Prefect's UI: its pages in a real browser."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from uuid import UUID
 
 import pytest
 from browser import Browser, browser, program
-from conversions import small_options
 from prefect.client.orchestration import get_client
 from prefect.utilities.callables import parameter_schema
-from prefect_runs import artifacts, task_states
-from tiny import make_tiny
+from prefect_runs import Swept, artifacts, task_states
 
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.flows import sweep
 
-BITRATES = (3.0, 6.0)
 TALL = (1280, 2400)  # what lies below the window is not there yet
+NAME = "tiny@3,4,6bpw"
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> SweepConfig:
-    root = tmp_path_factory.mktemp("ui")
-    given = {"source": make_tiny("llama", root / "seen"), "out": root / "out", "bpw": BITRATES}
-    return SweepConfig.model_validate({**given, **small_options()})
-
-
-@pytest.fixture(scope="module")
-def run(prefect_env: Mapping[str, str], single_thread: None, config: SweepConfig) -> UUID:
-    state = sweep(config, return_state=True)
-    assert state.is_completed(), state
-    run = state.state_details.flow_run_id
-    assert run is not None
-    task_states(run)  # pages show what has reached the database
-    return run
+def run(swept: Swept) -> UUID:
+    task_states(swept.run)  # pages show what has reached the database
+    return swept.run
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +35,8 @@ def ui(prefect_env: Mapping[str, str]) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def deployment(config: SweepConfig, run: UUID) -> Iterator[UUID]:
-    given = config.model_dump(mode="json", include={"source", "out", "bpw"})
+def deployment(swept: Swept) -> Iterator[UUID]:
+    given = swept.config.model_dump(mode="json", include={"source", "out", "bpw"})
     with get_client(sync_client=True) as client:
         found = client.read_flow_by_name("sweep")
         made = client.create_deployment(
@@ -67,29 +56,31 @@ def pages(run: UUID) -> dict[str, str]:
 
 
 def test_list_of_runs_shows_name_and_tags(run: UUID, ui: Browser) -> None:
-    page = ui.open("/runs", "seen@3,6bpw", "Completed")
+    page = ui.open("/runs", NAME, "Completed")
 
-    for tag in ("seen", "3bpw", "6bpw", "threads"):
+    for tag in ("tiny", "3bpw", "4bpw", "6bpw", "threads"):
         page.get_by_text(tag, exact=True).filter(visible=True).first.wait_for()
 
 
 def test_page_of_a_run_leads_to_its_artifacts(run: UUID, ui: Browser) -> None:
-    page = ui.open(f"/runs/flow-run/{run}", "seen@3,6bpw", "Completed", "Artifacts")
+    page = ui.open(f"/runs/flow-run/{run}", NAME, "Completed", "Artifacts")
 
     page.get_by_text("Artifacts", exact=True).first.click()
 
-    for key in ("seen-comparison", "seen-bitrates", "seen-3-0bpw-errors", "seen-6-0bpw-report"):
+    for key in ("tiny-comparison", "tiny-bitrates", "tiny-3-0bpw-errors", "tiny-6-0bpw-report"):
         page.get_by_text(key, exact=True).first.wait_for()
 
 
+@pytest.mark.slow
 def test_progress_tells_steps_and_time(pages: dict[str, str], ui: Browser) -> None:
     steps = "5 of 5 · elapsed 0:00:"
 
-    ui.open(pages["seen-3-0bpw-quantize"], "seen-3-0bpw-quantize", steps, "100%")
+    ui.open(pages["tiny-3-0bpw-quantize"], "tiny-3-0bpw-quantize", steps, "100%")
 
 
+@pytest.mark.slow
 def test_bits_of_every_matrix_are_a_table(pages: dict[str, str], ui: Browser) -> None:
-    page = ui.open(pages["seen-3-0bpw-bit-allocation"], "bits per weight in the layers")
+    page = ui.open(pages["tiny-3-0bpw-bit-allocation"], "bits per weight in the layers")
 
     row = page.locator("tr").filter(has_text="1.mlp.down_proj")
     assert 2 <= float(row.locator("td").nth(2).inner_text()) <= 8
@@ -98,13 +89,9 @@ def test_bits_of_every_matrix_are_a_table(pages: dict[str, str], ui: Browser) ->
 @pytest.mark.parametrize(
     ("key", "texts"),
     [
-        pytest.param(
-            "seen-3-0bpw-errors",
-            ("estimated KL divergence", "measured cost", "lm_head"),
-            marks=pytest.mark.slow,
-        ),
-        ("seen-6-0bpw-report", ("Passed", "perplexity", "Sample", "One morning")),
-        ("seen-comparison", ("3.0bpw", "KL divergence falls", "Sample of 6.0bpw")),
+        slow("tiny-3-0bpw-errors", ("estimated KL divergence", "measured cost", "lm_head")),
+        slow("tiny-6-0bpw-report", ("Passed", "perplexity", "Sample", "One morning")),
+        ("tiny-comparison", ("3.0bpw", "KL divergence falls", "Sample of 6.0bpw")),
     ],
 )
 def test_pages_show_their_words_and_their_plot(
@@ -130,8 +117,8 @@ def test_first_ui_opens_and_the_second_shows_the_run_as_well(run: UUID, ui: Brow
     page = ui.open("/", "Dashboard", "Switch to V2 UI")
     assert page.url == f"{ui.url}/dashboard"
 
-    ui.open("/v2/runs", "seen@3,6bpw", "Switch to V1 UI")
-    ui.open(f"/v2/runs/flow-run/{run}", "seen@3,6bpw", "Completed")
+    ui.open("/v2/runs", NAME, "Switch to V1 UI")
+    ui.open(f"/v2/runs/flow-run/{run}", NAME, "Completed")
 
 
 def test_pages_ask_no_host_but_the_server(ui: Browser) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
@@ -17,7 +18,17 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import Artifact, Log
 from prefect.client.schemas.sorting import ArtifactSort
 
+from exl2flow.core.options.sweep import SweepConfig
+
 SETTLE_SECONDS = 20.0  # task states and log lines reach the database a while after the run
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep by the flow, and the id of its run."""
+
+    config: SweepConfig
+    run: UUID
 
 
 def run_name(run: UUID) -> str:

@@ -33,6 +33,7 @@ from exl2flow.flows.server.services import Home
 PROGRAM = (sys.executable, "-m", "exl2flow.flows.cli")
 FINAL = {"Completed", "Failed", "Cancelled"}  # a crashed run goes on
 PATIENCE_SECONDS = 300.0
+DATABASE = "prefect.db"
 API_PAUSE_SECONDS = 0.5
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -67,16 +68,19 @@ class MigratedDatabase:
         """Copy the database, if there is one, to a server that has not started yet."""
         if self.path.exists():
             prefect_home.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.path, prefect_home / self.path.name)
+            shutil.copy(self.path, prefect_home / DATABASE)
 
     def keep(self, prefect_home: Path) -> None:
         """Copy the database of a running server, if there is none yet."""
         if not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self.path.with_suffix(f".{os.getpid()}")
             with (
-                closing(sqlite3.connect(prefect_home / self.path.name)) as source,
-                closing(sqlite3.connect(self.path)) as copy,
+                closing(sqlite3.connect(prefect_home / DATABASE)) as source,
+                closing(sqlite3.connect(draft)) as copy,
             ):
                 source.backup(copy)
+            draft.replace(self.path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,12 @@ def parsed(file: str) -> ast.Module:
     return ast.parse((ROOT / file).read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(file: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file; many tests look at them."""
+    return tuple(ast.walk(parsed(file)))
+
+
 def offenders(
     find: Callable[[str], Iterable[str]], files: Iterable[str] = FILES
 ) -> dict[str, set[str]]:

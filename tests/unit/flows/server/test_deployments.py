@@ -436,6 +436,7 @@ def test_runs_with_new_options_are_accepted_and_wrong_ones_refused(
         )
 
     assert run.parameters == {"config": config}
+    assert [found.id for found in client.read_flow_runs()] == [run.id]
 
 
 def test_look_cancels_those_that_were_held_up_and_look_at_the_same(
