@@ -12,10 +12,7 @@ from exl2flow.flows.runs.in_flow import run_in_flow
 from exl2flow.pipeline.conversion import Conversion
 
 
-@flow(
-    flow_run_name="{config.source.name}",
-    persist_result=False,
-)
+@flow(flow_run_name="{config.source.name}", persist_result=False)
 @ending
 def measure(config: MeasureConfig | ConversionConfig) -> Path:
     """Run the stages up to `measure`, and return the path of its `measurement.json`.

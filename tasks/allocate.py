@@ -39,7 +39,7 @@ def matrix_rows(
     is_long = len(projections) > MOST_ROWS
     groups: dict[str, list[ProjectionSpec]] = {}
     for projection in projections:
-        name = _with_its_like(projection.key) if is_long else projection.key
+        name = EXPERT.sub(".experts.*.", projection.key) if is_long else projection.key
         groups.setdefault(name, []).append(projection)
     rows: list[Row] = []
     for name, members in groups.items():
@@ -55,11 +55,6 @@ def matrix_rows(
             row["cost (nats)"] = words.cost(sum(known) if len(known) == len(costs) else None)
         rows.append(row)
     return rows
-
-
-def _with_its_like(key: str) -> str:
-    """Return a matrix's name, with a star instead of its expert's number."""
-    return EXPERT.sub(".experts.*.", key)
 
 
 def _bpw(projection: ProjectionSpec, choice: Choice) -> float:

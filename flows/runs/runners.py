@@ -98,9 +98,8 @@ def _dask(config: SweepConfig, workers: int) -> AnyRunner:
 
     options = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
     started = {"cluster_kwargs": {**options, "dashboard_address": "127.0.0.1:0"}}  # None: 8787
-    runner: AnyRunner = DaskTaskRunner(
-        **({"address": config.cluster} if config.cluster else started)
-    )
+    used = {"address": config.cluster} if config.cluster else started
+    runner: AnyRunner = DaskTaskRunner(**used)
     return runner
 
 
@@ -165,23 +164,16 @@ def _attempt(
         share = ProcessShare(workers=config.workers or workers, stop=Path(folder) / "stop")
         messenger = Messenger(config, stop, share.stop)
         with _running(_runner(config, workers), config) as runner, _demands(config):
+            elsewhere = config.runner != "threads"
+            given = {"share": share if elsewhere else None}
             futures = {
-                name: runner.submit(
-                    make_bitrate,
-                    {
-                        "name": name,
-                        "config": conversion,
-                        "share": None if config.runner == "threads" else share,
-                    },
-                )
+                name: runner.submit(make_bitrate, {"name": name, "config": conversion, **given})
                 for name, conversion in conversions.items()
             }
             outcomes = {}
             for name, future in futures.items():
                 outcomes[name] = _outcome(future, messenger)
-                if (
-                    config.runner != "threads" and outcomes[name] is None
-                ):  # its process reports no steps
+                if elsewhere and outcomes[name] is None:  # its process reports no steps
                     report(Tick(stage=f"{name} validate", done=1, total=1))
             return outcomes
 

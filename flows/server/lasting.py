@@ -6,7 +6,6 @@ from pathlib import Path
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from prefect.workers import ProcessWorker
@@ -14,7 +13,6 @@ from sqlalchemy import make_url
 
 from exl2flow.core.errors import ServerFailed
 from exl2flow.flows.server.deployments import (
-    Deployment,
     create,
     deployments,
     find,
@@ -22,9 +20,6 @@ from exl2flow.flows.server.deployments import (
     renew,
     renew_rule,
     rules,
-)
-from exl2flow.flows.server.deployments import (
-    core as core,
 )
 from exl2flow.flows.server.services import (
     POOL,
@@ -129,15 +124,8 @@ def apply(folder: Path) -> list[str]:
         for rule in rules():
             kept += renew_rule(client, rule, create=True)
         for wanted in deployments(folder):
-            kept += _restore(client, find(client, wanted), wanted)
+            kept += renew(client, find(client, wanted) or create(client, wanted), wanted)
     return kept
-
-
-def _restore(
-    client: SyncPrefectClient, found: DeploymentResponse | None, wanted: Deployment
-) -> list[str]:
-    """Create or renew a deployment; return in words what stays as it is."""
-    return renew(client, found or create(client, wanted), wanted)
 
 
 def _create_pool(client: SyncPrefectClient) -> None:

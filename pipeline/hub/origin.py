@@ -127,7 +127,7 @@ def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub | None) ->
         if named is None or hub is None:
             origin = Origin(repo=named)
         else:
-            origin = _of_hub(named, None, hub, is_pinned=False)
+            origin = replace(_of_hub(named, None, hub), commit=None)
     if (origin.repo or "").casefold() == options.repo.casefold():
         raise ConfigError(
             f"`{options.repo}` is the source itself; name another repository, such as "
@@ -136,8 +136,7 @@ def _as_told(origin: Origin | None, options: PublishOptions, hub: Hub | None) ->
     return origin if options.license is None else replace(origin, license=options.license)
 
 
-def _of_hub(repo: str, revision: str | None, hub: Hub, *, is_pinned: bool = True) -> Origin:
-    """Return the Hub's facts about a model, without the commit unless `is_pinned`."""
+def _of_hub(repo: str, revision: str | None, hub: Hub) -> Origin:
+    """Return the Hub's facts about a model."""
     info = hub.call(repo, lambda: hub.api.model_info(repo, revision=revision))
-    origin = origin_from(record_of(repo, revision, info))
-    return origin if is_pinned else replace(origin, commit=None)
+    return origin_from(record_of(repo, revision, info))

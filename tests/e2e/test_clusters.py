@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from conversions import small_options
+from conversions import small_options, weights
 from prefect_runs import log_lines, run_state
 from servers import free_port, wait_for
 from tiny import make_tiny
@@ -49,10 +49,6 @@ def config(tmp_path: Path) -> SweepConfig:
     return SweepConfig.model_validate(
         {"source": source, "out": tmp_path / "out", "bpw": (3, 4, 6), **small_options()}
     )
-
-
-def weights(out: Path) -> dict[str, bytes]:
-    return {path.parent.name: path.read_bytes() for path in out.glob("*bpw/model.safetensors")}
 
 
 @contextmanager

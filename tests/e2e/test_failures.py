@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,7 @@ from traces import delete, leftovers, truncate
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.slow
@@ -163,14 +165,14 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     ("name", "value", "measured"),
     [
         ("model.embed_tokens.weight", float("nan"), 0),
-        ("model.norm.weight", float("nan"), 0),
-        ("model.layers.1.input_layernorm.weight", float("nan"), 2),
-        (Q_PROJ, float("nan"), 2),
+        slow("model.norm.weight", float("nan"), 0),
+        slow("model.layers.1.input_layernorm.weight", float("nan"), 2),
+        slow(Q_PROJ, float("nan"), 2),
         (Q_PROJ, float("inf"), 2),
         ("lm_head.weight", float("nan"), 0),
     ],
 )
-@pytest.mark.parametrize("kind", ["fisher", pytest.param("error", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fisher", slow("error")])
 def test_weights_that_are_not_finite_are_named_and_earlier_results_stay(
     source: Path, tmp_path: Path, kind: str, name: str, value: float, measured: int
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversions import small_config
+from conversions import QUICK, small_config
 from hub_fixtures import add_file, converted, hub, models, tiny_source
 from hub_server import TOKEN, Hub
 from prefect.blocks.system import Secret
@@ -27,9 +27,6 @@ __all__ = ["converted", "hub", "models", "tiny_source"]
 
 REPO = "org/tiny-exl2"
 BLOCK = "hub-token"
-ROWS = "--rows 2 --measure-rows 1 --row-tokens 64 --measure-row-tokens 64 --validate-rows 1"
-OTHERS = "--validate-row-tokens 64 --sample-tokens 4 --quality fast --no-prefect --device cpu"
-QUICK = (*ROWS.split(), *OTHERS.split())
 
 
 def program(hub: Hub, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -56,7 +53,9 @@ def test_the_program_converts_and_publishes_what_is_on_the_hub(
     commit = hub.add_folder("org/tiny", tiny_source, card={"license": "mit"})
     out = tmp_path / "by-program"
 
-    made = program(hub, "convert", "org/tiny@main", "--out", out, "--bpw", 3, *QUICK)
+    made = program(
+        hub, "convert", "org/tiny@main", "--out", out, "--bpw", 3, *QUICK, "--no-prefect"
+    )
     published = program(hub, "publish", out, "--repo", REPO, "--device", "cpu", "--json")
 
     for done in (made, published):
@@ -74,7 +73,7 @@ def test_the_program_converts_and_publishes_what_is_on_the_hub(
 
 @pytest.mark.slow
 def test_the_program_explains_what_the_hub_refuses(hub: Hub, tmp_path: Path) -> None:
-    missing = program(hub, "convert", "org/none", "--out", tmp_path / "out", *QUICK)
+    missing = program(hub, "convert", "org/none", "--out", tmp_path / "out", *QUICK, "--no-prefect")
     expired = program(hub, "convert", "org/none", "--out", tmp_path / "out", HF_TOKEN="hf_old")
     wrong = program(hub, "publish", tmp_path, "--repo", "no-organization")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
-from conversions import small_options
+from conversions import small_options, weights
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect_runs import log_lines, run_state
@@ -75,10 +75,6 @@ def finish(config: SweepConfig, env: Environment) -> None:
     with flow(config, env) as process:
         out, err = process.communicate()
     assert out.split()[-1] == "Completed", err
-
-
-def weights(out: Path) -> dict[str, bytes]:
-    return {path.parent.name: path.read_bytes() for path in out.glob("*bpw/model.safetensors")}
 
 
 def expected(config: SweepConfig, folder: Path) -> dict[str, bytes]:

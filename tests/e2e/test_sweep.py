@@ -14,7 +14,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from conversions import small_options, snapshot
+from conversions import small_options, snapshot, weights
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect_runs import (
@@ -49,11 +49,6 @@ def run_flow(config: SweepConfig) -> tuple[UUID, Any]:
     run = state.state_details.flow_run_id
     assert run is not None
     return run, state
-
-
-def weights(out: Path) -> dict[str, bytes]:
-    """Return bitrate → the bytes of its weights."""
-    return {path.parent.name: path.read_bytes() for path in out.glob("*bpw/model.safetensors")}
 
 
 def states_of(shared: str, bitrates: str, own: str) -> dict[str, str]:

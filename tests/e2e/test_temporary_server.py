@@ -10,7 +10,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from conversions import QUICK
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from servers import PROGRAM, MigratedDatabase, wait_for
 from tiny import make_tiny
 from typer.testing import CliRunner
@@ -21,9 +23,6 @@ from websockets.typing import Origin
 from exl2flow.cli.main import app
 from exl2flow.flows.server.temporary import TemporaryServer
 
-ROWS = ("--rows", "2", "--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
-EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--fail-ratio", "100")
-QUICK = (*ROWS, *EVALUATION, "--sample-tokens", "4", "--quality", "fast", "--device", "cpu")
 SERVER = b"exl2flow.flows.server.temporary_process"
 
 
@@ -83,7 +82,9 @@ def test_run_and_its_events_are_stored_before_the_server_ends(
 
     done = convert(source, out, env)
     monkeypatch.setenv("PREFECT_HOME", env["PREFECT_HOME"])
-    again = CliRunner().invoke(app, ["convert", str(source), "--out", str(out), *QUICK])
+    monkeypatch.setenv("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")  # as the command does
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # no server of another test
+        again = CliRunner().invoke(app, ["convert", str(source), "--out", str(out), *QUICK])
 
     assert done.returncode == 0, done.stderr
     assert again.exit_code == 0, again.stderr

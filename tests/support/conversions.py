@@ -6,6 +6,10 @@ from exl2flow.core.options.config import CalibrationOptions, ConversionConfig
 from exl2flow.core.options.validation import ValidateOptions
 
 FileIdentity = tuple[int, int, int]
+_CALIBRATION = "--rows 2 --row-tokens 64 --measure-rows 1 --measure-row-tokens 64"
+_VALIDATION = "--validate-rows 1 --validate-row-tokens 64 --sample-tokens 4 --fail-ratio 100"
+# what `small_options` has, on the command line
+QUICK = (*_CALIBRATION.split(), *_VALIDATION.split(), "--quality", "fast", "--device", "cpu")
 
 
 def small_config(source: Path, out: Path, **values: object) -> ConversionConfig:
@@ -33,3 +37,8 @@ def snapshot(root: Path) -> dict[str, FileIdentity]:
     paths = (path for path in root.rglob("*") if path.parent.name != "locks" and path.is_file())
     stats = {str(path): path.stat() for path in paths}
     return {name: (stat.st_mtime_ns, stat.st_ino, stat.st_size) for name, stat in stats.items()}
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    """Return bitrate → the bytes of its weights, of a sweep."""
+    return {path.parent.name: path.read_bytes() for path in out.glob("*bpw/model.safetensors")}

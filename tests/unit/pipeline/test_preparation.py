@@ -17,6 +17,7 @@ from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.pipeline import devices, preparation
 from exl2flow.pipeline.local import RUNS, run_locally
 from exl2flow.pipeline.preparation import prepare, reuse_checks
+from exl2flow.quant.tokenize.stage import TOKENIZE
 
 SHORT = ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
 EVALUATION = ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
@@ -125,7 +126,7 @@ def test_sweep_checks_each_bitrate_once(source: Path, tmp_path: Path, calls: lis
 def test_without_a_command_the_checks_are_made(
     source: Path, tmp_path: Path, calls: list[str]
 ) -> None:
-    run_locally(small_config(source, tmp_path / "out", bpw=4.0))
+    run_locally(small_config(source, tmp_path / "out", bpw=4.0), stages=[TOKENIZE])
 
     assert calls == ["find_fit", "preflight"]
 
