@@ -37,19 +37,6 @@ def test_texts_of_one_loop_are_those_of_a_plain_generator(generator: Generator) 
     assert is_empty(generator)
 
 
-def test_any_thread_and_any_loop_may_submit(generator: Generator) -> None:
-    async def run() -> list[str]:
-        async with AsyncGenerator(generator) as engine:
-
-            def elsewhere(i: int) -> str:
-                return asyncio.run(engine.generate(request(i)))
-
-            return await asyncio.gather(*(asyncio.to_thread(elsewhere, i) for i in range(4)))
-
-    assert len(set(asyncio.run(run()))) > 1
-    assert is_empty(generator)
-
-
 def test_an_iteration_that_is_given_up_frees_its_pages(generator: Generator) -> None:
     async def run() -> None:
         async with AsyncGenerator(generator) as engine:

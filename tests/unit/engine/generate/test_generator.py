@@ -392,7 +392,7 @@ def test_a_cache_of_an_unknown_format_is_refused(model: LoadedModel) -> None:
         Generator(model, cache="q5")
 
 
-@pytest.mark.parametrize("cache", ["fp32", "fp16", "fp8", "q8", "q6", "q4"])
+@pytest.mark.parametrize("cache", ["fp16", "fp8", "q8", "q6", "q4"])
 def test_every_cache_gives_the_same_text_in_company(model: LoadedModel, cache: str) -> None:
     every = requests(5, tokens=12, logits=True)
     together = [*Generator(model, cache=cache, tokens=4096, slots=3).stream(*every)]

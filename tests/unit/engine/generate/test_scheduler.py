@@ -149,8 +149,7 @@ def test_texts_move_to_lower_slots_if_a_smaller_batch_then_serves(
     assert sorted(job.lead.slot for job in others) == slots
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, None])
-@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize(("slots", "most"), [(2, 0), (5, 1), (2, 2), (5, None)])
 def test_a_text_is_overtaken_as_often_as_it_allows(
     slots: int, most: int | None, model: LoadedModel
 ) -> None:
@@ -260,15 +259,6 @@ def test_abandoned_texts_leave_no_page_and_no_slot(four_pages: Generator) -> Non
     assert four_pages.free_pages == free
     assert sorted(scheduler._free) == [0, 1, 2, 3]
     assert scheduler.is_idle
-
-
-def test_events_of_a_text_end_once(four_pages: Generator) -> None:
-    events = list[Event]()
-    job = four_pages.submit(request(5), deliver=events.append)
-    end(four_pages)
-
-    assert [e.reason for e in events if e.reason is not None] == ["max_new_tokens"]
-    assert job.is_done
 
 
 @pytest.mark.parametrize("need", ["step", "prompt"])
