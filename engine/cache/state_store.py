@@ -35,15 +35,10 @@ class StateStore:
         return (len(self._saved) + len(self._pending)) * self._states.saved_bytes
 
     def put(self, slot: int, keys: Sequence[bytes], *, at: int | None = None) -> None:
-        """Keep what a slot has passed at the last page border of a text.
+        """Keep what a slot has passed at the last page border of a text, if memory is left.
 
-        Nothing is kept if no memory is left.
-
-        Args:
-            slot: of the text.
-            keys: of its full pages.
-            at: tokens before the border; None: only the device knows, and the host finds out once
-                the state has been copied.
+        keys: of its full pages. at: tokens before the border; None: only the device knows, and the
+        host finds out once the state has been copied.
         """
         self._settle()
         if not self._most:

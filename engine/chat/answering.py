@@ -109,11 +109,7 @@ class Answering:
         """Yield the pieces of a request, and return how it ended.
 
         Ids are taken as the generator shows them, so a text that goes on later has neither half a
-        character nor the beginning of a stop string.
-
-        Args:
-            request: continues the answer, for as long as it can.
-            opened: whether the prompt has begun the thoughts.
+        character nor the beginning of a stop string. `opened`: the prompt has begun the thoughts.
 
         Raises:
             Exception: what the generator raises; the answer has what came before.

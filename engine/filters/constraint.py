@@ -55,15 +55,9 @@ class Combined:
         prefer_end: bool = False,
         stops: Iterable[int | str] | None = None,
     ) -> None:
-        """Start the filters.
+        """Start the filters, which all hold; `prefix`: see `Filter.start`, `stops`: see `follow`.
 
-        Args:
-            filters: all of them hold.
-            tokenizer: the model's.
-            width: of the logits.
-            prefix: see `Filter.start`.
-            prefer_end: end the text as soon as the filters do not forbid it.
-            stops: see `follow`.
+        prefer_end: end the text as soon as the filters do not forbid it.
         """
         self._filters, self._tokenizer, self._width = filters, tokenizer, width
         self.parts: list[Constraint] = [given.start(tokenizer, width, prefix) for given in filters]

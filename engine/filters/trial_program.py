@@ -35,12 +35,10 @@ def matcher(known: Any, rules: str) -> Any:
 
 
 def settled(source: Source, name: str = "text") -> tuple[list[dict[str, Any]], list[str]]:
-    """Return a source as grammars that llguidance reads, and warnings.
+    """Return a source as grammars that llguidance reads, the first of a name, and warnings.
 
-    Args:
-        source: `kind` (`json_schema`, `regex`, `lark`, `gbnf`) and `text`; for `schemas` and
-            `inner` see `GrammarFilter`.
-        name: of its first grammar.
+    source: `kind` (`json_schema`, `regex`, `lark`, `gbnf`) and `text`; for `schemas` and `inner`
+    see `GrammarFilter`.
 
     Raises:
         ValueError: it is broken.

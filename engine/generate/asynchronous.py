@@ -84,11 +84,7 @@ class AsyncGenerator(AbstractAsyncContextManager["AsyncGenerator"]):
     ) -> Job:
         """Do the part of `submit` that takes long, in any thread; `add` does the rest.
 
-        Args:
-            request: what to generate.
-            events: where `loop` finds the job's events.
-            loop: an event loop, which need not run in this thread.
-            note: see `submit`.
+        `loop`, which need not run in this thread, finds the job's events in `events`.
 
         Raises:
             Exl2FlowError: what `Generator.prepare` refuses, or the generator is closed.

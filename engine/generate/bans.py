@@ -22,11 +22,7 @@ def allowed_by(
 ) -> Allowed:
     """Return the allowed tokens, as `Combined.allowed` does, without banned passages if possible.
 
-    Args:
-        constraint: of the filters.
-        only: the ids to choose from; None: all.
-        blocked: ids that must not follow.
-        cut: passages that must not follow; their first ids are among the blocked.
+    cut: passages that must not follow; their first ids are among the blocked.
 
     Raises:
         FilterDeadEnd: every matching text continues like one of the passages.

@@ -187,10 +187,7 @@ class Generator:
         """Check and encode a request and start its filters, beside steps that run meanwhile.
 
         The job takes no slot and no page; `add` puts it in the queue, and dropping it is free.
-
-        Args:
-            request: what to generate.
-            deliver: gets the job's events in the thread of `step`, which otherwise returns them.
+        `deliver` gets its events in the thread of `step`, which otherwise returns them.
 
         Raises:
             ConfigError, InferenceError, ContextOverflow, CacheFull: what `check` refuses.

@@ -36,17 +36,12 @@ class PromptScorer:
 
     def scores(self) -> PromptScores | None:
         """Return the scores, once copied; None: logits were not finite."""
-        if not self._parts:
-            return self._listed([], [], [])
-        scores = OwnProbabilities.joined(self._parts)
-        self._parts = []
-        if scores.logs.isnan().any():
+        parts, self._parts = self._parts, []
+        if any(part.logs.isnan().any() for part in parts):
             return None
-        return self._listed(*(x.tolist() for x in scores))
-
-    def _listed(
-        self, logs: list[float], top_ids: list[list[int]], top_logs: list[list[float]]
-    ) -> PromptScores:
+        logs, top_ids, top_logs = (
+            [x for part in parts for x in part[column].tolist()] for column in range(3)
+        )
         if not self.top:
             return PromptScores(ids=self._ids, logs=(None, *logs))
         return PromptScores(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Protocol, Self, TypedDict, Unpack
 
 import torch
 
@@ -99,6 +99,15 @@ class SplitOptions(Protocol):
         """Which GPUs."""
 
 
+class Room(TypedDict, total=False):
+    """What there must be room for; see `Split`."""
+
+    tokens: int | None
+    cache: str | None
+    slots: int
+    draft: Path | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
     """Options of a layer split.
@@ -142,10 +151,7 @@ class Split:
         *,
         reserve: str | None = None,
         devices: str | None = None,
-        tokens: int | None = None,
-        cache: str | None = None,
-        slots: int = 16,
-        draft: Path | None = None,
+        **room: Unpack[Room],
     ) -> Self | None:
         """Parse options such as `20,24` or `auto`; `200000000,0`; `0,2`. None: no split.
 
@@ -163,39 +169,21 @@ class Split:
             else numbers("gpu-split", gpu_split, lambda word: int(float(word) * GB)),
             reserve=numbers("reserve", reserve, int),
             devices=numbers("devices", devices, int),
-            tokens=tokens,
-            cache=cache,
-            slots=slots,
-            draft=draft,
+            **room,
         )
 
     @classmethod
-    def of(
-        cls,
-        options: SplitOptions,
-        *,
-        tokens: int | None,
-        cache: str | None = None,
-        slots: int,
-        draft: Path | None = None,
-    ) -> Self | None:
+    def of(cls, options: SplitOptions, **room: Unpack[Room]) -> Self | None:
         """Return what options say, None without any; errors and all else as in `parse`."""
         return cls.parse(
-            options.gpu_split,
-            reserve=options.reserve,
-            devices=options.devices,
-            tokens=tokens,
-            cache=cache,
-            slots=slots,
-            draft=draft,
+            options.gpu_split, reserve=options.reserve, devices=options.devices, **room
         )
 
     def rooms(self, free: Sequence[Callable[[], int]]) -> dict[torch.device, int]:
         """Return the bytes of each CUDA device that a model may take, in order.
 
-        Args:
-            free: a function per visible device that returns its free bytes; called for used devices
-                only, because CUDA takes memory of a device for that.
+        free: returns the free bytes of each visible device; called for used ones only, because
+        CUDA takes memory of a device for that.
 
         Raises:
             ConfigError: a device is not there.
@@ -253,11 +241,7 @@ def place(
 ) -> Placement:
     """Deal the parts of a model out to devices.
 
-    Args:
-        spec: the model.
-        sizes: of its parts.
-        rooms: bytes that it may take on each device, in the order in which they are filled.
-        texts: what it is to read and write.
+    rooms: bytes that it may take on each, in the order in which they are filled.
 
     Raises:
         OutOfDeviceMemory: it does not fit; the message says what each device takes and has, and
@@ -292,12 +276,7 @@ def split_model(
 ) -> Placement:
     """Deal a model in files out to the GPUs that torch sees.
 
-    Args:
-        split: how, and what room to leave.
-        spec: the model.
-        tensors: its files.
-        device: the chosen one; it must be CUDA.
-        context: the longest text.
+    device: the chosen one; it must be CUDA. context: the longest text.
 
     Raises:
         ConfigError: the device is not a GPU, or one is not there.
@@ -323,7 +302,6 @@ def split_model(
 
 
 def _check_gpu(device: torch.device) -> None:
-    """Raise `ConfigError` unless the chosen device is a GPU."""
     if device.type != "cuda":
         raise ConfigError(
             f"a model is split among GPUs, and the device is `{device}`; leave out `--gpu-split`, "
@@ -410,7 +388,6 @@ def largest(spec: ModelSpec, sizes: Sizes, rooms: Mapping[torch.device, int], te
 
 
 def _shortened(texts: Texts, pages: int) -> Texts:
-    """Return the same texts with a cache of `pages` pages."""
     return replace(texts, pages=pages, context=min(texts.context, pages * PAGE_TOKENS))
 
 

@@ -110,8 +110,7 @@ def load_model(
             spec of the result has the heads of this one only.
         tensor_parallel: GPUs that share each layer, by number, `all`, or their indexes; each but
             the first has a process, which this one starts and leads. None: this process alone.
-        progress: called with the number of parts loaded, in order, and their total: the embedding,
-            the sublayers that are kept, the head.
+        progress: called with numbers of loaded parts and of all: embedding, kept sublayers, head.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
@@ -123,8 +122,9 @@ def load_model(
     _check_kinds(model_dir, max_tokens, placement)
     folder, texts = Path(model_dir), _Texts(max_tokens, rope_scale, rope_alpha, rope_yarn)
     if tensor_parallel is not None:
-        is_alone = ranks is None and placement is None and not streamed
-        devices = _shared_devices(tensor_parallel, device, is_alone=is_alone)
+        if ranks is not None or placement is not None or streamed:
+            raise ConfigError("`tensor_parallel` goes without ranks, a split, and streaming")
+        devices = places(tensor_parallel, device)
         if len(devices) > 1:
             return _load_led(folder, devices, texts, progress)
         device = str(devices[0])
@@ -169,15 +169,6 @@ def _source(
     check_layers(spec, source.tensors)
     check_tied_head(spec, source.tensors)
     return source, limit
-
-
-def _shared_devices(
-    tensor_parallel: int | str | Sequence[int], device: str, *, is_alone: bool
-) -> list[torch.device]:
-    """Return the device of each rank; raise `ConfigError` if they share in another way, too."""
-    if not is_alone:
-        raise ConfigError("`tensor_parallel` goes without ranks, a split, and streaming")
-    return places(tensor_parallel, device)
 
 
 def _load_led(

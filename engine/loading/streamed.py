@@ -68,9 +68,8 @@ class StreamedModel:
     ) -> list[torch.Tensor]:
         """Return the states of several texts after the last sublayer, (rows, t, hidden) each.
 
-        Args:
-            texts: int64 (rows, t) each, on the device; row lengths may differ between texts.
-            look: called with each sublayer before it runs; may raise to stop.
+        texts: int64 (rows, t) each, on the device; row lengths may differ between texts. look:
+        called with each sublayer before it runs; may raise to stop.
         """
         hidden = [torch.cat([self.embedding(row[None]) for row in ids]) for ids in texts]
         for sublayer in self._read():

@@ -59,13 +59,10 @@ class Kind(SamplerSteps):
         top: int = 0,
         probabilities: bool = False,
     ) -> Self:
-        """Return the kind that serves all these settings.
+        """Return the kind that serves all these settings, of the slots in use.
 
-        Args:
-            settings: of the slots in use.
-            masked: some of them have a mask of allowed ids.
-            top: likeliest tokens wanted, rounded up to a power of two.
-            probabilities: wanted for some sampled tokens.
+        masked: some slots have a mask of allowed ids. top: likeliest tokens wanted, rounded up to a
+        power of two. probabilities: wanted for some sampled tokens.
         """
         settings, top = tuple(settings), _power(top) if top else 0
         steps = [(s.steps, max_candidates(s)) for s in settings]

@@ -31,13 +31,8 @@ def own_probabilities(
 ) -> OwnProbabilities:
     """Return the log-softmax of logits fp32 (n, width) at ids int64 (n,) and at the likeliest ids.
 
-    Ids that the logits lack have -infinity. Of equally likely ids the lowest comes first.
-
-    Args:
-        logits: with at least one row.
-        ids: one for each row.
-        top: likeliest ids wanted.
-        vocab_size: ids from there on are not among them.
+    There is at least one row. Ids that the logits lack have -infinity. Of equally likely ids the
+    lowest comes first, and ids from `vocab_size` on are not among the `top` likeliest.
     """
     spans = (slice(begin, begin + ROWS) for begin in range(0, len(ids), ROWS))
     return OwnProbabilities.joined(

@@ -83,13 +83,10 @@ class SamplerSlots:
         *,
         mu: float | None = None,
     ) -> None:
-        """Give a slot to a sequence.
+        """Give a slot, whose former state is dropped, to a sequence.
 
-        Args:
-            slot: the slot, whose former state is dropped.
-            settings: how its tokens are chosen.
-            ids: its prompt, and its text so far.
-            mu: Mirostat's bound, where a sequence continues; None begins at twice tau.
+        ids: its prompt, and its text so far. mu: Mirostat's bound, where a sequence continues; None
+        begins at twice tau.
 
         Raises:
             InferenceError: there are more ids than the history holds, or a bias for unknown ids.

@@ -16,6 +16,16 @@ from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 GREEDY = SamplingSettings.greedy()
 LENGTHS = (5, 260, 1, 31, 80)
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
+RICH = SamplingSettings(
+    temperature=1.5,
+    top_k=40,
+    min_p=0.01,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    dry_multiplier=0.8,
+    xtc_probability=0.3,
+    typical=0.95,
+)
 
 
 class Slots:

@@ -125,7 +125,7 @@ def test_stops_say_what_ended_the_text(generator, tokenizer, expected) -> None:
     assert {end["eos_reason"] for end in ends.values()} == {"stop_string", "stop_token"}
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [80, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_queue_of_identified_jobs_completes(model, tokenizer, count: int) -> None:
     cache = ExLlamaV2Cache(model, max_seq_len=8192)
     generator = ExLlamaV2DynamicGenerator(

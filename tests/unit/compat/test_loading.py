@@ -168,17 +168,6 @@ def test_what_needs_more_devices_or_images_is_refused(model) -> None:
         ExLlamaV2Config("/nowhere")
 
 
-def test_forward_gives_the_logits_of_the_model(model) -> None:
-    ids = torch.tensor([[5, 6, 7], [8, 9, 10]])
-
-    logits = model.forward(ids)
-    last, hidden = model.forward(ids, last_id_only=True, return_last_state=True)
-
-    torch.testing.assert_close(last, logits[:, -1:])
-    assert hidden.shape == (2, 3, 64)
-    assert model.forward(ids, preprocess_only=True) is None
-
-
 def test_tokenizer_pads_on_the_left_and_decodes(tokenizer) -> None:
     texts = ["The quick brown fox", "A"]
     ids, offsets = tokenizer.encode(texts, return_offsets=True)

@@ -97,7 +97,7 @@ def test_logits_of_all_and_of_last_positions_are_those_of_transformers(
 
 def test_a_program_goes_back_to_an_earlier_place(model, cache, tokenizer, reference) -> None:
     ids, other = tokenizer.encode(PROMPT), tokenizer.encode(" over there")
-    model.forward(ids, cache, preprocess_only=True)
+    assert model.forward(ids, cache, preprocess_only=True) is None
     copied = cache.clone()
 
     cache.current_seq_len = 3

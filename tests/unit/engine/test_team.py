@@ -74,8 +74,9 @@ def alone(folder: Path) -> LoadedModel:
     return load_model(folder, device="cpu", max_tokens=1024)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def led(folder: Path) -> Iterator[LoadedModel]:
+    """A model with a follower, which the last test that uses it loses."""
     model = load_model(folder, device="cpu", max_tokens=1024, tensor_parallel=2)
     assert model.team is not None
     yield model
@@ -102,9 +103,8 @@ def test_what_a_team_says_is_what_one_process_says(alone: LoadedModel, led: Load
         led.decoder.forward(torch.tensor([[5, 6, 7]]))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_all(
-    led: LoadedModel, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_that_falls_silent_ends_all(
+    led: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exl2flow.engine.loading.team.SILENCE", 3.0)
     assert led.team is not None
@@ -114,9 +114,9 @@ def test_a_lost_rank_ends_all(
     next(event for event in stream if event.ids)
     began = time.monotonic()
 
-    os.kill(pid, how)
+    os.kill(pid, signal.SIGSTOP)
 
-    with pytest.raises(InferenceError, match=r"rank 1 of 2 (ended|has been silent)"):
+    with pytest.raises(InferenceError, match="rank 1 of 2 has been silent"):
         for _ in stream:
             pass
     assert time.monotonic() - began < SOON
@@ -159,25 +159,15 @@ def test_followers_end_with_the_process_that_leads_them(folder: Path) -> None:
         assert ends(pid)
 
 
-def test_one_rank_is_this_process(folder: Path) -> None:
+def test_one_rank_and_ranks_that_cannot_share_start_no_process(folder: Path) -> None:
     assert load_model(folder, device="cpu", tensor_parallel=1).team is None
-
-
-def test_a_model_that_cannot_be_shared_starts_no_process(folder: Path) -> None:
     with pytest.raises(Exl2FlowError, match="3 ranks cannot share"):
         load_model(folder, device="cpu", tensor_parallel=3)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("all", "on CPUs"),
-        (0, "on CPUs"),
-        ([0, 1], "on CPUs"),
-    ],
-)
-def test_places_that_are_none(given: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize("given", ["all", 0, [0, 1]])
+def test_places_on_cpus_are_a_number(given: object) -> None:
+    with pytest.raises(ConfigError, match="on CPUs"):
         places(given, "cpu")
 
 

@@ -20,16 +20,6 @@ Q = "model.layers.1.self_attn.q_proj"
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(source: Path) -> LoadedModel:
-    return load_model(source, device="cpu")
-
-
 def test_matrices_include_the_scaling(source: Path, model: LoadedModel, tmp_path: Path) -> None:
     plain = make_adapter(tmp_path / "plain", source, rank=4, alpha=12)
     root = make_adapter(tmp_path / "root", source, rank=4, alpha=12, use_rslora=True)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from adapters import make_adapter
 from bounds import near, terms_of
-from tiny import make_tiny
 
 from exl2flow.engine.adapters import AdapterSlots
 from exl2flow.inference import Adapter, LoadedModel, load_model
@@ -14,16 +13,6 @@ from exl2flow.model import DenseLinear, Sublayer
 from exl2flow.model.layers.low_rank import LowRank
 
 RANKS = (2, 4, 3, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def model(source: Path) -> LoadedModel:
-    return load_model(source, device="cpu")
 
 
 @pytest.fixture(scope="module")

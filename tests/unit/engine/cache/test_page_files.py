@@ -270,6 +270,8 @@ def test_clearing_deletes_pages_of_all_namespaces_and_nothing_else(
     assert read(files, page(1)) is None
     write(files, 1)  # who has it open goes on
     assert read(files, page(1)) == DATA
+    clear(folder / "nothing")
+    assert not (folder / "nothing").exists()
 
 
 def test_a_folder_that_is_deleted_while_it_is_used_is_not_made_anew(
@@ -282,12 +284,6 @@ def test_a_folder_that_is_deleted_while_it_is_used_is_not_made_anew(
     assert not folder.exists()
     assert read(files, page(1)) is None
     assert not files.is_off
-
-
-def test_clearing_what_is_not_there_is_no_error(tmp_path: Path) -> None:
-    clear(tmp_path / "nothing")
-
-    assert not (tmp_path / "nothing").exists()
 
 
 def test_a_folder_with_other_things_is_refused_and_stays(tmp_path: Path) -> None:
@@ -315,18 +311,15 @@ def test_what_others_can_read_is_refused(files: PageFiles, folder: Path, name: s
         PageFiles(folder, NAMESPACE, size=SIZE)
 
 
-def test_a_damaged_secret_is_named(files: PageFiles, folder: Path) -> None:
+def test_a_damaged_secret_and_a_file_in_place_of_the_folder_are_named(
+    files: PageFiles, folder: Path
+) -> None:
     (folder / "secret").write_bytes(b"short")
 
     with pytest.raises(ConfigError, match="secret` is damaged"):
         PageFiles(folder, NAMESPACE, size=SIZE)
-
-
-def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-
     with pytest.raises(ConfigError, match="cannot use"):
-        PageFiles(tmp_path / "file", NAMESPACE, size=SIZE)
+        PageFiles(folder / "secret", NAMESPACE, size=SIZE)
 
 
 def test_temporary_files_of_killed_processes_go(files: PageFiles, folder: Path) -> None:

@@ -381,19 +381,7 @@ def test_full_pages_that_are_evicted_go_to_the_tier_below() -> None:
     assert below.forgotten == []
 
 
-def test_values_that_are_not_finite_are_forgotten_below_too() -> None:
-    table, below = PagePool(3, page_tokens=4), Below()
-    table.below = below
-    held = read(table, IDS[:10])
-    keys = [*held.keys]
-
-    table.release(held, keep=False)
-
-    assert below.forgotten == keys
-    assert table.full() == []
-
-
-def test_pages_of_other_texts_that_follow_are_forgotten_below_too() -> None:
+def test_values_that_are_not_finite_are_forgotten_below_too_and_all_that_follow() -> None:
     table, below = PagePool(6, page_tokens=4), Below()
     table.below = below
     other = read(table, [*IDS[:8], *IDS[20:26]])
@@ -405,3 +393,4 @@ def test_pages_of_other_texts_that_follow_are_forgotten_below_too() -> None:
 
     assert {*below.forgotten} >= {*keys}
     assert len(below.forgotten) == len({*below.forgotten})
+    assert table.full() == []

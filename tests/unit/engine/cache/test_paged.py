@@ -25,15 +25,26 @@ from exl2flow.kernels.reference.cache import attend_step, read_cache
 from exl2flow.kernels.reference.ops import Ops
 from exl2flow.model import RopeTable, RopeTables
 
+FAMILIES: dict[str, dict[str, object]] = {"llama": {}, "mistral": {"sliding_window": 40}}
+of_families = pytest.mark.parametrize("family", FAMILIES)
+of_formats = pytest.mark.parametrize(
+    ("family", "name"),
+    [*(("llama", name) for name in CACHE_FORMATS), ("mistral", "fp16"), ("mistral", "q4")],
+)
 LENGTHS = (5, 300, 1, 7, 4, 260, 40)  # of prompts; several fall into one group
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])  # mistral has windows
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    windows = {"sliding_window": 40} if request.param == "mistral" else {}
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    make_tiny(request.param, folder, max_position_embeddings=512, **windows)
-    return load_model(folder, device="cpu")
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    folder = tmp_path_factory.mktemp("models")
+    for family, windows in FAMILIES.items():
+        make_tiny(family, folder / family, max_position_embeddings=512, **windows)
+    return {family: load_model(folder / family, device="cpu") for family in FAMILIES}
+
+
+@pytest.fixture
+def model(models: dict[str, LoadedModel], family: str) -> LoadedModel:
+    return models[family]
 
 
 def random_ids(model: LoadedModel, count: int) -> torch.Tensor:
@@ -49,7 +60,7 @@ def most(model: LoadedModel, name: str) -> float:
     return float((found - exact).abs().max())
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_passes_with_a_cache_predict_what_full_passes_do(model: LoadedModel, name: str) -> None:
     ids = torch.randint(0, model.spec.vocab_size, (2, TOKENS))
@@ -69,7 +80,7 @@ def test_passes_with_a_cache_predict_what_full_passes_do(model: LoadedModel, nam
     assert 0 <= float(kl) < of_sums + of_steps
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_prompts_of_one_pass_are_read_as_each_alone(
     model: LoadedModel, name: str, most: float
@@ -85,23 +96,20 @@ def test_prompts_of_one_pass_are_read_as_each_alone(
         assert_same(model.spec, text, alone.prompt(ids), most)
 
 
-@pytest.mark.parametrize("cuts", [(1,), (40, 41), (255, 257), (256,), (100, 200, 280)], ids=str)
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
-def test_a_prompt_may_be_cut_anywhere(
-    model: LoadedModel, name: str, cuts: tuple[int, ...], most: float
-) -> None:
-    ids = random_ids(model, 300)
-    parts = Pool(model, name)
-    pages = parts.pages(300)
+def test_a_prompt_may_be_cut_anywhere(model: LoadedModel, name: str, most: float) -> None:
+    ids, whole = random_ids(model, 300), Pool(model, name)
+    expected = whole.prompt(ids)
 
-    found = [parts.read([(pages, b, ids[b:e])])[0] for b, e in pairwise((0, *cuts, 300))]
-
-    text = parts.text(pages, 300, torch.cat(found))
-    assert_same(model.spec, text, Pool(model, name).prompt(ids), most)
+    for cuts in ((1,), (40, 41), (255, 257), (256,), (100, 200, 280)):
+        parts = Pool(model, name)
+        pages = parts.pages(300)
+        found = [parts.read([(pages, b, ids[b:e])])[0] for b, e in pairwise((0, *cuts, 300))]
+        assert_same(model.spec, parts.text(pages, 300, torch.cat(found)), expected, most)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_ends_of_some_prompts_and_beginnings_of_others_share_a_pass(
     model: LoadedModel, name: str, most: float
@@ -120,7 +128,7 @@ def test_ends_of_some_prompts_and_beginnings_of_others_share_a_pass(
         assert_same(model.spec, pool.text(p, len(ids), logits), expected, most)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_a_prompt_changes_nothing_of_its_neighbours(model: LoadedModel, name: str) -> None:
     prompts = [random_ids(model, count) for count in (5, 7, 4)]
@@ -157,7 +165,7 @@ def test_a_token_of_a_prompt_sees_itself_as_it_is_stored(tmp_path: Path, name: s
     torch.testing.assert_close(found, expected, **near(expected, 1))
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_steps_of_several_sequences_are_those_of_each_alone(
     model: LoadedModel, name: str, most: float
@@ -180,7 +188,7 @@ def test_steps_of_several_sequences_are_those_of_each_alone(
         assert_same(model.spec, text, alone, most)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_a_step_predicts_what_a_prompt_does(model: LoadedModel, name: str, most: float) -> None:
     ids, pool = random_ids(model, TOKENS), Pool(model, name)
@@ -201,8 +209,8 @@ def begun(pool: Pool, prompts: list[torch.Tensor], begins: list[int]) -> list[li
     return pages
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("count", [2, 8])
+@of_formats
 @torch.inference_mode()
 def test_a_step_of_several_tokens_is_as_many_steps(
     model: LoadedModel, name: str, count: int, most: float
@@ -223,7 +231,7 @@ def test_a_step_of_several_tokens_is_as_many_steps(
         assert_same(model.spec, several, single, most)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_short_ends_share_steps_and_are_read_as_one_by_one_and_as_whole_prompts(
     model: LoadedModel, name: str, most: float, monkeypatch: pytest.MonkeyPatch
@@ -259,6 +267,7 @@ def test_short_ends_share_steps_and_are_read_as_one_by_one_and_as_whole_prompts(
         assert_same(model.spec, text, expected, most)
 
 
+@of_families
 @torch.inference_mode()
 def test_rewound_positions_are_written_again(model: LoadedModel) -> None:
     ids = torch.randint(0, model.spec.vocab_size, (1, 60))
@@ -273,7 +282,7 @@ def test_rewound_positions_are_written_again(model: LoadedModel) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@of_formats
 @torch.inference_mode()
 def test_copied_pages_serve_another_sequence(model: LoadedModel, name: str) -> None:
     pool, ids = Pool(model, name), random_ids(model, 300)
@@ -287,6 +296,7 @@ def test_copied_pages_serve_another_sequence(model: LoadedModel, name: str) -> N
     assert torch.equal(pool.step([(other, 290, [9])]), expected)
 
 
+@of_families
 @pytest.mark.parametrize(("name", "first"), [("fp32", []), ("q8", [[0, 1, 2, 256, 257, 258]])])
 @torch.inference_mode()
 def test_a_prompt_reads_only_what_its_own_pass_lacks(
@@ -311,9 +321,9 @@ def test_a_prompt_reads_only_what_its_own_pass_lacks(
     assert read == [list(range(256, 256 + 68))] * model.spec.num_layers
 
 
-def test_a_smaller_format_takes_less_memory(model: LoadedModel) -> None:
+def test_a_smaller_format_takes_less_memory(models: dict[str, LoadedModel]) -> None:
     order = ("fp32", "fp16", "q8", "fp8", "q6", "q4")
-    sizes = [Pool(model, name).cache.nbytes for name in order]
+    sizes = [Pool(models["llama"], name).cache.nbytes for name in order]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
 
@@ -340,23 +350,23 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("cut", [0, 20, 31, 32, 33, 47])
 @pytest.mark.parametrize("name", ROPES)
 @torch.inference_mode()
-def test_prompts_cut_at_the_switch_are_read_as_one_by_one(
-    name: str, cut: int, tmp_path: Path
-) -> None:
+def test_prompts_cut_at_the_switch_are_read_as_one_by_one(name: str, tmp_path: Path) -> None:
     positions = {"max_position_embeddings": 32} if name == "dynamic" else {}
     make_tiny("llama", tmp_path / "tiny", rope=ROPES[name], **positions)
     model = load_model(tmp_path / "tiny", device="cpu", max_tokens=48)
     ids, pool = random_ids(model, 48), Pool(model, "fp32")
-    single, pages = pool.pages(48), pool.pages(48)
-    expected = [pool.step([(single, place, [int(ids[place])])])[0] for place in range(48)]
+    single = pool.pages(48)
+    steps = [pool.step([(single, place, [int(ids[place])])])[0] for place in range(48)]
+    expected = torch.cat(steps)
+    bound = near(expected, terms_of(model.spec, 48))
 
-    found = [pool.read([(pages, b, ids[b:e])])[0] for b, e in pairwise((0, cut, 48)) if e > b]
+    for cut in (0, 20, 31, 32, 33, 47):
+        pages = pool.pages(48)
+        found = [pool.read([(pages, b, ids[b:e])])[0] for b, e in pairwise((0, cut, 48)) if e > b]
+        torch.testing.assert_close(torch.cat(found), expected, **bound)
 
-    bound = near(torch.cat(expected), terms_of(model.spec, 48))
-    torch.testing.assert_close(torch.cat(found), torch.cat(expected), **bound)
     [table] = pool.angles.tables
     [plain] = RopeTables.of(model.spec, 32, torch.device("cpu")).tables
     assert torch.equal(table.cos[:32], plain.cos)

@@ -1,28 +1,16 @@
 """What cannot be done is one clear error, and the conversation stays as it was."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from chatting import own, scripted, text_of
-from tiny import make_tiny
 
 from exl2flow.core.errors import ChatTemplateError, ConfigError, InferenceError
 from exl2flow.engine.chat import Session, all_formats
-from exl2flow.inference import Generator, SamplingSettings, load_model
+from exl2flow.inference import Generator, SamplingSettings
 
 RAW = all_formats()["raw"]
 HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("llama", tmp_path_factory.mktemp("model"), max_position_embeddings=512)
-
-
-@pytest.fixture
-def generator(folder: Path) -> Generator:
-    return Generator(load_model(folder, device="cpu"), tokens=1024, slots=1)
 
 
 BAD = [

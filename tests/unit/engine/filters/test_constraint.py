@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from constrained import ids_of, text_of, walk
 from spelled import EOS, spelled
@@ -8,13 +6,7 @@ from exl2flow.core.errors import FilterDeadEnd
 from exl2flow.engine.filters import Combined, GrammarFilter, PrefixFilter, SelectFilter
 from exl2flow.model import Tokenizer
 
-ROOT = Path(__file__).parents[4]
 WIDTH = 4128
-
-
-@pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.load(ROOT / "demo" / "model")
 
 
 def test_all_filters_must_allow_a_token(demo: Tokenizer) -> None:

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from constrained import ids_of, same, text_of, walk
 from pydantic import BaseModel
-from spelled import EOS, sentencepiece_tokenizer, spelled
+from spelled import EOS, spelled
 from tiny import tiny_tokenizer
 from tokenizers import models
 
@@ -19,7 +19,6 @@ from exl2flow.core.errors import ConfigError, TextStuck
 from exl2flow.engine.filters import Combined, Constraint, GrammarFilter, grammar, prepare
 from exl2flow.model import Tokenizer
 
-ROOT = Path(__file__).parents[4]
 WIDTH = 4128  # of the logits: wider than the demo tokenizer's vocabulary
 PERSON = {
     "type": "object",
@@ -34,19 +33,9 @@ item: /[a-c]{1,3}/ | "(" start ")"
 
 
 @pytest.fixture(scope="module")
-def demo() -> Tokenizer:
-    return Tokenizer.load(ROOT / "demo" / "model")
-
-
-@pytest.fixture(scope="module")
 def tiny() -> Tokenizer:
     backend = tokenizers.Tokenizer.from_str(tiny_tokenizer())
     return Tokenizer(backend, bos_token_id=0, eos_token_ids=[1])
-
-
-@pytest.fixture(scope="module")
-def by_sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return sentencepiece_tokenizer(tmp_path_factory.mktemp("sentencepiece"))
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny", "by_sentencepiece"])
@@ -54,19 +43,19 @@ def test_text_matches_the_regular_expression(name: str, request: pytest.FixtureR
     tokenizer: Tokenizer = request.getfixturevalue(name)
     texts = set()
     for pattern in (r"(yes|no), [0-9]{2,4}é?", r"a/b\.\"?", r"(red|reddish)!"):
-        for seed in range(40):
+        for seed in range(15):
             ids = walk(GrammarFilter(regex=pattern).start(tokenizer, WIDTH), tokenizer, seed=seed)
             assert ids is not None
             text = text_of(tokenizer, ids)
             assert re.fullmatch(pattern, text), text
             texts.add(text)
 
-    assert len(texts) > 30
+    assert len(texts) > 12
 
 
 def test_text_is_one_of_a_grammar(demo: Tokenizer) -> None:
-    for seed in range(40):
-        ids = walk(GrammarFilter(lark=LARK).start(demo, WIDTH), demo, seed=seed, most=2000)
+    for seed in range(15):
+        ids = walk(GrammarFilter(lark=LARK).start(demo, WIDTH), demo, seed=seed, most=500)
         if ids is None:
             continue  # it nests on and on
         text = text_of(demo, ids)
@@ -87,12 +76,12 @@ def test_schema_of_a_pydantic_model_is_followed(demo: Tokenizer) -> None:
 
     given = GrammarFilter(json_schema=Answer.model_json_schema())
     ended = 0
-    for seed in range(15):
-        ids = walk(given.start(demo, WIDTH), demo, seed=seed, most=500)
+    for seed in range(8):
+        ids = walk(given.start(demo, WIDTH), demo, seed=seed, most=300)
         if ids is not None:
             Answer.model_validate_json(text_of(demo, ids))
             ended += 1
-    assert ended > 5
+    assert ended > 2
 
 
 def test_schema_may_be_text(demo: Tokenizer) -> None:
@@ -107,7 +96,7 @@ def test_schema_may_be_text(demo: Tokenizer) -> None:
 
 def test_white_space_is_forbidden_on_request(demo: Tokenizer) -> None:
     given = GrammarFilter(json_schema={**PERSON, "x-guidance": {"whitespace_flexible": False}})
-    for seed in range(10):
+    for seed in range(4):
         ids = walk(given.start(demo, WIDTH), demo, seed=seed)
         assert ids is not None
         text = text_of(demo, ids)
@@ -209,7 +198,7 @@ def test_healed_token_comes_before_the_grammar(demo: Tokenizer) -> None:
         GrammarFilter(lark='start: /[a-d]{1,5}/ "\\""'),
         GrammarFilter(json_schema=PERSON),
     ):
-        for seed in range(10):
+        for seed in range(4):
             state = given.start(demo, WIDTH, ' "')
             choices = [token for token in ids_of(state.allowed().words, WIDTH) if token in only]
             first = random.Random(seed).choice(choices)
@@ -231,7 +220,7 @@ def test_healed_token_comes_before_the_grammar(demo: Tokenizer) -> None:
 def test_text_that_is_cut_back_continues_like_a_new_one(
     demo: Tokenizer, given: GrammarFilter
 ) -> None:
-    for seed in range(15):
+    for seed in range(6):
         rng = random.Random(seed)
         state, kept = Combined([given], demo, WIDTH), list[int]()
         for _ in range(40):

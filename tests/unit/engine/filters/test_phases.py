@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from constrained import ids_of, same
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2flow.core.errors import ConfigError
@@ -102,7 +102,7 @@ def walk(text: Phases, seed: int, *, most: int = 60) -> list[int] | None:
 def test_answer_is_that_of_the_inner_filter(marks: Thinking, opened: bool) -> None:
     text = Phases(marks, opened, 12, "So:", WORD)
     thoughtful = 0
-    for seed in range(25):
+    for seed in range(10):
         ids = walk(text, seed)
         assert ids is not None
         thinking, answer = parts_of(text, ids)
@@ -341,6 +341,7 @@ def test_wrong_values_are_refused(marks: Thinking, options: dict[str, Any], reas
 INNER = st.sampled_from([None, WORD, SelectFilter(["[[a", "ab", "<b"]), PrefixFilter("ca")])
 
 
+@settings(deadline=None, max_examples=40)
 @given(
     st.builds(
         Phases,

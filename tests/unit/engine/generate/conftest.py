@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny import make_tiny
 
-from exl2flow.inference import LoadedModel, load_model
+from exl2flow.inference import Generator, LoadedModel, load_model
 
 
 @pytest.fixture(scope="module")
@@ -16,3 +16,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LoadedModel:
     return load_model(folder, device="cpu", max_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def generator(model: LoadedModel) -> Generator:
+    return Generator(model, tokens=4096, slots=4)

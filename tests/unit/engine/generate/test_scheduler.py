@@ -55,6 +55,10 @@ def ids_of(events: list[Event]) -> list[int]:
     return [token for event in events for token in event.ids]
 
 
+def alone(model: LoadedModel, asked: Request) -> list[int]:
+    return ids_of([*Generator(model, tokens=1024, slots=1).stream(asked)])
+
+
 @pytest.fixture(scope="module")
 def with_states(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = make_checkpoint("qwen3.5-text", tmp_path_factory.mktemp("model"))
@@ -145,8 +149,7 @@ def test_texts_move_to_lower_slots_if_a_smaller_batch_then_serves(
     assert sorted(job.lead.slot for job in others) == slots
 
 
-@pytest.mark.parametrize("most", [0, 1, 2, None])
-@pytest.mark.parametrize("slots", [2, 5])
+@pytest.mark.parametrize(("slots", "most"), [(2, 0), (5, 1), (2, 2), (5, None)])
 def test_a_text_is_overtaken_as_often_as_it_allows(
     slots: int, most: int | None, model: LoadedModel
 ) -> None:
@@ -258,15 +261,6 @@ def test_abandoned_texts_leave_no_page_and_no_slot(four_pages: Generator) -> Non
     assert scheduler.is_idle
 
 
-def test_events_of_a_text_end_once(four_pages: Generator) -> None:
-    events = list[Event]()
-    job = four_pages.submit(request(5), deliver=events.append)
-    end(four_pages)
-
-    assert [e.reason for e in events if e.reason is not None] == ["max_new_tokens"]
-    assert job.is_done
-
-
 @pytest.mark.parametrize("need", ["step", "prompt"])
 def test_the_youngest_goes_back_whoever_needs_a_page(need: str, model: LoadedModel) -> None:
     six_pages = small_generator(model, tokens=6 * PAGE_TOKENS, slots=3)
@@ -315,9 +309,8 @@ def test_mirostat_goes_on_where_it_was(
 
     assert (job.mu is not None) == (is_decoding and is_mirostat)
     end(generator)
-    alone = Generator(model, tokens=1024, slots=2)
-    made = [*alone.stream(request(5, settings=settings, max_new_tokens=40, seed=1))]
-    assert list(job.output.ids) == ids_of(made)
+    asked = request(5, settings=settings, max_new_tokens=40, seed=1)
+    assert job.output.ids == alone(model, asked)
 
 
 def test_values_that_are_not_finite_are_not_shared(
@@ -396,8 +389,7 @@ def test_a_text_that_is_cut_while_no_page_is_free_is_read_again(model: LoadedMod
     for held in others:
         pool.release(held)
     end(generator)
-    alone = Generator(model, tokens=1024, slots=1)
-    assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
+    assert job.output.ids == alone(model, request(PAGE_TOKENS - 6, max_new_tokens=12))
 
 
 def test_a_text_that_is_cut_before_its_states_is_read_again(with_states: LoadedModel) -> None:
@@ -412,8 +404,7 @@ def test_a_text_that_is_cut_before_its_states_is_read_again(with_states: LoadedM
     assert (job.is_decoding, job.lead.held.filled) == (False, 0)
     assert generator._device_slots.lengths[job.lead.slot] == 0  # steps leave it out
     end(generator)
-    alone = Generator(with_states, tokens=1024, slots=1)
-    assert job.output.ids == ids_of([*alone.stream(request(20, max_new_tokens=60))])
+    assert job.output.ids == alone(with_states, request(20, max_new_tokens=60))
 
 
 def test_one_token_that_lost_its_page_is_read_again(model: LoadedModel) -> None:
@@ -433,9 +424,8 @@ def test_one_token_that_lost_its_page_is_read_again(model: LoadedModel) -> None:
     for held in others:
         scheduler.page_pool.release(held)
     end(generator)
-    alone = Generator(model, tokens=1024, slots=1)
     asked = request(PAGE_TOKENS + 1, max_new_tokens=PAGE_TOKENS + 2)
-    assert job.output.ids == ids_of([*alone.stream(asked)])
+    assert job.output.ids == alone(model, asked)
 
 
 def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedModel) -> None:
@@ -455,8 +445,7 @@ def test_a_text_that_is_cut_within_a_page_of_others_gets_its_own(model: LoadedMo
     assert job.lead.held.pages[0] != other.pages[0]
     scheduler.page_pool.release(other)
     end(generator)
-    alone = Generator(model, tokens=1024, slots=1)
-    assert job.output.ids == ids_of([*alone.stream(request(PAGE_TOKENS - 6, max_new_tokens=12))])
+    assert job.output.ids == alone(model, request(PAGE_TOKENS - 6, max_new_tokens=12))
 
 
 @pytest.mark.parametrize("length", [PAGE_TOKENS - 12, PAGE_TOKENS - 6])
@@ -497,9 +486,7 @@ def test_what_was_taken_back_is_not_penalized(model: LoadedModel) -> None:
     generator._scheduler.advance(job)
 
     end(generator)
-    alone = Generator(model, tokens=1024, slots=1)
-    made = alone.stream(request(5, settings=settings, max_new_tokens=30))
-    assert job.output.ids == ids_of([*made])
+    assert job.output.ids == alone(model, request(5, settings=settings, max_new_tokens=30))
 
 
 @pytest.mark.parametrize("slots", [(0, 1), (1, 0)])

@@ -141,59 +141,34 @@ def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
     assert sizes.head == sizes.shared + 4 * spec.hidden_size  # and the final norm
 
 
-def test_manual_sizes_are_gigabytes_and_zero_skips_a_device() -> None:
-    split = Split.parse("20,0,1.5")
+@pytest.mark.parametrize(
+    ("options", "found", "rooms"),
+    [
+        ({"gpu_split": "20,0,1.5"}, (PLENTY,) * 3, {ZERO: 20 * GB, TWO: 3 * GB // 2}),
+        ({"gpu_split": "20,20"}, (PLENTY, 7), {ZERO: 20 * GB, ONE: 7}),
+        ({"gpu_split": "auto"}, (GB,) * 2, {ZERO: GB - RESERVE[0], ONE: GB - RESERVE[0]}),
+        ({"gpu_split": "auto", "reserve": "5,7"}, (10,) * 3, {ZERO: 5, ONE: 3, TWO: 3}),
+        ({"gpu_split": None, "devices": "2,0"}, (GB, -1, 9), {TWO: 0, ZERO: GB - RESERVE[0]}),
+    ],
+    ids=["GB, 0 skips", "at most what is free", "auto", "reserve", "devices alone, in order"],
+)
+def test_rooms_follow_from_options_and_free_memory(
+    options: dict[str, str], found: tuple[int, ...], rooms: dict[torch.device, int]
+) -> None:
+    split = Split.parse(**options)
     assert split is not None
 
-    rooms = split.rooms(free(PLENTY, PLENTY, PLENTY))
-
-    assert rooms == {ZERO: 20 * GB, TWO: 3 * GB // 2}
+    assert [*split.rooms(free(*found)).items()] == [*rooms.items()]
 
 
-def test_manual_sizes_never_exceed_what_is_free() -> None:
-    split = Split.parse("20,20")
-    assert split is not None
-
-    assert split.rooms(free(PLENTY, 7)) == {ZERO: 20 * GB, ONE: 7}
-
-
-def test_auto_leaves_the_reserve_free() -> None:
-    split = Split.parse("auto")
-    assert split is not None
-
-    rooms = split.rooms(free(GB, GB, GB))
-
-    assert rooms == {device: GB - RESERVE[0] for device in (ZERO, ONE, TWO)}
-
-
-def test_a_given_reserve_replaces_the_default_and_its_last_value_is_for_all_others() -> None:
-    split = Split.parse("auto", reserve="5,7")
-    assert split is not None
-
-    assert split.rooms(free(10, 10, 10)) == {ZERO: 5, ONE: 3, TWO: 3}
-
-
-def test_devices_alone_mean_auto_on_these_in_their_order() -> None:
-    split = Split.parse(None, devices="2,0")
-    assert split is not None
-
-    rooms = split.rooms(free(GB, -1, GB))
-
-    assert [*rooms.items()] == [(TWO, GB - RESERVE[0]), (ZERO, GB - RESERVE[0])]
-
-
-def test_only_devices_that_are_used_are_looked_at() -> None:
+def test_only_devices_that_are_used_are_looked_at_and_without_options_none() -> None:
     def never() -> int:
         raise AssertionError("a context would be created there")
 
-    split = Split.parse("20,0,1.5")
-    assert split is not None
+    assert Split.parse(None) is None
+    split = Split(sizes=(20, 0, 1))
 
     split.rooms([lambda: PLENTY, never, lambda: PLENTY, never])
-
-
-def test_no_option_is_no_split() -> None:
-    assert Split.parse(None) is None
 
 
 @pytest.mark.parametrize(
@@ -232,8 +207,5 @@ def test_malformed_or_contradictory_options_are_refused(
 def test_devices_that_are_not_there_are_refused(split: Split, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split.rooms(free(GB, GB))
-
-
-def test_a_split_needs_a_gpu() -> None:
     with pytest.raises(ConfigError, match="the GPUs that torch sees are none"):
         Split().rooms([])

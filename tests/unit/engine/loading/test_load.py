@@ -19,7 +19,7 @@ WEIGHTS = "model.safetensors"
 PARTS = 6  # embedding, two layers of two sublayers, head
 
 
-@pytest.fixture(params=[1, 4], autouse=True)
+@pytest.fixture(params=[1, 4])
 def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     count: int = request.param
     monkeypatch.setitem(load.THREADS, "cpu", count)
@@ -33,6 +33,7 @@ def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> N
     save_file(tensors, folder / WEIGHTS)
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("tied", [False, True])
 def test_threads_load_the_same_model(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,24 +51,23 @@ def test_threads_load_the_same_model(
         assert model.decoder.head.linear.weight.data_ptr() == shared
 
 
-def test_progress_counts_all_parts(tmp_path: Path) -> None:
-    folder, told = make_tiny("llama", tmp_path / "model"), list[tuple[int, int]]()
-
-    load_model(folder, device="cpu", progress=lambda done, total: told.append((done, total)))
-
-    assert told == [(done, PARTS) for done in range(1, PARTS + 1)]
-
-
-def test_progress_of_a_streamed_model_counts_embedding_and_head_only(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("streamed", "parts"), [(False, PARTS), (True, 2)])
+def test_progress_counts_the_parts_that_are_kept(
+    streamed: bool, parts: int, tmp_path: Path
+) -> None:
     folder, told = make_tiny("llama", tmp_path / "model"), list[tuple[int, int]]()
 
     load_model(
-        folder, device="cpu", streamed=True, progress=lambda done, total: told.append((done, total))
+        folder,
+        device="cpu",
+        streamed=streamed,
+        progress=lambda done, total: told.append((done, total)),
     )
 
-    assert told == [(1, 2), (2, 2)]
+    assert told == [(done, parts) for done in range(1, parts + 1)]
 
 
+@pytest.mark.usefixtures("threads")
 def test_the_first_error_in_the_order_of_the_model_is_raised(tmp_path: Path) -> None:
     folder, told = make_tiny("llama", tmp_path / "model"), list[int]()
     norm, down = "model.layers.0.post_attention_layernorm.weight", "model.layers.1.mlp.down_proj"
@@ -85,6 +85,7 @@ def test_the_first_error_in_the_order_of_the_model_is_raised(tmp_path: Path) -> 
     assert told == [1, 2]  # embedding, attention of layer 0
 
 
+@pytest.mark.usefixtures("threads")
 def test_an_error_of_the_embedding_comes_before_that_of_a_tied_head(tmp_path: Path) -> None:
     folder = make_tiny("llama", tmp_path / "model", tie_word_embeddings=True)
     change(folder, lambda tensors: tensors.pop("model.embed_tokens.weight"))
@@ -93,6 +94,7 @@ def test_an_error_of_the_embedding_comes_before_that_of_a_tied_head(tmp_path: Pa
         load_model(folder, device="cpu")
 
 
+@pytest.mark.usefixtures("threads")
 def test_a_missing_head_is_named_when_all_else_is_there(tmp_path: Path) -> None:
     folder, told = make_tiny("llama", tmp_path / "model"), list[int]()
     change(folder, lambda tensors: tensors.pop("lm_head.weight"))

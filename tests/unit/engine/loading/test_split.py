@@ -1,8 +1,8 @@
 """A model whose layers lie on several devices, stood in for by `devices`: as on one device."""
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tiny import make_tiny
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.requests.request import FIRST_EMBEDDING
 from exl2flow.engine.cache.paged import fitting
-from exl2flow.engine.drafts import Draft, NgramDraft
+from exl2flow.engine.drafts import Draft, Drafter, NgramDraft
 from exl2flow.engine.loading.layer_split import Split
 from exl2flow.inference import (
     Adapter,
@@ -37,6 +37,7 @@ from exl2flow.model import (
     build_embedding,
     build_head,
     build_sublayer,
+    resolve,
 )
 from exl2flow.model.memory.footprint import cache_bytes
 
@@ -72,7 +73,7 @@ def fakes() -> Iterator[Devices]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> Generated:
     """What a model on one device generates, without fakes."""
-    return generated(load_model(folder, device="cpu"))
+    return generated(generator_of(load_model(folder, device="cpu")))
 
 
 @pytest.fixture(params=PLACEMENTS)
@@ -80,13 +81,17 @@ def placement(request: pytest.FixtureRequest) -> Placement:
     return PLACEMENTS[request.param]
 
 
-def loaded(folder: Path, placement: Placement | None, **options: Any) -> LoadedModel:
-    return load_model(folder, device="cpu", placement=placement, **options)
+@cache
+def loaded(folder: Path, placement: Placement) -> LoadedModel:
+    return load_model(folder, device="cpu", placement=placement)
 
 
-def generated(model: LoadedModel, **options: Any) -> Generated:
-    """Return ids and logits of several texts that begin alike, two steps apart."""
-    generator = Generator(model, slots=3, tokens=1024, chunk=256, **options)
+def generator_of(model: LoadedModel, draft: Drafter | None = None) -> Generator:
+    return Generator(model, slots=3, tokens=1024, chunk=256, draft=draft)
+
+
+def generated(generator: Generator) -> Generated:
+    """Return ids and logits of several texts that begin alike, one after the other."""
     requests = [
         Request(TEXT * 9, max_new_tokens=5, settings=GREEDY, logits=True, seed=1),
         Request(TEXT, max_new_tokens=9, settings=HOT, logits=True, seed=2),
@@ -134,7 +139,7 @@ def rated(model: LoadedModel) -> list[object]:
     """Return the scores of a prompt, and the model's own probabilities of the text after it."""
     wanted = {"scores": 3, "raw": True, "probabilities": True, "top_tokens": 2}
     request = Request(TEXT * 9, max_new_tokens=5, settings=HOT, seed=1, **wanted)
-    events = [*Generator(model, slots=3, tokens=1024, chunk=256).stream(request)]
+    events = [*generator_of(model).stream(request)]
     return [(e.scores, e.probabilities, e.top_ids) for e in events if e.scores or e.ids]
 
 
@@ -165,7 +170,9 @@ def test_each_part_is_loaded_onto_its_device_in_order(
 ) -> None:
     done = list[tuple[int, int]]()
 
-    decoder = loaded(folder, placement, progress=lambda *part: done.append(part)).decoder
+    decoder = load_model(
+        folder, device="cpu", placement=placement, progress=lambda *part: done.append(part)
+    ).decoder
 
     assert done == [(part, 12) for part in range(1, 13)]
     assert device_of(decoder.embedding.weight) == placement.embedding
@@ -194,10 +201,11 @@ def test_a_tied_head_is_read_again_where_the_embedding_is_not(
     assert torch.equal(split.forward(ids).cpu(), whole.forward(ids).cpu())
 
 
+@pytest.mark.parametrize("name", ["ends alone", "head first in order"])
 def test_texts_and_logits_are_those_of_one_device(
-    folder: Path, placement: Placement, expected: Generated, fakes: Devices
+    name: str, folder: Path, expected: Generated, fakes: Devices
 ) -> None:
-    assert same(generated(loaded(folder, placement)), expected)
+    assert same(generated(generator_of(loaded(folder, PLACEMENTS[name]))), expected)
 
 
 def test_a_cache_of_another_format_is_split_alike(folder: Path, fakes: Devices) -> None:
@@ -211,59 +219,45 @@ def test_a_cache_of_another_format_is_split_alike(folder: Path, fakes: Devices) 
     assert ids == other
 
 
-def test_scores_and_raw_probabilities_are_those_of_one_device(
-    folder: Path, placement: Placement, fakes: Devices
-) -> None:
-    found, expected = (rated(loaded(folder, each)) for each in (placement, WHOLE))
+def test_scores_and_raw_probabilities_are_those_of_one_device(folder: Path, fakes: Devices) -> None:
+    placements = PLACEMENTS["head first in order"], WHOLE
+
+    found, expected = (rated(loaded(folder, each)) for each in placements)
 
     assert found == expected
     assert len(found) > 1
 
 
-def test_replayed_recordings_say_the_same(
+def test_recordings_of_steps_tails_and_copies_on_every_device_say_the_same(
     folder: Path, expected: Generated, fakes: Devices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(monkeypatch)
+    generator = generator_of(loaded(folder, PLACEMENTS["three"]))
 
-    found = generated(loaded(folder, PLACEMENTS["three"]))
+    assert same(generated(generator), expected)
 
-    assert same(found, expected)
-    assert Again.made
-
-
-def test_tails_of_prompts_and_copies_of_pages_are_recorded_on_every_device(
-    folder: Path, fakes: Devices, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record(monkeypatch)
-    generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=3, tokens=1024, chunk=256)
-    for prompts in ([TEXT * 9], [TEXT * 9 + " more", TEXT * 9 + " or less"]):
-        generator.generate(prompts, max_new_tokens=2, settings=GREEDY)
-
+    tails = [TEXT * 9 + end for end in (" and", " or less")]
+    generator.generate(tails, max_new_tokens=2, settings=GREEDY)
     for place in generator._device_slots.runner._places:
-        assert {"tails", "copy"} <= {key[0] for key in place.graphs._graphs}
+        assert {1, "tails", "copy"} <= {key[0] for key in place.graphs._graphs}
 
 
-def test_prompts_go_to_the_first_device_and_nothing_of_them_comes_back(
-    folder: Path, fakes: Devices
-) -> None:
-    generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=1, tokens=1024, chunk=256)
-    with torch.inference_mode():
-        generator.submit(Request(TEXT * 18, max_new_tokens=4, settings=GREEDY))
+@torch.inference_mode()
+def test_only_what_the_next_device_needs_is_sent(folder: Path, fakes: Devices) -> None:
+    generator = generator_of(loaded(folder, PLACEMENTS["three"]))
+    job = generator.submit(Request(TEXT * 12, max_new_tokens=20, settings=GREEDY))
+    generator.step()
+    del fakes.moves[:]
+    generator.step()
+
+    assert not job.is_decoding
+    assert {move[:2] for move in fakes.moves} == {(A, B), (B, C)}  # nothing of a prompt comes back
+    while not job.is_decoding:
         generator.step()
-        del fakes.moves[:]
+    for _ in range(3):
         generator.step()
-
-    assert {move[:2] for move in fakes.moves} == {(A, B), (B, C)}
-
-
-def test_a_step_sends_lengths_ids_and_states_and_nothing_else(folder: Path, fakes: Devices) -> None:
-    generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=2, tokens=512)
-    with torch.inference_mode():
-        job = generator.submit(Request(TEXT, max_new_tokens=20, settings=GREEDY))
-        for _ in range(5):
-            generator.step()
-        del fakes.moves[:]
-        generator.step()
+    del fakes.moves[:]
+    generator.step()
 
     assert not job.is_done
     assert fakes.moves == [
@@ -304,9 +298,11 @@ def test_drafts_change_no_text(
     if draft == "model":
         guesses = Draft(model=loaded(folder, Placement.on(B, LAYERS)), tokens=3)
 
-    found = generated(model, draft=guesses)
+    request = Request(TEXT, max_new_tokens=9, settings=HOT, seed=2)  # as in `generated`
 
-    assert found[0] == expected[0]
+    events = [*generator_of(model, guesses).stream(request)]
+
+    assert [token for event in events for token in event.ids] == expected[0][1]
 
 
 def test_a_draft_elsewhere_is_refused(folder: Path, fakes: Devices) -> None:
@@ -333,7 +329,7 @@ def test_hidden_states_of_texts_are_those_of_one_device(folder: Path, fakes: Dev
 
 def test_given_embeddings_go_to_the_first_device(folder: Path, fakes: Devices) -> None:
     rows, ids = torch.randn(3, 64), [FIRST_EMBEDDING + index for index in range(3)]
-    request = Request([5, 6, *ids, 7], embeddings=[rows], max_new_tokens=8, settings=GREEDY)
+    request = Request([5, 6, *ids, 7], embeddings=[rows], max_new_tokens=4, settings=GREEDY)
 
     expected, found = (
         [event.ids for event in Generator(loaded(folder, each), tokens=512).stream(request)]
@@ -365,12 +361,11 @@ def test_families_with_parts_of_their_own_are_split_like_any_other(
 ) -> None:
     folder = make_checkpoint(family, tmp_path / family)
     ids = torch.randint(0, 250, (1, 30))
-    whole = load_model(folder, device="cpu", placement=Placement.on(A, 2))
-    split = load_model(
-        folder, device="cpu", placement=Placement(embedding=A, layers=(A, B), head=B)
-    )
+    placements = Placement.on(A, 2), Placement(embedding=A, layers=(A, B), head=B)
 
-    assert torch.equal(split.decoder.forward(ids).cpu(), whole.decoder.forward(ids).cpu())
+    whole, split = (loaded(folder, each).decoder.forward(ids).cpu() for each in placements)
+
+    assert torch.equal(split, whole)
 
 
 @pytest.mark.slow
@@ -422,7 +417,7 @@ def test_steps_with_adapters_are_recorded_again_on_every_device_when_these_move(
 
 def test_a_model_read_from_disk_in_each_pass_is_not_split(folder: Path) -> None:
     with pytest.raises(ConfigError, match="needs one device"):
-        loaded(folder, PLACEMENTS["halves"], streamed=True)
+        load_model(folder, device="cpu", placement=PLACEMENTS["halves"], streamed=True)
 
 
 def test_a_split_among_gpus_needs_a_gpu(folder: Path) -> None:
@@ -433,7 +428,7 @@ def test_a_split_among_gpus_needs_a_gpu(folder: Path) -> None:
 def test_the_device_with_least_room_per_page_limits_a_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = load_model(folder, device="cpu").spec
+    spec = resolve(folder)
     rooms = {torch.device("cuda", 0): 10**9, torch.device("cuda", 1): 4 * 10**6}
     monkeypatch.setattr("exl2flow.engine.cache.paged.free_memory", rooms.__getitem__)
     first, second = rooms
@@ -445,10 +440,8 @@ def test_the_device_with_least_room_per_page_limits_a_cache(
     assert tokens == int(0.7 * 4 * 10**6) // (2 * page) * 256
 
 
-def test_a_warm_up_writes_to_the_pages_that_slots_have_now(
-    folder: Path, placement: Placement, fakes: Devices
-) -> None:
-    generator = Generator(loaded(folder, placement), slots=2, tokens=1024)
+def test_a_warm_up_writes_to_the_pages_that_slots_have_now(folder: Path, fakes: Devices) -> None:
+    generator = Generator(loaded(folder, PLACEMENTS["three"]), slots=2, tokens=512)
     generator.generate([TEXT], max_new_tokens=3, settings=GREEDY)
     steps = generator._device_slots
 

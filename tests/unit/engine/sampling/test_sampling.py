@@ -93,10 +93,10 @@ def drawn_settings(rng: random.Random) -> SamplingSettings:
     )
 
 
-@pytest.mark.parametrize("vocab", [12, 100])
-def test_the_whole_order_is_that_of_a_slow_sampler(vocab: int) -> None:
-    rng = random.Random(vocab)
-    for case in range(150):
+def test_the_whole_order_is_that_of_a_slow_sampler() -> None:
+    rng = random.Random(12)
+    for case in range(200):
+        vocab = rng.choice((12, 100))
         settings = drawn_settings(rng)
         logits = torch.tensor([rng.gauss(0, 2) for _ in range(vocab)])
         history = [rng.randrange(5) for _ in range(rng.randrange(30))]
@@ -130,8 +130,8 @@ def skewed(expected: dict[int, float], skew: float) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [PLAIN, replace(EVERY, skew=0.0), replace(PLAIN, skew=0.7), replace(EVERY, skew=-0.7)],
-    ids=("plain", "every", "skewed", "all"),
+    [PLAIN, replace(EVERY, skew=-0.7)],
+    ids=("plain", "all"),
 )
 @torch.inference_mode()
 def test_tokens_are_drawn_as_often_as_they_are_likely(settings: SamplingSettings) -> None:
@@ -273,8 +273,8 @@ def test_ids_beyond_the_vocabulary_are_never_sampled() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [[GREEDY], [SamplingSettings()], [PLAIN], [replace(EVERY, top_k=50)], [EVERY], MIXED],
-    ids=("greedy", "default", "plain", "few", "every", "mixed"),
+    [[GREEDY], [replace(EVERY, top_k=50)], MIXED],
+    ids=("greedy", "few", "mixed"),
 )
 @pytest.mark.parametrize("more", [{}, {"masked": True, "top": 3, "probabilities": True}], ids=str)
 def test_nothing_depends_on_values_on_the_device(
