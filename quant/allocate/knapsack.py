@@ -48,15 +48,15 @@ def solve(bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget
     least = sum(min(options) for options in bits)
     if least > budget:
         raise BudgetUnreachable(f"the smallest options need {least} bits, the budget is {budget}")
-    if len(bits) <= MOST_EXACT:
-        return _solution(bits, cost, *_exact(bits, cost, budget))
     close = relaxed(bits, cost, budget)
+    if len(bits) <= MOST_EXACT:
+        return _solution(bits, cost, *_exact(bits, cost, close.fronts, budget))
     found = _solution(bits, cost, close.choice.tolist(), close.bound)
     for share in (MOST_GAP / 2, MOST_GAP / 2, 0.0):  # of a value that may still be far too great
         if found.value - found.bound <= MOST_GAP * abs(found.value):
             break
         gap = share * abs(found.value)
-        found = _solution(bits, cost, *_exact(bits, cost, budget, gap)[:2])
+        found = _solution(bits, cost, *_exact(bits, cost, close.fronts, budget, gap)[:2])
     return found
 
 
@@ -78,20 +78,15 @@ def _solution(
 
 
 def _exact(
-    bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget: int, gap: float = 0.0
-) -> tuple[tuple[int, ...], float, str]:
-    """Return the choice, the bound and the status of HiGHS, which may stop at a gap."""
-    return _solve_milp(bits, cost, relaxed(bits, cost, budget).fronts, budget, gap)
-
-
-def _solve_milp(
     bits: Sequence[Sequence[int]],
     cost: Sequence[Sequence[float]],
     fronts: Sequence[Sequence[int]],
     budget: int,
-    gap: float,
+    gap: float = 0.0,
 ) -> tuple[tuple[int, ...], float, str]:
-    """Solve with HiGHS; if its tolerances exceed the capacity, tighten it and solve again.
+    """Return the choice, the bound and the status of HiGHS, which may stop at a gap.
+
+    If its tolerances exceed the capacity, that is tightened and solved again.
 
     Bits are counted above each slot's smallest option in units of their common divisor and costs
     relative to the spread, so that HiGHS's absolute tolerances (1e-6) are far below one unit.

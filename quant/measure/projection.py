@@ -119,10 +119,8 @@ def results_of(
     nats, squared = torch.stack(found, dim=-1).unbind(1)  # fp64 (projections, options)
     nats = nats * gains.to(nats.device)[:, None]
     bits = bits_by_shape([p.spec for p in projections], options)
-    return {
-        p.spec.key: _results(p.spec, options, *numbers)
-        for p, *numbers in zip(projections, nats.tolist(), squared.tolist(), bits, strict=True)
-    }
+    rows = zip(projections, nats.tolist(), squared.tolist(), bits, strict=True)
+    return {p.spec.key: _results(p.spec, options, *numbers) for p, *numbers in rows}
 
 
 def _results(

@@ -26,7 +26,7 @@ def text_parquet(path: Path) -> Path:
 
 
 def calibrated_on(
-    text: Path, quantizing: tuple[int, int], measuring: tuple[int, int]
+    text: Path | str, quantizing: tuple[int, int], measuring: tuple[int, int]
 ) -> dict[str, object]:
     """Return calibration options: a text, rows and tokens of each, to quantize and to measure."""
     names = ("rows", "row_tokens", "measure_rows", "measure_row_tokens")
