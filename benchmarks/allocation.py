@@ -34,7 +34,7 @@ from exl2flow.quant.compile.stage import stored_names
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS
 from exl2flow.quant.measure.compact import bits_by_shape, write_compact
 from exl2flow.quant.measure.measurement import read_measurement
-from exl2flow.quant.measure.results import ArrayResults
+from exl2flow.quant.measure.results import Results
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,7 +52,7 @@ CONFIG = {
 }
 
 
-def synthetic(spec: ModelSpec, seed: int) -> dict[str, ArrayResults]:
+def synthetic(spec: ModelSpec, seed: int) -> dict[str, Results]:
     """Return results of all matrices and the head that need no measuring."""
     rng = np.random.default_rng(seed)
     matrices = [(p, PROJECTION_OPTIONS) for p in spec.projections] + [(spec.head, HEAD_OPTIONS)]
@@ -62,7 +62,7 @@ def synthetic(spec: ModelSpec, seed: int) -> dict[str, ArrayResults]:
     for (p, options), listed in zip(matrices, bits, strict=True):
         stored = np.array(listed, np.int64)
         error = 4.0 ** (-stored / p.numel) * rng.uniform(0.9, 1.1, len(options))
-        slots[p.key] = ArrayResults(
+        slots[p.key] = Results(
             candidates=tuple({p.name: params} for params in options),
             bits=stored,
             accuracy=1 - np.sqrt(error) / 2,

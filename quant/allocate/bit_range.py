@@ -35,7 +35,6 @@ from exl2flow.quant.measure.measurement import (
     projection_bits,
     read_measurement,
 )
-from exl2flow.quant.measure.results import bits_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ class BitRange:
         prefer, fixed = config.allocation.prefer, config.fixed_head_bits
         if config.measurement_file is not None:
             measured = read_candidates(config, spec, config.measurement_file).decoder
-            bits = [bits_of(results) for results in measured.values()]
+            bits = [results.bits.tolist() for results in measured.values()]
         elif config.sensitivity.kind == "error":
             bits = [
                 [

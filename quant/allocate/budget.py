@@ -12,8 +12,8 @@ from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.options.config import AllocateOptions, ConversionConfig, Preference, RunOptions
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS
-from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors
-from exl2flow.model.files.exl2 import QuantParams, padded_columns
+from exl2flow.model import ModelSpec, expected_tensors
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.allocate.groups import grouped
 from exl2flow.quant.allocate.knapsack import MOST_EXACT, solve
 from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
@@ -24,15 +24,8 @@ from exl2flow.quant.measure.measurement import (
     read_measurement,
     slot_projections,
 )
-from exl2flow.quant.measure.results import (
-    ArrayResults,
-    Candidate,
-    Results,
-    Slots,
-    accuracies_of,
-    bits_of,
-    nats_of,
-)
+from exl2flow.quant.measure.results import Candidate, Results, Slots
+from exl2flow.quant.walk.working_memory import stored_elements
 
 ALLOCATION_FILE = "allocation.json"
 LEAST_ERROR = 1e-6  # for the logarithm; accuracies are stored no finer
@@ -95,10 +88,10 @@ def allocate_bits(
     bits, cost = [], []
     for group in groups:
         members = [slots[name] for name in group.slots]
-        bits.append(group.sums([bits_of(results) for results in members]))
+        bits.append(group.sums([results.bits.tolist() for results in members]))
         cost.append(group.sums([_costs(results, options) for results in members]))
     projections = slot_projections(spec)
-    numel = sum(_numel(p) for name in slots for p in projections[name])
+    numel = sum(stored_elements(p) for name in slots for p in projections[name])
     try:
         solution = solve(bits, cost, budget)
     except BudgetUnreachable as error:
@@ -152,13 +145,14 @@ def _objective(slots: Slots, options: AllocateOptions) -> str:
 
 def is_in_nats(slots: Slots) -> bool:
     """Return whether all candidates have costs in nats."""
-    return all(nats_of(results) is not None for results in slots.values())
+    return all(results.nats is not None for results in slots.values())
 
 
 def _costs(results: Results, options: AllocateOptions) -> list[float]:
     """Return the costs of a slot's candidates, in nats if they are known."""
-    nats = nats_of(results)
-    return nats or [_cost(accuracy, options) for accuracy in accuracies_of(results)]
+    if results.nats is None:
+        return [_cost(accuracy, options) for accuracy in results.accuracy.tolist()]
+    return list(results.nats.tolist())
 
 
 def _cost(accuracy: float, options: AllocateOptions) -> float:
@@ -172,13 +166,9 @@ def _cost(accuracy: float, options: AllocateOptions) -> float:
             return float(error**options.power)
 
 
-def _numel(projection: ProjectionSpec) -> int:
-    return projection.in_features * padded_columns(projection.out_features)
-
-
 def decoder_numel(spec: ModelSpec) -> int:
     """Return the number of weights in the decoder's matrices, padding included."""
-    return sum(map(_numel, spec.projections))
+    return sum(map(stored_elements, spec.projections))
 
 
 def read_choice(folder: Path) -> dict[str, QuantParams]:
@@ -230,15 +220,13 @@ def read_candidates(config: RunOptions, spec: ModelSpec, path: Path) -> Measurem
 
 def allowed(slots: Slots, prefer: Preference) -> Slots:
     """Return the results without what a preference excludes."""
-    known: dict[int, tuple[tuple[Candidate, ...], list[int]]] = {}  # by identity of all candidates
+    known: dict[int, tuple[list[int], tuple[Candidate, ...]]] = {}  # by identity of all candidates
 
     def kept(results: Results) -> Results:
-        if not isinstance(results, ArrayResults):
-            return [result for result in results if is_allowed(prefer, result.params.values())]
         listed = results.candidates
         if id(listed) not in known:
             places = [i for i, c in enumerate(listed) if is_allowed(prefer, c.values())]
-            known[id(listed)] = tuple(listed[i] for i in places), places
+            known[id(listed)] = places, tuple(listed[i] for i in places)
         return results.only(*known[id(listed)])
 
     return {name: kept(results) for name, results in slots.items()}
@@ -303,11 +291,7 @@ def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
 
 def smallest(slots: Slots) -> dict[str, CandidateResult]:
     """Return the candidate with the fewest bits of every slot."""
-    least = {}
-    for name, results in slots.items():
-        bits = bits_of(results)
-        least[name] = results[bits.index(min(bits))]
-    return least
+    return {name: results[int(results.bits.argmin())] for name, results in slots.items()}
 
 
 def total_bits(results: Iterable[CandidateResult]) -> int:

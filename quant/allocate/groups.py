@@ -11,7 +11,7 @@ from exl2flow.core.options.config import Experts
 from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.compact import slot_projections
-from exl2flow.quant.measure.results import Slots, candidates_of
+from exl2flow.quant.measure.results import Slots
 
 Number = TypeVar("Number", int, float)
 
@@ -80,5 +80,5 @@ def _places(
     slots: Slots, name: str, projections: Sequence[ProjectionSpec]
 ) -> dict[tuple[QuantParams, ...], int]:
     """Return parameters in order of projections → place among a slot's candidates."""
-    candidates = candidates_of(slots[name])
+    candidates = slots[name].candidates
     return {tuple(c[p.name] for p in projections): at for at, c in enumerate(candidates)}

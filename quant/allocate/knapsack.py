@@ -14,11 +14,10 @@ import highspy
 import numpy as np
 
 from exl2flow.core.errors import AllocationError, BudgetUnreachable
-from exl2flow.quant.allocate.lagrangian import PRICES, relaxed
+from exl2flow.quant.allocate.lagrangian import relaxed
 
 MOST_EXACT = 500  # slots: 768 took 44 s
 MOST_GAP = 1e-4  # between cost and bound above that, as a share of the cost
-TOLERANCE = 1e-9  # for rounding in sums of costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +48,15 @@ def solve(bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget
     least = sum(min(options) for options in bits)
     if least > budget:
         raise BudgetUnreachable(f"the smallest options need {least} bits, the budget is {budget}")
-    if len(bits) <= MOST_EXACT:
-        return _solution(bits, cost, *_exact(bits, cost, budget))
     close = relaxed(bits, cost, budget)
+    if len(bits) <= MOST_EXACT:
+        return _solution(bits, cost, *_exact(bits, cost, close.fronts, budget))
     found = _solution(bits, cost, close.choice.tolist(), close.bound)
     for share in (MOST_GAP / 2, MOST_GAP / 2, 0.0):  # of a value that may still be far too great
         if found.value - found.bound <= MOST_GAP * abs(found.value):
             break
         gap = share * abs(found.value)
-        found = _solution(bits, cost, *_exact(bits, cost, budget, gap)[:2])
+        found = _solution(bits, cost, *_exact(bits, cost, close.fronts, budget, gap)[:2])
     return found
 
 
@@ -79,92 +78,15 @@ def _solution(
 
 
 def _exact(
-    bits: Sequence[Sequence[int]], cost: Sequence[Sequence[float]], budget: int, gap: float = 0.0
-) -> tuple[tuple[int, ...], float, str]:
-    """Return the choice, the bound and the status of HiGHS, which may stop at a gap."""
-    fronts = [_pareto(b, c) for b, c in zip(bits, cost, strict=True)]
-    fronts = _within_bound(bits, cost, fronts, budget)
-    return _solve_milp(bits, cost, fronts, budget, gap)
-
-
-def _pareto(bits: Sequence[int], cost: Sequence[float]) -> list[int]:
-    """Return the options that no other option equals or beats in both bits and cost."""
-    front: list[int] = []
-    for index in sorted(range(len(bits)), key=lambda i: (bits[i], cost[i], i)):
-        if not front or cost[index] < cost[front[-1]]:
-            front.append(index)
-    return front
-
-
-def _within_bound(
     bits: Sequence[Sequence[int]],
     cost: Sequence[Sequence[float]],
     fronts: Sequence[Sequence[int]],
     budget: int,
-) -> list[list[int]]:
-    """Drop the options that would cost more than a known solution, however the others are chosen.
-
-    With a price per bit, the sum over slots of the least cost + price * bits, less price * budget,
-    bounds the optimum from below. An option whose excess over its slot's least is larger than the
-    gap between a solution and that bound is in no optimum.
-    """
-    width = max(map(len, fronts))
-    b = np.array([_row(o, f, width, o[f[0]]) for o, f in zip(bits, fronts, strict=True)])
-    c = np.array([_row(o, f, width, math.inf) for o, f in zip(cost, fronts, strict=True)])
-    slots = np.arange(len(fronts))
-    low, high = 0.0, float(np.ptp(c[np.isfinite(c)])) + 1e-300  # a bit is worth less
-    for _ in range(PRICES):
-        price = (low + high) / 2
-        fits = b[slots, (c + price * b).argmin(axis=1)].sum() <= budget
-        low, high = (low, price) if fits else (price, high)
-    priced = c + high * b
-    excess = priced - priced.min(axis=1, keepdims=True)
-    picked = priced.argmin(axis=1)
-    if b[slots, picked].sum() > budget:
-        picked[:] = 0  # the smallest options
-    picked = _filled(b, c, picked, budget)
-    slack = budget - b[slots, picked].sum()
-    gap = excess[slots, picked].sum() + high * slack
-    keep = excess <= gap * (1 + TOLERANCE) + TOLERANCE * np.abs(priced[slots, picked]).max()
-    return [
-        [i for i, may_win in zip(f, row, strict=False) if may_win]
-        for f, row in zip(fronts, keep, strict=True)
-    ]
-
-
-def _row(options: Sequence[float], front: Sequence[int], width: int, rest: float) -> list[float]:
-    """Return the values of a front, filled up to a width."""
-    return [options[index] for index in front] + [rest] * (width - len(front))
-
-
-def _filled(b: np.ndarray, c: np.ndarray, picked: np.ndarray, budget: int) -> np.ndarray:
-    """Spend what is left of the budget on the exchanges that lower the cost most, one by one.
-
-    Args:
-        b: bits int64 (slots, options).
-        c: cost of the same options.
-        picked: option of each slot, int64 (slots,), within the budget.
-    """
-    slots, picked = np.arange(len(picked)), picked.copy()
-    while True:
-        now = picked[:, None]
-        left = budget - b[slots, picked].sum()
-        more = b - np.take_along_axis(b, now, axis=1)
-        gain = np.where(more <= left, np.take_along_axis(c, now, axis=1) - c, 0.0)
-        slot, option = np.unravel_index(gain.argmax(), gain.shape)
-        if gain[slot, option] <= 0:
-            return picked
-        picked[slot] = option
-
-
-def _solve_milp(
-    bits: Sequence[Sequence[int]],
-    cost: Sequence[Sequence[float]],
-    fronts: Sequence[Sequence[int]],
-    budget: int,
-    gap: float,
+    gap: float = 0.0,
 ) -> tuple[tuple[int, ...], float, str]:
-    """Solve with HiGHS; if its tolerances exceed the capacity, tighten it and solve again.
+    """Return the choice, the bound and the status of HiGHS, which may stop at a gap.
+
+    If its tolerances exceed the capacity, that is tightened and solved again.
 
     Bits are counted above each slot's smallest option in units of their common divisor and costs
     relative to the spread, so that HiGHS's absolute tolerances (1e-6) are far below one unit.

@@ -14,16 +14,21 @@ import numpy as np
 PRICES = 100  # of a bit that are tried: halving an interval
 NEGLIGIBLE = 1e-7  # gap, as a share of the cost, below which nothing more is exchanged
 EXCHANGES = 100  # at most
+TOLERANCE = 1e-9  # for rounding in sums of costs
 
 Numbers = Sequence[Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxed:
-    """choice: option index per slot, int64 (slots,), within the budget; bound: of the optimum."""
+    """choice: option index per slot, int64 (slots,), within the budget; bound: of the optimum.
+
+    fronts: by slot, the options that may be in an optimum, by rising bits.
+    """
 
     choice: np.ndarray
     bound: float
+    fronts: list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +62,17 @@ def relaxed(bits: Sequence[Sequence[int]], cost: Numbers, budget: int) -> Relaxe
     priced = fronts.cost + price * fronts.bits
     least = priced.min(axis=1)
     bound = math.fsum(least) - price * budget
-    picked = _exchanged(fronts, picked, priced - least[:, None], budget, bound)
-    return Relaxed(choice=fronts.index[np.arange(len(picked)), picked], bound=bound)
+    slots, excess = np.arange(len(picked)), priced - least[:, None]
+    picked = _exchanged(fronts, picked, excess, budget, bound)
+    # with an option whose excess is larger than the gap, the others cost more than this choice
+    slack = budget - fronts.bits[slots, picked].sum()
+    gap = excess[slots, picked].sum() + price * slack
+    most = gap * (1 + TOLERANCE) + TOLERANCE * np.abs(priced[slots, picked]).max()
+    return Relaxed(
+        choice=fronts.index[slots, picked],
+        bound=bound,
+        fronts=[row[kept].tolist() for row, kept in zip(fronts.index, excess <= most, strict=True)],
+    )
 
 
 def _table(rows: Numbers, dtype: type, rest: float) -> np.ndarray:

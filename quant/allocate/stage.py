@@ -41,7 +41,6 @@ from exl2flow.quant.measure.measurement import (
     projection_bits,
     read_measurement,
 )
-from exl2flow.quant.measure.results import bits_of, candidates_of, nats_of, scaled
 from exl2flow.quant.tokenize.stage import judging_rows, split_rows
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import SUBLAYER_WEIGHT, ModelSizes
@@ -165,13 +164,11 @@ def uniform_allocation(spec: ModelSpec, measurement: Measurement, first: Allocat
     budget = sum(projection_bits(p, first.params[p.key]) for p in projections)
     alike: dict[QuantParams, _Alike] = {}
     for p in projections:
-        results = measurement.decoder[p.key]
-        bits, nats = bits_of(results), nats_of(results) or [0.0] * len(results)
-        for place, candidate in enumerate(candidates_of(results)):
-            found = alike.setdefault(candidate[p.name], _Alike())
+        for place, result in enumerate(measurement.decoder[p.key]):
+            found = alike.setdefault(result.params[p.name], _Alike())
             found.places[p.key] = place
-            found.bits += bits[place]
-            found.nats.append(nats[place])
+            found.bits += result.total_bits
+            found.nats.append(result.nats or 0.0)
     fitting = [
         (math.fsum(found.nats), found.bits, found.places)
         for found in alike.values()
@@ -218,7 +215,7 @@ def corrected(
         low, high = CORRECTION_RANGE
         scale = min(max((total - without[block]) / expected, low), high)
         for key in keys:
-            decoder[key] = scaled(decoder[key], scale)
+            decoder[key] = decoder[key].scaled(scale)
     return replace(measurement, decoder=decoder)
 
 

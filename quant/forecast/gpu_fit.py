@@ -13,13 +13,13 @@ from exl2flow.core.runtime.memory import limit_for, usable
 from exl2flow.core.store.stage import Stage
 from exl2flow.core.words import size
 from exl2flow.model import ModelSpec
-from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.layers.stream import rows_together
 from exl2flow.quant.forecast.least import StageWork, stage_works
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.walk.needs import Card
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import most_rows, widest
+from exl2flow.quant.walk.working_memory import stored_elements
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _reductions(config: RunOptions, stages: Stages, spec: ModelSpec, memory: int
         yield "fewer rows at a time"
     needs = stage_needs(config, stages, spec, Card(name="", memory=memory), packed=0)
     main = ["states"] if any(need.pinned_bytes for need in needs.values()) else []
-    if is_tall(spec.head.in_features * padded_columns(spec.head.out_features), memory):
+    if is_tall(stored_elements(spec.head), memory):
         main.append("head")
     if main:
         yield f"{' and '.join(main)} in main memory"

@@ -12,7 +12,6 @@ from typing import Any
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.stage import Stage
 from exl2flow.model import ModelSpec, ProjectionSpec, SublayerPart
-from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.forecast.needs import stage_needs
 from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.sensitivity.fisher import factor_bytes
@@ -24,7 +23,7 @@ from exl2flow.quant.sensitivity.stage import (
 )
 from exl2flow.quant.walk.needs import FLOAT, HALF, LIBRARIES, Card, hessian_elements
 from exl2flow.quant.walk.pinned import is_tall
-from exl2flow.quant.walk.working_memory import PASSING, working_bytes
+from exl2flow.quant.walk.working_memory import PASSING, stored_elements, working_bytes
 
 CODE = 1  # bytes of a code
 
@@ -54,11 +53,11 @@ class _Part:
     is_group: bool = False  # of experts, which are worked on one by one
 
     def weights(self) -> int:
-        return sum(map(_elements, self.projections))
+        return sum(map(stored_elements, self.projections))
 
     def resident(self) -> int:
         """Return the weights that are on the GPU as fp32 too."""
-        return sum(_elements(p) for p in self.projections if p.name not in self.tall)
+        return sum(stored_elements(p) for p in self.projections if p.name not in self.tall)
 
     def factored(self) -> int:
         """Return the bytes of the Hessians' factors that exist together."""
@@ -117,7 +116,7 @@ def _parts(config: RunOptions, spec: ModelSpec, memory: int) -> Iterator[_Part]:
             name=sublayer.name,
             projections=projections,
             measured=sublayer.parts,
-            tall=frozenset(p.name for p in projections if is_tall(_elements(p), memory)),
+            tall=frozenset(p.name for p in projections if is_tall(stored_elements(p), memory)),
             factors=2 * factor_bytes_of(sublayer, block=block) if has_factors else 0,
             is_group=sublayer.group is not None,
         )
@@ -166,16 +165,11 @@ def _least_bytes(stage: str, part: _Part) -> int:
 def _rounded(projection: ProjectionSpec, part: _Part, always: int, resident: int) -> int:
     """Return the bytes of a matrix while it is rounded, from bytes per weight."""
     per_weight = always + (0 if projection.name in part.tall else resident)
-    return per_weight * _elements(projection)
+    return per_weight * stored_elements(projection)
 
 
 def _codes(measured: SublayerPart) -> int:
     """Return the weights of all matrices that the candidates of a part need."""
-    sizes = {p.name: _elements(p) for p in measured.projections}
+    sizes = {p.name: stored_elements(p) for p in measured.projections}
     pairs = {pair for candidate in candidates_for(measured) for pair in candidate.items()}
     return sum(sizes[name] for name, _ in pairs)
-
-
-def _elements(projection: ProjectionSpec) -> int:
-    """Return the weights of a projection as stored."""
-    return projection.in_features * padded_columns(projection.out_features)

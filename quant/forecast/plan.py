@@ -131,13 +131,18 @@ class Plan:
             for name, need in named.items()
             if need.memory_bytes
         ]
-        rows = [
-            ("model", f"{self.model} ({self.architecture}, {count})"),
-            *self._download(),
+        rows = [("model", f"{self.model} ({self.architecture}, {count})")]
+        if self.download_bytes:
+            fetched = words.size(self.download_bytes)
+            rows.append(("download", f"{fetched} from the Hub, to {self.work_dir}"))
+        rows += [
             ("device", f"{self.device}; {self.unused_gpu}" if self.unused_gpu else self.device),
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
-            *self._preference(),
+        ]
+        if self.prefer == "speed":
+            rows.append(("prefer", f"speed: groups of {FAST_GROUP} rows in all layers"))
+        rows += [
             ("output", f"{self.out}, about {words.size(self.output_bytes)}"),
             ("checkpoints", f"{self.work_dir}, up to {words.size(self.work_bytes)}"),
             ("memory", f"up to {words.size(self.memory_bytes)}: {', '.join(memory)}"),
@@ -164,18 +169,6 @@ class Plan:
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
         return rows + stage_rows(self.stages, names or {})
-
-    def _download(self) -> list[tuple[str, str]]:
-        """Return the row about the download, if the source is not here yet."""
-        if not self.download_bytes:
-            return []
-        return [("download", f"{words.size(self.download_bytes)} from the Hub, to {self.work_dir}")]
-
-    def _preference(self) -> list[tuple[str, str]]:
-        """Return the row about the preference, if it is not the default."""
-        if self.prefer != "speed":
-            return []
-        return [("prefer", f"speed: groups of {FAST_GROUP} rows in all layers")]
 
 
 def _some(names: Sequence[str]) -> str:

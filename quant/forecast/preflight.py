@@ -72,7 +72,8 @@ def preflight(
 
     device = attempt(lambda: resolve_device(config.device))
     card = Card.of(device, config.max_memory) if device and device.type == "cuda" else None
-    attempt(lambda: _check_root(config))
+    option = "--work-root" if config.work_root else "--out"  # whose parent is the default
+    attempt(lambda: _check_writable(config.work_dir_root, option))
     attempt(lambda: _check_output(config))
     attempt(lambda: check_files(config))
     attempt(lambda: carried_files(config.source))
@@ -85,7 +86,8 @@ def preflight(
         if has_layers:
             attempt(lambda: check_claimed(spec))
         attempt(lambda: check_rows(config, spec))
-        if is_measured := _is_measured(config):  # else `check_files` says so
+        given = config.measurement_file
+        if is_measured := given is None or given.is_file():  # else `check_files` says so
             attempt(lambda: check_measurement(config, spec))
         to_do = () if problems else run or stages
         if has_layers and is_measured:
@@ -100,16 +102,6 @@ def preflight(
     failed = PreflightFailed("\n".join(problems))
     failed.plan = plan.rows() if plan is not None else ()
     raise failed
-
-
-def _is_measured(config: RunOptions) -> bool:
-    """Return whether the measurement that options name, if any, is there."""
-    return config.measurement_file is None or config.measurement_file.is_file()
-
-
-def _check_root(config: RunOptions) -> None:
-    """Check that checkpoints can be written; their default place is beside the output."""
-    _check_writable(config.work_dir_root, "--work-root" if config.work_root else "--out")
 
 
 def _check_output(config: RunOptions) -> None:

@@ -5,7 +5,7 @@ divergence decreases.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -13,7 +13,6 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.reports import JudgementReport
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
-from exl2flow.core.store.store import StageFolder
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.tokenize.stage import split_rows
 from exl2flow.quant.walk.divergence import mean_divergence
@@ -54,21 +53,16 @@ def divergences(
             advance(model.sublayer(spec), hidden)
         run.tick(spec.index + 1, len(order) + 1, spec.name)
         if run.stop.signum is not None or folder.states_are_due():
-            _save(folder, states, spec.index + 1)
+            if states[0].is_pinned():
+                torch.cuda.synchronize()  # copies to it may still be running
+            folder.manifest.cursor = spec.index + 1
+            folder.save_states(torch.stack([hidden.cpu() for hidden in states]), spec.index + 1)
         run.stop_if_asked()
     expected, *others = (x[..., : reference.spec.hidden_size] for x in states)
     return {
         name: mean_divergence(reference.head(), expected, model.head(), hidden)
         for (name, model), hidden in zip(models.items(), others, strict=True)
     }
-
-
-def _save(folder: StageFolder, states: Sequence[torch.Tensor], index: int) -> None:
-    """Save the states of all models entering sublayer `index`."""
-    if states[0].is_pinned():
-        torch.cuda.synchronize()  # copies to it may still be running
-    folder.manifest.cursor = index
-    folder.save_states(torch.stack([hidden.cpu() for hidden in states]), index)
 
 
 @torch.inference_mode()

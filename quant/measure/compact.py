@@ -23,17 +23,7 @@ from exl2flow.model.files.measured import (
     read_arrays,
     write_arrays,
 )
-from exl2flow.quant.measure.results import (
-    ArrayResults,
-    Candidate,
-    Results,
-    Slots,
-    accuracies_of,
-    bits_of,
-    candidates_of,
-    nats_of,
-    to_entries,
-)
+from exl2flow.quant.measure.results import Candidate, Results, Slots
 
 MOST_ENTRIES = 2000  # slots of a measurement that is written as exllamav2 does
 Lists = dict[tuple[tuple[tuple[tuple[str, QuantParams], ...], int], ...], int]
@@ -60,13 +50,14 @@ def bits_by_shape(
 def write_results(path: Path, results: Slots, *, compact: bool) -> str:
     """Write the results of some slots, and return the file's sha256."""
     if not compact:
-        return write_json(path, to_entries(results))
+        entries = {slot: [r.to_json() for r in measured] for slot, measured in results.items()}
+        return write_json(path, entries)
     lists: Lists = {}
     slots = {
         name: {
             "options": _index(lists, measured),
-            "accuracy": accuracies_of(measured),
-            "nats": nats_of(measured),
+            "accuracy": measured.accuracy.tolist(),
+            "nats": None if measured.nats is None else measured.nats.tolist(),
         }
         for name, measured in results.items()
     }
@@ -116,9 +107,9 @@ def _index(lists: Lists, results: Results) -> int:
     """Return the index of a slot's list of candidates, the name of a single projection left out."""
     candidates = (
         tuple(("" if len(candidate) == 1 else name, params) for name, params in candidate.items())
-        for candidate in candidates_of(results)
+        for candidate in results.candidates
     )
-    return lists.setdefault(tuple(zip(candidates, bits_of(results), strict=True)), len(lists))
+    return lists.setdefault(tuple(zip(candidates, results.bits.tolist(), strict=True)), len(lists))
 
 
 def _listed(lists: Lists) -> tuple[OptionList, ...]:
@@ -144,9 +135,10 @@ def write_compact(path: Path, slots: Slots, content: Mapping[str, object]) -> di
     width = max(map(len, lists))
     accuracy, nats = torch.zeros(len(slots), width), torch.zeros(len(slots), width)
     for row, results in enumerate(slots.values()):
-        accuracy[row, : len(results)] = torch.tensor(accuracies_of(results))
-        nats[row, : len(results)] = torch.tensor(nats_of(results) or 0.0)
-    has_nats = all(nats_of(results) is not None for results in slots.values())
+        accuracy[row, : len(results)] = torch.from_numpy(results.accuracy)
+        if results.nats is not None:
+            nats[row, : len(results)] = torch.from_numpy(results.nats)
+    has_nats = all(results.nats is not None for results in slots.values())
     measured = MeasuredArrays(
         slots=index,
         lists=_listed(lists),
@@ -199,7 +191,7 @@ class _Maker:
 
     def results(
         self, name: str, index: int, accuracy: np.ndarray, nats: np.ndarray | None
-    ) -> ArrayResults:
+    ) -> Results:
         """Return the results of a slot with a list of options.
 
         Raises:
@@ -207,9 +199,7 @@ class _Maker:
         """
         candidates = self._listed(name, index)
         self._check_bits(name, index, candidates)
-        return ArrayResults(
-            candidates=candidates, bits=self._bits[index], accuracy=accuracy, nats=nats
-        )
+        return Results(candidates=candidates, bits=self._bits[index], accuracy=accuracy, nats=nats)
 
     def _listed(self, name: str, index: int) -> tuple[Candidate, ...]:
         names = tuple(p.name for p in self.projections[name])

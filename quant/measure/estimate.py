@@ -6,6 +6,7 @@ a single width are rounded; a mixed one costs the sum of its rows' costs at thei
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,8 +20,8 @@ from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.measure.compact import is_compact, read_numbers, write_results
-from exl2flow.quant.measure.measurement import CandidateResult
-from exl2flow.quant.measure.projection import REFERENCE, Projection, reference_job
+from exl2flow.quant.measure.projection import REFERENCE, Projection, reference_job, results_of
+from exl2flow.quant.measure.results import Results
 from exl2flow.quant.measure.together import estimated_together
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import round_matrices
@@ -42,21 +43,14 @@ HEAD_FILE = "sublayers/head.json"
 HEAD_ROWS = 2  # rows on which the head's candidates are compared
 
 
+@dataclass(frozen=True, kw_only=True)
 class Estimating(SublayerWork):
     """The work of `measure` at a sublayer when there are Fisher factors."""
 
-    def __init__(
-        self,
-        folder: StageFolder,
-        factors: FactorFiles,
-        options: RoundingOptions,
-        *,
-        compact: bool = False,
-    ) -> None:
-        self.folder = folder
-        self.factors = factors
-        self.options = options
-        self.compact = compact
+    folder: StageFolder
+    factors: FactorFiles
+    options: RoundingOptions
+    compact: bool
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -81,7 +75,7 @@ class Estimating(SublayerWork):
         # experts are rounded run by run, so that memory does not grow with their number
         items = {} if spec.group else {capture: factored([capture]) for capture in hessians}
 
-        def work(run: Sequence[str]) -> dict[str, list[CandidateResult]]:
+        def work(run: Sequence[str]) -> dict[str, Results]:
             found = items[run[0]] if run[0] in items else factored(run)
             experts = [
                 [
@@ -98,7 +92,7 @@ class Estimating(SublayerWork):
             return estimated(experts[0], PROJECTION_OPTIONS, self.options, gain_first=gain_first)
 
         works = [partial(work, run) for run in runs]
-        results: dict[str, list[CandidateResult]] = {}
+        results: dict[str, Results] = {}
         for by_key in run_concurrently(works, device_of(sublayer)):
             results |= by_key
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
@@ -116,7 +110,7 @@ def estimated(
     nats: Callable[[torch.Tensor], torch.Tensor] | None = None,
     *,
     gain_first: bool = False,
-) -> dict[str, list[CandidateResult]]:
+) -> dict[str, Results]:
     """Price all candidates of the projections that read one activation, by projection key.
 
     Args:
@@ -138,12 +132,7 @@ def estimated(
         reduced = _with_metric(projections, rounding) if reduced is None else reduced
         without = torch.stack([cost[bands.index(REFERENCE), 0].sum() for cost in costs])
         gains = (reduced / without).clamp(max=1).nan_to_num(nan=1)
-    return {
-        projection.spec.key: projection.results(
-            options, dict(zip(bands, cost.cpu(), strict=True)), gain
-        )
-        for projection, cost, gain in zip(projections, costs, gains.tolist(), strict=True)
-    }
+    return results_of(projections, torch.stack(costs).cpu(), bands, options, gains)
 
 
 def _with_metric(projections: Sequence[Projection], rounding: RoundingOptions) -> torch.Tensor:
@@ -173,7 +162,7 @@ def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tens
     folder.manifest.total = len(model.spec.sublayers) + 1
     factors = FactorFiles(run.inputs["sensitivity"], model.device)
     compact = is_compact(len(model.spec.projections) + 1)
-    work = Estimating(folder, factors, run.config.rounding, compact=compact)
+    work = Estimating(folder=folder, factors=factors, options=run.config.rounding, compact=compact)
     states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
     if states is not None:
         results = made_to_fit(partial(_head, model, states, work))
@@ -184,7 +173,7 @@ def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tens
     return [*map(work.file, model.spec.sublayers), HEAD_FILE]
 
 
-def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> list[CandidateResult]:
+def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> Results:
     """Measure the head's candidates on final states fp32 (rows, t, hidden)."""
     spec, head = model.spec.head, model.head()
     factors = work.factors.read("head")

@@ -5,8 +5,8 @@ head included) with its cost in nats.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from exl2flow.model.files.exl2 import QuantParams, padded_columns
 from exl2flow.model.files.measured import ARRAYS
 from exl2flow.quant.measure.compact import experts_slot, read_compact
 from exl2flow.quant.measure.compact import slot_projections as slot_projections
-from exl2flow.quant.measure.results import ArrayResults, Results, Slots
 from exl2flow.quant.measure.results import Candidate as Candidate
 from exl2flow.quant.measure.results import CandidateResult as CandidateResult
-from exl2flow.quant.measure.results import to_entries as to_entries
+from exl2flow.quant.measure.results import Results, Slots
 
 EXPERT_ROLES: dict[str, Role] = {"w1": "gate", "w3": "up", "w2": "down"}  # its names of matrices
 
@@ -46,7 +45,7 @@ class Measurement:
     """decoder: candidates of all slots but the head; head: its candidates, empty if unmeasured."""
 
     decoder: Slots
-    head: Results = ()
+    head: Results = field(default_factory=Results.of)
 
 
 def projection_bits(projection: ProjectionSpec, params: QuantParams) -> int:
@@ -72,43 +71,44 @@ def read_measurement(path: Path, spec: ModelSpec) -> Measurement:
         data = read_entries(path)
         data["last_module_idx"]
         measured = data["measurement"]
-        if ARRAYS in data:
-            measured = read_compact(path, data[ARRAYS], spec)
-        if spec.sublayers[0].parts[0].name in measured:
-            decoder = _slots(spec, measured)
-        else:
-            decoder = {p.key: _results(measured[p.key]) for p in spec.projections}
-        head = _results(measured.get(spec.head.key) or ())
+        if ARRAYS in data:  # whose numbers and candidates are checked together
+            arrays = read_compact(path, data[ARRAYS], spec)
+            decoder = {name: arrays[name] for name in _slot_names(spec, arrays)}
+            return Measurement(decoder=decoder, head=arrays.get(spec.head.key) or Results.of())
+        entries = {name: _entries(measured[name]) for name in _slot_names(spec, measured)}
+        projections = slot_projections(spec)
+        for name in entries.keys() & {experts_slot(spec, i) for i in range(spec.num_layers)}:
+            entries[name] = [_of_experts(result, projections[name]) for result in entries[name]]
+        head = _entries(measured.get(spec.head.key) or ())
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ConfigError(
             f"`{path}` is not a measurement of `{spec.source_dir}`: {words.cause(error)}; "
             "measure again or give the file that belongs to this model"
         ) from error
-    if ARRAYS in data:  # whose numbers and candidates were checked together
-        return Measurement(decoder=decoder, head=head)
-    projections = slot_projections(spec)
-    for name, results in decoder.items():
+    for name, results in entries.items():
         if not results:
             raise ConfigError(f"`{path}`: `{name}` lists no candidates; measure again")
         _check_entries(path, name, projections[name], results)
     _check_entries(path, spec.head.key, (spec.head,), head)
-    return Measurement(decoder=decoder, head=head)
+    return Measurement(
+        decoder={k: Results.of(v) for k, v in entries.items()}, head=Results.of(head)
+    )
 
 
-def _slots(spec: ModelSpec, measured: Mapping[str, Any]) -> dict[str, Results]:
-    """Return the results of each slot of a file that lists parts of sublayers.
+def _slot_names(spec: ModelSpec, measured: Container[str]) -> Iterator[str]:
+    """Yield the slots of a file: projections, or parts of sublayers.
 
     exllamav2 measures all experts of a layer together, as one slot with a choice for each role.
     """
-    slots: dict[str, Results] = {}
+    if spec.sublayers[0].parts[0].name not in measured:
+        yield from (p.key for p in spec.projections)
+        return
     for sublayer in spec.sublayers:
         layer = experts_slot(spec, sublayer.layer_index)
         if sublayer.group is None or layer not in measured:
-            slots |= {part.name: _results(measured[part.name]) for part in sublayer.parts}
+            yield from (part.name for part in sublayer.parts)
         elif sublayer.group.is_first:
-            projections = slot_projections(spec)[layer]
-            slots[layer] = [_of_experts(r, projections) for r in _results(measured[layer])]
-    return slots
+            yield layer
 
 
 def _of_experts(result: CandidateResult, projections: Sequence[ProjectionSpec]) -> CandidateResult:
@@ -117,16 +117,14 @@ def _of_experts(result: CandidateResult, projections: Sequence[ProjectionSpec]) 
     return replace(result, params={p.name: by_role[p.role] for p in projections})
 
 
-def _results(entries: Results | Sequence[Mapping[str, object]]) -> Results:
-    """Read the entries of a slot, unless they are results already.
+def _entries(entries: Sequence[Mapping[str, object]]) -> list[CandidateResult]:
+    """Read the entries of a slot.
 
     Raises:
         KeyError, TypeError, ValueError, OverflowError, AttributeError: they are none.
     """
-    if isinstance(entries, ArrayResults):
-        return entries
     try:
-        return [CandidateResult.from_json(entry) for entry in entries]  # type: ignore[arg-type]
+        return [CandidateResult.from_json(entry) for entry in entries]
     except ConfigError as error:
         raise ValueError(str(error)) from error
 

@@ -1,14 +1,16 @@
 """The cost of rounding a single projection, from its Fisher factors."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from exl2flow.core.errors import QuantizationError
 from exl2flow.core.options.config import RoundingOptions, ScaleSearch
 from exl2flow.model import Linear, ProjectionSpec
 from exl2flow.model.files.exl2 import QuantParams
-from exl2flow.quant.measure.measurement import CandidateResult, projection_bits
+from exl2flow.quant.measure.compact import bits_by_shape
+from exl2flow.quant.measure.results import Results
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
     RoundingJob,
@@ -87,60 +89,60 @@ class Projection:
         """Return the estimated cost of a rounded matrix, (k, n)."""
         return estimated_nats(rounded, self.factors, less=self.values)
 
-    def results(
-        self,
-        options: Sequence[QuantParams],
-        costs: Mapping[tuple[int, int], torch.Tensor],
-        gain: float,
-    ) -> list[CandidateResult]:
-        """Return the cost of every candidate.
 
-        Args:
-            options: the candidates.
-            costs: bits and group size → fp64 (2, k), as from `row_costs`.
-            gain: factor by which the output metric reduces the nats.
+def results_of(
+    projections: Sequence[Projection],
+    costs: torch.Tensor,
+    widths: Sequence[tuple[int, int]],
+    options: Sequence[QuantParams],
+    gains: torch.Tensor,
+) -> dict[str, Results]:
+    """Return the cost of every candidate, by projection key.
 
-        Raises:
-            QuantizationError: even the best one is unusable.
-        """
-        numbers = []
-        for params in options:
-            bands = [  # each band's rows cost what they do at its width
-                costs[band.bits, band.group_size][:, band.start : band.stop].sum(dim=1)
-                for band in params.bands(self.spec.in_features)
-            ]
-            nats, squared_error = torch.stack(bands).sum(dim=0).tolist()
-            numbers.append((gain * nats, squared_error))
-        bits = [projection_bits(self.spec, params) for params in options]
-        return self.results_of(options, numbers, bits)
+    Args:
+        projections: which have `k` in-features.
+        costs: fp64 (projections, widths, 2, k), as from `row_costs`.
+        widths: bits and group size.
+        options: the candidates; each band's rows cost what they do at its width.
+        gains: factors by which the output metric reduces the nats, (projections,).
 
-    def results_of(
-        self,
-        options: Sequence[QuantParams],
-        numbers: Sequence[tuple[float, float]],
-        bits: Sequence[int],
-    ) -> list[CandidateResult]:
-        """Return results, given nats and squared relative error of every candidate, and its bits.
-
-        Raises:
-            QuantizationError: even the best one is unusable, and its error matters.
-        """
-        results = [
-            CandidateResult(
-                accuracy=max(0.0, 1 - squared_error**0.5),
-                total_bits=total,
-                params={self.spec.name: params},
-                nats=nats,
-            )
-            for params, (nats, squared_error), total in zip(options, numbers, bits, strict=True)
+    Raises:
+        QuantizationError: even the best one is unusable, and its error matters.
+    """
+    found = []
+    for params in options:
+        bands = [
+            costs[:, widths.index((band.bits, band.group_size)), :, band.start : band.stop].sum(-1)
+            for band in params.bands(costs.shape[-1])
         ]
-        best = 1 - max(result.accuracy for result in results)
-        if best > HOPELESS_ERROR and not min(nats for nats, _ in numbers) < NEGLIGIBLE_NATS:
-            raise QuantizationError(
-                f"the best candidate of `{self.spec.key}` has a relative error of {best:.3f}; "
-                "the model or the calibration data is unusable: check both with `--dry-run`"
-            )
-        return results
+        found.append(torch.stack(bands).sum(dim=0))
+    nats, squared = torch.stack(found, dim=-1).unbind(1)  # fp64 (projections, options)
+    nats = nats * gains.to(nats.device)[:, None]
+    bits = bits_by_shape([p.spec for p in projections], options)
+    rows = zip(projections, nats.tolist(), squared.tolist(), bits, strict=True)
+    return {p.spec.key: _results(p.spec, options, *numbers) for p, *numbers in rows}
+
+
+def _results(
+    spec: ProjectionSpec,
+    options: Sequence[QuantParams],
+    nats: list[float],
+    squared: list[float],
+    bits: list[int],
+) -> Results:
+    accuracy = [max(0.0, 1 - squared_error**0.5) for squared_error in squared]
+    best = 1 - max(accuracy)
+    if best > HOPELESS_ERROR and not min(nats) < NEGLIGIBLE_NATS:
+        raise QuantizationError(
+            f"the best candidate of `{spec.key}` has a relative error of {best:.3f}; "
+            "the model or the calibration data is unusable: check both with `--dry-run`"
+        )
+    return Results(
+        candidates=tuple({spec.name: params} for params in options),
+        bits=np.array(bits, np.int64),
+        accuracy=np.array(accuracy),
+        nats=np.array(nats),
+    )
 
 
 def reference_job(p: Projection, rounding: RoundingOptions) -> RoundingJob:

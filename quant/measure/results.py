@@ -1,10 +1,10 @@
-"""Results of a slot's candidates: one by one, or in arrays if there are very many slots."""
+"""Results of a slot's candidates, in arrays: there may be very many slots."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Self, overload
+from typing import Self
 
 import numpy as np
 
@@ -51,27 +51,33 @@ def _params(text: str) -> QuantParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ArrayResults(Sequence[CandidateResult]):
-    """The results of a slot, of which one at a time becomes an object.
+class Results:
+    """The results of a slot's candidates, of which one at a time becomes an object.
 
     candidates: shared with other slots; bits: int64 (options,); accuracy, nats: fp64 (options,).
+    Without `nats` not all costs are known.
     """
 
     candidates: tuple[Candidate, ...]
     bits: np.ndarray
     accuracy: np.ndarray
-    nats: np.ndarray | None
+    nats: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, items: Sequence[CandidateResult] = ()) -> Self:
+        """Gather results of single candidates."""
+        nats = [item.nats for item in items if item.nats is not None]
+        return cls(
+            candidates=tuple(item.params for item in items),
+            bits=np.array([item.total_bits for item in items], np.int64),
+            accuracy=np.array([item.accuracy for item in items], np.float64),
+            nats=np.array(nats, np.float64) if len(nats) == len(items) else None,
+        )
 
     def __len__(self) -> int:
         return len(self.candidates)
 
-    @overload
-    def __getitem__(self, index: int) -> CandidateResult: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[CandidateResult]: ...
-    def __getitem__(self, index: int | slice) -> CandidateResult | list[CandidateResult]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def __getitem__(self, index: int) -> CandidateResult:
         return CandidateResult(
             accuracy=float(self.accuracy[index]),
             total_bits=int(self.bits[index]),
@@ -79,56 +85,20 @@ class ArrayResults(Sequence[CandidateResult]):
             nats=None if self.nats is None else float(self.nats[index]),
         )
 
-    def only(self, candidates: tuple[Candidate, ...], places: Sequence[int]) -> Self:
-        """Return some of the results: those at `places`, whose candidates are given."""
+    def __iter__(self) -> Iterator[CandidateResult]:
+        return map(self.__getitem__, range(len(self)))
+
+    def only(self, places: Sequence[int], candidates: tuple[Candidate, ...]) -> Self:
+        """Return the results at `places`, whose candidates are given."""
         at = np.array(places, np.int64)
         nats = None if self.nats is None else self.nats[at]
         return replace(
             self, candidates=candidates, bits=self.bits[at], accuracy=self.accuracy[at], nats=nats
         )
 
+    def scaled(self, factor: float) -> Self:
+        """Return results whose costs in nats are multiplied; an unknown cost is 0."""
+        return replace(self, nats=np.zeros(len(self)) if self.nats is None else factor * self.nats)
 
-Results = Sequence[CandidateResult]
+
 Slots = Mapping[str, Results]
-
-
-def candidates_of(results: Results) -> tuple[Candidate, ...]:
-    """Return the candidates of a slot."""
-    if isinstance(results, ArrayResults):
-        return results.candidates
-    return tuple(result.params for result in results)
-
-
-def bits_of(results: Results) -> list[int]:
-    """Return the stored bits of a slot's candidates."""
-    if isinstance(results, ArrayResults):
-        return list(results.bits.tolist())
-    return [result.total_bits for result in results]
-
-
-def accuracies_of(results: Results) -> list[float]:
-    """Return the accuracies of a slot's candidates."""
-    if isinstance(results, ArrayResults):
-        return list(results.accuracy.tolist())
-    return [result.accuracy for result in results]
-
-
-def nats_of(results: Results) -> list[float] | None:
-    """Return the costs of a slot's candidates in nats; None if one is unknown."""
-    if isinstance(results, ArrayResults):
-        return None if results.nats is None else list(results.nats.tolist())
-    nats = [result.nats for result in results if result.nats is not None]
-    return nats if len(nats) == len(results) else None
-
-
-def scaled(results: Results, factor: float) -> Results:
-    """Return results whose costs in nats are multiplied; an unknown cost is 0."""
-    if isinstance(results, ArrayResults):
-        nats = np.zeros(len(results)) if results.nats is None else results.nats
-        return replace(results, nats=factor * nats)
-    return [replace(result, nats=factor * (result.nats or 0.0)) for result in results]
-
-
-def to_entries(results: Slots) -> dict[str, object]:
-    """Return slot → entries of `measurement.json`."""
-    return {slot: [r.to_json() for r in candidates] for slot, candidates in results.items()}

@@ -7,10 +7,11 @@ States are those of the unquantized model throughout: errors do not accumulate h
 import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from exl2flow.core.errors import QuantizationError
@@ -40,10 +41,10 @@ from exl2flow.quant.measure.estimate import estimate_all, estimate_options
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
     Candidate,
-    CandidateResult,
     candidate_bits,
     read_entries,
 )
+from exl2flow.quant.measure.results import Results
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import (
     BATCH_ELEMENTS,
@@ -70,15 +71,13 @@ LEAST_ACCURACY = 1e-6  # stored accuracies are cut off here
 HOPELESS_ACCURACY = 0.1  # a sublayer whose best candidate is below this cannot be quantized
 
 
+@dataclass(frozen=True, kw_only=True)
 class Measuring(SublayerWork):
     """The work of `measure` at a sublayer: the error of its output under every candidate."""
 
-    def __init__(
-        self, folder: StageFolder, options: RoundingOptions, *, compact: bool = False
-    ) -> None:
-        self.folder = folder
-        self.options = options
-        self.compact = compact
+    folder: StageFolder
+    options: RoundingOptions
+    compact: bool
 
     def describe(self, path: Path) -> str:
         """See `SublayerWork`."""
@@ -109,7 +108,7 @@ class Measuring(SublayerWork):
         states: torch.Tensor,
         targets: torch.Tensor,
         factors: Mapping[str, HessianFactor],
-    ) -> list[CandidateResult]:
+    ) -> Results:
         """Return the candidates of a part, each with the error of the sublayer's output."""
         candidates = candidates_for(part)
         rounded, costs = _round_variants(
@@ -119,21 +118,17 @@ class Measuring(SublayerWork):
         originals = dict(sublayer.linears)
         errors = _candidate_errors(sublayer, part, states, targets, candidates, rounded)
         sublayer.linears.update(originals)
-        results = [
-            CandidateResult(
-                accuracy=max(LEAST_ACCURACY, 1 - error),
-                total_bits=candidate_bits(part.projections, candidate),
-                params=candidate,
-            )
-            for candidate, error in zip(candidates, errors, strict=True)
-        ]
-        best = max(result.accuracy for result in results)
+        accuracy = [max(LEAST_ACCURACY, 1 - error) for error in errors]
+        best = max(accuracy)
         if best < HOPELESS_ACCURACY:
             raise QuantizationError(
                 f"the best candidate of `{part.name}` only reaches accuracy {best:.3f}; "
                 "the model or the calibration data is unusable: check both with `--dry-run`"
             )
-        return results
+        bits = [candidate_bits(part.projections, candidate) for candidate in candidates]
+        return Results(
+            candidates=candidates, bits=np.array(bits, np.int64), accuracy=np.array(accuracy)
+        )
 
 
 def _candidate_errors(
@@ -254,7 +249,7 @@ def measure(run: StageRun[RunOptions]) -> None:
         run.folder.manifest.total = len(model.spec.sublayers)
         compact = is_compact(sum(len(sublayer.parts) for sublayer in model.spec.sublayers))
         rows = load_rows(folder, "measure")  # costs that are not in nats are not judged
-        work = Measuring(run.folder, run.config.rounding, compact=compact)
+        work = Measuring(folder=run.folder, options=run.config.rounding, compact=compact)
         walk(run, model, rows, work, to_end=False)
         files = [work.file(sublayer) for sublayer in model.spec.sublayers]
     merge(run, model.spec, files, compact=compact)

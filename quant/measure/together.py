@@ -9,9 +9,14 @@ from exl2flow.core.options.config import RoundingOptions, ScaleSearch
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import single_widths
-from exl2flow.quant.measure.compact import bits_by_shape
-from exl2flow.quant.measure.measurement import CandidateResult
-from exl2flow.quant.measure.projection import LEAST_SIZE, REFERENCE, Projection, reference_job
+from exl2flow.quant.measure.projection import (
+    LEAST_SIZE,
+    REFERENCE,
+    Projection,
+    reference_job,
+    results_of,
+)
+from exl2flow.quant.measure.results import Results
 from exl2flow.quant.rounding.error_feedback import RoundingJob, rounded_values
 from exl2flow.quant.rounding.hessian import squared_norm
 from exl2flow.quant.rounding.together import batches
@@ -21,7 +26,7 @@ Expert = Sequence[Projection]  # projections that read one activation
 
 def estimated_together(
     experts: Sequence[Expert], options: Sequence[QuantParams], rounding: RoundingOptions
-) -> dict[str, list[CandidateResult]]:
+) -> dict[str, Results]:
     """Price all candidates of experts, by projection key, as `estimated` does one by one.
 
     Args:
@@ -38,17 +43,12 @@ def estimated_together(
             for batch in batches(experts, elements * len(params))
         ]
     )
-    numbers = _of_options(costs, widths, options)
+    projections = list(chain.from_iterable(experts))
+    gains = torch.ones(len(projections))
     if rounding.rounds:
         without = costs[:, widths.index(REFERENCE), 0].sum(dim=1)
         gains = (_with_metric(experts, rounding) / without).clamp(max=1).nan_to_num(nan=1)
-        numbers[:, :, 0] *= gains[:, None]
-    projections = list(chain.from_iterable(experts))
-    bits = bits_by_shape([p.spec for p in projections], options)
-    return {
-        p.spec.key: p.results_of(options, list(map(tuple, found)), sizes)
-        for p, found, sizes in zip(projections, numbers.tolist(), bits, strict=True)
-    }
+    return results_of(projections, costs, widths, options, gains)
 
 
 def _row_costs(
@@ -116,21 +116,3 @@ class _Metric:
         squared = total(self.hessian @ flat, error).clamp(min=0) / size
         pushed = p.factors.output.apply(error)
         return total(self.input @ flat, pushed) / 2, squared
-
-
-def _of_options(
-    costs: torch.Tensor, widths: list[tuple[int, int]], options: Sequence[QuantParams]
-) -> torch.Tensor:
-    """Return nats and squared relative error of every candidate, fp64 (projections, options, 2).
-
-    costs: fp64 (projections, widths, 2, k); each band's rows cost what they do at its width.
-    """
-    k = costs.shape[-1]
-    found = []
-    for params in options:
-        bands = [
-            costs[:, widths.index((band.bits, band.group_size)), :, band.start : band.stop].sum(-1)
-            for band in params.bands(k)
-        ]
-        found.append(torch.stack(bands).sum(dim=0))
-    return torch.stack(found, dim=1)

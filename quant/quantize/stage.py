@@ -29,7 +29,7 @@ from exl2flow.model import (
     Sublayer,
     SublayerSpec,
 )
-from exl2flow.model.files.exl2 import QuantizedMatrix, padded_columns
+from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate.budget import read_choice
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.quantize.correction import (
@@ -66,6 +66,7 @@ from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
 from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, advance, walk
+from exl2flow.quant.walk.working_memory import stored_elements
 
 HEAD_FILE = "sublayers/head.safetensors"
 CORRECTED_WEIGHT = 8  # bytes per weight more: corrected targets, and one being computed
@@ -161,8 +162,7 @@ def summary(
 ) -> SublayerReport:
     """Return the report on a sublayer or the head, without its own errors."""
     bits = sum(item.matrix.total_bits for item in packed)
-    projections = [item.projection for item in packed]
-    numel = sum(p.in_features * padded_columns(p.out_features) for p in projections)
+    numel = sum(stored_elements(item.projection) for item in packed)
     return SublayerReport(name=name, bits=bits, bpw=bits / numel, matrices=tuple(matrices))
 
 
@@ -256,7 +256,6 @@ class Quantizing(MatrixWork):
     def _job(
         self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]
     ) -> RoundingJob:
-        """Return the rounding job of a projection."""
         output = self.output_metric(factors.get(projection.name))
         params = self.choice[projection.key]
         return RoundingJob(weight=padded_weight(linear), params=params, output=output)
@@ -372,20 +371,15 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
     )
 
 
-def _prepare(run: StageRun[RunOptions]) -> None:
-    """Start to build kernels: those of this stage, then those of a sample when validating."""
-    ops, config = get_ops(run.device), run.config
-    ops.prepare_rounding()
-    if config.writes_sample:
-        ops.prepare()
-
-
 @tensor_cores()
 @torch.inference_mode()
 def quantize(run: StageRun[RunOptions]) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
-    _prepare(run)
+    ops = get_ops(run.device)
+    ops.prepare_rounding()
+    if run.config.writes_sample:  # when validating
+        ops.prepare()
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     ids = load_rows(run.inputs["tokenize"], "quantize")
     head_is_open = not run.folder.valid(HEAD_FILE)

@@ -23,6 +23,11 @@ COPIES = 18  # of a matrix side by side while measuring, at most
 FACTORING = 12  # bytes per element of experts' Hessians: factors being computed, and side by side
 
 
+def stored_elements(projection: ProjectionSpec) -> int:
+    """Return the weights of a projection as stored, padding included."""
+    return projection.in_features * padded_columns(projection.out_features)
+
+
 def working_bytes(spec: ModelSpec, limit: int) -> int:
     """Return the least memory in bytes for the largest sublayer or the head, with all remedies.
 
@@ -36,7 +41,7 @@ def working_bytes(spec: ModelSpec, limit: int) -> int:
 
 def _working(projections: tuple[ProjectionSpec, ...], limit: int) -> int:
     """Return the peak of `measure` and `quantize`."""
-    sizes = {p.name: p.in_features * padded_columns(p.out_features) for p in projections}
+    sizes = {p.name: stored_elements(p) for p in projections}
     readers: dict[str, int] = {}  # capture → weights that read it
     widths = {p.capture: p.in_features for p in projections}
     for p in projections:
@@ -67,8 +72,7 @@ def together_bytes(projections: Sequence[ProjectionSpec], *, copies: int, runs: 
     widths = {p.capture: p.in_features for p in projections}
     for p in projections:
         if p.is_routed:
-            size = copies * p.in_features * padded_columns(p.out_features)
-            weights[p.capture] = weights.get(p.capture, 0) + size
+            weights[p.capture] = weights.get(p.capture, 0) + copies * stored_elements(p)
     alike = Counter((widths[capture], size) for capture, size in weights.items())
     found = [
         (width, size, count)

@@ -1,13 +1,12 @@
 """On a GPU, where a thread stores results, a run interrupted anywhere can be resumed."""
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from conversions import small_config
+from resumed import Crash, crash, interrupt
 from tiny import make_tiny
 from traces import contents
 
@@ -22,18 +21,6 @@ from exl2flow.pipeline.stages import STAGES
 pytestmark = pytest.mark.gpu
 
 UP_TO_COMPILE = [stage for stage in STAGES if stage.name != "validate"]
-
-
-class Crash(Exception):
-    """Ends a stage like a kill."""
-
-
-def crash() -> None:
-    raise Crash
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def after(stage: str, done: int, act: Callable[[], None]) -> Progress:

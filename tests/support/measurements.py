@@ -9,6 +9,7 @@ from exl2flow.model import ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import parse_params
 from exl2flow.quant.measure.measurement import CandidateResult, Measurement, projection_bits
+from exl2flow.quant.measure.results import Results
 
 OPTION_LIST = """
 2 g64 | 2 g32
@@ -50,9 +51,7 @@ def decoder_projections(spec: ModelSpec) -> list[ProjectionSpec]:
     return [p for sublayer in spec.sublayers for p in sublayer.projections]
 
 
-def slot(
-    projection: ProjectionSpec, options: Sequence[QuantParams], *, weight: float
-) -> list[CandidateResult]:
+def slot(projection: ProjectionSpec, options: Sequence[QuantParams], *, weight: float) -> Results:
     """Return candidates of a projection whose cost is a quarter for every further bit."""
     numel = projection.in_features * projection.out_features
     results = []
@@ -67,7 +66,7 @@ def slot(
                 nats=weight * error**2,
             )
         )
-    return results
+    return Results.of(results)
 
 
 def measured_in_nats(

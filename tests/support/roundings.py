@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from exl2flow.kernels import Group
-from exl2flow.quant.rounding.hessian import HessianFactor
+from exl2flow.quant.rounding.hessian import HessianFactor, MixedHessian, factor
+from exl2flow.quant.sensitivity import fisher
 
 
 def whole_groups(x: torch.Tensor, bits: int | Iterable[int]) -> list[Group]:
@@ -15,6 +17,17 @@ def whole_groups(x: torch.Tensor, bits: int | Iterable[int]) -> list[Group]:
     return [Group(bits=width, start=0, rows=x.shape[1]) for width in widths]
 
 
-def to_nearest(factor: HessianFactor) -> HessianFactor:
+def to_nearest(item: HessianFactor) -> HessianFactor:
     """Return a factor that carries no errors to later rows, in the same order."""
-    return replace(factor, upper=torch.eye(len(factor.upper), device=factor.upper.device))
+    return replace(item, upper=torch.eye(len(item.upper), device=item.upper.device))
+
+
+def make_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the stages Hessians that no damping makes regular."""
+
+    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
+        k = len(hessian.diagonal())
+        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
+        return factor(spoiled, damping=damping, name=name)
+
+    monkeypatch.setattr(fisher, "factor", fail)

@@ -25,19 +25,21 @@ def text_parquet(path: Path) -> Path:
     return path
 
 
+def calibrated_on(
+    text: Path | str, quantizing: tuple[int, int], measuring: tuple[int, int]
+) -> dict[str, object]:
+    """Return calibration options: a text, rows and tokens of each, to quantize and to measure."""
+    names = ("rows", "row_tokens", "measure_rows", "measure_row_tokens")
+    return {"text": text, **dict(zip(names, (*quantizing, *measuring), strict=True))}
+
+
 def one_layer(
     folder: Path, *, hidden: int, intermediate: int, **values: object
 ) -> ConversionConfig:
     """Return the conversion of a model of one layer, with little text."""
     shape = {"num_hidden_layers": 1, "hidden_size": hidden, "intermediate_size": intermediate}
     source = make_tiny("llama", folder / "model", **shape)
-    calibration = {
-        "text": text_parquet(folder / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 64,
-        "measure_rows": 1,
-        "measure_row_tokens": 64,
-    }
+    calibration = calibrated_on(text_parquet(folder / "text.parquet"), (2, 64), (1, 64))
     return small_config(source, folder / "out", calibration=calibration, **values)
 
 
@@ -74,13 +76,7 @@ def foreign_measurement(path: Path, spec: ModelSpec) -> Path:
 def prepared(source: Path, **values: object) -> ConversionConfig:
     """Return a conversion that neither measures nor needs gradients."""
     root = source.parent
-    calibration = {
-        "text": text_parquet(root / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
+    calibration = calibrated_on(text_parquet(root / "text.parquet"), (2, 32), (1, 32))
     measurement = foreign_measurement(root / "measurement.json", resolve(source))
     defaults: dict[str, object] = {
         "calibration": calibration,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conversions import small_config
-from stage_runs import run_until, text_parquet
+from stage_runs import calibrated_on, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
@@ -29,13 +29,7 @@ class Converted:
 def convert(root: Path, **values: object) -> Converted:
     """Convert a tiny Llama to 4 bits; the quantizing rows differ from the measuring ones."""
     source = make_tiny("llama", root / "model")
-    calibration = {
-        "text": text_parquet(root / "text.parquet"),
-        "rows": 5,
-        "row_tokens": 96,
-        "measure_rows": 3,
-        "measure_row_tokens": 64,
-    }
+    calibration = calibrated_on(text_parquet(root / "text.parquet"), (5, 96), (3, 64))
     config = small_config(source, root / "out", bpw=4.0, calibration=calibration, **values)
     pipeline = run_until(config, "compile")
     return Converted(config=config, pipeline=pipeline, spec=resolve(source))

@@ -9,7 +9,8 @@ from conversions import small_config
 from decoders import build_decoder
 from refinements import refine_until, refinement, rough_model
 from safetensors.torch import load_file
-from stage_runs import run_until, text_parquet
+from stage_runs import calibrated_on, run_until, text_parquet
+from tiny import make_tiny
 
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
@@ -46,14 +47,8 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def converted(name: str, root: Path, kind: str, bpw: float) -> Pipeline:
-    calibration = {
-        "text": text_parquet(root / "text.parquet"),
-        "rows": 8,
-        "row_tokens": 64,
-        "measure_rows": 2,
-        "measure_row_tokens": 64,
-    }
-    source = make_block(name, root / "model")
+    calibration = calibrated_on(text_parquet(root / "text.parquet"), (4, 64), (2, 64))
+    source = make_tiny("llama", root / "model", num_hidden_layers=1, **block_config(name))
     values = {"bpw": bpw, "calibration": calibration, **KINDS[kind]}
     return run_until(small_config(source, root / "out", **values), "compile")
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
-from stage_runs import foreign_measurement, prepared, run_until, text_parquet
-from tiny import make_tiny
+from resumed import Crash, after, before, crash, results
+from stage_runs import calibrated_on, foreign_measurement, prepared, run_until, text_parquet
+from tiny import make_tiny, tiny_spec
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store import store
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.engine.loading.load import load_model
@@ -25,21 +26,11 @@ from exl2flow.quant.measure.measurement import read_measurement, slot_projection
 from exl2flow.quant.quantize.stage import read_report
 
 EXPERT = 3 * 64 * 32  # weights
-STEPS = {8: EXPERT, 3: 3 * EXPERT, 1: 1 << 27}  # steps of a layer's routed experts → most weights
-
-
-class Crash(Exception):
-    """Stands for the end of the process."""
+STEPS = {4: EXPERT, 2: 2 * EXPERT, 1: 1 << 27}  # steps of a layer's routed experts → most weights
 
 
 def configuration(source: Path, out: Path, **values: object) -> ConversionConfig:
-    calibration = {
-        "text": text_parquet(source.parent / "text.parquet"),
-        "rows": 4,
-        "row_tokens": 64,
-        "measure_rows": 3,
-        "measure_row_tokens": 64,
-    }
+    calibration = calibrated_on(text_parquet(source.parent / "text.parquet"), (3, 64), (2, 64))
     options: dict[str, object] = {
         "quality": "standard",
         "sensitivity": {"rows": 2},
@@ -51,7 +42,7 @@ def configuration(source: Path, out: Path, **values: object) -> ConversionConfig
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("qwen2-moe", tmp_path_factory.mktemp("experts") / "model")
+    return make_tiny("qwen2-moe", tmp_path_factory.mktemp("experts") / "model", num_experts=4)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +69,7 @@ def weights(pipeline: Pipeline) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -100,8 +91,8 @@ def test_bytes_do_not_depend_on_the_steps_of_a_layer(
     assert weights(divided(steps, **options)) == weights(divided(1, **options))
 
 
-def test_steps_of_a_layer_follow_from_its_shape(source: Path) -> None:
-    spec = resolve(source)
+def test_steps_of_a_layer_follow_from_its_shape(tmp_path: Path) -> None:
+    spec = tiny_spec("qwen2-moe", tmp_path)
 
     groups = {most: _groups(spec, most) for most in (EXPERT, 3 * EXPERT, 4 * EXPERT, 1 << 27)}
 
@@ -123,14 +114,6 @@ def _groups(spec: object, most: int) -> list[int]:
     return [len(g.experts) for g in groups]
 
 
-def after(stage: str, done: int) -> Progress:
-    def sink(tick: Tick) -> None:
-        if (tick.stage, tick.done) == (stage, done) and tick.detail:
-            raise Crash
-
-    return sink
-
-
 @pytest.mark.parametrize("stage", ["sensitivity", "measure", "quantize"])
 @pytest.mark.parametrize("interval", [0.0, 3600.0], ids=["from saved states", "from the start"])
 def test_a_run_that_ended_within_a_layer_is_resumed_to_the_same_bytes(
@@ -140,42 +123,28 @@ def test_a_run_that_ended_within_a_layer_is_resumed_to_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = divided(3)
-    monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[3])
+    whole = divided(2)
+    monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[2])
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", interval)
-    config = whole.config.model_copy(update={"work_root": tmp_path / "work"})
-    pipeline = Pipeline(config, tuple(whole.stages.values()), device="cpu")
-    for name in whole.stages:
-        if name == stage:
-            break
-        shutil.copytree(whole.path(name), pipeline.path(name))
+    pipeline = before(whole, stage, tmp_path / "work")
 
     with pytest.raises(Crash):
-        pipeline.run(stage, progress=after(stage, 3))  # of 5 sublayers of a layer
+        pipeline.run(stage, progress=after(stage, 3, crash))  # of 4 sublayers of a layer
     pipeline.run(stage, progress=silent)
 
-    results = {
-        folder: {
-            path.name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for path in folder.rglob("*")
-            if path.suffix in (".safetensors", ".json") and path.name != "manifest.json"
-        }
-        for folder in (pipeline.path(stage), whole.path(stage))
-    }
-    found, expected = results.values()
-    assert found == expected
+    assert results(pipeline, stage) == results(whole, stage)
 
 
 def test_experts_report_their_tokens_and_the_routes_that_changed(
     divided: Callable[..., Pipeline],
 ) -> None:
-    folder = divided(3).path("quantize") / "sublayers"
+    folder = divided(2).path("quantize") / "sublayers"
     reports = [read_report(path) for path in sorted(folder.iterdir())]
     experts = [report.experts for report in reports if report.experts is not None]
 
     counts = [sum(e.tokens.values()) for e in experts]
-    tokens = 4 * 64 * 2  # rows, tokens, experts of each
-    assert sum(counts[:4]) == sum(counts[4:]) == tokens
+    tokens = 3 * 64 * 2  # rows, tokens, experts of each
+    assert sum(counts[:3]) == sum(counts[3:]) == tokens
     assert all(e.changed_routes is not None and 0 <= e.changed_routes < 0.2 for e in experts)
     for e in experts:
         few = [expert for expert, count in e.tokens.items() if count < 64]
@@ -186,21 +155,21 @@ def test_experts_report_their_tokens_and_the_routes_that_changed(
 def test_a_converted_model_is_loaded_whole_and_streamed_alike(
     divided: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = divided(3).config.out
+    out = divided(2).config.out
     ids = torch.randint(0, 290, (2, 40), generator=torch.Generator().manual_seed(0))
     decoder = load_model(out, device="cpu").decoder
     assert [s.kind for s in decoder.spec.sublayers] == ["attention", "experts"] * 2
 
-    monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[3])
+    monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[2])
     streamed = StreamedModel(out, torch.device("cpu"))
 
-    assert len(streamed.spec.sublayers) == 10
+    assert len(streamed.spec.sublayers) == 8
     [states] = streamed.states([ids])
     assert torch.equal(torch.cat([decoder.hidden(row[None]) for row in ids]), states)
 
 
 def test_a_measurement_of_exllamav2_chooses_for_all_experts_of_a_layer(tmp_path: Path) -> None:
-    source = make_tiny("mixtral", tmp_path / "model")
+    source = make_tiny("mixtral", tmp_path / "model", num_hidden_layers=1)
     spec = resolve(source)
     path = foreign_measurement(tmp_path / "ours.json", spec)
     content = json.loads(path.read_text())

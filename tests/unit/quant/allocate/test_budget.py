@@ -5,13 +5,14 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conversions import small_config
 from measurements import decoder_projections, measured_in_nats, written_in_nats
-from stage_runs import foreign_measurement, run_until, text_parquet
+from stage_runs import calibrated_on, foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
@@ -36,6 +37,7 @@ from exl2flow.quant.measure.measurement import (
     projection_bits,
     read_measurement,
 )
+from exl2flow.quant.measure.results import Results
 
 EXACT = 1e-9  # sums of doubles in another order
 HEADER_SLACK = 64  # bytes by which offsets written out in digits may differ
@@ -53,17 +55,19 @@ def single(tmp_path: Path) -> ModelSpec:
     return resolve(make_tiny("llama", tmp_path / "single", num_hidden_layers=1))
 
 
-def slots_of(spec: ModelSpec, *accuracies: Sequence[float]) -> dict[str, list[CandidateResult]]:
+def slots_of(spec: ModelSpec, *accuracies: Sequence[float]) -> dict[str, Results]:
     """Return candidates of the first sublayers that cost 100, 200 … bits."""
     return {
-        sublayer.name: [
-            CandidateResult(
-                accuracy=accuracy,
-                total_bits=100 * (index + 1),
-                params={p.name: PROJECTION_OPTIONS[index] for p in sublayer.projections},
-            )
-            for index, accuracy in enumerate(row)
-        ]
+        sublayer.name: Results.of(
+            [
+                CandidateResult(
+                    accuracy=accuracy,
+                    total_bits=100 * (index + 1),
+                    params={p.name: PROJECTION_OPTIONS[index] for p in sublayer.projections},
+                )
+                for index, accuracy in enumerate(row)
+            ]
+        )
         for sublayer, row in zip(spec.sublayers, accuracies, strict=False)
     }
 
@@ -150,7 +154,7 @@ def test_nats_are_added_up_whatever_the_objective_for_errors(single: ModelSpec) 
 
 
 def combinations(
-    slots: Mapping[str, Sequence[CandidateResult]],
+    slots: Mapping[str, Results],
 ) -> list[tuple[int, float, dict[str, CandidateResult]]]:
     """Return bits, nats and choice of every possible allocation."""
     return [
@@ -282,16 +286,7 @@ def test_a_costly_head_gets_more_bits_than_a_cheap_one(wide: ModelSpec) -> None:
 
     widths = []
     for factor in (1e-3, 1e3):
-        head = [
-            CandidateResult(
-                accuracy=r.accuracy,
-                total_bits=r.total_bits,
-                params=r.params,
-                nats=factor * (r.nats or 0),
-            )
-            for r in measurement.head
-        ]
-        changed = Measurement(decoder=measurement.decoder, head=head)
+        changed = replace(measurement, head=measurement.head.scaled(factor))
         config = config_for(wide, target_bytes=target + 2 * 2003 * 256)
         choice = allocate_total(config, wide, changed).params
         widths.append(projection_bits(wide.head, choice[wide.head.key]))
@@ -338,13 +333,7 @@ def test_a_free_head_that_was_not_measured_is_refused(kind: str, spec: ModelSpec
 def staged(spec: ModelSpec, measurement: Path, **values: object) -> dict[str, Any]:
     """Run the stages up to `allocate` without factors; return what it stored, and the choice."""
     root = spec.source_dir.parent
-    calibration = {
-        "text": text_parquet(root / "text.parquet"),
-        "rows": 1,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
+    calibration = calibrated_on(text_parquet(root / "text.parquet"), (1, 32), (1, 32))
     config = config_for(
         spec,
         measurement=measurement,

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
-from checkpoints import make_checkpoint
 from conversions import small_config
 from measurements import decoder_projections, written_in_nats
 from tiny import make_tiny
@@ -19,8 +19,8 @@ from exl2flow.quant.allocate.groups import grouped
 from exl2flow.quant.allocate.layout import output_bytes
 from exl2flow.quant.allocate.stage import ALLOCATE
 from exl2flow.quant.measure.candidates import candidates_for
-from exl2flow.quant.measure.measurement import CandidateResult, candidate_bits
-from exl2flow.quant.measure.results import bits_of
+from exl2flow.quant.measure.measurement import candidate_bits
+from exl2flow.quant.measure.results import Results
 
 LAYER = {"experts": "layer"}
 SHARD_MB = 8192
@@ -28,7 +28,8 @@ SHARD_MB = 8192
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return resolve(make_checkpoint("qwen3-moe", tmp_path_factory.mktemp("experts") / "model"))
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    return resolve(make_tiny("mixtral", folder, num_local_experts=8))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_common_candidate_takes_and_costs_what_it_does_in_each_slot(
     assert [len(group.slots) for group in groups if len(group.slots) > 1] == [8] * 6
     assert {name for group in groups for name in group.slots} == {*slots}
     for group in groups:
-        bits = group.sums([bits_of(slots[name]) for name in group.slots])
+        bits = group.sums([slots[name].bits.tolist() for name in group.slots])
         for index, total in enumerate(bits):
             chosen = [slots[name][at] for name, at in group.chosen(index).items()]
             assert sum(r.total_bits for r in chosen) == total
@@ -108,12 +109,11 @@ def test_dense_models_are_allotted_as_ever(dense: ModelSpec, tmp_path: Path) -> 
 
 def test_parts_measured_by_exllamav2s_objective_choose_together(spec: ModelSpec) -> None:
     slots = {
-        part.name: [
-            CandidateResult(
-                accuracy=0.9, total_bits=candidate_bits(part.projections, c), params=dict(c)
-            )
-            for c in candidates_for(part)[:4]
-        ]
+        part.name: Results(
+            candidates=candidates_for(part)[:4],
+            bits=np.array([candidate_bits(part.projections, c) for c in candidates_for(part)[:4]]),
+            accuracy=np.full(4, 0.9),
+        )
         for sublayer in spec.sublayers
         for part in sublayer.parts
     }

@@ -1,40 +1,26 @@
 """Rounds of allocation: what they commit, and that a stopped one judges nothing twice."""
 
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conversions import small_config
-from stage_runs import run_until, text_parquet
+from resumed import Crash, after, before, crash, interrupt
+from stage_runs import calibrated_on, run_until, text_parquet
 from tiny import make_tiny
 from traces import delete
 
 from exl2flow.core.errors import Interrupted
-from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
 from exl2flow.quant.allocate.trials import Trials, Verdict
 
 SUBLAYERS = 4
 ROUNDS = 2
 TOTAL = (ROUNDS + 1) * SUBLAYERS + 1
-
-
-class Crash(Exception):
-    """Ends a stage between two sublayers as a kill would."""
-
-
-def crash() -> None:
-    raise Crash
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +31,7 @@ def allotted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
         make_tiny("llama", root / "model"),
         root / "out",
         bpw=3.0,
-        calibration={
-            "text": text_parquet(root / "text.parquet"),
-            "rows": 6,
-            "row_tokens": 64,
-            "measure_rows": 1,
-            "measure_row_tokens": 64,
-        },
+        calibration=calibrated_on(text_parquet(root / "text.parquet"), (6, 64), (1, 64)),
         sensitivity={"rows": 2},
         allocate={"rounds": ROUNDS},
     )
@@ -61,11 +41,7 @@ def allotted(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 @pytest.fixture
 def unallotted(allotted: Pipeline, tmp_path: Path) -> Pipeline:
     """The same before its bits are allotted."""
-    config = allotted.config.model_copy(update={"work_root": tmp_path})
-    pipeline = Pipeline(config, STAGES, device="cpu")
-    for name in ("tokenize", "sensitivity", "measure"):
-        shutil.copytree(allotted.path(name), pipeline.path(name))
-    return pipeline
+    return before(allotted, "allocate", tmp_path)
 
 
 @pytest.fixture
@@ -85,14 +61,6 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def content(pipeline: Pipeline) -> bytes:
     return (pipeline.path("allocate") / ALLOCATION_FILE).read_bytes()
-
-
-def at(done: int, act: Callable[[], None]) -> Progress:
-    def sink(tick: Tick) -> None:
-        if (tick.stage, tick.done) == ("allocate", done) and tick.detail:
-            act()
-
-    return sink
 
 
 def test_every_sublayer_of_every_trial_is_reported(
@@ -121,7 +89,7 @@ def test_a_resumed_allocation_is_the_same_and_judges_no_trial_twice(
     judged: list[list[str]],
 ) -> None:
     with pytest.raises(error):
-        unallotted.run("allocate", progress=at(done, act))
+        unallotted.run("allocate", progress=after("allocate", done, act))
     trials = len(judged)
 
     unallotted.run("allocate", progress=silent)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conversions import small_config
-from stage_runs import text_parquet
+from stage_runs import calibrated_on, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed, SourceModelError
@@ -64,13 +64,7 @@ def test_no_published_file_has_a_path_of_the_user_or_a_file_that_is_none_of_the_
     mails = source.parent / "mail.parquet"
     text_parquet(mails)
     (source.parent / "held out.txt").write_text("Once upon a time there was a mouse. " * 40)
-    calibration = {
-        "text": str(mails),
-        "rows": 2,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
+    calibration = calibrated_on(str(mails), (2, 32), (1, 32))
     judged = {"rows": 1, "row_tokens": 64, "sample_tokens": 0, "fail_perplexity_ratio": 100}
     config = small_config(
         source,

@@ -8,7 +8,7 @@ from conversions import small_config
 from fp8_models import make_fp8
 from gptq_models import as_gptq
 from safetensors.torch import load_file
-from stage_runs import run_until, text_parquet
+from stage_runs import calibrated_on, run_until, text_parquet
 from tekken_files import write
 from tiny import TEXT, make_tiny
 
@@ -19,13 +19,7 @@ from exl2flow.model import Tokenizer
 
 def converted(source: Path, **values: object) -> Path:
     """Convert a source of which all else is in one folder; return the output."""
-    calibration = {
-        "text": text_parquet(source.parent / "text.parquet"),
-        "rows": 2,
-        "row_tokens": 64,
-        "measure_rows": 1,
-        "measure_row_tokens": 64,
-    }
+    calibration = calibrated_on(text_parquet(source.parent / "text.parquet"), (2, 64), (1, 64))
     out = source.parent / f"{source.name}-out"
     run_until(small_config(source, out, calibration=calibration, **values), "compile")
     return out

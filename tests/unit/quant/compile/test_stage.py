@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from measurements import written_in_nats
+from resumed import before
 from safetensors.torch import load_file, save_file
 from stage_runs import prepared, run_until
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import NonFiniteState, ReconstructionMismatch, StoreError
+from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import digest, read_json
 from exl2flow.core.store.model_files import carried_files
+from exl2flow.core.store.stage import Pipeline
 from exl2flow.inference.scoring.evaluate import evaluate
 from exl2flow.model import QuantizedMatrix, resolve
 from exl2flow.model.files.exl2 import tensor_names
@@ -34,9 +37,11 @@ def source(tmp_path: Path) -> Path:
     return make_tiny("qwen2", tmp_path / "model", num_hidden_layers=1)
 
 
-@pytest.fixture
-def large_source(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model", vocab_size=LARGE_VOCABULARY, shards=3)
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """A conversion up to what `compile` reads."""
+    source = tmp_path_factory.mktemp("quantized") / "model"
+    return run_until(prepared(make_tiny("qwen2", source, num_hidden_layers=1)), "quantize")
 
 
 def written_tensors(out: Path) -> dict[str, torch.Tensor]:
@@ -46,15 +51,29 @@ def written_tensors(out: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_bytes_are_predicted_file_by_file(large_source: Path) -> None:
-    config = prepared(large_source, shard_size_mb=1)
+def test_shards_are_predicted_and_indexed_and_replaced(tmp_path: Path) -> None:
+    source = make_tiny("llama", tmp_path / "model", vocab_size=LARGE_VOCABULARY, shards=3)
+    config = prepared(source, shard_size_mb=1)
     choice = read_choice(run_until(config, "compile").path("allocate"))
 
-    planned = plan_shards(output_layout(resolve(large_source), choice), 1)
+    planned = plan_shards(output_layout(resolve(source), choice), 1)
 
-    found = {path.name: path.stat().st_size for path in config.out.glob("*.safetensors")}
-    assert len(found) > 1
-    assert {shard.name: shard.bytes for shard in planned} == found
+    files = list(config.out.glob("*.safetensors"))
+    assert len(files) > 1
+    assert {s.name: s.bytes for s in planned} == {p.name: p.stat().st_size for p in files}
+    index = read_json(config.out / "model.safetensors.index.json")
+    sizes = 0
+    for path in files:
+        for name, tensor in load_file(path).items():
+            assert index["weight_map"].pop(name) == path.name
+            sizes += tensor.nbytes
+    assert index["weight_map"] == {}
+    assert index["metadata"]["total_size"] == sizes
+
+    run_until(config.model_copy(update={"shard_size_mb": 0}), "compile")
+
+    assert [path.name for path in config.out.glob("*.safetensors")] == ["model.safetensors"]
+    assert not list(config.out.glob("*.index.json"))
 
 
 def test_one_file_is_written_without_an_index(converted: Any) -> None:
@@ -66,31 +85,6 @@ def test_one_file_is_written_without_an_index(converted: Any) -> None:
     assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
     assert shard.bytes == (out / "model.safetensors").stat().st_size
     assert not list(out.glob("*.index.json"))
-
-
-def test_index_names_every_tensor_and_the_stale_one_is_gone(large_source: Path) -> None:
-    config = prepared(large_source, shard_size_mb=1)
-
-    run_until(config, "compile")
-
-    index = read_json(config.out / "model.safetensors.index.json")
-    sizes = 0
-    for path in config.out.glob("*.safetensors"):
-        for name, tensor in load_file(path).items():
-            assert index["weight_map"].pop(name) == path.name
-            sizes += tensor.nbytes
-    assert index["weight_map"] == {}
-    assert index["metadata"]["total_size"] == sizes
-
-
-def test_other_shard_size_leaves_no_old_shards(large_source: Path) -> None:
-    run_until(prepared(large_source, shard_size_mb=1), "compile")
-    config = prepared(large_source, shard_size_mb=0)
-
-    run_until(config, "compile")
-
-    assert [path.name for path in config.out.glob("*.safetensors")] == ["model.safetensors"]
-    assert not list(config.out.glob("*.index.json"))
 
 
 def test_output_holds_exactly_the_tensors_of_the_format(converted: Any) -> None:
@@ -164,7 +158,6 @@ def test_config_gets_the_block_and_keeps_the_rest(converted: Any) -> None:
 
 def test_standard_calibration_is_named_default(source: Path, tmp_path: Path) -> None:
     config = prepared(source)
-    run_until(config, "compile")
     standard = config.model_copy(
         update={
             "out": tmp_path / "second",
@@ -236,7 +229,11 @@ def test_record_tells_source_options_and_errors(converted: Any) -> None:
     ],
 )
 def test_reading_back_detects_a_flipped_bit(
-    tensor: str, named: str, source: Path, monkeypatch: pytest.MonkeyPatch
+    tensor: str,
+    named: str,
+    quantized: Pipeline,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def flip(run: Any, spec: Any) -> dict[str, object]:
         path = run.config.out / "model.safetensors"
@@ -250,8 +247,10 @@ def test_reading_back_detects_a_flipped_bit(
     of_config = compile_module._config
     monkeypatch.setattr(compile_module, "_config", flip)
 
+    pipeline = before(quantized, "compile", tmp_path / "work", out=tmp_path / "out")
+
     with pytest.raises(ReconstructionMismatch, match=rf"`{named}` in "):
-        run_until(prepared(source), "compile")
+        pipeline.run("compile", progress=silent)
 
 
 def test_same_options_give_the_same_bytes(source: Path, tmp_path: Path) -> None:
@@ -265,16 +264,17 @@ def test_same_options_give_the_same_bytes(source: Path, tmp_path: Path) -> None:
     assert [digest(first.out / n) for n in names] == [digest(second.out / n) for n in names]
 
 
-def test_foreign_folder_is_refused_and_left_alone(source: Path) -> None:
-    config = prepared(source)
-    config.out.mkdir()
-    (config.out / "model.safetensors").write_text("mine")
+def test_foreign_folder_is_refused_and_left_alone(quantized: Pipeline, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "model.safetensors").write_text("mine")
+    pipeline = before(quantized, "compile", tmp_path / "work", out=out)
 
     with pytest.raises(StoreError, match="was not made from this source by exl2flow"):
-        run_until(config, "compile")
+        pipeline.run("compile", progress=silent)
 
-    assert [path.name for path in config.out.iterdir()] == ["model.safetensors"]
-    assert (config.out / "model.safetensors").read_text() == "mine"
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
+    assert (out / "model.safetensors").read_text() == "mine"
 
 
 def test_value_beyond_fp16_is_refused_by_name(source: Path) -> None:
@@ -328,7 +328,7 @@ def test_tuned_tensors_replace_the_quantized_ones(source: Path) -> None:
 def test_family_converts_reloads_and_matches_its_source(
     family: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = make_tiny(family, tmp_path / "model", **options)
+    source = make_tiny(family, tmp_path / "model", num_hidden_layers=1, **options)
     config = prepared(source, bpw=8.0, head_bits=8)
 
     run_until(config, "compile")

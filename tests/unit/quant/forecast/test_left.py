@@ -4,11 +4,10 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from conversions import small_config, snapshot
-from stage_runs import run_until, text_parquet
+from stage_runs import calibrated_on, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import Interrupted, PreflightFailed, StoreError
@@ -26,19 +25,12 @@ from exl2flow.quant.forecast.preflight import check_disk, preflight
 KILOBYTES = 10**3
 
 
-class DiskUsage(NamedTuple):
-    """What `shutil.disk_usage` returns."""
-
-    total: int
-    used: int
-    free: int
-
-
 @pytest.fixture
 def set_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return what sets the free bytes that the disk reports."""
+    usage = type(shutil.disk_usage("/"))
     return lambda free: monkeypatch.setattr(
-        shutil, "disk_usage", lambda path: DiskUsage(10**12, 0, free)
+        shutil, "disk_usage", lambda path: usage(10**12, 0, free)
     )
 
 
@@ -46,13 +38,7 @@ def config_of(folder: Path, **values: object) -> ConversionConfig:
     source = folder / "model"
     if not source.exists():
         make_tiny("llama", source)
-    calibration = {
-        "text": text_parquet(folder / "text.parquet"),
-        "rows": 64,
-        "row_tokens": 64,
-        "measure_rows": 8,
-        "measure_row_tokens": 64,
-    }
+    calibration = calibrated_on(text_parquet(folder / "text.parquet"), (64, 64), (8, 64))
     return small_config(source, folder / "out", calibration=calibration, **values)
 
 
@@ -98,25 +84,32 @@ def test_after_quantizing_only_the_output_needs_disk(
         preflight(config, STAGES)
 
 
-def interrupted_while_quantizing(config: ConversionConfig) -> Pipeline:
-    """Run a conversion until a sublayer is quantized."""
-    pipeline = run_until(config, "allocate")
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
+    """A conversion that ended when two sublayers were quantized, and saved its states."""
+    root = tmp_path_factory.mktemp("ended")
+    pipeline = run_until(config_of(root, work_root=root / "work"), "allocate")
 
     def stop(tick: Tick) -> None:
         if tick.done == 2:
             raise Interrupted("as if a signal came", signum=2)
 
-    with pytest.raises(Interrupted):
-        pipeline.run("quantize", progress=stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
+        with pytest.raises(Interrupted):
+            pipeline.run("quantize", progress=stop)
     return pipeline
 
 
-def test_valid_files_of_a_partial_stage_are_subtracted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
-    config = config_of(tmp_path)
-    folder = interrupted_while_quantizing(config).path("quantize")
+@pytest.fixture
+def interrupted(ended: Pipeline, tmp_path: Path) -> Pipeline:
+    """The same in a work root of its own."""
+    root = shutil.copytree(ended.config.work_dir_root, tmp_path / "work")
+    return Pipeline(ended.config.model_copy(update={"work_root": root}), STAGES, device="cpu")
+
+
+def test_valid_files_of_a_partial_stage_are_subtracted(interrupted: Pipeline) -> None:
+    config, folder = interrupted.config, interrupted.path("quantize")
     files = [path for path in folder.rglob("*") if path.suffix in (".safetensors", ".json")]
     size = sum(path.stat().st_size for path in files if path.name != "manifest.json")
     states = [path.stat().st_size for path in files if path.name.startswith("states-")]
@@ -134,11 +127,10 @@ def test_valid_files_of_a_partial_stage_are_subtracted(
     assert damaged.kept_bytes + damaged.passing_bytes > left.kept_bytes + left.passing_bytes
 
 
-def test_files_of_another_device_are_not_subtracted(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    pipeline = interrupted_while_quantizing(config)
+def test_files_of_another_device_are_not_subtracted(interrupted: Pipeline) -> None:
+    config = interrupted.config
     plan = preflight(config, STAGES)
-    manifest = pipeline.path("quantize") / "manifest.json"
+    manifest = interrupted.path("quantize") / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"device": "cpu"', '"device": "cuda"'))
 
     elsewhere = preflight(config, STAGES)

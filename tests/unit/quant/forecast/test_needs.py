@@ -9,7 +9,7 @@ import pytest
 import torch
 from conversions import small_config
 from measurements import written_in_nats
-from stage_runs import text_parquet
+from stage_runs import calibrated_on, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed
@@ -47,13 +47,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def config_of(source: Path, **values: object) -> ConversionConfig:
-    calibration = {
-        "text": text_parquet(source.parent / "text.parquet"),
-        "rows": ROWS,
-        "row_tokens": TOKENS,
-        "measure_rows": 8,
-        "measure_row_tokens": 64,
-    }
+    calibration = calibrated_on(
+        text_parquet(source.parent / "text.parquet"), (ROWS, TOKENS), (8, 64)
+    )
     return small_config(source, source.parent / "out", calibration=calibration, **values)
 
 

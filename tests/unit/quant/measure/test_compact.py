@@ -31,15 +31,14 @@ from exl2flow.quant.allocate.budget import Allocation, allocate_bits, decoder_nu
 from exl2flow.quant.allocate.stage import corrected, uniform_allocation
 from exl2flow.quant.measure import compact as compact_module
 from exl2flow.quant.measure.candidates import candidates_for, parse_params
-from exl2flow.quant.measure.compact import is_compact, write_compact
+from exl2flow.quant.measure.compact import is_compact, write_compact, write_results
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
-    CandidateResult,
     Measurement,
     candidate_bits,
     read_measurement,
 )
-from exl2flow.quant.measure.results import ArrayResults, Results, to_entries
+from exl2flow.quant.measure.results import Results
 from exl2flow.quant.measure.stage import entry_bytes
 
 ARRAYS_FILE = "measurement.safetensors"
@@ -53,17 +52,11 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return resolve(make_tiny("qwen2", tmp_path_factory.mktemp("model"), head_dim=24))
 
 
-def rounded(results: Results) -> list[CandidateResult]:
+def rounded(results: Results) -> Results:
     """Return results with numbers that fp32 holds."""
-    return [
-        CandidateResult(
-            accuracy=float(np.float32(r.accuracy)),
-            total_bits=r.total_bits,
-            params=r.params,
-            nats=None if r.nats is None else float(np.float32(r.nats)),
-        )
-        for r in results
-    ]
+    nats = None if results.nats is None else results.nats.astype(np.float32).astype(np.float64)
+    accuracy = results.accuracy.astype(np.float32).astype(np.float64)
+    return replace(results, accuracy=accuracy, nats=nats)
 
 
 def slots_of(spec: ModelSpec) -> dict[str, Results]:
@@ -78,7 +71,8 @@ def written(path: Path, slots: dict[str, Results], *, compact: bool) -> Path:
     if compact:
         write_compact(path, slots, further)
     else:
-        path.write_text(json.dumps({**further, "measurement": to_entries(slots)}))
+        write_results(path, slots, compact=False)
+        path.write_text(json.dumps({**further, "measurement": read_json(path)}))
     return path
 
 
@@ -98,10 +92,8 @@ def test_both_forms_hold_the_same(spec: ModelSpec, tmp_path: Path) -> None:
     plain, compact = both(spec, tmp_path)
 
     assert list(compact.decoder) == list(plain.decoder)
-    assert all(isinstance(results, ArrayResults) for results in compact.decoder.values())
     for name, results in compact.decoder.items():
         assert list(results) == list(plain.decoder[name])
-        assert results[-2:] == list(plain.decoder[name])[-2:]
     assert list(compact.head) == list(plain.head)
 
 
@@ -142,18 +134,18 @@ def test_a_preference_excludes_the_same_of_both(
 def test_sublayers_without_costs_have_arrays_too(spec: ModelSpec, tmp_path: Path) -> None:
     slots: dict[str, Results] = {}
     for part in (part for sublayer in spec.sublayers for part in sublayer.parts):
-        slots[part.name] = [
-            CandidateResult(
-                accuracy=0.5,
-                total_bits=candidate_bits(part.projections, candidate),
-                params=candidate,
-            )
-            for candidate in candidates_for(part)[: 9 + len(slots)]
-        ]
+        candidates = candidates_for(part)[: 9 + len(slots)]
+        slots[part.name] = Results(
+            candidates=candidates,
+            bits=np.array([candidate_bits(part.projections, c) for c in candidates]),
+            accuracy=np.full(len(candidates), 0.5),
+        )
 
     found = read_measurement(written(tmp_path / "m.json", slots, compact=True), spec)
 
-    assert {name: list(results) for name, results in found.decoder.items()} == slots
+    assert list(found.decoder) == list(slots)
+    for name, results in found.decoder.items():
+        assert list(results) == list(slots[name])
     assert not found.head
 
 
@@ -311,8 +303,8 @@ def test_the_stage_commits_both_files(
         spec,
     )
     for name, results in plain.decoder.items():
-        assert list(found.decoder[name]) == rounded(results)
-    assert list(found.head) == rounded(plain.head)
+        assert list(found.decoder[name]) == list(rounded(results))
+    assert list(found.head) == list(rounded(plain.head))
 
 
 def test_the_forecast_covers_its_files(measured: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,26 +9,25 @@ from typing import Any
 import pytest
 import torch
 from backward_runs import read_factors
+from resumed import before
+from roundings import make_singular
 from stage_runs import one_layer, run_until
 from traces import delete, identities
 
 from exl2flow.core.errors import QuantizationError
-from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageFolder
 from exl2flow.model import ProjectionSpec, resolve
 from exl2flow.model.files.exl2 import QuantParams
-from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.measure import projection as projection_module
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.measure.estimate import HEAD_FILE
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, projection_bits, read_measurement
-from exl2flow.quant.measure.projection import REFERENCE, Projection
+from exl2flow.quant.measure.projection import REFERENCE, Projection, results_of
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.rounding.hessian import HessianFactor, HessianSum, MixedHessian, factor, mixed
-from exl2flow.quant.sensitivity import fisher as fisher_module
+from exl2flow.quant.rounding.hessian import HessianFactor, HessianSum, factor, mixed
 from exl2flow.quant.sensitivity.fisher import Factors, OutputFactor, estimate
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
@@ -48,15 +47,6 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     """A model of one layer that is about to be measured."""
     config = one_layer(tmp_path_factory.mktemp("single"), hidden=32, intermediate=64, bpw=4.0)
     return run_until(config, "sensitivity")
-
-
-def moved(pipeline: Pipeline, folder: Path, **values: object) -> ConversionConfig:
-    """Return a conversion in a work root of its own, with the rows and factors it needs."""
-    config = pipeline.config.model_copy(update={"work_root": folder, **values})
-    other = Pipeline(config, STAGES, device="cpu")
-    for name in ("tokenize", "sensitivity"):
-        shutil.copytree(pipeline.path(name), other.path(name))
-    return config
 
 
 def slots_of(converted: Any) -> list[ProjectionSpec]:
@@ -255,27 +245,29 @@ def test_cost_of_the_head_is_the_divergence_of_its_predictions(
 @torch.inference_mode()
 def test_without_rounds_no_gain_is_expected(single: Pipeline, tmp_path: Path) -> None:
     plain = single.config.rounding.model_copy(update={"rounds": 0})
-    config = moved(single, tmp_path, rounding=plain)
+    pipeline = before(single, "measure", tmp_path, rounding=plain)
     projection, weight, item, factors = problem(single, 1, "gate_proj")
     error = dequantized(weight, parse_params("3 g32"), item) - weight
 
-    written = read_json(run_until(config, "measure").path("measure") / MEASUREMENT_FILE)
+    pipeline.run("measure", progress=silent)
+
+    written = read_json(pipeline.path("measure") / MEASUREMENT_FILE)
 
     entry = entry_of(written, projection, "3 g32")
     assert entry["nats"] == pytest.approx(estimate(error, factors), rel=0.02)
 
 
 def test_lost_head_is_measured_again_and_nothing_else(converted: Any, tmp_path: Path) -> None:
-    pipeline = Pipeline(moved(converted.pipeline, tmp_path), STAGES, device="cpu")
+    pipeline = before(converted.pipeline, "measure", tmp_path)
     folder = pipeline.path("measure")
     shutil.copytree(converted.path("measure"), folder)
-    before = read_json(folder / HEAD_FILE)
+    expected = read_json(folder / HEAD_FILE)
     delete(folder / HEAD_FILE)
     intact = identities(folder / "sublayers")
 
     pipeline.run("measure", progress=silent)
 
-    assert read_json(folder / HEAD_FILE) == before
+    assert read_json(folder / HEAD_FILE) == expected
     assert len(intact) == 4
     assert intact.items() <= identities(folder / "sublayers").items()
     assert pipeline.is_complete("measure")
@@ -290,7 +282,7 @@ def test_hopeless_projection_stops_the_run(
     with pytest.raises(
         QuantizationError, match=r"`model\.layers\.0\.self_attn\.q_proj` .* 0\.\d{3}"
     ):
-        run_until(moved(single, tmp_path), "measure")
+        before(single, "measure", tmp_path).run("measure", progress=silent)
 
 
 @pytest.mark.parametrize(
@@ -306,8 +298,12 @@ def test_weights_too_small_to_store_stop_a_run_only_where_they_matter(
     projection = Projection.__new__(Projection)  # its matrix is not needed
     projection.spec = spec
 
+    costs = torch.tensor([nats, 1.0], dtype=torch.float64)[:, None].expand(1, 1, 2, k) / k
+
     def results() -> int:
-        return len(projection.results_of([QuantParams.uniform(8, 32)], [(nats, 1.0)], [8]))
+        params = QuantParams.uniform(8, 32)
+        found = results_of([projection], costs, [(8, 32)], [params], torch.ones(1))
+        return len(found[spec.key])
 
     if not matters:
         assert results() == 1
@@ -319,14 +315,10 @@ def test_weights_too_small_to_store_stop_a_run_only_where_they_matter(
 def test_remedy_is_recorded_and_the_run_goes_on(
     single: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
-        k = len(hessian.diagonal())
-        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
-        return factor(spoiled, damping=damping, name=name)
+    make_singular(monkeypatch)
 
-    monkeypatch.setattr(fisher_module, "factor", fail)
-
-    pipeline = run_until(moved(single, tmp_path), "measure")
+    pipeline = before(single, "measure", tmp_path)
+    pipeline.run("measure", progress=silent)
 
     folder = StageFolder.load(pipeline.path("measure"), pipeline.refs["measure"].fingerprint)
     assert folder is not None

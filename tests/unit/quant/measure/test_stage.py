@@ -2,13 +2,13 @@
 
 import math
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from conversions import small_config
-from stage_runs import run_until, text_parquet
+from roundings import make_singular
+from stage_runs import calibrated_on, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.errors import QuantizationError
@@ -22,13 +22,11 @@ from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measuremen
 from exl2flow.quant.measure.stage import undominated
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices
 from exl2flow.quant.rounding.hessian import (
-    HessianFactor,
     HessianSum,
     MixedHessian,
     collect_hessians,
     factor,
 )
-from exl2flow.quant.sensitivity import fisher as fisher_module
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -37,13 +35,7 @@ from exl2flow.quant.walk.source_model import SourceModel
 def config(tmp_path: Path) -> ConversionConfig:
     """One layer, few and short rows."""
     source = make_tiny("llama", tmp_path / "model", num_hidden_layers=1)
-    calibration = {
-        "text": text_parquet(tmp_path / "text.parquet"),
-        "rows": 1,
-        "row_tokens": 32,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
+    calibration = calibrated_on(text_parquet(tmp_path / "text.parquet"), (1, 32), (1, 32))
     return small_config(
         source, tmp_path / "out", calibration=calibration, sensitivity={"kind": "error"}
     )
@@ -198,21 +190,10 @@ def test_hopeless_sublayer_stops_the_run(
         run_until(config, "measure")
 
 
-def singular(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the module a Hessian that no damping makes regular."""
-
-    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
-        k = len(hessian.diagonal())
-        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
-        return factor(spoiled, damping=damping, name=name)
-
-    monkeypatch.setattr(module, "factor", fail)
-
-
 def test_remedy_is_recorded_and_the_run_goes_on(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    singular(fisher_module, monkeypatch)
+    make_singular(monkeypatch)
 
     pipeline = run_until(config, "measure")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
-from stage_runs import run_until, text_parquet
+from stage_runs import calibrated_on, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.model import SublayerSpec
@@ -26,14 +26,8 @@ def on_a_gpu(
 def test_experts_cost_side_by_side_what_they_cost_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = make_tiny("qwen2-moe", tmp_path / "model")
-    calibration = {
-        "text": text_parquet(tmp_path / "text.parquet"),
-        "rows": 3,
-        "row_tokens": 64,
-        "measure_rows": 3,
-        "measure_row_tokens": 64,
-    }
+    source = make_tiny("qwen2-moe", tmp_path / "model", num_hidden_layers=1, num_experts=4)
+    calibration = calibrated_on(text_parquet(tmp_path / "text.parquet"), (3, 64), (3, 64))
 
     def converted(name: str) -> tuple[dict[str, object], dict[str, float]]:
         folder = tmp_path / name

@@ -1,7 +1,6 @@
 """Corrected targets: what they are, when they are taken, and that a resume makes the same bytes."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,17 @@ import pytest
 import torch
 from bounds import SIGMAS, error, near, terms_of
 from conversions import small_config
-from stage_runs import foreign_measurement, run_until, text_parquet
+from resumed import Crash, after, before, crash, results
+from stage_runs import calibrated_on, foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
-from traces import contents, delete
+from traces import delete
 
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store import store
 from exl2flow.core.store.files import read_tensors
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import Linear, QuantizedLinear, QuantizedMatrix, Sublayer, resolve
-from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.quantize.correction import (
     Correction,
     CrossProducts,
@@ -39,22 +38,12 @@ STOP_AFTER = 3
 BITS = 3.8
 
 
-class Crash(Exception):
-    """Ends a stage between two sublayers as a kill would."""
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     """A conversion to few bits that need not measure, and with biases."""
     folder = tmp_path_factory.mktemp("correction")
     source = make_tiny("qwen2", folder / "model", num_hidden_layers=2)
-    calibration = {
-        "text": text_parquet(folder / "text.parquet"),
-        "rows": 16,
-        "row_tokens": 64,
-        "measure_rows": 1,
-        "measure_row_tokens": 32,
-    }
+    calibration = calibrated_on(text_parquet(folder / "text.parquet"), (16, 64), (1, 32))
     return small_config(
         source,
         folder / "out",
@@ -81,20 +70,6 @@ def plain(base: ConversionConfig) -> Pipeline:
 def corrected(base: ConversionConfig, plain: Pipeline) -> Pipeline:
     """Quantized with full correction, after the same earlier stages."""
     return run_until(config_of(base, 1.0), "quantize")
-
-
-def results(pipeline: Pipeline) -> dict[str, str]:
-    files = contents(pipeline.path("quantize"))
-    return {name: digest for name, digest in files.items() if name != "manifest.json"}
-
-
-def fresh(pipeline: Pipeline, folder: Path, config: ConversionConfig | None = None) -> Pipeline:
-    """Return a pipeline in a folder of its own that is about to quantize."""
-    moved = (config or pipeline.config).model_copy(update={"work_root": folder})
-    made = Pipeline(moved, STAGES, device="cpu")
-    for name in ("tokenize", "allocate"):
-        shutil.copytree(pipeline.path(name), made.path(name))
-    return made
 
 
 @pytest.fixture(params=[0, 1], ids=["attention", "mlp"])
@@ -239,11 +214,13 @@ def test_error_of_outputs_is_relative_and_the_mean_over_rows(
 def test_a_correction_that_moves_nothing_gives_the_bytes_of_none(
     base: ConversionConfig, plain: Pipeline, tmp_path: Path
 ) -> None:
-    least = fresh(plain, tmp_path, config_of(base, 1e-30))  # below a weight's last bit
+    least = before(
+        plain, "quantize", tmp_path, rounding=config_of(base, 1e-30).rounding
+    )  # below a weight's last bit
 
     least.run("quantize", progress=silent)
 
-    assert results(least) == results(plain)
+    assert results(least, "quantize") == results(plain, "quantize")
 
 
 def test_a_correction_that_does_harm_is_not_taken(
@@ -253,11 +230,13 @@ def test_a_correction_that_does_harm_is_not_taken(
         return torch.eye(len(hessian))
 
     monkeypatch.setattr(Correction, "move", doubling)
-    harmed = fresh(corrected, tmp_path)
+    harmed = before(corrected, "quantize", tmp_path)
 
     harmed.run("quantize", progress=silent)
 
-    assert results(harmed) == results(plain) != results(corrected)
+    assert (
+        results(harmed, "quantize") == results(plain, "quantize") != results(corrected, "quantize")
+    )
 
 
 def install(sublayer: Sublayer, path: Path) -> None:
@@ -290,20 +269,8 @@ def test_corrected_sublayers_end_nearer_to_the_source_than_plain_ones(
             quantized = sublayer(quantized)
 
     first = sublayer_file(model.spec.sublayers[0])
-    assert results(corrected)[first] == results(plain)[first]
+    assert results(corrected, "quantize")[first] == results(plain, "quantize")[first]
     assert errors[1][-1] < 0.97 * errors[0][-1]
-
-
-def after(done: int, act: Callable[[], None]) -> Progress:
-    def sink(tick: Tick) -> None:
-        if (tick.stage, tick.done) == ("quantize", done) and tick.detail:
-            act()
-
-    return sink
-
-
-def crash() -> None:
-    raise Crash
 
 
 @pytest.mark.parametrize("interval", [0.0, 3600.0], ids=["from saved states", "from the start"])
@@ -311,23 +278,23 @@ def test_a_resume_with_correction_makes_the_same_bytes(
     interval: float, corrected: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", interval)
-    pipeline = fresh(corrected, tmp_path)
+    pipeline = before(corrected, "quantize", tmp_path)
     with pytest.raises(Crash):
-        pipeline.run("quantize", progress=after(STOP_AFTER, crash))
+        pipeline.run("quantize", progress=after("quantize", STOP_AFTER, crash))
     saved = list(pipeline.path("quantize").glob("states-?.safetensors"))
     assert {len(read_tensors(path)["states"]) for path in saved} == ({32} if saved else set())
     assert bool(saved) == (interval == 0)
 
     pipeline.run("quantize", progress=silent)
 
-    assert results(pipeline) == results(corrected)
+    assert results(pipeline, "quantize") == results(corrected, "quantize")
 
 
 @pytest.mark.parametrize("lost", [1, -1], ids=["a sublayer", "the head"])
 def test_a_lost_file_is_made_again_with_the_same_bytes(
     lost: int, corrected: Pipeline, tmp_path: Path
 ) -> None:
-    pipeline = fresh(corrected, tmp_path)
+    pipeline = before(corrected, "quantize", tmp_path)
     shutil.copytree(corrected.path("quantize"), pipeline.path("quantize"))
     name = result_files(resolve(corrected.config.source))[lost]
     assert (name == HEAD_FILE) == (lost == -1)
@@ -335,7 +302,7 @@ def test_a_lost_file_is_made_again_with_the_same_bytes(
 
     pipeline.run("quantize", progress=silent)
 
-    assert results(pipeline) == results(corrected)
+    assert results(pipeline, "quantize") == results(corrected, "quantize")
 
 
 def test_inputs_that_are_dead_leave_the_weights_as_they_are(sublayer: Sublayer) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conversions import small_config
-from stage_runs import foreign_measurement, run_until, text_parquet
+from stage_runs import calibrated_on, foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
@@ -35,13 +35,7 @@ def config(tmp_path: Path) -> ConversionConfig:
         source,
         tmp_path / "out",
         bpw=4.0,
-        calibration={
-            "text": text_parquet(tmp_path / "text.parquet"),
-            "rows": ROWS,
-            "row_tokens": 32,
-            "measure_rows": 1,
-            "measure_row_tokens": 32,
-        },
+        calibration=calibrated_on(text_parquet(tmp_path / "text.parquet"), (ROWS, 32), (1, 32)),
         measurement=foreign_measurement(tmp_path / "measurement.json", resolve(source)),
         sensitivity={"kind": "error"},
         rounding={"correction": 1.0},

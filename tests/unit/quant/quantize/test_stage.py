@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from backward_runs import read_factors
-from roundings import to_nearest
+from roundings import make_singular, to_nearest
 from safetensors.torch import load_file, save_file
 from stage_runs import prepared, run_until
 from tiny import make_tiny
@@ -36,14 +36,12 @@ from exl2flow.quant.rounding.error_feedback import (
     round_matrices,
 )
 from exl2flow.quant.rounding.hessian import (
-    HessianFactor,
     HessianSum,
     MixedHessian,
     collect_hessians,
     factor,
     mixed,
 )
-from exl2flow.quant.sensitivity import fisher as fisher_module
 from exl2flow.quant.sensitivity.fisher import Factors
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
@@ -255,12 +253,7 @@ def test_bits_of_all_sublayers_are_those_allotted(either: Any) -> None:
 def test_remedy_is_recorded_and_the_run_goes_on(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:
-        k = len(hessian.diagonal())
-        spoiled = MixedHessian.plain(torch.full((k, k), torch.nan))
-        return factor(spoiled, damping=damping, name=name)
-
-    monkeypatch.setattr(fisher_module, "factor", fail)
+    make_singular(monkeypatch)
 
     pipeline = run_until(config, "quantize")
 

@@ -1,19 +1,18 @@
 """The stage: the rows it takes, its files, and what is left of it after an interruption."""
 
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from backward_runs import configuration, pipeline_in, run_all, whole_decoder
-from traces import alter, contents, delete, identities, truncate
+from resumed import Crash, after, before, crash, interrupt, results
+from traces import alter, delete, identities, truncate
 
 from exl2flow.core.errors import CalibrationError, Interrupted
 from exl2flow.core.options.config import ConversionConfig
-from exl2flow.core.runtime.progress import Progress, Tick, silent
+from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store import store
 from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
@@ -35,23 +34,6 @@ COUNT = 2 * LAYERS + 1
 DAMAGES = [delete, truncate, alter]
 
 
-class Crash(Exception):
-    """Ends a stage as a kill would: nothing more is written."""
-
-
-def crash() -> None:
-    raise Crash
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def results(pipeline: Pipeline) -> dict[str, str]:
-    files = contents(pipeline.path("sensitivity"))
-    return {name: digest for name, digest in files.items() if name != "manifest.json"}
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
     folder = tmp_path_factory.mktemp("sensitivity")
@@ -61,9 +43,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
 @pytest.fixture
 def pipeline(undisturbed: Pipeline, tmp_path: Path) -> Pipeline:
     """A pipeline whose rows are made."""
-    made = pipeline_in(undisturbed.config, tmp_path)
-    shutil.copytree(undisturbed.path("tokenize"), made.path("tokenize"))
-    return made
+    return before(undisturbed, "sensitivity", tmp_path)
 
 
 @pytest.fixture
@@ -85,27 +65,17 @@ def states_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
 
 
-def after(done: int, act: Callable[[], None], *, words: str = "") -> Progress:
-    """Return a sink that acts at a tick of the stage."""
-
-    def sink(tick: Tick) -> None:
-        is_reached = (tick.stage, tick.done) == ("sensitivity", done)
-        if is_reached and tick.detail and words in tick.detail:
-            act()
-
-    return sink
-
-
 def test_finished_stage_holds_the_factors_and_nothing_else(undisturbed: Pipeline) -> None:
     spec = resolve(undisturbed.config.source)
 
-    assert set(results(undisturbed)) == set(factor_files(spec))
+    assert set(results(undisturbed, "sensitivity")) == set(factor_files(spec))
     assert len(factor_files(spec)) == COUNT
     assert undisturbed.is_complete("sensitivity")
 
 
-@pytest.mark.parametrize("interval", [0.0, 1000.0])
-@pytest.mark.parametrize("done", [1, 3, 4, COUNT - 1])
+@pytest.mark.parametrize(
+    ("done", "interval"), [(1, 0.0), (4, 0.0), (3, 1000.0), (COUNT - 1, 1000.0)]
+)
 def test_resumed_run_writes_the_same_bytes(
     done: int,
     interval: float,
@@ -115,14 +85,16 @@ def test_resumed_run_writes_the_same_bytes(
 ) -> None:
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", interval)
     with pytest.raises(Crash):
-        run_all(pipeline, after(done, crash, words="lm_head" if done == 1 else "layers"))
+        run_all(
+            pipeline, after("sensitivity", done, crash, words="lm_head" if done == 1 else "layers")
+        )
     finished = identities(pipeline.path("sensitivity") / "factors")
 
     pipeline.run("sensitivity", progress=silent)
 
     assert len(finished) == done
     assert finished.items() <= identities(pipeline.path("sensitivity") / "factors").items()
-    assert results(pipeline) == results(undisturbed)
+    assert results(pipeline, "sensitivity") == results(undisturbed, "sensitivity")
     assert pipeline.is_complete("sensitivity")
 
 
@@ -131,24 +103,24 @@ def test_run_that_ends_on_the_way_forward_is_resumed(
     layer: int, undisturbed: Pipeline, pipeline: Pipeline
 ) -> None:
     with pytest.raises(Crash):
-        run_all(pipeline, after(0, crash, words=f"forward model.layers.{layer}.mlp"))
+        run_all(pipeline, after("sensitivity", 0, crash, words=f"forward model.layers.{layer}.mlp"))
 
     pipeline.run("sensitivity", progress=silent)
 
-    assert results(pipeline) == results(undisturbed)
+    assert results(pipeline, "sensitivity") == results(undisturbed, "sensitivity")
 
 
 def test_signal_stops_the_run_and_saves_the_gradients(
     undisturbed: Pipeline, pipeline: Pipeline, loaded: list[int]
 ) -> None:
     with pytest.raises(Interrupted, match=f"stage `sensitivity` after 3 of {COUNT}"):
-        run_all(pipeline, after(3, interrupt))
+        run_all(pipeline, after("sensitivity", 3, interrupt))
     loaded.clear()
 
     pipeline.run("sensitivity", progress=silent)
 
     assert max(loaded) == COUNT - 1 - 3  # the head and two sublayers are done with
-    assert results(pipeline) == results(undisturbed)
+    assert results(pipeline, "sensitivity") == results(undisturbed, "sensitivity")
 
 
 @pytest.mark.usefixtures("states_every_time")
@@ -157,14 +129,14 @@ def test_damaged_states_are_not_used(
     undisturbed: Pipeline, pipeline: Pipeline, damage: Callable[[Path], None]
 ) -> None:
     with pytest.raises(Crash):
-        run_all(pipeline, after(3, crash))
+        run_all(pipeline, after("sensitivity", 3, crash))
     folder = pipeline.path("sensitivity")
     for path in (*folder.glob("states-?.safetensors"), *(folder / "inputs").iterdir()):
         damage(path)
 
     pipeline.run("sensitivity", progress=silent)
 
-    assert results(pipeline) == results(undisturbed)
+    assert results(pipeline, "sensitivity") == results(undisturbed, "sensitivity")
 
 
 @pytest.mark.parametrize(("place", "damage"), [*zip([0, 2, COUNT - 1], DAMAGES, strict=True)])
@@ -181,7 +153,7 @@ def test_only_a_lost_file_is_made_again(
     pipeline.run("sensitivity", progress=silent)
 
     assert intact.items() <= identities(folder).items()
-    assert results(pipeline) == results(undisturbed)
+    assert results(pipeline, "sensitivity") == results(undisturbed, "sensitivity")
 
 
 @pytest.mark.usefixtures("states_every_time")
@@ -231,7 +203,7 @@ def test_tables_of_positions_made_in_inference_mode_do_no_harm(
 
     pipeline.run("sensitivity", progress=silent)
 
-    assert results(pipeline) == results(undisturbed)
+    assert results(pipeline, "sensitivity") == results(undisturbed, "sensitivity")
 
 
 def rows_folder(folder: Path, kinds: list[str]) -> Path:
@@ -265,9 +237,13 @@ def test_labels_depend_on_the_seed(undisturbed: Pipeline, pipeline: Pipeline) ->
     config = undisturbed.config.model_copy(update={"sensitivity": options})
     other = run_all(pipeline_in(config, pipeline.config.work_dir_root))
 
-    found = results(other)
+    found = results(other, "sensitivity")
 
-    changed = {name for name, digest in results(undisturbed).items() if found[name] != digest}
+    changed = {
+        name
+        for name, digest in results(undisturbed, "sensitivity").items()
+        if found[name] != digest
+    }
     assert changed == {factor_file(index) for index in range(2 * LAYERS)}  # the head draws none
 
 

@@ -20,7 +20,7 @@ from exl2flow.quant.tokenize.dialogues import (
     render,
     written_dialogues,
 )
-from exl2flow.quant.tokenize.mix import RowRequest
+from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -62,6 +62,11 @@ def of_written_only(folder: Path, texts: list[str], monkeypatch: pytest.MonkeyPa
     path, nothing = parquet_of(folder, texts), parquet_of(folder, ["x"], kind="web")
     monkeypatch.setattr(dialogues, "chat", lambda: path)
     monkeypatch.setattr(dialogues, "standard", lambda: nothing)
+
+
+def rows_of(tokenizer: Tokenizer, rows: int, row_tokens: int) -> CalibrationRows:
+    request = RowRequest(rows=rows, row_tokens=row_tokens)
+    return chat_rows(dialogue_stream(template_of(TEMPLATE), tokenizer), request)
 
 
 def test_turns_begin_at_lines_with_their_role() -> None:
@@ -107,31 +112,41 @@ def test_every_language_of_the_standard_set_has_a_request() -> None:
     assert languages == set(CONTINUE_IN)
 
 
-def test_a_text_is_cut_where_a_line_ends(tmp_path: Path) -> None:
-    path = parquet_of(tmp_path, ["Titel\n\nEins.\nZwei.\n"], kind="multilingual", language="de")
+@pytest.mark.parametrize(
+    ("kind", "language", "text", "asked", "answered"),
+    [
+        (
+            "multilingual",
+            "de",
+            "Titel\n\nEins.\nZwei.\n",
+            "Schreibe diesen Text weiter:\n\nTitel",
+            "Eins.\nZwei.",
+        ),
+        (
+            "code",
+            "python",
+            "a = 1\nb = {2}\n",
+            "in python. Write the rest of it.\n\n```\na = 1\n```",
+            "```\nb = {2}\n```",
+        ),
+        (
+            "encyclopedia",
+            "en",
+            "Quartz\n\nA mineral.",
+            "Write an encyclopedia article about this subject: Quartz",
+            "A mineral.",
+        ),
+    ],
+)
+def test_a_text_is_cut_into_request_and_answer(
+    kind: str, language: str, text: str, asked: str, answered: str, tmp_path: Path
+) -> None:
+    path = parquet_of(tmp_path, [text], kind=kind, language=language)
 
-    ((question, answer),) = asked_for(path)["multilingual"]
+    ((question, answer),) = asked_for(path)[kind]
 
-    assert question.content == "Schreibe diesen Text weiter:\n\nTitel"
-    assert answer.content == "Eins.\nZwei."
-
-
-def test_code_is_answered_in_a_fence(tmp_path: Path) -> None:
-    path = parquet_of(tmp_path, ["a = 1\nb = {2}\n"], kind="code", language="python")
-
-    ((question, answer),) = asked_for(path)["code"]
-
-    assert question.content.endswith("in python. Write the rest of it.\n\n```\na = 1\n```")
-    assert answer.content == "```\nb = {2}\n```"
-
-
-def test_an_article_is_asked_for_by_its_title(tmp_path: Path) -> None:
-    path = parquet_of(tmp_path, ["Quartz\n\nA mineral."], kind="encyclopedia")
-
-    ((question, answer),) = asked_for(path)["encyclopedia"]
-
-    assert question.content == "Write an encyclopedia article about this subject: Quartz"
-    assert answer.content == "A mineral."
+    assert question.content.endswith(asked)
+    assert answer.content == answered
 
 
 def test_rows_are_what_the_template_writes(
@@ -140,9 +155,7 @@ def test_rows_are_what_the_template_writes(
     texts = [f"<user>\nQuestion {n}?\n<assistant>\n{'quick brown fox ' * 9}" for n in range(4)]
     of_written_only(tmp_path, texts, monkeypatch)
 
-    made = chat_rows(
-        dialogue_stream(template_of(TEMPLATE), tokenizer), RowRequest(rows=2, row_tokens=64)
-    )
+    made = rows_of(tokenizer, 2, 64)
 
     assert made.kinds == ("chat", "chat")
     assert made.ids[:, 0].tolist() == [BOS, BOS]
@@ -153,9 +166,7 @@ def test_rows_are_what_the_template_writes(
 
 
 def test_bundled_dialogues_fill_the_default_share_of_rows(tokenizer: Tokenizer) -> None:
-    stream = dialogue_stream(template_of(TEMPLATE), tokenizer)
-
-    made = chat_rows(stream, RowRequest(rows=58, row_tokens=2048))
+    made = rows_of(tokenizer, 58, 2048)
 
     assert made.ids.shape == (58, 2048)
     assert len(made.ids.unique(dim=0)) == 58
@@ -169,9 +180,7 @@ def test_dialogues_that_spell_special_tokens_are_left_out(
     fine = "<user>\nWhat?\n<assistant>\nplain " + "word " * 40
     of_written_only(tmp_path, ["<user>\nWhat is <s>?\n<assistant>\nMarkup.", fine], monkeypatch)
 
-    made = chat_rows(
-        dialogue_stream(template_of(TEMPLATE), tokenizer), RowRequest(rows=1, row_tokens=32)
-    )
+    made = rows_of(tokenizer, 1, 32)
 
     assert "plain" in tokenizer.decode(made.ids[0].tolist())
 
@@ -181,9 +190,7 @@ def test_short_dialogues_overlap_and_say_so(
 ) -> None:
     of_written_only(tmp_path, ["<user>\nWhy?\n<assistant>\n" + "word " * 30], monkeypatch)
 
-    made = chat_rows(
-        dialogue_stream(template_of(TEMPLATE), tokenizer), RowRequest(rows=9, row_tokens=64)
-    )
+    made = rows_of(tokenizer, 9, 64)
 
     (note,) = made.notes
     assert note.startswith("chat: ")
@@ -196,9 +203,7 @@ def test_dialogues_shorter_than_a_row_are_refused(
     of_written_only(tmp_path, ["<user>\nWhy?\n<assistant>\nBecause."], monkeypatch)
 
     with pytest.raises(NotEnoughRows, match="one row needs 128; lower `row_tokens`"):
-        chat_rows(
-            dialogue_stream(template_of(TEMPLATE), tokenizer), RowRequest(rows=1, row_tokens=128)
-        )
+        rows_of(tokenizer, 1, 128)
 
 
 def test_where_a_template_has_no_system_turn_the_user_says_it() -> None:

@@ -1,6 +1,7 @@
 """Rows of the standard set and of a user's Parquet file."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,21 +75,22 @@ def short_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_nineteen_and_115_rows_are_the_table() -> None:
-    measure = row_counts(RowRequest(rows=19, row_tokens=32, mix="measure"))
-    quantize = row_counts(RowRequest(rows=115, row_tokens=32))
+@pytest.mark.parametrize(
+    ("rows", "mix", "noise", "counts"),
+    [
+        (19, "measure", False, [2, 4, 3, 2, 3, 1, 2, 2]),
+        (115, "quantize", False, [10, 48, 15, 10, 15, 5, 2, 10]),
+        (24, "measure", True, [2, 4, 3, 2, 3, 1, 2, 2, 5]),
+        (145, "quantize", True, [10, 48, 15, 10, 15, 5, 2, 10, 30]),
+    ],
+)
+def test_usual_numbers_of_rows_are_the_table(
+    rows: int, mix: Any, noise: bool, counts: list[int]
+) -> None:
+    found = row_counts(RowRequest(rows=rows, row_tokens=32, mix=mix, noise=noise))
 
-    assert list(measure.values()) == [2, 4, 3, 2, 3, 1, 2, 2]
-    assert list(quantize.values()) == [10, 48, 15, 10, 15, 5, 2, 10]
-    assert list(measure) == list(quantize) == [kind for kind in MIX if kind != "noise"]
-
-
-def test_noise_extends_the_table_to_24_and_145_rows() -> None:
-    measure = row_counts(RowRequest(rows=24, row_tokens=32, mix="measure", noise=True))
-    quantize = row_counts(RowRequest(rows=145, row_tokens=32, noise=True))
-
-    assert list(measure.values()) == [2, 4, 3, 2, 3, 1, 2, 2, 5]
-    assert list(quantize.values()) == [10, 48, 15, 10, 15, 5, 2, 10, 30]
+    assert list(found.values()) == counts
+    assert list(found) == [kind for kind in MIX if noise or kind != "noise"]
 
 
 @pytest.mark.parametrize("rows", ROW_COUNTS)
@@ -122,27 +124,13 @@ def test_ids_and_kinds_agree_with_the_counts(rows: int) -> None:
     assert list(made.kinds) == listed
 
 
-@pytest.mark.parametrize("row_tokens", [32, 96, 160, 2048])
-def test_rows_are_as_long_as_asked(row_tokens: int) -> None:
-    made = calibration_rows(None, ByteTokenizer(), RowRequest(rows=19, row_tokens=row_tokens))
-
-    assert made.ids.shape == (19, row_tokens)
-
-
-def test_same_request_gives_the_same_rows() -> None:
-    request = RowRequest(rows=115, row_tokens=128, seed=7)
-
-    first, second = (calibration_rows(None, ByteTokenizer(), request) for _ in range(2))
-
-    assert torch.equal(first.ids, second.ids)
-
-
 def test_seed_changes_shuffled_and_random_rows_only() -> None:
-    first, second = (
+    first, again, second = (
         calibration_rows(None, ByteTokenizer(), RowRequest(rows=115, row_tokens=128, seed=seed))
-        for seed in (0, 1)
+        for seed in (0, 0, 1)
     )
 
+    assert torch.equal(first.ids, again.ids)
     changed = (first.ids != second.ids).any(dim=1)
     assert [kind in ("shuffled", "random") for kind in first.kinds] == changed.tolist()
 
@@ -150,6 +138,7 @@ def test_seed_changes_shuffled_and_random_rows_only() -> None:
 def test_text_rows_are_all_different() -> None:
     made = calibration_rows(None, ByteTokenizer(), RowRequest(rows=115, row_tokens=2048))
 
+    assert made.ids.shape == (115, 2048)
     assert len(made.ids.unique(dim=0)) == 115
 
 
@@ -331,52 +320,57 @@ def test_own_text_shorter_than_a_row_is_refused(tmp_path: Path) -> None:
         calibration_rows(path, ByteTokenizer(), RowRequest(rows=2, row_tokens=32))
 
 
-def refused(path: Path, message: str) -> None:
-    with pytest.raises(CalibrationError, match=message) as caught:
-        calibration_rows(path, ByteTokenizer(), RowRequest(rows=1, row_tokens=32))
-    assert str(path) in str(caught.value)
+RECORDS = {"text": [f"record {i}" * 9 for i in range(500)]}
+NO_PARQUET = "cannot be read as Parquet"
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path / "none.parquet", "no calibration file at")
-
-
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    refused(tmp_path, "cannot be read as Parquet")
-
-
-@pytest.mark.parametrize("content", [b"", b"just some text\n" * 20, b"PAR1junkPAR1"])
-def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "text.parquet"
-    path.write_bytes(content)
-
-    refused(path, "cannot be read as Parquet")
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, {"text": [f"record {i}" * 9 for i in range(500)]})
+def damaged(folder: Path) -> Path:
+    path = written(folder, RECORDS)
     content = bytearray(path.read_bytes())
     content[4:400] = bytes(396)
     path.write_bytes(content)
-
-    refused(path, "cannot be read as Parquet")
-
-
-def test_a_file_without_text_columns_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, {"number": [1, 2], "raw": [b"a", b"b"]})
-
-    refused(path, r"no text column, only `number` \(int64\), `raw` \(binary\)")
+    return path
 
 
-def test_a_file_without_columns_is_refused(tmp_path: Path) -> None:
-    refused(written(tmp_path, {}), "no text column, only no columns")
+def containing(content: bytes) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / "text.parquet").write_bytes(content)
+        return folder / "text.parquet"
+
+    return write
 
 
-@pytest.mark.parametrize("texts", [[], [None, None], ["", "  \n"]])
-def test_a_file_without_text_is_refused(tmp_path: Path, texts: list[str | None]) -> None:
-    path = written(tmp_path, {"body": pa.array(texts, pa.string())})
+def holding(**columns: Any) -> Callable[[Path], Path]:
+    return lambda folder: written(folder, columns)
 
-    refused(path, r"holds no text in `body` \(string\)")
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: folder / "none.parquet", "no calibration file at"),
+        (lambda folder: folder, NO_PARQUET),
+        *((containing(c), NO_PARQUET) for c in (b"", b"just some text\n" * 20, b"PAR1junkPAR1")),
+        (damaged, NO_PARQUET),
+        (
+            holding(number=[1, 2], raw=[b"a", b"b"]),
+            r"no text column, only `number` \(int64\), `raw` \(binary\)",
+        ),
+        (holding(), "no text column, only no columns"),
+        *(
+            (holding(body=pa.array(texts, pa.string())), r"holds no text in `body` \(string\)")
+            for texts in ([], [None, None], ["", "  \n"])
+        ),
+    ],
+)
+def test_files_that_hold_no_text_are_refused(
+    make: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path)
+
+    with pytest.raises(CalibrationError, match=message) as caught:
+        calibration_rows(path, ByteTokenizer(), RowRequest(rows=1, row_tokens=32))
+
+    assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize("noise", [False, True])
