@@ -50,7 +50,7 @@ def test_a_killed_campaign_goes_on_and_counts_no_case_twice(killed: Path, tmp_pa
     program += "    assert fuzz.main() == 0"
     command = [sys.executable, "-c", program, *WORDS, str(inputs), "--state", str(went_on)]
 
-    subprocess.run(command, cwd=FOLDER, stdout=subprocess.DEVNULL, timeout=240, check=True)
+    subprocess.run(command, cwd=FOLDER, stdout=subprocess.DEVNULL, timeout=480, check=True)
 
     assert counts(went_on) == counts(whole)
     assert {own["tried"] for own in counts(whole).values()} == {inputs}
