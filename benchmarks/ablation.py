@@ -4,8 +4,8 @@
         [--tables alone standard best] [--only WORD ...] [--set FIELD=VALUE ...] [--jobs N]
         [--device cpu] [--tune-device cuda]
 
-Every line of `TABLES` is converted once per bitrate and seed, with a 6-bit head. A seed sets the
-seeds of calibration, sensitivity and tuning. `KL` is the mean divergence over seeds ± its standard
+Every line of `ablation.toml` is converted once per bitrate and seed, with a 6-bit head. A seed sets
+those of calibration, sensitivity and tuning. `KL` is the mean divergence over seeds ± its standard
 deviation; the ratio compares with the table's first line, seed by seed. Seconds cover all stages
 but `validate`, at the first bitrate. Lines that do not change their preset are left out. A stopped
 run continues when it is repeated.
@@ -18,6 +18,7 @@ import re
 import shutil
 import statistics
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -36,67 +37,9 @@ from exl2flow.pipeline.local import run_locally
 from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
 
 Changes = Mapping[str, object]
-BY_SUBLAYER = {"measurement": "alone"}  # allocation by the measurement of the table `alone`
-FACTORS = {"sensitivity.kind": "fisher", "rounding.fisher_share": 0}
-ONE_SIDED = 1e6  # output factor damping that leaves only the identity
-
-# Table → line → configuration changes, in dotted names; the first line is the reference
-TABLES: Mapping[str, Mapping[str, Changes]] = {
-    "alone": {
-        "exllamav2": {"quality": "exllamav2"},
-        "damping 0.05": {"rounding.damping": 0.05},
-        "column search": {"rounding.scale_search": "column"},
-        "refit and descent, one-sided": {"rounding.rounds": 3},
-        "column search, refit and descent, damping 0.05": {
-            "rounding.scale_search": "column",
-            "rounding.rounds": 3,
-            "rounding.damping": 0.05,
-        },
-        "Hessian half weighted by gradients": {"sensitivity.kind": "fisher", **BY_SUBLAYER},
-        "two-sided start, one sweep after it": {
-            **FACTORS,
-            **BY_SUBLAYER,
-            "rounding.rounds": 1,
-            "rounding.sweeps": 1,
-        },
-        "two-sided start, refit and descent": {**FACTORS, **BY_SUBLAYER, "rounding.rounds": 3},
-        "allocation per matrix": FACTORS,
-        "targets corrected by half": {"rounding.correction": 0.5},
-        "tuning, 200 steps": {"tune.steps": 200},
-    },
-    "standard": {
-        "standard": {"quality": "standard"},
-        "grid search": {"rounding.scale_search": "grid"},
-        "no refit or descent, one-sided": {"rounding.rounds": 0},
-        "one round": {"rounding.rounds": 1},
-        "one-sided": {"rounding.output_damping": ONE_SIDED},
-        "output damping 0.1": {"rounding.output_damping": 0.1},
-        "output damping 1": {"rounding.output_damping": 1.0},
-        "Hessian not weighted": {"rounding.fisher_share": 0},
-        "Hessian weighted only": {"rounding.fisher_share": 1},
-        "damping 0.12": {"rounding.damping": 0.12},
-        "allocation by sublayer": BY_SUBLAYER,
-        "no gradients": {"sensitivity.kind": "error"},
-        "blocks of 128": {"sensitivity.block": 128},
-        "one block": {"sensitivity.block": 0},
-        "sensitivity of 4 rows": {"sensitivity.rows": 4},
-        "targets not corrected": {"rounding.correction": 0},
-        "targets corrected in full": {"rounding.correction": 1},
-        "a further round of allocation": {"allocate.rounds": 1},
-        "tuning, 200 steps": {"tune.steps": 200},
-    },
-    "best": {
-        "best": {"quality": "best"},
-        "grid search": {"rounding.scale_search": "grid"},
-        "no refit or descent, one-sided": {"rounding.rounds": 0},
-        "one-sided": {"rounding.output_damping": ONE_SIDED},
-        "Hessian not weighted": {"rounding.fisher_share": 0},
-        "blocks of 512": {"sensitivity.block": 512},
-        "blocks of 128": {"sensitivity.block": 128},
-        "no further round of allocation": {"allocate.rounds": 0},
-        "no tuning": {"tune.steps": 0},
-    },
-}
+TABLES: Mapping[str, Mapping[str, Changes]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

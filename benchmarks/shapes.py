@@ -1,10 +1,11 @@
-"""Models in the shape of published ones, whose weights are random.
+"""Models in the shape of published ones (`shapes.toml`), whose weights are random.
 
 `NAME-as-llama` is a Llama with the matrices of NAME.
 """
 
 import json
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,83 +24,10 @@ SIZES = (
     "head_dim",
     "vocab_size",
 )
-LLAMAS = {
-    "tiny": (128, 352, 2, 4, 2, 32, 4096),
-    "small": (512, 1408, 2, 8, 4, 64, 4096),
-    "1b": (2048, 8192, 16, 32, 8, 64, 128256),
-    "3b": (3072, 8192, 28, 24, 8, 128, 128256),
-    "7b": (4096, 11008, 32, 32, 32, 128, 32000),
-    "8b": (4096, 14336, 32, 32, 8, 128, 128256),
-    "13b": (5120, 13824, 40, 40, 40, 128, 32000),
-    "14b": (5120, 13824, 48, 40, 8, 128, 152064),
-    "24b": (5120, 32768, 40, 32, 8, 128, 131072),
-    "32b": (5120, 27648, 64, 40, 8, 128, 152064),
-    "70b": (8192, 28672, 80, 64, 8, 128, 32000),
-    "head": (8192, 1024, 2, 64, 8, 128, 152064),
-}
-OTHERS = {
-    "gemma3-12b": (3840, 15360, 48, 16, 8, 256, 262208),
-    "glm4-9b": (4096, 13696, 40, 32, 2, 128, 151552),
-    "command-r7b": (4096, 14336, 32, 32, 8, 128, 256000),
-    "qwen3-30b-a3b": (2048, 6144, 48, 32, 4, 128, 151936),
-    "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 201088),
-    "qwen3.6-27b": (5120, 17408, 64, 24, 4, 256, 248320),
-    "qwen3.6-35b-a3b": (2048, 512, 40, 16, 2, 256, 248320),
-    "mixtral-8x7b": (4096, 14336, 32, 32, 8, 128, 32000),
-}
-CONFIGS: dict[str, dict[str, object]] = {
-    "gemma3-12b": {
-        "architectures": ["Gemma3ForCausalLM"],
-        "sliding_window": 1024,
-        "rope_theta": 1e6,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-    "glm4-9b": {
-        "architectures": ["Glm4ForCausalLM"],
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-    },
-    "command-r7b": {
-        "architectures": ["Cohere2ForCausalLM"],
-        "sliding_window": 4096,
-        "sliding_window_pattern": 4,
-        "logit_scale": 0.25,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
-    "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "attention_bias": True,
-    },
-    "qwen3.6-27b": {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "linear_num_value_heads": 48,
-        "partial_rotary_factor": 0.25,
-    },
-    "qwen3.6-35b-a3b": {
-        "architectures": ["Qwen3_5MoeForCausalLM"],
-        "model_type": "qwen3_5_moe_text",
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "partial_rotary_factor": 0.25,
-    },
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"],
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+LLAMAS: dict[str, list[int]] = _TABLES["llamas"]
+OTHERS: dict[str, list[int]] = _TABLES["others"]
+CONFIGS: dict[str, dict[str, object]] = _TABLES["configs"]
 SHAPES = [*LLAMAS, *(name + end for name in OTHERS for end in ("", "-as-llama"))]
 SHARD_BYTES = 5_000_000_000
 

@@ -44,18 +44,8 @@ class MatrixContents(MatrixReport):
 
     def to_json(self) -> Json:
         """Return the matrix under its name in the model."""
-        return {
-            "key": self.key,
-            "params": self.params,
-            "bpw": self.bpw,
-            "nats": self.nats,
-            "rel_err": self.rel_err,
-            "shape": self.shape,
-            "bits": self.bits,
-            "rows": self.rows,
-            "groups": self.groups,
-            "group_sizes": self.group_sizes,
-        }
+        names = ("key", "params", "bpw", "nats", "rel_err", "shape", "bits", "rows")
+        return {name: getattr(self, name) for name in (*names, "groups", "group_sizes")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,17 @@ from exl2flow.quant.quantize.routing import experts_summary
 
 ROLES = ("gate_proj", "up_proj", "down_proj")
 NUMEL = 2048 * 768  # of each matrix
+SCORE: dict[str, Any] = {
+    "perplexity": 10.0,
+    "reference_perplexity": 9.0,
+    "kl_divergence": 0.5,
+    "kl_median": 0.5,
+    "kl_p99": 0.5,
+    "top1_agreement": 0.5,
+    "tokens": 100,
+    "bytes": 1000,
+    "text": "a",
+}
 
 
 def group_report(layer: int, experts: range, tokens: list[int], seed: int = 0) -> SublayerReport:
@@ -81,23 +92,12 @@ def model_reports(layers: int, experts: int, group: int) -> list[SublayerReport]
 
 def report_of(layers: list[SublayerReport]) -> dict[str, Any]:
     """Return the content of `report.json` with these layers."""
-    score = {
-        "perplexity": 10.0,
-        "reference_perplexity": 9.0,
-        "kl_divergence": 0.5,
-        "kl_median": 0.5,
-        "kl_p99": 0.5,
-        "top1_agreement": 0.5,
-        "tokens": 100,
-        "bytes": 1000,
-        "text": "a",
-    }
     return {
         "model": "/models/moe-exl2",
         "source": "/models/moe",
         "bpw": 4.0,
         "source_bytes": 10**7,
-        "score": score,
+        "score": {**SCORE},
         "calibration": None,
         "predicted_kl": 0.02,
         "experts": experts_summary(layers).to_json(),

@@ -1,6 +1,7 @@
 """A campaign that is killed goes on with its state, and tries what it would have tried."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,74 +10,72 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import state
 from checkout import ROOT
+from state import State
 
-PROGRAM = (sys.executable, str(ROOT / "campaigns" / "fuzz.py"), "--reader", "session", "config")
-
-
-def run(state: Path, *words: str, inputs: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [*PROGRAM, "--inputs", str(inputs), "--state", str(state), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+FOLDER = ROOT / "campaigns"
+WORDS = ("fuzz.py", "--reader", "session", "config", "--seed", "3", "--inputs")
 
 
-def counts(state: Path) -> dict[str, dict[str, Any]]:
+def counts(path: Path) -> dict[str, dict[str, Any]]:
     """Return what was tried of each kind, without the time it took."""
-    found = json.loads(state.read_bytes())["counts"]
+    found = json.loads(path.read_bytes())["counts"]
     return {kind: {k: n for k, n in own.items() if k != "seconds"} for kind, own in found.items()}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the state of a campaign that was killed in the middle."""
-    state = tmp_path_factory.mktemp("state") / "fuzz.json"
+    path = tmp_path_factory.mktemp("state") / "fuzz.json"
     process = subprocess.Popen(
-        [*PROGRAM, "--inputs", "1000000", "--state", str(state), "--seed", "3"],
+        [sys.executable, *WORDS, "1000000", "--state", str(path)],
+        cwd=FOLDER,
         stdout=subprocess.DEVNULL,
     )
-    while not state.exists():
+    while not path.exists():
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return state
+    return path
 
 
 def test_a_killed_campaign_goes_on_and_counts_no_case_twice(killed: Path, tmp_path: Path) -> None:
+    went_on, whole = tmp_path / "went_on.json", tmp_path / "whole.json"
+    shutil.copy(killed, went_on)
     inputs = max(own["tried"] for own in counts(killed).values()) + 200
-    assert run(tmp_path / "whole.json", "--seed", "3", inputs=inputs).returncode == 0
+    program = "import sys, fuzz; *words, path = sys.argv[1:]\n"
+    program += "for sys.argv in ([*words, path], [*words, path.replace('went_on', 'whole')]):\n"
+    program += "    assert fuzz.main() == 0"
+    command = [sys.executable, "-c", program, *WORDS, str(inputs), "--state", str(went_on)]
 
-    done = run(killed, "--seed", "3", inputs=inputs)
+    subprocess.run(command, cwd=FOLDER, stdout=subprocess.DEVNULL, timeout=480, check=True)
 
-    assert done.returncode == 0, done.stderr
-    assert counts(killed) == counts(tmp_path / "whole.json")
-    assert {own["tried"] for own in counts(killed).values()} == {inputs}
+    assert counts(went_on) == counts(whole)
+    assert {own["tried"] for own in counts(whole).values()} == {inputs}
 
 
-def test_two_runs_do_not_share_a_state(tmp_path: Path) -> None:
+def test_two_runs_do_not_share_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "FORK_SECONDS", 0.0)
     path = tmp_path / "state.json"
     words = "from state import State, Path; State.opened('x', path=Path(sys.argv[1]), seed=1)"
     program = f"import sys; {words}; print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", program, str(path)]
-    folder = ROOT / "campaigns"
     with subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        command, cwd=FOLDER, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as first:
         assert first.stdout is not None
         first.stdout.readline()
 
-        second = subprocess.run(command, cwd=folder, input="", capture_output=True, text=True)
+        with pytest.raises(SystemExit, match="in use by another campaign"):
+            State.opened("x", path=path, seed=1)
 
         first.kill()
-    assert second.returncode == 1
-    assert "in use by another campaign" in second.stderr
-    assert subprocess.run(command, cwd=folder, input="", text=True).returncode == 0
+    State.opened("x", path=path, seed=1)
 
 
 def test_the_state_of_another_seed_is_refused(killed: Path) -> None:
-    before = killed.read_bytes()
-
-    done = run(killed, "--seed", "4")
-
-    assert done.returncode == 1
-    assert "is of another campaign: seed 3 there, 4 here; name another --state" in done.stderr
-    assert killed.read_bytes() == before
+    why = "is of another campaign: seed 3 there, 4 here; name another --state"
+    with pytest.raises(SystemExit, match=why):
+        State.opened("fuzz", path=killed, seed=4)

@@ -1,7 +1,6 @@
 """What a stage reads changes, goes away or is only touched while pipelines of toy stages run."""
 
 import os
-from pathlib import Path
 
 import pytest
 from toy_stages import CHAIN, RAN, run_all, stage, write_note
@@ -13,21 +12,6 @@ from exl2flow.core.store import source
 from exl2flow.core.store.files import digest, write_text
 from exl2flow.core.store.stage import Pipeline, Stage, StageRun
 from exl2flow.core.store.store import StageFolder
-
-
-@pytest.fixture(autouse=True)
-def ran() -> list[str]:
-    """The names of the stages that really ran, in order."""
-    RAN.clear()
-    return RAN
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ConversionConfig:
-    source = tmp_path / "model"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    return ConversionConfig(source=source, out=tmp_path / "out")
 
 
 def model_text(config: ConversionConfig) -> str:

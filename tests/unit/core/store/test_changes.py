@@ -18,11 +18,6 @@ from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> ConversionConfig:
-    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out")
-
-
 def looked(config: ConversionConfig, stages: tuple[Stage, ...] = STAGES) -> dict[str, Outlook]:
     return {each.stage: each for each in outlook(Pipeline(config, stages, device="cpu"))}
 

@@ -1,12 +1,10 @@
 """What `clean` finds and removes: work roots of toy stages that write real files."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from toy_conversions import (
-    FAILING,
     RAN,
     STAGES,
     begun,
@@ -29,18 +27,6 @@ from exl2flow.core.store.cleaning import clean, clean_after, unneeded
 from exl2flow.core.store.stage import Pipeline
 
 TENSORS = 2 * (1000 * 8)  # bytes of the contents of `quantize`
-
-
-@pytest.fixture(autouse=True)
-def nothing_ran() -> Iterator[None]:
-    yield
-    RAN.clear()
-    FAILING.clear()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "work"
 
 
 @pytest.fixture

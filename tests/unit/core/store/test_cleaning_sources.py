@@ -1,28 +1,15 @@
 """Which fetched models `clean` removes."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toy_conversions import FAILING, RAN, STAGES, begun, convert, model, other, paths, stages_of
+from toy_conversions import STAGES, begun, convert, model, other, paths, stages_of
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.cleaning import clean, unneeded
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.source import provenance_file
 from exl2flow.core.store.stage import Pipeline
-
-
-@pytest.fixture(autouse=True)
-def nothing_ran() -> Iterator[None]:
-    yield
-    RAN.clear()
-    FAILING.clear()
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "work"
 
 
 @pytest.fixture

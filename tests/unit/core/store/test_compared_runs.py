@@ -3,19 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-from toy_conversions import STAGES, convert, model, other
+from toy_conversions import STAGES, convert, other
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.changes import Change, Outlook, outlook
 from exl2flow.core.store.stage import Pipeline, Stage
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ConversionConfig:
-    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out")
 
 
 def looked(config: ConversionConfig, stages: tuple[Stage, ...] = STAGES) -> dict[str, Outlook]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from flipped_bits import flip_unseen
-from toy_conversions import RAN, STAGES, begun, convert, model, other
+from toy_conversions import RAN, STAGES, begun, convert, other
 
 from exl2flow.core.errors import CorruptCheckpoint, ReadFailed
 from exl2flow.core.options.config import ConversionConfig
@@ -14,12 +14,6 @@ from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store import damage
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.core.store.store import StageFolder
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ConversionConfig:
-    return ConversionConfig(source=model(tmp_path / "model"), out=tmp_path / "out")
-
 
 FILE = "sublayers/1.safetensors"
 

@@ -37,21 +37,6 @@ from exl2flow.pipeline.stages import run_in_order
 DOCS = Path(__file__).parents[4] / "docs"
 
 
-@pytest.fixture(autouse=True)
-def ran() -> list[str]:
-    """The names of the stages that really ran, in order."""
-    RAN.clear()
-    return RAN
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> ConversionConfig:
-    source = tmp_path / "model"
-    source.mkdir()
-    (source / "config.json").write_text("{}")
-    return ConversionConfig(source=source, out=tmp_path / "out")
-
-
 def test_second_run_executes_nothing(config: ConversionConfig) -> None:
     run_all(config)
     first = list(RAN)

@@ -17,6 +17,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeat no piece of work for long."""
+    monkeypatch.setattr(run, "LONGEST", 0.01)
+
+
+@pytest.mark.usefixtures("brief")
 def test_prompts_and_steps_are_timed(folder: Path) -> None:
     said = list[str]()
 
@@ -48,6 +55,7 @@ def test_a_slow_machine_reads_less_and_says_so(folder: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_long_context_ends_with_the_model(folder: Path) -> None:
     found = bench(folder, device="cpu", context=4000, rows=(1,))
 
@@ -55,6 +63,7 @@ def test_a_long_context_ends_with_the_model(folder: Path) -> None:
     assert found.omitted == ("a context of 4000 tokens: more than the model has",)
 
 
+@pytest.mark.usefixtures("brief")
 def test_rows_without_room_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exl2flow.engine.cache.paged.available_memory", lambda: 10**6)
 

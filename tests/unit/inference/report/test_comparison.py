@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from expert_reports import SCORE
 from tiny import make_tiny
+from zeros import FOUR_BITS, zeros
 
 from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.store.files import write_tensors
@@ -20,9 +21,6 @@ from exl2flow.inference.report.comparison import (
     differences,
 )
 from exl2flow.inference.scoring.intervals import intervals
-from exl2flow.model import QuantizedMatrix, QuantParams
-
-PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
 
 
 def model(label: str, size: int, kl: float | None, **values: Any) -> Compared:
@@ -31,31 +29,13 @@ def model(label: str, size: int, kl: float | None, **values: Any) -> Compared:
 
 
 def score(folder: Path, kl: float = 0.5) -> Score:
-    return Score(
-        model=str(folder),
-        perplexity=10.0,
-        reference_perplexity=9.0,
-        kl_divergence=kl,
-        kl_median=kl,
-        kl_p99=kl,
-        top1_agreement=0.5,
-        tokens=100,
-        bytes=1000,
-    )
+    return Score(**{**SCORE, "model": str(folder), "kl_divergence": kl})
 
 
 def exl2(folder: Path, quality: str | None = None) -> Path:
     """Write an EXL2 folder of one matrix; with a preset, one of ours."""
-    groups = PARAMS.groups(64)
-    matrix = QuantizedMatrix.encode(
-        codes=torch.zeros(64, 32, dtype=torch.uint8),
-        groups=groups,
-        scale_codes=torch.zeros(len(groups), 32, dtype=torch.uint8),
-        max_scales=torch.ones(len(groups), dtype=torch.float16),
-        perm=torch.arange(64),
-    )
     folder.mkdir(parents=True)
-    write_tensors(folder / "model.safetensors", matrix.to_tensors("model.layers.0.mlp.up_proj"))
+    write_tensors(folder / "model.safetensors", zeros().to_tensors("model.layers.0.mlp.up_proj"))
     if quality is not None:
         record = {"options": {"quality": quality, "bpw": 4.0}, "predicted_kl": 0.25}
         (folder / RECORD_FILE).write_text(json.dumps(record))
@@ -71,7 +51,7 @@ def test_models_are_described_by_their_folders(tmp_path: Path) -> None:
 
     ours, theirs, plain = compared([score(folder) for folder in folders])
 
-    bpw = PARAMS.total_bits(64, 32) / (64 * 32)
+    bpw = FOUR_BITS.total_bits(64, 32) / (64 * 32)
     assert [m.label for m in (ours, theirs, plain)] == ["ours", "theirs", "plain"]
     assert [m.series for m in (ours, theirs, plain)] == ["fast", None, None]
     assert [m.bpw for m in (ours, theirs, plain)] == [bpw, bpw, None]

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from expert_reports import group_report, item, model_reports, report_of
+from zeros import zeros
 
 from exl2flow.cli.output.results import layer_table, print_report, show_contents
 from exl2flow.core.reports import ExpertsReport, Report, matrices_of, sublayer_reports
@@ -24,10 +25,7 @@ from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.page import write_up
 from exl2flow.inference.report.plots import render_plot, render_tokens
-from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.quant.quantize.routing import experts_summary
-
-PARAMS = QuantParams(bit_widths=(4,), proportions=(1.0,), group_sizes=(32,))
 
 
 def small_report(layers: int = 2, experts: int = 6, group: int = 4) -> Report:
@@ -50,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     report = report_of(model_reports(layers=2, experts=6, group=4))
     tensors: dict[str, torch.Tensor] = {}
     for cost in matrices_of(sublayer_reports(report["layers"])):
-        tensors |= _zeros().to_tensors(cost.key)
+        tensors |= zeros().to_tensors(cost.key)
     path = tmp_path / "moe"
     path.mkdir()
     write_tensors(path / "model.safetensors", tensors)
@@ -199,8 +197,8 @@ def test_a_shared_expert_beside_the_others_belongs_to_its_layers_experts(folder:
     source = inspect_model(folder)
     tensors = {}
     for matrix in source.matrices:
-        tensors |= _zeros().to_tensors(matrix.key)
-    write_tensors(path, tensors | _zeros().to_tensors(key))
+        tensors |= zeros().to_tensors(matrix.key)
+    write_tensors(path, tensors | zeros().to_tensors(key))
     entry = item(random.Random(0), key)
     record["layers"][2]["projections"]["shared.up_proj"] = entry
     (folder / RECORD_FILE).write_text(json.dumps(record))
@@ -248,14 +246,3 @@ def test_frames_have_all_matrices_or_a_row_per_role(folder: Path) -> None:
     assert gates["cost_nats"] == pytest.approx(own["cost_nats"].sum())
     assert gates["relative_error_most"] == own["relative_error"].max()
     assert gates["relative_error"] == pytest.approx(own["relative_error"].mean())
-
-
-def _zeros() -> QuantizedMatrix:
-    groups = PARAMS.groups(64)
-    return QuantizedMatrix.encode(
-        codes=torch.zeros(64, 32, dtype=torch.uint8),
-        groups=groups,
-        scale_codes=torch.zeros(len(groups), 32, dtype=torch.uint8),
-        max_scales=torch.ones(len(groups), dtype=torch.float16),
-        perm=torch.arange(64),
-    )

@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from zeros import zeros
 
 from exl2flow.core.errors import MissingTensor, SourceModelError
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.inspection import inspect_model
-from exl2flow.model import QuantizedMatrix, QuantParams
+from exl2flow.model import QuantParams
 from exl2flow.model.files.exl2 import tensor_names
 
 PARAMS = QuantParams(bit_widths=(5, 4), proportions=(0.25, 0.75), group_sizes=(32, 64))
@@ -22,23 +23,12 @@ KEYS = (
 )
 
 
-def matrix() -> QuantizedMatrix:
-    groups = PARAMS.groups(K)
-    return QuantizedMatrix.encode(
-        codes=torch.zeros(K, N, dtype=torch.uint8),
-        groups=groups,
-        scale_codes=torch.zeros(len(groups), N, dtype=torch.uint8),
-        max_scales=torch.ones(len(groups), dtype=torch.float16),
-        perm=torch.arange(K),
-    )
-
-
 @pytest.fixture
 def foreign(tmp_path: Path) -> Path:
     """A folder of an unknown architecture without any of our files."""
     tensors = {"model.norm.weight": torch.ones(8, dtype=torch.float16)}
     for key in KEYS:
-        tensors |= matrix().to_tensors(key)
+        tensors |= zeros(PARAMS, K, N).to_tensors(key)
     write_tensors(tmp_path / "output.safetensors", tensors)
     return tmp_path
 
@@ -121,7 +111,7 @@ def test_a_missing_folder_and_an_unquantized_model_are_refused(tmp_path: Path) -
 
 
 def test_a_matrix_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
-    tensors = matrix().to_tensors("lm_head")
+    tensors = zeros(PARAMS, K, N).to_tensors("lm_head")
     del tensors[tensor_names("lm_head")[1]]
     write_tensors(tmp_path / "model.safetensors", tensors)
 

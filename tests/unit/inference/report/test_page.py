@@ -7,35 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from expert_reports import SCORE
+from zeros import zeros
 
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.page import write_up
-from exl2flow.model import QuantizedMatrix, QuantParams
-
-SCORE = {
-    "perplexity": 10.0,
-    "reference_perplexity": 9.0,
-    "kl_divergence": 0.5,
-    "kl_median": 0.5,
-    "kl_p99": 0.5,
-    "top1_agreement": 0.5,
-    "tokens": 100,
-    "bytes": 1000,
-    "text": "a",
-}
-
-
-def matrix(bits: int) -> QuantizedMatrix:
-    groups = QuantParams(bit_widths=(bits,), proportions=(1.0,), group_sizes=(32,)).groups(64)
-    return QuantizedMatrix.encode(
-        codes=torch.zeros(64, 32, dtype=torch.uint8),
-        groups=groups,
-        scale_codes=torch.zeros(len(groups), 32, dtype=torch.uint8),
-        max_scales=torch.ones(len(groups), dtype=torch.float16),
-        perm=torch.arange(64),
-    )
+from exl2flow.model import QuantParams
 
 
 def convert(folder: Path, source: str, *, layers: int = 1, bits: int = 4, **score: Any) -> None:
@@ -45,7 +23,8 @@ def convert(folder: Path, source: str, *, layers: int = 1, bits: int = 4, **scor
     widths = {**dict.fromkeys(keys, bits), "lm_head": 6}
     tensors = {}
     for key, width in widths.items():
-        tensors |= matrix(width).to_tensors(key)
+        params = QuantParams(bit_widths=(width,), proportions=(1.0,), group_sizes=(32,))
+        tensors |= zeros(params).to_tensors(key)
     write_tensors(folder / "model.safetensors", tensors)
     names = [key.removesuffix(".up_proj") for key in widths]
     written = {

@@ -142,8 +142,10 @@ def test_calibration_rows_of_noise_and_random_tokens_do_not_count() -> None:
     assert rows[:, 0].tolist() == [0, 2, 4]
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> ConversionConfig:
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
+    """A conversion whose stages the tests share; what differs is how it is validated."""
+    tmp_path = tmp_path_factory.mktemp("validate")
     source = make_tiny("llama", tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("\n".join(TEXT * 10))
@@ -164,6 +166,11 @@ def config(tmp_path: Path) -> ConversionConfig:
             text=text, rows=2, row_tokens=48, sample_tokens=8, sample_prompt="The quick"
         ),
     )
+
+
+def validated(config: ConversionConfig, **options: object) -> ConversionConfig:
+    changed = config.validate_options.model_copy(update=options)
+    return config.model_copy(update={"validate_options": changed})
 
 
 def test_report_holds_scores_layers_and_sample(config: ConversionConfig) -> None:
@@ -200,20 +207,8 @@ def test_score_lies_beside_the_model_it_holds_for(config: ConversionConfig) -> N
     assert not pipeline.is_complete("validate")
 
 
-def test_same_seed_gives_the_same_report(config: ConversionConfig, tmp_path: Path) -> None:
-    first = run_until(config, "validate")
-    second = run_until(config.model_copy(update={"work_root": tmp_path / "again"}), "validate")
-
-    for name in (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE):
-        assert (first.path("validate") / name).read_bytes() == (
-            second.path("validate") / name
-        ).read_bytes()
-
-
 def test_failed_verdict_is_a_finished_stage(config: ConversionConfig) -> None:
-    strict = config.validate_options.model_copy(update={"fail_perplexity_ratio": 1e-3})
-
-    pipeline = run_until(config.model_copy(update={"validate_options": strict}), "validate")
+    pipeline = run_until(validated(config, fail_perplexity_ratio=1e-3), "validate")
 
     assert pipeline.is_complete("validate")
     with pytest.raises(ValidationFailed, match=r"above 0\.001 x"):
@@ -223,31 +218,31 @@ def test_failed_verdict_is_a_finished_stage(config: ConversionConfig) -> None:
 
 
 def test_rows_never_exceed_the_positions_of_the_model(config: ConversionConfig) -> None:
-    longer = config.validate_options.model_copy(update={"row_tokens": 4096, "rows": 1})
-
-    pipeline = run_until(config.model_copy(update={"validate_options": longer}), "validate")
+    pipeline = run_until(validated(config, row_tokens=4096, rows=1), "validate")
 
     report = read_json(pipeline.path("validate") / REPORT_FILE)
     assert report["score"]["tokens"] == 255  # of 256 positions
 
 
 def test_sample_can_be_left_out(config: ConversionConfig) -> None:
-    silent = config.validate_options.model_copy(update={"sample_tokens": 0})
-
-    pipeline = run_until(config.model_copy(update={"validate_options": silent}), "validate")
+    pipeline = run_until(validated(config, sample_tokens=0), "validate")
 
     assert read_json(pipeline.path("validate") / REPORT_FILE)["sample"] == ""
     assert "## Sample" not in (pipeline.path("validate") / MARKDOWN_FILE).read_text()
 
 
+def reports(folder: Path) -> list[bytes]:
+    return [(folder / name).read_bytes() for name in (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE)]
+
+
 def test_stage_stops_between_sublayers_and_keeps_what_was_scored(
     config: ConversionConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run_until(config.model_copy(update={"work_root": tmp_path / "whole"}), "validate")
-    expected = (whole.path("validate") / REPORT_FILE).read_bytes()
+    expected = reports(run_until(config, "validate").path("validate"))
     monkeypatch.setattr(evaluate_module, "STATE_BYTES", 1)
     monkeypatch.setattr(evaluate_module, "LEAST_ROWS", 1)
-    pipeline = run_until(config, "compile")
+    again = config.model_copy(update={"work_root": tmp_path / "again"})
+    pipeline = run_until(again, "compile")
     ticks: list[Tick] = []
 
     def interrupt(tick: Tick) -> None:
@@ -263,14 +258,14 @@ def test_stage_stops_between_sublayers_and_keeps_what_was_scored(
 
     assert stopped_at <= PASSES + 3
     assert {tick.total for tick in ticks} == {3 * PASSES + 1}  # three of four rows were left
-    assert (pipeline.path("validate") / REPORT_FILE).read_bytes() == expected
+    assert reports(pipeline.path("validate")) == expected
     assert not list(pipeline.path("validate").glob(f"{ROWS_PREFIX}*"))
 
 
 def test_nothing_is_scored_again_once_the_report_is_written(
     config: ConversionConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = run_until(config, "compile")
+    pipeline = run_until(validated(config, sample_seed=1), "compile")
     with monkeypatch.context() as broken:
         broken.setattr(StageFolder, "remove", full)
         with pytest.raises(WriteFailed):
