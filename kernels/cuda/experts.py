@@ -4,6 +4,7 @@ The host waits for no route.
 """
 
 from dataclasses import replace
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -153,17 +154,17 @@ def _many(hidden: torch.Tensor, bank: ExpertBank, plan: ExpertsPlan) -> torch.Te
     for name in ("of", "slots", "top", "size", "most_inner", "activation", "scales_input"):
         argument[name] = plan.argument[name]
     argument["multiplier"] = bank.multiplier
-    device, warps = hidden.device, GATHER_THREADS // 32
+    launched = partial(launch, "experts_many.cu", device=hidden.device)
     most_tiles = rows * slots // MANY_ROWS + count
     widths = (2 * most_inner, size)  # gate's and up's columns; down's
     for side, width in zip(("up", "down"), widths, strict=True):
         read = 2 * (size if side == "up" else most_inner)
         grid = -(-width // (MANY_WARPS * TILE)), most_tiles
-        file = "experts_many.cu"
-        _launch(file, f"gather_{side}", (rows * slots,), argument, warps, read, device)
-        _launch(file, f"many_{side}", grid, argument, MANY_WARPS, MANY_SHARED, device)
+        each, threads = (rows * slots,), 32 * MANY_WARPS
+        launched(f"gather_{side}", each, argument, threads=GATHER_THREADS, shared=read)
+        launched(f"many_{side}", grid, argument, threads=threads, shared=MANY_SHARED)
     ctas = -(-rows * size // (8 * GATHER_THREADS))
-    _launch("experts_many.cu", "combine", (ctas,), argument, warps, 0, device)
+    launched("combine", (ctas,), argument, threads=GATHER_THREADS)
     return result
 
 
@@ -188,15 +189,3 @@ def _slots(x: torch.Tensor, bank: ExpertBank) -> tuple[torch.Tensor, torch.Tenso
         share = torch.nn.functional.linear(x.float(), gate).sigmoid().half().float()
     ids = own.new_full(shape, len(bank.experts))
     return torch.cat([own, ids], 1), torch.cat([routes.weights, share], 1)
-
-
-def _launch(
-    file: str,
-    name: str,
-    grid: tuple[int, ...],
-    argument: np.void,
-    warps: int,
-    shared: int,
-    device: torch.device,
-) -> None:
-    launch(file, name, grid, argument, threads=32 * warps, shared=shared, device=device)

@@ -105,14 +105,7 @@ class CudaOps(Ops):
             "search.cu",
             "grid_cost",
             (_tiles(n), parts, j),
-            x.contiguous(),
-            steps,
-            weights,
-            *tables,
-            grid,
-            costs,
-            r,
-            n,
+            *(x.contiguous(), steps, weights, *tables, grid, costs, r, n),
         )
         return costs.sum(dim=2)
 
@@ -139,15 +132,8 @@ class CudaOps(Ops):
             "search.cu",
             "choose_codes",
             (_tiles(n), j),
-            *searched,
-            *whose,
-            base,
-            chosen,
-            scales.codes,
-            scales.decoded,
-            half_range,
-            m,
-            n,
+            *(*searched, *whose, base, chosen),
+            *(scales.codes, scales.decoded, half_range, m, n),
         )
 
     def round_panel(
@@ -231,18 +217,8 @@ class CudaOps(Ops):
             "refit.cu",
             "take_scales",
             (tiles, j),
-            rises,
-            codes,
-            maxima,
-            decoded,
-            change,
-            begun.rows,
-            scales.codes,
-            scales.maxima,
-            scales.decoded,
-            taken,
-            *sizes,
-            STRENGTHS,
+            *(rises, codes, maxima, decoded, change, begun.rows),
+            *(scales.codes, scales.maxima, scales.decoded, taken, *sizes, STRENGTHS),
         )
         return taken
 
@@ -357,20 +333,12 @@ def _wanted_scales(
     """Return the objective's curvature in each scale, and the scale at its minimum, fp32 (m,)."""
     (r, m), b = steps.shape, 1 if output is None else output.shape[1]
     curvature, wanted = steps.new_empty(2, m)
+    pushes = (times_hessian(hessian, steps), pushed, 0 if output is None else output)
     launch(
         "refit.cu",
         "wanted_scales",
         (_tiles(m),),
-        steps,
-        times_hessian(hessian, steps),
-        pushed,
-        0 if output is None else output,
-        scales.decoded,
-        curvature,
-        wanted,
-        r,
-        m,
-        b,
+        *(steps, *pushes, scales.decoded, curvature, wanted, r, m, b),
     )
     return curvature, wanted
 

@@ -7,13 +7,7 @@ import torch
 
 from exl2flow.kernels.cuda.compiler import THREADS, launch
 from exl2flow.kernels.interface.groups import Group
-from exl2flow.kernels.interface.packed import (
-    LANES,
-    SCALE_WORDS,
-    TILE,
-    laid_panels,
-    scale_places,
-)
+from exl2flow.kernels.interface.packed import LANES, SCALE_WORDS, TILE, laid_panels, scale_places
 from exl2flow.kernels.streams import device_cache, device_table
 
 
@@ -33,13 +27,8 @@ def lay_out(
         "lay_out.cu",
         "lay_out",
         (len(own), -(-len(table) // (THREADS // LANES))),
-        words.contiguous(),
-        table,
-        0 if order is None else order,
-        laid,
-        n,
-        len(table),
-        4 * length,
+        *(words.contiguous(), table, 0 if order is None else order, laid),
+        *(n, len(table), 4 * length),
     )
     laid[:, places] = own[:, of_group]
     return laid
@@ -54,12 +43,8 @@ def lay_out_scales(words: torch.Tensor, max_scales: torch.Tensor) -> torch.Tenso
         "lay_out.cu",
         "lay_out_scales",
         (-(-scales.numel() // THREADS),),
-        words.contiguous(),
-        max_scales.contiguous(),
-        scales,
-        groups,
-        words.shape[1],
-        scales.numel(),
+        *(words.contiguous(), max_scales.contiguous(), scales),
+        *(groups, words.shape[1], scales.numel()),
     )
     return scales
 

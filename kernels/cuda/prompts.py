@@ -103,14 +103,8 @@ def _decoded(matrices: Sequence[PackedMatrix]) -> torch.Tensor:
     rows, width, device = len(first.order), sum(map(_width, matrices)), first.words.device
     room = torch.empty(rows, width, dtype=torch.float16, device=device)
     for name, grid, work in works[key]:
-        launch(
-            "decode.cu",
-            name,
-            grid,
-            filled(work.copy(), y=room),
-            threads=32 * DECODE_WARPS,
-            device=device,
-        )
+        call = filled(work.copy(), y=room)
+        launch("decode.cu", name, grid, call, threads=32 * DECODE_WARPS, device=device)
     last = matrices[-1]
     return room[:, : width - _width(last) + last.columns]
 

@@ -45,17 +45,9 @@ def add_normed(
     _launch(
         "add_normed",
         x.numel() // d * threads,
-        x.data_ptr(),
-        by.weight,
-        0 if by.bias is None else by.bias,
-        0 if hidden is None else hidden.contiguous(),
-        y.data_ptr(),
-        d,
-        heads,
-        head_step,
-        int(by.centered),
-        np.float32(by.eps),
-        np.float32(multiplier),
+        *(x.data_ptr(), by.weight, 0 if by.bias is None else by.bias),
+        *(0 if hidden is None else hidden.contiguous(), y.data_ptr()),
+        *(d, heads, head_step, int(by.centered), np.float32(by.eps), np.float32(multiplier)),
         threads=threads,
     )
     return y
@@ -77,16 +69,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
         "elementwise.cu",
         f"rotate_{width}",
         (t, -(-units // threads), b),
-        x.data_ptr(),
-        cos,
-        sin,
-        y.data_ptr(),
-        heads,
-        head_dim,
-        half,
-        *steps,
-        of_row,
-        cos.stride(-2),
+        *(x.data_ptr(), cos, sin, y.data_ptr()),
+        *(heads, head_dim, half, *steps, of_row, cos.stride(-2)),
         threads=threads,
     )
     return y
@@ -163,15 +147,8 @@ def joined(
     _launch(
         "joined",
         a.numel() // WIDE,
-        in_order,
-        b.data_ptr(),
-        a_sums.contiguous(),
-        b_sums.contiguous(),
-        y.data_ptr(),
-        sums,
-        t,
-        heads,
-        head_dim // WIDE,
+        *(in_order, b.data_ptr(), a_sums.contiguous(), b_sums.contiguous()),
+        *(y.data_ptr(), sums, t, heads, head_dim // WIDE),
     )
     return y, sums
 

@@ -61,11 +61,7 @@ class CoupledRowDescent(RowDescent):
         self.inverse = self.inverse / diagonal
         columns = (self.scales, self.inverse, self.low, self.high, diagonal)
         self.classes = list(  # each (blocks, b / CLASSES), then the rows of O (blocks, ..., b)
-            zip(
-                *(self._parts(x) for x in columns),
-                self.output.chunk(CLASSES, dim=1),
-                strict=True,
-            )
+            zip(*(self._parts(x) for x in columns), self.output.chunk(CLASSES, dim=1), strict=True)
         )
 
     def _parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

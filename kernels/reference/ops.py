@@ -14,13 +14,7 @@ from exl2flow.kernels.interface import packed
 from exl2flow.kernels.interface.boxes import Boxes
 from exl2flow.kernels.interface.experts import ExpertBank
 from exl2flow.kernels.interface.facts import CardFacts, PlanFacts
-from exl2flow.kernels.interface.groups import (
-    PANEL_ROWS,
-    SCALE_LEVELS,
-    Group,
-    Scales,
-    half_ranges,
-)
+from exl2flow.kernels.interface.groups import PANEL_ROWS, SCALE_LEVELS, Group, Scales, half_ranges
 from exl2flow.kernels.interface.packed import FusedLinear, runs_of
 from exl2flow.kernels.reference import cache as torch_cache
 from exl2flow.kernels.reference import delta as torch_delta

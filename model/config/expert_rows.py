@@ -29,10 +29,7 @@ GPT_OSS_EXPERTS = Experts(
     router_bias=True,
     scores=Scores.TOP_SOFTMAX,
     is_normalized=False,
-    packings=(
-        *_in_both_forms("gate_up_proj", GATE_UP),
-        *_in_both_forms("down_proj", DOWN),
-    ),
+    packings=(*_in_both_forms("gate_up_proj", GATE_UP), *_in_both_forms("down_proj", DOWN)),
 )
 GPT_OSS_ROPE = {
     "rope_type": "yarn",

@@ -104,25 +104,18 @@ def _dense(config: Fields, family: Family, activation: str) -> MlpSpec:
 
 
 def _experts(config: Fields, family: Family, row: Experts, activation: str) -> ExpertsSpec:
-    activation = row.activation or activation
-    shared = prod(config.integer(key, 0, least=0, most=WIDEST) for key in row.shared_width_keys)
-    return ExpertsSpec(
-        rule=_rule(config, row),
-        expert=MlpSpec(
-            intermediate_size=config.integer(row.width_key, most=WIDEST),
-            activation=activation,
-            has_bias=bias_of(config, row.bias),
-            gated=family.is_gated,
-        ),
-        shared=MlpSpec(
-            intermediate_size=shared,
-            activation=activation,
-            has_bias=bias_of(config, family.mlp_bias),
-            gated=family.is_gated,
-        )
-        if row.shared is not None and shared
-        else None,
+    expert = MlpSpec(
+        intermediate_size=config.integer(row.width_key, most=WIDEST),
+        activation=row.activation or activation,
+        has_bias=bias_of(config, row.bias),
+        gated=family.is_gated,
     )
+    width = prod(config.integer(key, 0, least=0, most=WIDEST) for key in row.shared_width_keys)
+    shared = None
+    if row.shared is not None and width:
+        bias = bias_of(config, family.mlp_bias)
+        shared = replace(expert, intermediate_size=width, has_bias=bias)
+    return ExpertsSpec(rule=_rule(config, row), expert=expert, shared=shared)
 
 
 def _rule(config: Fields, row: Experts) -> RouterRule:

@@ -27,21 +27,19 @@ GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 TIED = ("tie_word_embeddings", True)
 
 LLAMA = Family(architecture="LlamaForCausalLM", is_in_exllamav2=True, mlp_bias="mlp_bias")
-MISTRAL = replace(
-    LLAMA,
+MISTRAL = Family(
     architecture="MistralForCausalLM",
+    is_in_exllamav2=True,
     qkv_bias=False,
     o_bias=False,
-    mlp_bias=False,
     window_rule=WindowRule.ALL_LAYERS,
     default_window=4096,
 )
-QWEN2 = replace(
-    LLAMA,
+QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
+    is_in_exllamav2=True,
     qkv_bias=True,
     o_bias=False,
-    mlp_bias=False,
     window_rule=WindowRule.UPPER_LAYERS,
     default_window=4096,
     default_max_window_layers=28,
@@ -110,11 +108,8 @@ MINIMAX_M2 = replace(
     default_theta=5_000_000.0,
     defaults=(("num_experts_per_tok", 8),),
 )
-OLMOE = replace(
-    LLAMA,
+OLMOE = Family(
     architecture="OlmoeForCausalLM",
-    is_in_exllamav2=False,
-    mlp_bias=False,
     head_norms=HeadNorms.WHOLE,
     clip_key="clip_qkv",
     known=("clip_qkv",),
@@ -134,11 +129,8 @@ SIGMOID_EXPERTS = Experts(
     shared="mlp.shared_experts",
     shared_width_keys=("n_shared_experts", "moe_intermediate_size"),
 )
-DOTS1 = replace(
-    LLAMA,
+DOTS1 = Family(
     architecture="Dots1ForCausalLM",
-    is_in_exllamav2=False,
-    mlp_bias=False,
     head_norms=HeadNorms.HEAD,
     window_rule=WindowRule.UPPER_LAYERS,
     default_window=4096,
@@ -180,20 +172,18 @@ PHI3 = replace(
     default_norm_eps=1e-5,
     fused=(("self_attn.qkv_proj", QKV), GATE_UP),
 )
-SEED_OSS = replace(
-    LLAMA,
+SEED_OSS = Family(
     architecture="SeedOssForCausalLM",
-    is_in_exllamav2=False,
     o_bias="attention_out_bias",
     default_head_dim=128,
     defaults=(("attention_bias", True),),
+    mlp_bias="mlp_bias",
 )
 YI = replace(LLAMA, architecture="YiForCausalLM", norms=("ln1", "ln2"))
 
-GEMMA = replace(
-    LLAMA,
+GEMMA = Family(
     architecture="GemmaForCausalLM",
-    mlp_bias=False,
+    is_in_exllamav2=True,
     norm_offset=1.0,
     multipliers=Multipliers.GEMMA,
     default_head_dim=256,
@@ -241,12 +231,9 @@ GEMMA3 = replace(
         ("vocab_size", 262_208),
     ),
 )
-GLM = replace(
-    LLAMA,
+GLM = Family(
     architecture="GlmForCausalLM",
-    is_in_exllamav2=False,
     o_bias=False,
-    mlp_bias=False,
     default_head_dim=128,
     default_norm_eps=1.5625e-7,
     interleaved=True,
@@ -260,12 +247,9 @@ GLM4 = replace(
     is_in_exllamav2=True,
     post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
 )
-GLM4_MOE = replace(
-    LLAMA,
+GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
-    is_in_exllamav2=False,
     o_bias=False,
-    mlp_bias=False,
     head_norms=("use_qk_norm", HeadNorms.HEAD),
     known=("use_qk_norm",),
     default_partial=0.5,
@@ -275,10 +259,9 @@ GLM4_MOE = replace(
     default_norm_eps=1e-5,
     defaults=(("norm_topk_prob", True),),
 )
-COHERE = replace(
-    LLAMA,
+COHERE = Family(
     architecture="CohereForCausalLM",
-    mlp_bias=False,
+    is_in_exllamav2=True,
     is_parallel=True,
     is_centered=True,
     keys=(("rms_norm_eps", "layer_norm_eps"),),
@@ -351,11 +334,8 @@ GRANITE_HYBRID = replace(
     layer_renames=(("shared_mlp.output_linear.", "mlp.down_proj."),),
     fused=(("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),),
 )
-OLMO2 = replace(
-    LLAMA,
+OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
-    is_in_exllamav2=False,
-    mlp_bias=False,
     norms=None,
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     head_norms=HeadNorms.WHOLE,
@@ -381,19 +361,16 @@ EXAONE4 = replace(
     local_theta_key=None,
     nope_rule=NopeRule.FULL_LAYERS_OF_HYBRIDS,
 )
-SMOLLM3 = replace(
-    LLAMA,
+SMOLLM3 = Family(
     architecture="SmolLM3ForCausalLM",
-    is_in_exllamav2=False,
     window_rule=WindowRule.NOPE_LAYERS,
     default_theta=2_000_000.0,
     nope_rule=NopeRule.LISTED,
     defaults=(TIED,),
+    mlp_bias="mlp_bias",
 )
-ERNIE = replace(
-    LLAMA,
+ERNIE = Family(
     architecture="Ernie4_5ForCausalLM",
-    is_in_exllamav2=False,
     known=("use_bias",),
     qkv_bias="use_bias",
     o_bias="use_bias",
@@ -428,11 +405,8 @@ ERNIE_MOE = replace(
     apart=("model.mtp_",),
     defaults=(TIED, ("moe_k", 6), ("moe_num_shared_experts", 2), ("moe_layer_start_index", 1)),
 )
-HUNYUAN = replace(
-    LLAMA,
+HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
-    is_in_exllamav2=False,
-    mlp_bias=False,
     head_norms=HeadNorms.HEAD,
     qk_norms=("query_layernorm", "key_layernorm"),
     known=("use_qk_norm",),
@@ -456,13 +430,12 @@ HUNYUAN_MOE = replace(
     ),
     defaults=(("moe_topk", 1),),
 )
-ARCEE = replace(
-    LLAMA,
+ARCEE = Family(
     architecture="ArceeForCausalLM",
-    is_in_exllamav2=False,
     is_gated=False,
     default_activation="relu2",
     default_norm_eps=1e-5,
+    mlp_bias="mlp_bias",
 )
 NEMOTRON = replace(
     ARCEE,
@@ -491,56 +464,45 @@ STARCODER2 = replace(
     default_norm_eps=1e-5,
     defaults=(TIED, ("use_bias", True)),
 )
-ORION = replace(
-    LLAMA,
+ORION = Family(
     architecture="OrionForCausalLM",
+    is_in_exllamav2=True,
     qkv_bias=False,
     o_bias=False,
-    mlp_bias=False,
     is_centered=True,
     norm_bias=True,
     default_norm_eps=1e-5,
 )
-INTERNLM2 = replace(
-    LLAMA,
+INTERNLM2 = Family(
     architecture="InternLM2ForCausalLM",
+    is_in_exllamav2=True,
     qkv_bias="bias",
     o_bias="bias",
-    mlp_bias=False,
     norms=("attention_norm", "ffn_norm"),
-    linears=(
-        ("gate", "feed_forward.w1"),
-        ("up", "feed_forward.w3"),
-        ("down", "feed_forward.w2"),
-    ),
+    linears=(("gate", "feed_forward.w1"), ("up", "feed_forward.w3"), ("down", "feed_forward.w2")),
     renames=(("model.tok_embeddings.", "model.embed_tokens."), ("output.", "lm_head.")),
     layer_renames=(("attention.wo.", "self_attn.o_proj."),),
     fused=(("attention.wqkv", QKV),),
     packed_heads=True,
     defaults=(("bias", True),),
 )
-MINICPM = replace(
-    LLAMA,
+MINICPM = Family(
     architecture="MiniCPMForCausalLM",
-    mlp_bias=False,
+    is_in_exllamav2=True,
     multipliers=Multipliers.MINICPM,
     known=("scale_emb", "scale_depth"),
     defaults=(TIED,),
 )
-INDEX = replace(
-    LLAMA,
+INDEX = Family(
     architecture="IndexForCausalLM",
+    is_in_exllamav2=True,
     qkv_bias=False,
     o_bias=False,
-    mlp_bias=False,
     unit_head_key="norm_head",
     known=("norm_head",),
 )
-GPT_OSS = replace(
-    LLAMA,
+GPT_OSS = Family(
     architecture="GptOssForCausalLM",
-    is_in_exllamav2=False,
-    mlp_bias=False,
     fixed=(("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_SLOPE)),
     default_head_dim=64,
     default_norm_eps=1e-5,
@@ -556,12 +518,11 @@ GPT_OSS = replace(
         ("rope_parameters", rows.GPT_OSS_ROPE),
     ),
 )
-DBRX = replace(
-    LLAMA,
+DBRX = Family(
     architecture="DbrxForCausalLM",
+    is_in_exllamav2=True,
     qkv_bias=False,
     o_bias=False,
-    mlp_bias=False,
     sections=rows.DBRX_SECTIONS,
     clip_key="clip_qkv",
     keys=rows.DBRX_KEYS,
@@ -574,11 +535,8 @@ DBRX = replace(
     fused=(("norm_attn_norm.attn.Wqkv", QKV),),
     defaults=rows.DBRX_DEFAULTS,
 )
-LLAMA4 = replace(
-    LLAMA,
+LLAMA4 = Family(
     architecture="Llama4ForCausalLM",
-    is_in_exllamav2=False,
-    mlp_bias=False,
     known=("use_qk_norm",),
     default_head_dim=128,
     default_norm_eps=1e-5,
@@ -711,10 +669,7 @@ QWEN3_VL = replace(
 )
 QWEN3_VL_PACKINGS = tuple(  # published ones are transposed, transformers 5 writes them untransposed
     Packing(name=f"mlp.experts.{name}", projections=held, is_transposed=True, may_turn=True)
-    for name, held in (
-        ("gate_up_proj", ("gate_proj", "up_proj")),
-        ("down_proj", ("down_proj",)),
-    )
+    for name, held in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
 )
 QWEN3_VL_MOE = replace(
     QWEN3_VL,

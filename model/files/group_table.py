@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from exl2flow.kernels import Group
 
@@ -23,11 +24,8 @@ def groups_of(table: tuple[int, ...], words: int) -> tuple[Group, ...]:
 
 def first_words(groups: Sequence[Group]) -> list[int]:
     """Return the first row of each group inside the packed words."""
-    starts, word = [], 0
-    for group in groups:
-        starts.append(word)
-        word += group.rows * group.bits // 32
-    return starts
+    sizes = (group.rows * group.bits // 32 for group in groups)
+    return list(accumulate(sizes, initial=0))[: len(groups)]
 
 
 def divides(table: tuple[int, ...], words: int, rows: int) -> bool:

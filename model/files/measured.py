@@ -139,10 +139,7 @@ def read_arrays(path: Path, entry: Mapping[str, Any]) -> MeasuredArrays:
             )
     _check_values(arrays, list(slots), tensors)
     return MeasuredArrays(
-        slots=slots,
-        lists=lists,
-        accuracy=tensors["accuracy"],
-        nats=tensors.get("nats"),
+        slots=slots, lists=lists, accuracy=tensors["accuracy"], nats=tensors.get("nats")
     )
 
 

@@ -68,11 +68,7 @@ class Embedding:
     """
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        *,
-        multiplier: float = 1.0,
-        learned: torch.Tensor | None = None,
+        self, weight: torch.Tensor, *, multiplier: float = 1.0, learned: torch.Tensor | None = None
     ) -> None:
         self.weight = weight
         self.multiplier = multiplier

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from exl2flow.core.errors import NonFiniteState, TensorShapeError
+from exl2flow.core.errors import NonFiniteState
 from exl2flow.kernels import DeltaArgs, get_ops
 from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
-from exl2flow.model.layers.linear import Linear
+from exl2flow.model.layers.linear import Linear, read_shaped
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
 from exl2flow.model.layers.sublayer import Sublayer
@@ -124,7 +124,7 @@ def load_delta(
         NonFiniteState: the decay is infinite.
     """
     found = {
-        role: _read(tensors, name, shape).to(device, torch.float32)
+        role: read_shaped(tensors, name, shape).to(device, torch.float32)
         for role, (name, shape) in spec.plain.items()
     }
     if "ba" in found:  # rows by key head: of its value heads, b, then a
@@ -148,13 +148,3 @@ def load_delta(
         norm=found["norm"],
         eps=eps,
     )
-
-
-def _read(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = tensors.read_floating(name)
-    if tuple(tensor.shape) != shape:
-        raise TensorShapeError(
-            f"`{name}` has shape {tuple(tensor.shape)}, `config.json` implies {shape}; check that "
-            "both belong to one model"
-        )
-    return tensor

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from exl2flow.core.errors import TensorShapeError
 from exl2flow.kernels import (
     Boxes,
     ExpertBank,
@@ -27,7 +26,7 @@ from exl2flow.model.config.sublayer_spec import ExpertGroup, SublayerSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products
-from exl2flow.model.layers.linear import Linear, PackedLinear
+from exl2flow.model.layers.linear import Linear, PackedLinear, read_shaped
 from exl2flow.model.layers.mlp import activated
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable
@@ -335,15 +334,10 @@ def load_router(
         MissingTensor: one of the tensors is absent.
         TensorShapeError: one has another shape than the config implies.
     """
-    loaded = {}
-    for name, shape in router_tensors(spec, group).items():
-        tensor = tensors.read_floating(name)
-        if tuple(tensor.shape) != shape:
-            raise TensorShapeError(
-                f"`{name}` has shape {tuple(tensor.shape)}, `config.json` implies {shape}; check "
-                "that both belong to one model"
-            )
-        loaded[name] = tensor.to(device, torch.float32)
+    loaded = {
+        name: read_shaped(tensors, name, shape).to(device, torch.float32)
+        for name, shape in router_tensors(spec, group).items()
+    }
     router, gate = group.router, group.shared_gate
     correction = None if router.correction is None else loaded[router.correction].flatten()
     args = RouterArgs(

@@ -3,7 +3,7 @@
 Padding is cut off when a map is built, so outputs have exactly `out_features` columns.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,13 +21,7 @@ from exl2flow.model.files.exl2 import (
     padded_columns,
     tensor_names,
 )
-from exl2flow.model.files.gptq import (
-    GptqMatrix,
-    gptq_host_names,
-    gptq_names,
-    is_gptq,
-    zero_offset,
-)
+from exl2flow.model.files.gptq import GptqMatrix, gptq_host_names, gptq_names, is_gptq, zero_offset
 from exl2flow.model.files.weights import TensorFiles
 
 SENT_ELEMENTS = 8 << 20  # of a tensor are sent and converted at a time
@@ -243,13 +237,8 @@ def read_part(
     _check_shape(projection, tuple(weight.shape), any_rows=any_rows)
     bias = None
     if projection.has_bias:
-        bias = tensors.read_floating(f"{key}.bias")
-        if bias.shape != (projection.out_features,):
-            raise TensorShapeError(
-                f"`{key}.bias` has shape {tuple(bias.shape)}, `config.json` implies "
-                f"{(projection.out_features,)}; check that both belong to one model"
-            )
-        bias = moved(bias, device, dtype)
+        stored = read_shaped(tensors, f"{key}.bias", (projection.out_features,))
+        bias = moved(stored, device, dtype)
     linear = DenseLinear(weight, bias, out_features=projection.out_features)
     return Part(linear, len(linear.weight))
 
@@ -280,6 +269,27 @@ def made_linear(
     return QuantizedLinear(stored, out_features=out_features, dtype=dtype, device=device)
 
 
+def other_shape(name: str, found: Sequence[int], implied: Sequence[int]) -> TensorShapeError:
+    """Return the error for a tensor of another shape than the config implies."""
+    return TensorShapeError(
+        f"`{name}` has shape {tuple(found)}, `config.json` implies {tuple(implied)}; check that "
+        "both belong to one model"
+    )
+
+
+def read_shaped(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Read a floating-point tensor of a shape.
+
+    Raises:
+        MissingTensor: it is absent.
+        TensorShapeError: it has another shape.
+    """
+    tensor = tensors.read_floating(name)
+    if tuple(tensor.shape) != shape:
+        raise other_shape(name, tensor.shape, shape)
+    return tensor
+
+
 def read_to(
     tensors: TensorFiles, name: str, device: torch.device | str, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -301,10 +311,7 @@ def moved(tensor: torch.Tensor, device: torch.device | str, dtype: torch.dtype) 
 
 
 def _read_matrix(
-    tensors: TensorFiles,
-    projection: ProjectionSpec,
-    label: GptqLabel,
-    device: torch.device | str,
+    tensors: TensorFiles, projection: ProjectionSpec, label: GptqLabel, device: torch.device | str
 ) -> StoredMatrix | None:
     """Read a quantized matrix, its large tensors onto the device; None if it is not quantized."""
     key = projection.key
@@ -335,7 +342,4 @@ def _check_shape(projection: ProjectionSpec, shape: tuple[int, ...], *, any_rows
     n, k = projection.out_features, projection.in_features
     is_known = shape in ((n, k), (padded_columns(n), k))
     if not is_known and not (any_rows and shape[1:] == (k,)):
-        raise TensorShapeError(
-            f"`{projection.key}` has shape {shape}, `config.json` implies {(n, k)}; check that "
-            "both belong to one model"
-        )
+        raise other_shape(projection.key, shape, (n, k))

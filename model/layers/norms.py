@@ -5,10 +5,9 @@ from typing import Literal
 import torch
 
 from exl2flow import kernels
-from exl2flow.core.errors import TensorShapeError
 from exl2flow.model.config.sublayer_spec import NormSpec
 from exl2flow.model.files.weights import TensorFiles
-from exl2flow.model.layers.linear import moved
+from exl2flow.model.layers.linear import moved, other_shape
 
 
 class Norm(kernels.NormArgs):
@@ -60,8 +59,5 @@ def read_norm(
     if is_per_head and bool((stored == stored[0]).all()):
         stored = stored[0]  # writers may expand a norm of heads, docs/format.md
     if stored.shape != spec.shape:
-        raise TensorShapeError(
-            f"`{name}` has shape {tuple(stored.shape)}, `config.json` implies {spec.shape}; "
-            "check that both belong to one model"
-        )
+        raise other_shape(name, stored.shape, spec.shape)
     return stored

@@ -23,12 +23,7 @@ class Span:
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        sublayers: Sequence[Sublayer],
-        *,
-        device: torch.device,
-        layers: range,
+        self, spec: ModelSpec, sublayers: Sequence[Sublayer], *, device: torch.device, layers: range
     ) -> None:
         """Take those of all sublayers that belong to the layers."""
         self.device, self.layers = device, layers

@@ -88,11 +88,7 @@ class Sublayer(ABC):
 
     @abstractmethod
     def reads(
-        self,
-        hidden: torch.Tensor,
-        *,
-        start: int | RopeTable = 0,
-        cache: LayerCache | None = None,
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> dict[str, torch.Tensor]:
         """Return by capture what the projections read, (b, t, k) each, in order.
 
@@ -150,11 +146,7 @@ class Sublayer(ABC):
         return states
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        *,
-        start: int | RopeTable = 0,
-        cache: LayerCache | None = None,
+        self, hidden: torch.Tensor, *, start: int | RopeTable = 0, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
         return self.output(hidden, self.reads(hidden, start=start, cache=cache))

@@ -1,13 +1,12 @@
 """Build sublayers from the files of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 
 from exl2flow.core.errors import TensorShapeError
-from exl2flow.kernels import RouterArgs
 from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.experts_spec import ExpertsSpec, MlpSpec
 from exl2flow.model.config.family import HeadNorms
@@ -54,21 +53,50 @@ def build_sublayer(
     }
     if sublayer.has_attention:
         norms |= bare_norms(spec, spec.attention(sublayer.layer_index), dtype, device)
-    attention = partial(_attention, spec, sublayer, norms, linears)
+    own: dict[str, Any] = {
+        "norms": norms,
+        "linears": linears,
+        "multiplier": spec.residual_multiplier,
+    }
     match sublayer.kind:
         case "attention":
-            return attention(read_attention(spec, sublayer, tensors, device=device))
+            attention = read_attention(spec, sublayer, tensors, device=device)
+            return AttentionSublayer(sublayer, attention=attention, **own)
         case "delta":
-            return _delta(spec, sublayer, norms, linears, tensors, device=device)
+            delta = spec.attentions[sublayer.layer_index]
+            assert isinstance(delta, DeltaSpec)
+            args = load_delta(sublayer, delta, tensors, eps=spec.norm_eps, device=device)
+            return DeltaSublayer(sublayer, delta=delta, args=args, **own)
         case "mlp":
-            return _mlp(spec, sublayer, norms, linears)
+            return _mlp(spec, sublayer, own)
         case "parallel":
-            read = read_attention(spec, sublayer, tensors, device=device)
-            return ParallelSublayer(attention(read), _mlp(spec, sublayer, norms, linears))
+            attention = read_attention(spec, sublayer, tensors, device=device)
+            beside = AttentionSublayer(sublayer, attention=attention, **own)
+            return ParallelSublayer(beside, _mlp(spec, sublayer, own))
         case "experts":
-            assert sublayer.group is not None
-            router = load_router(spec, sublayer.group, tensors, device=device)
-            return _experts(spec, sublayer, norms, linears, router)
+            return _experts(spec, sublayer, tensors, own, device=device)
+
+
+def _mlp(spec: ModelSpec, sublayer: SublayerSpec, own: Mapping[str, Any]) -> MlpSublayer:
+    layer = spec.mlps[sublayer.layer_index]
+    assert isinstance(layer, MlpSpec)
+    return MlpSublayer(sublayer, activation=layer.activation, **own)
+
+
+def _experts(
+    spec: ModelSpec,
+    sublayer: SublayerSpec,
+    tensors: TensorFiles,
+    own: Mapping[str, Any],
+    *,
+    device: torch.device | str,
+) -> ExpertsSublayer:
+    layer = spec.mlps[sublayer.layer_index]
+    assert isinstance(layer, ExpertsSpec)
+    assert sublayer.group is not None
+    router, gate = load_router(spec, sublayer.group, tensors, device=device)
+    activation = layer.expert.activation
+    return ExpertsSublayer(sublayer, router=router, shared_gate=gate, activation=activation, **own)
 
 
 def bare_norms(
@@ -103,75 +131,3 @@ def read_attention(
         )
     rule = replace(attention.rule, sinks=sinks.to(device, torch.float32))
     return replace(attention, rule=rule)
-
-
-def _attention(
-    spec: ModelSpec,
-    sublayer: SublayerSpec,
-    norms: dict[str, Norm],
-    linears: dict[str, Linear],
-    attention: AttentionSpec,
-) -> AttentionSublayer:
-    return AttentionSublayer(
-        sublayer,
-        attention=attention,
-        norms=norms,
-        linears=linears,
-        multiplier=spec.residual_multiplier,
-    )
-
-
-def _delta(
-    spec: ModelSpec,
-    sublayer: SublayerSpec,
-    norms: dict[str, Norm],
-    linears: dict[str, Linear],
-    tensors: TensorFiles,
-    *,
-    device: torch.device | str,
-) -> DeltaSublayer:
-    delta = spec.attentions[sublayer.layer_index]
-    assert isinstance(delta, DeltaSpec)
-    return DeltaSublayer(
-        sublayer,
-        delta=delta,
-        args=load_delta(sublayer, delta, tensors, eps=spec.norm_eps, device=device),
-        norms=norms,
-        linears=linears,
-        multiplier=spec.residual_multiplier,
-    )
-
-
-def _mlp(
-    spec: ModelSpec, sublayer: SublayerSpec, norms: dict[str, Norm], linears: dict[str, Linear]
-) -> MlpSublayer:
-    layer = spec.mlps[sublayer.layer_index]
-    assert isinstance(layer, MlpSpec)
-    return MlpSublayer(
-        sublayer,
-        norms=norms,
-        linears=linears,
-        activation=layer.activation,
-        multiplier=spec.residual_multiplier,
-    )
-
-
-def _experts(
-    spec: ModelSpec,
-    sublayer: SublayerSpec,
-    norms: dict[str, Norm],
-    linears: dict[str, Linear],
-    loaded: tuple[RouterArgs, torch.Tensor | None],
-) -> ExpertsSublayer:
-    layer = spec.mlps[sublayer.layer_index]
-    assert isinstance(layer, ExpertsSpec)
-    router, shared_gate = loaded
-    return ExpertsSublayer(
-        sublayer,
-        norms=norms,
-        linears=linears,
-        router=router,
-        shared_gate=shared_gate,
-        activation=layer.expert.activation,
-        multiplier=spec.residual_multiplier,
-    )

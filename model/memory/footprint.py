@@ -204,10 +204,7 @@ def kv_width(layer: AttentionSpec | DeltaSpec) -> int:
 
 
 def layer_bytes(
-    layer: AttentionSpec | DeltaSpec,
-    count: int,
-    cache_format: str,
-    page_tokens: int = PAGE_TOKENS,
+    layer: AttentionSpec | DeltaSpec, count: int, cache_format: str, page_tokens: int = PAGE_TOKENS
 ) -> int:
     """Return the bytes reserved for `count` pages of a layer."""
     if not isinstance(layer, AttentionSpec):

@@ -12,12 +12,7 @@ from product_walks import A100, H200, RTX_4090, chain, matrix, parallel, product
 
 from exl2flow.kernels import FusedLinear, NormArgs
 from exl2flow.kernels.interface.packed import BLOCK_PANELS
-from exl2flow.kernels.plans.batched import (
-    LEAST_SLOTS,
-    LIST_HEADER,
-    MOST_SLOTS,
-    plan_of,
-)
+from exl2flow.kernels.plans.batched import LEAST_SLOTS, LIST_HEADER, MOST_SLOTS, plan_of
 from exl2flow.kernels.plans.product import FIXED_SHARED, LaunchPlan, kernel_rows
 from exl2flow.kernels.plans.shares import STEP, WARPS, slot_bytes
 

@@ -1,6 +1,7 @@
 """Configs and tensors of layers with a state, and what is wrong with them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ def built(folder: Path) -> Decoder:
     return build_decoder(spec, CanonicalTensors(spec), dtype=torch.float32, device="cpu")
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3.5-text", tmp_path_factory.mktemp("made"))
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return make_checkpoint("qwen3.5-text", tmp_path)
+def folder(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "model"))
 
 
 def changed(folder: Path, **values: object) -> None:

@@ -199,8 +199,7 @@ def router_of(spec: ModelSpec, layer: int) -> RouterArgs:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["glm4-moe", "glm4-moe-one-group", "dots1", "ernie4.5-moe", "ernie4.5-moe-interval"],
+    "name", ["glm4-moe", "glm4-moe-one-group", "dots1", "ernie4.5-moe", "ernie4.5-moe-interval"]
 )
 def test_checkpoints_have_corrections_and_groups_that_change_choices(
     name: str, sources: Made

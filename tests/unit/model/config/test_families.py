@@ -18,11 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 from transformers import DynamicCache
 
-from exl2flow.core.errors import (
-    SourceModelError,
-    TensorShapeError,
-    UnsupportedArchitecture,
-)
+from exl2flow.core.errors import SourceModelError, TensorShapeError, UnsupportedArchitecture
 from exl2flow.model import CanonicalTensors, Decoder, resolve, with_bos
 from exl2flow.model.config import families
 from exl2flow.model.config.families import FAMILIES
@@ -301,10 +297,7 @@ def test_error_for_a_known_architecture_says_what_it_needs(
         {"architectures": ["LlamoForCausalLM"]},
         {"architectures": ["Own"]},
         {"layer_types": ["full_attention", "linear_attention"]},
-        {
-            "architectures": ["LlavaForConditionalGeneration"],
-            "text_config": {"model_type": "own"},
-        },
+        {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "own"}},
     ],
 )
 def test_a_refused_architecture_names_the_pages_that_help(

@@ -171,10 +171,7 @@ LINEAR = {"rope_type": "linear", "factor": 8.0}
         ("smollm3", {}),
         ("ernie4_5", {}),
         ("hunyuan_v1_dense", {}),
-        (
-            "hunyuan_v1_dense",
-            {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
-        ),
+        ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}),
         ("ministral3", {}),
         ("llama", {"rope_scaling": {}, "rope_parameters": YARN}),
         ("llama", {"partial_rotary_factor": 1.0}),

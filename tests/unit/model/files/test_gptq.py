@@ -1,7 +1,7 @@
 """GPTQ checkpoints run as they are: what their tensors stand for, by loops over single codes."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +9,7 @@ from conversions import small_config
 from gptq_models import as_gptq, packed
 from tiny import make_tiny
 
-from exl2flow.core.errors import (
-    MissingTensor,
-    PreflightFailed,
-    SourceModelError,
-    TensorShapeError,
-)
+from exl2flow.core.errors import MissingTensor, PreflightFailed, SourceModelError, TensorShapeError
 from exl2flow.inference import load_model
 from exl2flow.kernels import get_ops
 from exl2flow.model import resolve
@@ -97,72 +92,38 @@ def test_a_missing_tensor_is_named(suffix: str) -> None:
         GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
 
 
-def awq(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.qweight"] = torch.zeros(K, N // 8, dtype=torch.int32)
+def words(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
 
 
-def eight_bits(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.qzeros"] = torch.zeros(3, N // 4, dtype=torch.int32)
+Tensors = dict[str, torch.Tensor]  # by the part behind the key
+SPOILERS: dict[str, Callable[[Tensors], Tensors]] = {
+    "awq": lambda _: {"qweight": words(K, N // 8)},
+    "eight bits": lambda _: {"qzeros": words(3, N // 4)},
+    "floats": lambda of: {"qweight": of["qweight"].float()},
+    "odd groups": lambda _: parts_of(stored(*drawn(5))),
+    "outside": lambda _: {"g_idx": words(K) + 7},
+    "unequal": lambda _: {"g_idx": torch.tensor([0] * 31 + [1] * 33 + [2] * 32).int()},
+    "no groups": lambda of: {name: of[name][:0] for name in ("qzeros", "scales")},
+    "no rows": lambda of: {"qweight": of["qweight"][:0]},
+    "scalar": lambda _: {"qweight": words(1)[0]},
+    "flat": lambda of: {"scales": of["scales"].flatten()},
+    "whole scales": lambda of: {"scales": of["scales"].int()},
+    "far": lambda _: {"g_idx": words(K) + (2**31 - 1)},
+    "wrong bias": lambda _: {"bias": torch.tensor(1.0)},
+    "part of a panel": lambda of: {"qweight": of["qweight"][:10]},  # 80 rows
+}
 
 
-def floats(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"].float()
-
-
-def odd_groups(tensors: dict[str, torch.Tensor]) -> None:
-    tensors |= stored(*drawn(5))
-
-
-def outside(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.g_idx"] = torch.full((K,), 7, dtype=torch.int32)
-
-
-def unequal(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.g_idx"] = torch.tensor([0] * 31 + [1] * 33 + [2] * 32, dtype=torch.int32)
-
-
-def no_groups(tensors: dict[str, torch.Tensor]) -> None:
-    for suffix in ("qzeros", "scales"):
-        tensors[f"{KEY}.{suffix}"] = tensors[f"{KEY}.{suffix}"][:0]
-
-
-def no_rows(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"][:0]
-
-
-def scalar(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.qweight"] = torch.tensor(1, dtype=torch.int32)
-
-
-def flat(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].flatten()
-
-
-def whole_scales(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.scales"] = tensors[f"{KEY}.scales"].int()
-
-
-def far(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.g_idx"] = torch.full((K,), 2**31 - 1, dtype=torch.int32)
-
-
-def wrong_bias(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.bias"] = torch.tensor(1.0)
-
-
-def part_of_a_panel(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{KEY}.qweight"] = tensors[f"{KEY}.qweight"][:10]  # 80 rows
-    tensors.pop(f"{KEY}.g_idx", None)
-
-
-SPOILERS = [awq, eight_bits, floats, odd_groups, outside, unequal]
-SPOILERS += [no_groups, no_rows, scalar, flat, whole_scales, far, wrong_bias, part_of_a_panel]
+def parts_of(tensors: dict[str, torch.Tensor]) -> Tensors:
+    return {name.removeprefix(f"{KEY}."): tensor for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("spoil", SPOILERS)
-def test_error_for_a_matrix_that_cannot_run_names_it(spoil: Any) -> None:
+def test_error_for_a_matrix_that_cannot_run_names_it(spoil: str) -> None:
     tensors = stored(*drawn(3))
-    spoil(tensors)
+    spoiled = SPOILERS[spoil](parts_of(tensors))
+    tensors |= {f"{KEY}.{part}": tensor for part, tensor in spoiled.items()}
     with pytest.raises(TensorShapeError, match=f"`{KEY}"):
         GptqMatrix.from_tensors(KEY, tensors, zero_offset=1)
 

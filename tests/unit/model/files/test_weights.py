@@ -30,15 +30,7 @@ print(*(peak_after_walk(Path(folder)) for folder in sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int32,
-        torch.int16,
-    ],
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int16]
 )
 def test_read_returns_what_was_stored(dtype: torch.dtype, tmp_path: Path) -> None:
     stored = {

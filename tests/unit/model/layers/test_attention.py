@@ -175,11 +175,7 @@ def test_positions_that_all_queries_see_are_attended_to_separately(
 @pytest.mark.parametrize("scores", [1, 1 << 24])  # of a block: a query, all
 @pytest.mark.parametrize(("count", "positions"), [(12, 12), (5, 12), (1, 12), (1, 9), (3, 4)])
 def test_queries_see_their_own_chunk_only(
-    count: int,
-    positions: int,
-    scores: int,
-    softcap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
+    count: int, positions: int, scores: int, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blockwise, "SCORES", scores)
     q, (k, v) = torch.randn(2, HEADS, count, DIM), torch.randn(2, 2, KV_HEADS, positions, DIM)

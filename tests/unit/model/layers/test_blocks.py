@@ -147,9 +147,7 @@ def test_a_block_may_norm_its_outputs_only_and_whole_queries_and_keys(
     check(spec, last(hidden), expected)
 
 
-def test_residual_scale_and_logit_softcap_match_the_formula(
-    load: Callable[[str], Decoder],
-) -> None:
+def test_residual_scale_and_logit_softcap_match_the_formula(load: Callable[[str], Decoder]) -> None:
     decoder = load("capped")
     spec, hidden = decoder.spec, stored(decoder.spec, "model.embed_tokens.weight")[IDS]
 

@@ -15,7 +15,6 @@ from exl2flow.model import (
     Decoder,
     Embedding,
     TensorFiles,
-    build_embedding,
     build_head,
     check_layers,
     resolve,
@@ -68,38 +67,16 @@ def test_ids_without_a_row_count_as_zero() -> None:
     torch.testing.assert_close(result[0, 0], embedding.weight[3], rtol=0, atol=0)
 
 
-def test_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path) -> None:
-    decoder = build(make_tiny("llama", tmp_path, tie_word_embeddings=True))
+def test_tied_head_is_the_embedding_unless_there_is_another(tmp_path: Path) -> None:
+    spec = resolve(make_tiny("llama", tmp_path, tie_word_embeddings=True))
+    files, own = TensorFiles(tmp_path), torch.randn(VOCAB_SIZE, 64)
+
+    decoder, alone = build(tmp_path), build_head(spec, files, dtype=torch.float32, device="cpu")
 
     assert decoder.head.linear.weight.data_ptr() == decoder.embedding.weight.data_ptr()
-
-
-def test_tied_head_can_be_built_alone(tmp_path: Path) -> None:
-    spec = resolve(make_tiny("llama", tmp_path, tie_word_embeddings=True))
-    files = TensorFiles(tmp_path)
-
-    head = build_head(spec, files, dtype=torch.float32, device="cpu")
-
-    embedding = build_embedding(spec, files, dtype=torch.float32, device="cpu")
-    assert torch.equal(head.linear.weight, embedding.weight)
-
-
-def test_own_head_of_a_tied_model_takes_precedence(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path, tie_word_embeddings=True)
-    own = torch.randn(VOCAB_SIZE, 64)
-
+    assert torch.equal(alone.linear.weight, decoder.embedding.weight)
     rewrite(tmp_path, lm_head__weight=own)
-
     assert torch.equal(build(tmp_path).head.linear.weight, own)
-
-
-def test_untied_model_without_head_is_refused(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
-
-    rewrite(tmp_path, lm_head__weight=None)
-
-    with pytest.raises(MissingTensor, match=r"lm_head\.weight"):
-        build(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -124,21 +101,31 @@ def test_head_with_fewer_rows_makes_fewer_logits(tmp_path: Path) -> None:
     assert build(tmp_path).forward(ids(1, 3)).shape[-1] == VOCAB_SIZE - 1
 
 
-def test_embedding_of_another_width_is_refused(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
-
-    rewrite(tmp_path, model__embed_tokens__weight=torch.randn(VOCAB_SIZE, 32))
-
-    with pytest.raises(TensorShapeError, match="embed_tokens"):
-        build(tmp_path)
+ROWS = f"embed_tokens.* implies {VOCAB_SIZE} rows of 64"
+Q_BIAS = "model__layers__0__self_attn__q_proj__bias"
 
 
-def test_embedding_with_fewer_rows_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "name", "shape", "error", "words"),
+    [
+        ("llama", "lm_head__weight", None, MissingTensor, r"lm_head\.weight"),
+        ("llama", "model__embed_tokens__weight", (VOCAB_SIZE, 32), TensorShapeError, ROWS),
+        ("llama", "model__embed_tokens__weight", (VOCAB_SIZE - 1, 64), TensorShapeError, ROWS),
+        ("qwen2", Q_BIAS, (3,), TensorShapeError, r"q_proj\.bias` has shape \(3,\)"),
+    ],
+)
+def test_what_is_missing_or_has_another_shape_is_named(
+    family: str,
+    name: str,
+    shape: tuple[int, ...] | None,
+    error: type[Exception],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    make_tiny(family, tmp_path)
+    rewrite(tmp_path, **{name: None if shape is None else torch.ones(shape)})
 
-    rewrite(tmp_path, model__embed_tokens__weight=torch.randn(VOCAB_SIZE - 1, 64))
-
-    with pytest.raises(TensorShapeError, match=f"embed_tokens.* implies {VOCAB_SIZE} rows of 64"):
+    with pytest.raises(error, match=words):
         build(tmp_path)
 
 
@@ -171,14 +158,6 @@ def test_weights_of_double_precision_are_the_same_model(tmp_path: Path) -> None:
     save_file({name: t.double() for name, t in weights.items()}, folder / "model.safetensors")
 
     assert torch.equal(build(folder).forward(tokens), expected)
-
-
-def test_a_bias_of_another_length_is_refused(tmp_path: Path) -> None:
-    folder = make_tiny("qwen2", tmp_path)
-    rewrite(folder, model__layers__0__self_attn__q_proj__bias=torch.ones(3))
-
-    with pytest.raises(TensorShapeError, match=r"q_proj\.bias` has shape \(3,\)"):
-        build(folder)
 
 
 def test_more_layers_than_the_files_hold_are_refused_before_any_is_read(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from bounds import near, terms_of
 from caches import Sequences
 from decoders import build_decoder
-from tiny import make_tiny
+from tiny import make_tiny, tiny_spec
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from exl2flow.model import Decoder, TensorFiles, resolve
@@ -28,11 +28,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": ORIGINAL,
     },
-    "yarn": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
     "yarn-all-keys": {
         "rope_type": "yarn",
         "factor": 4.0,
@@ -111,12 +107,13 @@ def random_ids(count: int, *, batch: int = 1) -> torch.Tensor:
     return torch.randint(0, 301, (batch, count))
 
 
-def assert_same_logits(folder: Path, *, lengths: tuple[int, ...] = (SHORT, LONG)) -> None:
+@torch.no_grad()
+def assert_same_logits(folder: Path, *, lengths: tuple[int, ...] = (SHORT,)) -> None:
+    """Compare whole texts."""
     reference, ours = reference_model(folder), our_model(folder)
     for length in lengths:
         ids = random_ids(length, batch=2)
-        with torch.no_grad():
-            expected = reference(ids).logits
+        expected = reference(ids).logits
 
         logits = ours.forward(ids)
 
@@ -124,20 +121,15 @@ def assert_same_logits(folder: Path, *, lengths: tuple[int, ...] = (SHORT, LONG)
         torch.testing.assert_close(logits, expected, **bound)
 
 
-def assert_same_steps(folder: Path, *, prompt: int, steps: int) -> None:
+@torch.no_grad()
+def assert_same_steps(folder: Path, *, prompt: int, steps: int = 8) -> None:
     """Compare a prompt, single tokens and a last chunk, all through each side's cache."""
     reference, ours = reference_model(folder), our_model(folder)
     ids = random_ids(prompt + steps + 5)
-    chunks = [
-        ids[:, :prompt],
-        *torch.split(ids[:, prompt : prompt + steps], 1, dim=1),
-        ids[:, prompt + steps :],
-    ]
     past = DynamicCache(config=reference.config)
     cache = Sequences(ours.spec, tokens=ids.shape[1])
-    for chunk in chunks:
-        with torch.no_grad():
-            expected = reference(chunk, past_key_values=past, use_cache=True).logits
+    for chunk in ids.split([prompt, *[1] * steps, 5], dim=1):
+        expected = reference(chunk, past_key_values=past, use_cache=True).logits
 
         logits = cache.read(ours.forward, chunk)
 
@@ -146,36 +138,25 @@ def assert_same_steps(folder: Path, *, prompt: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_agree_for_every_family(name: str, tmp_path: Path) -> None:
+def test_logits_and_cached_steps_agree_for_every_family(name: str, tmp_path: Path) -> None:
     family, overrides = MODELS[name]
 
     make_tiny(family, tmp_path, **overrides)
 
-    assert_same_logits(tmp_path)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_cached_steps_agree_for_every_family(name: str, tmp_path: Path) -> None:
-    family, overrides = MODELS[name]
-
-    make_tiny(family, tmp_path, **overrides)
-
-    assert_same_steps(tmp_path, prompt=7, steps=8)
-
-
-@pytest.mark.parametrize("config_form", [4, 5])
-@pytest.mark.parametrize("name", ROPES)
-def test_logits_agree_for_every_rope(name: str, config_form: int, tmp_path: Path) -> None:
-    make_tiny("llama", tmp_path, rope=ROPES[name], config_form=config_form)
-
-    assert_same_logits(tmp_path)
+    assert_same_logits(tmp_path, lengths=(SHORT, LONG))
+    assert_same_steps(tmp_path, prompt=7)
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_cached_steps_agree_for_every_rope(name: str, tmp_path: Path) -> None:
+def test_logits_and_cached_steps_agree_for_every_rope_in_both_config_forms(
+    name: str, tmp_path: Path
+) -> None:
     make_tiny("llama", tmp_path, rope=ROPES[name])
 
-    assert_same_steps(tmp_path, prompt=ORIGINAL - 4, steps=8)
+    assert_same_logits(tmp_path, lengths=(SHORT, LONG))
+    assert_same_steps(tmp_path, prompt=ORIGINAL - 4)
+    new = resolve(tmp_path)
+    assert tiny_spec("llama", tmp_path, rope=ROPES[name], config_form=4) == new
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -185,7 +166,7 @@ def test_logits_agree_for_half_precision_and_sharded_files(
 ) -> None:
     make_tiny("qwen2", tmp_path, dtype=dtype, shards=shards, config_form=4)
 
-    assert_same_logits(tmp_path, lengths=(SHORT,))
+    assert_same_logits(tmp_path)
 
 
 def test_null_and_absent_keys_mean_what_they_mean_to_transformers(tmp_path: Path) -> None:
@@ -195,4 +176,4 @@ def test_null_and_absent_keys_mean_what_they_mean_to_transformers(tmp_path: Path
     del config["tie_word_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    assert_same_logits(tmp_path, lengths=(SHORT,))
+    assert_same_logits(tmp_path)

@@ -164,10 +164,7 @@ def test_a_table_of_steps_has_each_position_as_its_own_call_would() -> None:
         ({"kind": RopeKind.YARN, "factor": 0.5}, 1.0),
         ({"kind": RopeKind.YARN, "factor": 4.0, "attention_factor": 0.7}, 0.7),
         ({"kind": RopeKind.YARN, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        (
-            {"kind": RopeKind.LONGROPE, "factor": 4.0},
-            math.sqrt(1 + math.log(4) / math.log(64)),
-        ),
+        ({"kind": RopeKind.LONGROPE, "factor": 4.0}, math.sqrt(1 + math.log(4) / math.log(64))),
     ],
 )
 def test_attention_factor_follows_the_kind(fields: dict[str, Any], expected: float) -> None:

@@ -2,11 +2,7 @@ import pytest
 
 from exl2flow.model import TextStream, Tokenizer
 
-TEXTS = (
-    "The quick brown fox.",
-    "你好, 🙂👩‍👩‍👧 and naïve",
-    "  spaces\n\tand lines\n",
-)
+TEXTS = ("The quick brown fox.", "你好, 🙂👩‍👩‍👧 and naïve", "  spaces\n\tand lines\n")
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -2,7 +2,6 @@ import io
 import json
 import string
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +152,17 @@ def test_vocab_size_covers_the_highest_id(folder: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-@pytest.mark.parametrize("byte_fallback", [True, False])
-@pytest.mark.parametrize("dummy_prefix", [True, False])
-@pytest.mark.parametrize("rule", ["identity", "nmt_nfkc"])
+@pytest.mark.parametrize(
+    ("model_type", "byte_fallback", "dummy_prefix", "rule"),
+    [  # each pair of values is there
+        ("bpe", True, True, "identity"),
+        ("bpe", True, True, "nmt_nfkc"),
+        ("bpe", False, False, "nmt_nfkc"),
+        ("unigram", True, False, "nmt_nfkc"),
+        ("unigram", False, True, "identity"),
+        ("unigram", False, False, "identity"),
+    ],
+)
 def test_converted_sentencepiece_gives_the_ids_of_the_library(
     model_type: str, byte_fallback: bool, dummy_prefix: bool, rule: str, tmp_path: Path
 ) -> None:
@@ -254,10 +260,7 @@ def test_unfaithful_conversion_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [
-        ({"model_type": "char"}, "CHAR model"),
-        ({"treat_whitespace_as_suffix": True}, "white space"),
-    ],
+    [({"model_type": "char"}, "CHAR model"), ({"treat_whitespace_as_suffix": True}, "white space")],
 )
 def test_model_without_counterpart_is_refused(
     options: dict[str, Any], words: str, tmp_path: Path
@@ -300,7 +303,7 @@ def test_every_cut_of_a_sentencepiece_model_is_named(tmp_path: Path) -> None:
     data = (tmp_path / "tokenizer.model").read_bytes()
     step = len(data) // 20
 
-    for size in islice(range(0, len(data), step), 1, None):
+    for size in range(step, len(data), step):
         (tmp_path / "tokenizer.model").write_bytes(data[:size])
         with pytest.raises(SourceModelError):
             Tokenizer.load(tmp_path)
