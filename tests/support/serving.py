@@ -1,17 +1,16 @@
 """A real server of the demo model, in a process of its own, and its clients."""
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import forked
 import httpx
 import openai
 from leftovers import end_with_this_process
@@ -26,7 +25,7 @@ BEGIN = "serving on "
 class Served:
     """A running server: its process, its address, its log."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     url: str
     log: Path
 
@@ -57,31 +56,24 @@ class Served:
 def serving(*flags: str, model: Path = DEMO, env: dict[str, str] | None = None) -> Iterator[Served]:
     """Start `exl2flow serve`, and end it behind the block."""
     end_with_this_process()
-    command = [sys.executable, "-m", "exl2flow.flows.cli", "serve", str(model)]
+    words = ["serve", str(model.absolute()), "--device", "cpu", "--port", "0", *flags]
     with tempfile.TemporaryDirectory(prefix="exl2flow-serve-") as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*command, "--device", "cpu", "--port", "0", *flags],
-                stdout=out,
-                stderr=out,
-                cwd=folder,
-                env={**os.environ, **(env or {})},
-            )
+        process = forked.start(words, log, env or {})
         try:
             yield Served(process, _address(process, log), log)
         finally:
             process.kill()
-            process.wait()
+            process.join()
 
 
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+def _address(process: BaseProcess, log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         text = log.read_text(encoding="utf-8")
         for line in text.splitlines():
             if line.startswith(BEGIN):
                 return line.removeprefix(BEGIN).removesuffix("/v1")
-        assert process.poll() is None, text
-        time.sleep(0.1)
+        assert process.is_alive(), text
+        time.sleep(0.02)
     raise AssertionError("the server does not start")

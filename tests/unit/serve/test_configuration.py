@@ -336,5 +336,6 @@ def test_the_end_is_told_and_leaves_no_socket(running: Running) -> None:
     running.served.process.terminate()
     running.message("STOPPING=1")
 
-    assert running.served.process.wait(30) == 0
+    running.served.process.join(30)
+    assert running.served.process.exitcode == 0
     assert not running.path.exists()
