@@ -13,12 +13,7 @@ EXAMPLES = (
 
 
 @with_options(panel="Options", hides=False)
-def bench_command(
-    model: ModelFolder,
-    *,
-    options: BenchOptions,
-    as_json: AsJson = False,
-) -> None:
+def bench_command(model: ModelFolder, *, options: BenchOptions, as_json: AsJson = False) -> None:
     """Time a model in less than a minute: loading, prompts, decoding; on a GPU also its memory.
 
     What would take too long on this machine is shortened or left out, with a note. On a GPU, the

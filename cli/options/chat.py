@@ -141,14 +141,11 @@ def _all_remembered(path: Path) -> dict[str, Any]:
     try:
         profiles = json.loads(path.read_bytes()) if path.is_file() else {}
     except OSError as error:
-        raise ReadFailed(
-            f"cannot read `{path}`: {words.cause(error)}; check the disk, the network share and "
-            "the permissions, then repeat the command"
-        ) from error
+        remedy = "check the disk, the network share and the permissions, then repeat the command"
+        raise ReadFailed(f"cannot read `{path}`: {words.cause(error)}; {remedy}") from error
     except NO_JSON as error:
-        raise CorruptCheckpoint(
-            f"cannot read `{path}`: {words.cause(error)}; delete it and repeat"
-        ) from error
+        why = f"cannot read `{path}`: {words.cause(error)}"
+        raise CorruptCheckpoint(f"{why}; delete it and repeat") from error
     if not isinstance(profiles, dict):
         raise ConfigError(f"`{path}` holds no JSON object; delete it, and use `--remember` again")
     return profiles

@@ -206,11 +206,7 @@ def down(*, home: HomeOption = HOME) -> None:
 
 
 @app.command("status")
-def status(
-    *,
-    home: HomeOption = HOME,
-    as_json: AsJson = False,
-) -> None:
+def status(*, home: HomeOption = HOME, as_json: AsJson = False) -> None:
     """Show the processes and what is missing; exit code 0 if all is well, else 1."""
     from exl2flow.flows.server.lasting import problems, without_password
 

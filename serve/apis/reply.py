@@ -129,8 +129,8 @@ class AnswerResponse(Response):
     def _added(self) -> dict[str, str]:
         if self._answer is None:
             return self._more
-        is_broken = any(choice.is_broken for choice in self._answer.choices)
-        warnings = [*self._answer.warnings, *([BROKEN] if is_broken else [])]
+        warnings = [*self._answer.warnings]
+        warnings += [BROKEN] * any(choice.is_broken for choice in self._answer.choices)
         text = "; ".join(warnings).encode("ascii", "replace").decode()[:LONGEST_WARNINGS]
         shown = "".join(c if c.isprintable() else " " for c in text)
         return self._more | ({"x-exl2flow-warnings": shown} if shown else {})

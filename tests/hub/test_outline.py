@@ -23,12 +23,7 @@ from typer.testing import CliRunner
 
 from exl2flow.cli.main import app
 from exl2flow.cli.work.sources import sources
-from exl2flow.core.errors import (
-    Exl2FlowError,
-    HubError,
-    PreflightFailed,
-    SourceModelError,
-)
+from exl2flow.core.errors import Exl2FlowError, HubError, PreflightFailed, SourceModelError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.outline import Outline

@@ -65,9 +65,7 @@ def test_an_option_is_not_given_by_default_and_says_what_it_means(setting: Setti
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_an_option_states_its_default_or_which_option_it_replaces(
-    setting: Setting,
-) -> None:
+def test_an_option_states_its_default_or_which_option_it_replaces(setting: Setting) -> None:
     is_switch = setting.info.default is False
 
     assert is_switch or setting.default is not None or setting.help.startswith("Instead of `--")

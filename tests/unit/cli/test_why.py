@@ -13,27 +13,9 @@ from typer.testing import CliRunner
 from exl2flow.cli.main import app
 from exl2flow.core.store.store import MANIFEST, StageFolder
 
-QUICK = (
-    "--quality",
-    "fast",
-    "--device",
-    "cpu",
-    "--no-prefect",
-    "--fail-ratio",
-    "100",
-    "--row-tokens",
-    "64",
-    "--measure-rows",
-    "1",
-    "--measure-row-tokens",
-    "64",
-    "--validate-rows",
-    "1",
-    "--validate-row-tokens",
-    "64",
-    "--sample-tokens",
-    "0",
-)
+QUICK = ("--quality", "fast", "--device", "cpu", "--no-prefect", "--fail-ratio", "100")
+QUICK += ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
+QUICK += ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
 
 
 def run(*words: object) -> str:
@@ -168,17 +150,13 @@ def test_a_moved_output_is_asked_about_by_its_old_name(finished: Path, tmp_path:
     away = old.rename(finished / "elsewhere-now")
     try:
         said = failed("why", moved, "--work-root", root)
-        found = why_of(old, root)
+        found = run("why", old, "--work-root", root)
     finally:
         away.rename(old)
 
     assert f"`{old}` (which is no longer there)" in said
     assert f"name the one it was made as: `exl2flow why {old}`" in said
     assert found
-
-
-def why_of(out: Path, root: Path) -> str:
-    return run("why", out, "--work-root", root)
 
 
 def test_work_roots_without_runs_are_named_with_what_to_do(tmp_path: Path) -> None:

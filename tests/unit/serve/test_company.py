@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from adapters import make_adapter
@@ -41,11 +40,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
-    with served.http() as client:
-        return client.post(path, json=body, headers=HEADERS | headers)
-
-
 def test_same_seed_gives_the_text_of_the_generator_among_16_that_are_preempted(
     served: Served,
 ) -> None:
@@ -73,7 +67,7 @@ def test_same_seed_gives_the_text_of_the_generator_among_16_that_are_preempted(
         return [answer.choices[0].text for answer in answers]
 
     body = {"prompt": prompts[3], "lora": [], **options}
-    alone = post(served, "/v1/completions", body).json()["choices"][0]["text"]
+    alone = served.post("/v1/completions", body, **HEADERS).json()["choices"][0]["text"]
 
     assert asyncio.run(together()) == expected
     assert alone == expected[3]
@@ -85,7 +79,7 @@ def test_adapters_go_by_name_and_scale(served: Served) -> None:
 
     def text(**fields: Any) -> str:
         body = {"prompt": "The cat", "max_tokens": 8, "temperature": 0, **fields}
-        return str(post(served, "/v1/completions", body).json()["choices"][0]["text"])
+        return str(served.post("/v1/completions", body, **HEADERS).json()["choices"][0]["text"])
 
     with served.http(headers=HEADERS) as client:
         names = [row["id"] for row in client.get("/v1/models").json()["data"]]
@@ -107,8 +101,8 @@ def test_a_budget_ends_thoughts_and_a_schema_begins_behind_them(served: Served) 
         "regex_pattern": "(yes|no), [a-z]{3}",
         "seed": 2,
     }
-    answer = post(served, "/v1/chat/completions", body).json()
-    closed = post(served, "/v1/chat/completions", {**body, "thinking_budget": 0}).json()
+    answer = served.post("/v1/chat/completions", body, **HEADERS).json()
+    closed = served.post("/v1/chat/completions", {**body, "thinking_budget": 0}, **HEADERS).json()
 
     message = answer["choices"][0]["message"]
     assert message["content"].split(", ")[0] in ("yes", "no")
@@ -138,8 +132,8 @@ def test_keys_of_a_file_have_names_in_the_log(served: Served) -> None:
     for key in ("first-key", "second-key"):
         body = {"prompt": "secret words", "max_tokens": 1, "user": "x", "foo": 1}
         headers = {"authorization": f"Bearer {key}"}
-        assert post(served, "/v1/completions", body, **headers).status_code == 200
-    wrong = post(served, "/v1/completions", {"prompt": "a"}, authorization="Bearer third-key")
+        assert served.post("/v1/completions", body, **headers).status_code == 200
+    wrong = served.post("/v1/completions", {"prompt": "a"}, authorization="Bearer third-key")
     with served.http(headers=HEADERS) as client:
         metrics = client.get("/metrics").text
 

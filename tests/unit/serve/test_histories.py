@@ -44,10 +44,7 @@ MESSAGES: Json = {
                 {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}},
             ],
         },
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "x", "content": "d"}],
-        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "d"}]},
     ],
     "tools": [{"name": "f", "description": "F", "input_schema": SCHEMA}],
 }

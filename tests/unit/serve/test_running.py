@@ -9,15 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from hosts import make_host, models_of
 from servers import PATIENCE_SECONDS, wait_for
 from serving import Served, serving
 from tiny import make_tiny
 
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.inference import Generator, load_model
+from exl2flow.inference import load_model
 from exl2flow.serve.hosts.keys import Keys
-from exl2flow.serve.hosts.model_host import ModelHost
-from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.running import _Server
 
@@ -91,11 +89,10 @@ def test_a_signal_drains_the_server(served: Served) -> None:
 
 
 def test_answers_that_run_at_the_end_of_the_drain_are_told(tmp_path: Path) -> None:
-    options = ServeOptions(slots=1, tool_grammar="off", drain=0)
-    model = load_model(make_tiny("llama", tmp_path, max_position_embeddings=8192), device="cpu")
-    host = ModelHost(model, lambda: Generator(model, slots=1), options, fmt=None, defaults={})
+    folder = make_tiny("llama", tmp_path, max_position_embeddings=8192)
+    host = make_host(load_model(folder, device="cpu"), slots=1, drain=0)
     host.start()
-    models = Models(host, lambda _: host)
+    models = models_of(host)
     app = create_app(models, Keys())
     config = uvicorn.Config(app, lifespan="off")
     config.load()

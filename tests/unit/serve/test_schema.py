@@ -11,7 +11,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from serving import Served, serving
 
 CHECKS = [not_a_server_error, response_schema_conformance]
-FEW, MANY = 10, 1000  # requests for each operation
+FEW, MANY = 5, 1000  # requests for each operation
 ERROR = {"message", "type", "param", "code"}
 
 

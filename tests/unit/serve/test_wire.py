@@ -50,11 +50,6 @@ def served() -> Iterator[Served]:
         yield server
 
 
-def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
-    with served.http() as client:
-        return client.post(path, json=body, headers=headers)
-
-
 def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
     """Return an error, which has OpenAI's form."""
     assert answer.status_code == status, answer.text
@@ -166,7 +161,7 @@ def test_answers_match_a_schema(served: Served) -> None:
     ],
 )
 def test_answers_match_constraints_of_all_names(served: Served, field: str, value: Any) -> None:
-    answer = post(served, "/v1/completions", {"prompt": "a", field: value}).json()
+    answer = served.post("/v1/completions", {"prompt": "a", field: value}).json()
 
     assert answer["choices"][0]["text"] in ("yes", "no", "no way")
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -176,7 +171,7 @@ def test_with_tools_a_schema_holds_for_texts_without_calls(served: Served) -> No
     schema = {"type": "json_schema", "json_schema": {"schema": Pet.model_json_schema()}}
     body = {"messages": HI, "max_tokens": 200, "tools": [WEATHER], "response_format": schema}
     for seed in range(3):
-        answer = post(served, "/v1/chat/completions", {**body, "seed": seed}).json()
+        answer = served.post("/v1/chat/completions", {**body, "seed": seed}).json()
         message = answer["choices"][0]["message"]
         if calls := message.get("tool_calls"):
             assert all(json.loads(c["function"]["arguments"])["city"] for c in calls)
@@ -186,8 +181,8 @@ def test_with_tools_a_schema_holds_for_texts_without_calls(served: Served) -> No
 
 def test_a_call_that_is_cut_stays_text_with_a_warning(served: Served) -> None:
     body = {"messages": HI, "max_tokens": 9, "tools": [WEATHER], "tool_choice": "required"}
-    answer = post(served, "/v1/chat/completions", body)
-    streamed = post(served, "/v1/chat/completions", {**body, "stream": True, "seed": 1}).text
+    answer = served.post("/v1/chat/completions", body)
+    streamed = served.post("/v1/chat/completions", {**body, "stream": True, "seed": 1}).text
 
     [choice] = answer.json()["choices"]
     assert choice["finish_reason"] == "length"
@@ -197,12 +192,13 @@ def test_a_call_that_is_cut_stays_text_with_a_warning(served: Served) -> None:
     assert "<tool_call>" in streamed
 
 
+@pytest.mark.slow  # as long as a grammar is tried
 def test_a_grammar_that_hangs_holds_no_others_up(served: Served) -> None:
     body = {"prompt": "a", "grammar": SLOW_GRAMMAR.replace("%%", "\n")}
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(post, served, "/v1/completions", body) for _ in range(6)]
+        asked = [threads.submit(served.post, "/v1/completions", body) for _ in range(6)]
         for _ in range(3):
-            plain = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+            plain = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
             assert plain.status_code == 200
         assert not any(one.done() for one in asked)
         answers = [one.result() for one in asked]
@@ -216,8 +212,8 @@ def test_a_dead_end_has_a_status_before_text_and_an_event_behind(
     served: Served, stream: bool
 ) -> None:
     body = {"prompt": "a", "regex_pattern": "cat", "stream": stream}
-    before = post(served, "/v1/completions", {**body, "banned_strings": ["c"]})
-    behind = post(served, "/v1/completions", {**body, "banned_strings": ["t"]})
+    before = served.post("/v1/completions", {**body, "banned_strings": ["c"]})
+    behind = served.post("/v1/completions", {**body, "banned_strings": ["t"]})
 
     assert refused(before, 400)["code"] == "filter_dead_end"
     if stream:
@@ -233,7 +229,7 @@ def test_a_salt_keeps_pages_apart(served: Served) -> None:
 
     def cached(**salt: str) -> int:
         body = {"prompt": ids, "max_tokens": 1, **salt}
-        usage = post(served, "/v1/completions", body).json()["usage"]
+        usage = served.post("/v1/completions", body).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     salts: list[dict[str, str]] = [{}, {}, {"cache_salt": "x"}, {"cache_salt": "x"}]
@@ -244,7 +240,7 @@ def test_scores_are_those_of_evaluate(served: Served) -> None:
     ids = [0, *range(300, 360)]
     body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
 
-    [choice] = post(served, "/v1/completions", body).json()["choices"]
+    [choice] = served.post("/v1/completions", body).json()["choices"]
     logs = choice["logprobs"]["token_logprobs"][1:]
     [score] = evaluate([DEMO], torch.tensor([ids]))
 
@@ -255,7 +251,7 @@ def test_scores_are_those_of_evaluate(served: Served) -> None:
 def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
     body = {"prompt": [[0, 306, 1801], "The cat"], "echo": True, "logprobs": 1, "max_tokens": 1}
 
-    first, second = post(served, "/v1/completions", body).json()["choices"]
+    first, second = served.post("/v1/completions", body).json()["choices"]
 
     logs = first["logprobs"]
     assert logs["tokens"][:3] == ["<|bos|>", "The", " cat"]
@@ -305,7 +301,7 @@ def test_bad_requests_are_refused_by_name(
 
 
 def test_unknown_fields_are_named(served: Served) -> None:
-    answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1, "user": ""})
+    answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1, "user": ""})
 
     assert answer.status_code == 200
     assert answer.headers["x-exl2flow-ignored"] == "foo"
@@ -418,7 +414,7 @@ def test_idle_connections_make_room_for_others(served: Served) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     try:
-        answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         wait_for(lambda: sum(map(is_closed, silent)) > 40, pause=0.05)
     finally:
         for connection in silent:
@@ -428,9 +424,9 @@ def test_idle_connections_make_room_for_others(served: Served) -> None:
 
 
 def test_ids_and_texts_are_each_others_inverse(served: Served) -> None:
-    ids = post(served, "/tokenize", {"prompt": "A cat.", "add_special_tokens": False}).json()
+    ids = served.post("/tokenize", {"prompt": "A cat.", "add_special_tokens": False}).json()
 
-    assert post(served, "/detokenize", {"tokens": ids["tokens"]}).json()["prompt"] == "A cat."
+    assert served.post("/detokenize", {"tokens": ids["tokens"]}).json()["prompt"] == "A cat."
     assert ids["count"] == len(ids["tokens"])
 
 
@@ -454,7 +450,7 @@ def test_the_server_describes_itself(served: Served) -> None:
 
 def test_lines_of_the_log_have_no_texts(served: Served) -> None:
     before = len(served.lines)
-    post(served, "/v1/completions", {"prompt": "secret words", "max_tokens": 1})
+    served.post("/v1/completions", {"prompt": "secret words", "max_tokens": 1})
     wait_for(lambda: len(served.lines) > before)  # it is written behind the answer
 
     line = [line for line in served.lines if "key=" in line][-1]
@@ -467,11 +463,11 @@ def test_what_clients_open_is_closed(served: Served) -> None:
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{served.process.pid}/fd"))
 
-    post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
     wait_for(lambda: served.status()["running"] == 0)
     before = descriptors()
     for _ in range(20):
-        post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
 
     wait_for(lambda: descriptors() <= before + 1)
 
@@ -491,14 +487,14 @@ def test_what_clients_open_is_closed(served: Served) -> None:
 def test_what_is_too_much_is_refused_by_the_clients_name(
     served: Served, path: str, body: dict[str, Any], name: str | None
 ) -> None:
-    error = refused(post(served, path, body), 400)
+    error = refused(served.post(path, body), 400)
 
     assert error["param"] == name
     assert name is None or f"`{name}`" in error["message"]
 
 
 def test_ids_beyond_a_prompt_are_counted(served: Served) -> None:
-    answer = post(served, "/tokenize", {"prompt": "ab " * 5000}).json()
+    answer = served.post("/tokenize", {"prompt": "ab " * 5000}).json()
 
     assert answer["count"] == len(answer["tokens"]) > 2048
     assert answer["token_strs"] is None
