@@ -52,6 +52,12 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def tiny(hub: Hub, tiny_source: Path) -> str:
+    """The commit of the model on the Hub, as `org/tiny`."""
+    return hub.add_folder("org/tiny", tiny_source)
+
+
 @pytest.fixture(scope="session")
 def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The model, fetched from a Hub and converted at two bitrates; to be copied, not changed."""

@@ -1,9 +1,10 @@
 """A real server of the demo model, in a process of its own, and its clients."""
 
+import asyncio
 import ssl
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -38,6 +39,14 @@ class Served:
     def anthropic(self, key: str = "none") -> anthropic.Anthropic:
         """Return the official client, which tries once."""
         return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
+
+    async def texts(self, prompts: Sequence[Any], key: str = "none", **options: Any) -> list[str]:
+        """Return what completes some prompts, all asked for at once by the official client."""
+        url = f"{self.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            create = client.completions.create
+            asked = [create(model="m", prompt=prompt, **options) for prompt in prompts]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
 
     def http(self, **options: Any) -> httpx.Client:
         """Return a client for bare requests."""

@@ -263,14 +263,3 @@ def test_a_report_says_on_how_many_rows_its_intervals_rest(rows: int | None, sai
     shown = " ".join(lines(score_table(report_of(score, rows))))
 
     assert said in shown
-
-
-def test_a_report_of_few_rows_says_why_it_has_no_intervals() -> None:
-    sums = {"tokens": [100] * 7, "losses": [250.0] * 7}
-    score = {**SCORE, "rows": sums, "intervals": None}
-    report = {"score": score, "calibration": None, "source_bytes": 10**7}
-
-    shown = lines(score_table(Report.from_json(report)))
-
-    assert "no intervals, because 7 rows are fewer than 8" in " ".join(shown)
-    assert not any("95 %" in line for line in shown)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import openai
 import pytest
 from adapters import make_adapter
 from serving import DEMO, Served, serving
@@ -53,23 +52,11 @@ def test_same_seed_gives_the_text_of_the_generator_among_16_that_are_preempted(
         for text in generator.generate([prompt], max_new_tokens=12, seed=7, settings=NEUTRAL)
     ]
 
-    async def together() -> list[str]:
-        url, key = f"{served.url}/v1", "first-key"
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            answers = await asyncio.gather(
-                *(
-                    client.completions.create(
-                        model="m", prompt=prompt, extra_body={"lora": []}, **options
-                    )
-                    for prompt in prompts
-                )
-            )
-        return [answer.choices[0].text for answer in answers]
-
     body = {"prompt": prompts[3], "lora": [], **options}
     alone = served.post("/v1/completions", body, **HEADERS).json()["choices"][0]["text"]
 
-    assert asyncio.run(together()) == expected
+    together = served.texts(prompts, "first-key", extra_body={"lora": []}, **options)
+    assert asyncio.run(together) == expected
     assert alone == expected[3]
     assert served.status(**HEADERS)["preemptions"] > 0
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from pydantic import BaseModel
@@ -37,6 +36,7 @@ WEATHER: Any = {
 }
 SLOW_GRAMMAR = r"start: T%%T: /(.|\n)*a(.|\n){20}/ & ~/(.|\n)*b(.|\n){21}/ & ~/(.|\n)*c(.|\n){22}/"
 JSON = {"content-type": "application/json"}
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 def nested(depth: int) -> Any:
@@ -68,21 +68,11 @@ def test_same_seed_gives_the_text_of_the_generator_alone_and_in_company(served: 
         for prompt in prompts
     ]
 
-    async def together() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-") as client:
-            answers = await asyncio.gather(
-                *(
-                    client.completions.create(model="m", prompt=prompt, seed=7, max_tokens=12)
-                    for prompt in prompts
-                )
-            )
-        return [answer.choices[0].text for answer in answers]
-
     with served.openai() as client:
         alone = client.completions.create(model="m", prompt=prompts[0], seed=7, max_tokens=12)
 
     assert alone.choices[0].text == expected[0]
-    assert asyncio.run(together()) == expected
+    assert asyncio.run(served.texts(prompts, seed=7, max_tokens=12)) == expected
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -339,14 +329,10 @@ def test_bodies_in_chunks_are_counted(served: Served) -> None:
 def test_slow_clients_are_dropped(
     served: Served, words: str, seconds: float, status: bytes
 ) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    host, port = served.url.removeprefix("http://").split(":")
     began, answer = time.monotonic(), b""
-    with socket.create_connection((host, int(port)), timeout=seconds + 10) as connection:
-        connection.sendall((head + words).encode())
-        with suppress(ConnectionResetError):
-            while piece := connection.recv(4096):
-                answer += piece
+    with sent(served, HEAD + words) as connection, suppress(ConnectionResetError):
+        while piece := connection.recv(4096):
+            answer += piece
 
     assert answer.split(b" ")[1:2] == ([status] if status else [])
     assert seconds - 1 < time.monotonic() - began < seconds + 5
@@ -369,11 +355,15 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
 
 def left(served: Served, body: Any) -> socket.socket:
     """Send a request, and return the connection, for the client to leave."""
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    content = json.dumps(body)
+    return sent(served, f"{HEAD}content-length: {len(content)}\r\n\r\n{content}")
+
+
+def sent(served: Served, text: str = "") -> socket.socket:
+    """Return a connection, on which a text was sent."""
     host, port = served.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(text.encode())
     return connection
 
 
@@ -411,8 +401,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_idle_connections_make_room_for_others(served: Served) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
+    silent = [sent(served) for _ in range(300)]
     try:
         answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         wait_for(lambda: sum(map(is_closed, silent)) > 40, pause=0.05)
