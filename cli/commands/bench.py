@@ -47,11 +47,7 @@ def bench_command(model: ModelFolder, *, options: BenchOptions, as_json: AsJson 
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Return the numbers in a comma-separated list.
-
-    Raises:
-        ConfigError: one is not a number of rows, or there is none.
-    """
+    """Return the numbers in a comma-separated list, at least one; raises `ConfigError`."""
     entries = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in entries):
         raise ConfigError(

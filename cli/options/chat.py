@@ -129,14 +129,9 @@ def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[s
 
 
 def _all_remembered(path: Path) -> dict[str, Any]:
-    """Return the names of profiles by the folders of models.
+    """Return the names of profiles by the folders of models; see `profile_of`.
 
     The first line of a chat waits for this, so it does without `core.files`, which imports torch.
-
-    Raises:
-        ConfigError: the file holds something else.
-        CorruptCheckpoint: it is not JSON.
-        ReadFailed: it cannot be read.
     """
     try:
         profiles = json.loads(path.read_bytes()) if path.is_file() else {}

@@ -276,7 +276,6 @@ def _listed(values: Iterable[int]) -> str:
 
 
 def _part_rows(contents: ModelContents) -> list[dict[str, str]]:
-    """Return a row per sublayer, and the head."""
     return [
         {
             "sublayer": words.short(part.name),

@@ -84,11 +84,7 @@ def obey(chat: Chat, text: str) -> Result:
 
 
 def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
-    """Return an entry of a table.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Return an entry of a table; raises `ConfigError` if there is none of this name."""
     if name not in table:
         raise ConfigError(f"no {what} `{name}`{words.nearest(name, table)}")
     return table[name]
@@ -232,11 +228,7 @@ def _setting(chat: Chat, name: str) -> str:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Return the value that a text spells, as the option of this name takes it.
-
-    Raises:
-        ConfigError: it takes no such value.
-    """
+    """Return the value that a text spells for an option; raises `ConfigError`."""
     info = next(setting.info for setting in CHAT if setting.field == name)
     if info.default is None and text == OFF:
         return None

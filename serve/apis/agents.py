@@ -86,7 +86,6 @@ def conversation(parts: Iterable[Json]) -> Json:
 
 
 def _whole(pieces: Sequence[Any]) -> Any:
-    """Return texts or lists as one."""
     return "".join(pieces) if isinstance(pieces[0], str) else [*chain.from_iterable(pieces)]
 
 

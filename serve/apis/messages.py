@@ -190,7 +190,6 @@ class MessagesDialect(AgentDialect):
 
 
 def _shown(block: Block) -> Json:
-    """Return a block of a plain answer."""
     if block.kind == "call":
         return {**EMPTY["call"], "id": block.id, "name": block.name, "input": block.arguments}
     return {**EMPTY[block.kind], block.kind: block.text}

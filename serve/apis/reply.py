@@ -69,7 +69,6 @@ class AnswerResponse(Response):
                 self._metrics.ended(self._answer, scope["state"], scope["path"], code)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Answer, and return the status."""
         try:
             self._check()
             key: Key = scope["state"]["key"]
@@ -113,7 +112,6 @@ class AnswerResponse(Response):
         await _send(send, b"", more=False)
 
     def _check(self) -> None:
-        """Check the names of fields."""
         ignored = sorted(self._given.ignored)
         for field in ignored:
             shown = field if field in HARMLESS else OTHER

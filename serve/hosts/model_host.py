@@ -246,7 +246,6 @@ class ModelHost:
     async def _started(
         self, plan: AnswerPlan, *, began: float, waited: float, warnings: Sequence[str]
     ) -> RunningAnswer:
-        """Start the texts of a plan whose turn has come."""
         running, events = self._ready(), asyncio.Queue[Event]()
         loop, thread = asyncio.get_running_loop(), running.thread
         try:

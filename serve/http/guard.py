@@ -175,7 +175,6 @@ def _allowed(given: Mapping[str, str]) -> str:
 
 
 def _is_empty(given: Mapping[str, str]) -> bool:
-    """Return whether a request has no body."""
     return "transfer-encoding" not in given and given.get("content-length", "0") == "0"
 
 
@@ -186,7 +185,6 @@ def _anyone(scope: Scope) -> Key:
 
 
 def _plain(given: Mapping[str, str]) -> str:
-    """Return the key that a client sends."""
     scheme, _, bearer = given.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return bearer.strip()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hub_fixtures import get
 from hub_server import TOKEN, Hub
 from huggingface_hub import HfApi, constants
 
@@ -28,13 +29,6 @@ NEEDED = {
     SHARD,
     "model-00002-of-00002.safetensors",
 }
-
-
-def get(wanted: str, root: Path) -> Path:
-    """Fetch a model with the token of the environment."""
-    model = HubModel.of(wanted)
-    assert model is not None
-    return fetch(model, root, hub_tasks.Hub.open())
 
 
 def get_locally(source: str, root: Path) -> Path:

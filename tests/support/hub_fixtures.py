@@ -81,6 +81,13 @@ def models(converted: list[Path], tmp_path: Path) -> list[Path]:
     return [shutil.copytree(folder, tmp_path / folder.name) for folder in converted]
 
 
+def get(wanted: str, root: Path, *, renew: bool = False) -> Path:
+    """Fetch a model with the token of the environment."""
+    model = HubModel.of(wanted)
+    assert model is not None
+    return hub_tasks.fetch(model, root, hub_tasks.Hub.open(), renew=renew)
+
+
 def run(models: list[Path], **values: Any) -> Published:
     """Publish with the token of the environment."""
     known = {"models": models, "repo": REPO, "device": "cpu", "max_kl": 100, **values}
