@@ -1,23 +1,30 @@
 """Hosts of models in this process, for tests of the server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from exl2flow.core.options.serving import ServeOptions
+from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.core.requests.request import Request
-from exl2flow.inference import Generator, LoadedModel
+from exl2flow.inference import Adapter, Generator, LoadedModel
 from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
 
 def make_host(
-    model: LoadedModel, make: Callable[[], Generator] | None = None, **options: Any
+    model: LoadedModel,
+    make: Callable[[], Generator] | None = None,
+    *,
+    fmt: PromptFormat | None = None,
+    defaults: Mapping[str, Any] = {},
+    adapters: tuple[Adapter, ...] = (),
+    **options: Any,
 ) -> ModelHost:
-    """Return a host without a prompt format, grammars and adapters, with two slots by default."""
+    """Return a host; options: by default two slots, and no grammars for tools."""
     given = ServeOptions(**{"slots": 2, "tool_grammar": "off", **options})
     make = make or (lambda: Generator(model, slots=given.slots))
-    return ModelHost(model, make, given, fmt=None, defaults={})
+    return ModelHost(model, make, given, fmt=fmt, defaults={**defaults}, adapters=adapters)
 
 
 def models_of(host: ModelHost) -> Models:
