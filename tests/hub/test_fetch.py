@@ -122,7 +122,7 @@ def test_weights_in_subfolders_are_neither_fetched_nor_in_the_way(
     tree = hub.repos["org/tiny"]["commits"][tiny]
     for name in (SHARD, "config.json", "model.safetensors.index.json"):
         tree = {**tree, f"checkpoint-500/{name}": tree[name]}
-    hub.tiny("org/tiny", "main", tree)
+    hub.commit("org/tiny", "main", tree)
 
     folder = get("org/tiny", tmp_path)
 
@@ -132,7 +132,7 @@ def test_weights_in_subfolders_are_neither_fetched_nor_in_the_way(
 
 def test_weights_in_a_subfolder_alone_are_no_model(hub: Hub, tiny: str, tmp_path: Path) -> None:
     tree = hub.repos["org/tiny"]["commits"][tiny]
-    hub.tiny("org/tiny", "main", {f"original/{name}": entry for name, entry in tree.items()})
+    hub.commit("org/tiny", "main", {f"original/{name}": entry for name, entry in tree.items()})
 
     with pytest.raises(SourceModelError, match=r"no \*\.safetensors at its top level"):
         get("org/tiny", tmp_path)
