@@ -39,9 +39,7 @@ def _impatient(opened: object) -> staticmethod:  # type: ignore[type-arg]
 @pytest.fixture(scope="session")
 def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model as it lies on the Hub: two shards, a licence, files that nobody needs."""
-    folder = make_tiny(
-        "llama", tmp_path_factory.mktemp("source") / "tiny", shards=2, num_hidden_layers=1
-    )
+    folder = make_tiny("llama", tmp_path_factory.mktemp("source") / "tiny", shards=2)
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
     (folder / "LICENSE").write_text("MIT")
     (folder / "pytorch_model.bin").write_bytes(b"weights again")
