@@ -320,7 +320,7 @@ def main() -> int:
     flags = ("--format", "chatml", "--slots", "8", "--tokens", "16384", "--max-answer", "400")
     with serving("--device", given.device, *flags, model=given.model) as server:
         hostile, alone = asyncio.run(run(server, given.only, given.count, given.seed))
-        code = server.process.poll()
+        code = server.process.exitcode
         if code is not None:
             hostile.problems.insert(0, f"the server ended with {code}")
         text, is_missed = report(hostile, alone, given.memory << 20)

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -257,9 +256,10 @@ async def soak(server: Served, found: Found, state: Path | None) -> None:
     for name, most in ((DESCRIPTORS, 0), (THREADS, MOST_THREADS), (MEMORY, MOST_GROWTH)):
         grown = after[name] - before[name]
         found.check(name, grown > most and f"{before[name]} → {after[name]}")
-    server.process.send_signal(signal.SIGTERM)
-    code = await asyncio.to_thread(server.process.wait, IDLE_SECONDS)
-    found.check(CODE, code)
+    server.process.terminate()
+    await asyncio.to_thread(server.process.join, IDLE_SECONDS)
+    code = server.process.exitcode
+    found.check(CODE, "none" if code is None else code)
 
 
 def report(found: Found) -> str:

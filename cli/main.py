@@ -31,11 +31,7 @@ from exl2flow.cli.commands import (
     validate,
     why,
 )
-from exl2flow.cli.output.console import (
-    OUT,
-    escape_what_cannot_be_encoded,
-    logging_to_stderr,
-)
+from exl2flow.cli.output.console import OUT, escape_what_cannot_be_encoded, logging_to_stderr
 from exl2flow.cli.output.failures import (
     EXIT_CODES,
     FAILURE,

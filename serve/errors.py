@@ -85,8 +85,7 @@ def as_api_error(error: Exception, request_id: str, *, is_input: bool = False) -
     if isinstance(error, ApiError):
         return error
     text, found = shown(error), PARAM.search(str(error))
-    is_refusal = is_input and type(error) is errors.InferenceError  # such as ids out of range
-    if is_refusal:
+    if is_input and type(error) is errors.InferenceError:  # such as ids out of range
         return ApiError(400, text, param=found and found[1])
     for kind, status, code in STATUSES:
         if isinstance(error, kind):

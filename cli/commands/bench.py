@@ -13,12 +13,7 @@ EXAMPLES = (
 
 
 @with_options(panel="Options", hides=False)
-def bench_command(
-    model: ModelFolder,
-    *,
-    options: BenchOptions,
-    as_json: AsJson = False,
-) -> None:
+def bench_command(model: ModelFolder, *, options: BenchOptions, as_json: AsJson = False) -> None:
     """Time a model in less than a minute: loading, prompts, decoding; on a GPU also its memory.
 
     What would take too long on this machine is shortened or left out, with a note. On a GPU, the
@@ -52,11 +47,7 @@ def bench_command(
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """Return the numbers in a comma-separated list.
-
-    Raises:
-        ConfigError: one is not a number of rows, or there is none.
-    """
+    """Return the numbers in a comma-separated list, at least one; raises `ConfigError`."""
     entries = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) for word in entries):
         raise ConfigError(

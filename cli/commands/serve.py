@@ -140,7 +140,6 @@ def _of_any(options: ServeOptions) -> ServeOptions:
 
 
 def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost":
-    """Return the host of a model, loaded and warm."""
     from exl2flow.cli.options.chat import of_model
     from exl2flow.cli.work.loading import load, load_draft
     from exl2flow.engine import Adapter, Generator
@@ -192,7 +191,6 @@ class _Lines(logging.Formatter):
 
 
 def _log_requests(options: ServeOptions) -> None:
-    """Show a line per request on stderr."""
     logger, handler = logging.getLogger("exl2flow.serve"), logging.StreamHandler()
     plain = logging.Formatter("%(asctime)s %(message)s")
     handler.setFormatter(_Lines() if options.log_json else plain)

@@ -112,7 +112,6 @@ def build(model: type[Made], values: Values) -> Made:
 
 
 def _nested(values: Values) -> dict[str, Any]:
-    """Turn dotted names into groups."""
     nested: dict[str, Any] = {}
     for field, value in values.items():
         *groups, last = field.split(".")

@@ -129,26 +129,18 @@ def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[s
 
 
 def _all_remembered(path: Path) -> dict[str, Any]:
-    """Return the names of profiles by the folders of models.
+    """Return the names of profiles by the folders of models; see `profile_of`.
 
     The first line of a chat waits for this, so it does without `core.files`, which imports torch.
-
-    Raises:
-        ConfigError: the file holds something else.
-        CorruptCheckpoint: it is not JSON.
-        ReadFailed: it cannot be read.
     """
     try:
         profiles = json.loads(path.read_bytes()) if path.is_file() else {}
     except OSError as error:
-        raise ReadFailed(
-            f"cannot read `{path}`: {words.cause(error)}; check the disk, the network share and "
-            "the permissions, then repeat the command"
-        ) from error
+        remedy = "check the disk, the network share and the permissions, then repeat the command"
+        raise ReadFailed(f"cannot read `{path}`: {words.cause(error)}; {remedy}") from error
     except NO_JSON as error:
-        raise CorruptCheckpoint(
-            f"cannot read `{path}`: {words.cause(error)}; delete it and repeat"
-        ) from error
+        why = f"cannot read `{path}`: {words.cause(error)}"
+        raise CorruptCheckpoint(f"{why}; delete it and repeat") from error
     if not isinstance(profiles, dict):
         raise ConfigError(f"`{path}` holds no JSON object; delete it, and use `--remember` again")
     return profiles

@@ -101,11 +101,7 @@ class Setting:
         )
 
     def _numbers(self, text: str) -> tuple[float, ...]:
-        """Return the numbers in a comma-separated list.
-
-        Raises:
-            ConfigError: an entry is not a number.
-        """
+        """Return the numbers in a comma-separated list; raises `ConfigError`."""
         try:
             return tuple(float(word) for word in text.split(",") if word.strip())
         except ValueError:

@@ -50,7 +50,7 @@ RESUMABLE = ("convert", "sweep", "measure", "refine", "publish")  # commands tha
 
 
 def _saves_work(arguments: Sequence[str]) -> bool:
-    """Return whether the command of these arguments goes on where it stopped if it is repeated."""
+    """Return whether a command goes on where it stopped if it is repeated."""
     return next((word for word in arguments if not word.startswith("-")), "") in RESUMABLE
 
 

@@ -24,11 +24,7 @@ from exl2flow.inference.bench import DecodePlan, Speed, Timing
 from exl2flow.inference.report.blocks import by_block
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, known_score
 from exl2flow.inference.report.costs import concentration, dominant
-from exl2flow.inference.report.experts import (
-    coverage_in_words,
-    mean_changed_routes,
-    never_routed,
-)
+from exl2flow.inference.report.experts import coverage_in_words, mean_changed_routes, never_routed
 from exl2flow.inference.report.inspection import ModelContents
 from exl2flow.inference.report.tables import (
     bitrate_row,
@@ -106,9 +102,7 @@ def _print_warnings(texts: Iterable[str]) -> None:
 def comparison_table(models: Sequence[Compared]) -> Table:
     """Return one line per scored model."""
     score = models[0].score
-    return table_of(
-        [bitrate_row(model) for model in models], "" if score is None else scored_on(score)
-    )
+    return table_of([*map(bitrate_row, models)], "" if score is None else scored_on(score))
 
 
 def show_comparison(models: Sequence[Compared]) -> None:
@@ -164,21 +158,16 @@ def show_speed(speed: Speed) -> None:
 
 def _speed_summary(speed: Speed) -> list[tuple[str, str]]:
     copies = "" if speed.copy_rate is None else f", copies at {speed.copy_rate:,.0f} GB/s"
-    rate = speed.file_bytes / speed.load_seconds
+    rate = words.size(speed.file_bytes / speed.load_seconds)
     lines = [
         ("model", speed.model),
         ("device", speed.device + copies),
         ("versions", ", ".join(f"{name} {number}" for name, number in speed.versions.items())),
-        (
-            "load",
-            f"{speed.load_seconds:.2f} s, {words.size(speed.file_bytes)}, {words.size(rate)}/s",
-        ),
+        ("load", f"{speed.load_seconds:.2f} s, {words.size(speed.file_bytes)}, {rate}/s"),
     ]
     if speed.memory is not None:
-        weights, cache, peak = (
-            words.size(count)
-            for count in (speed.memory.weights, speed.memory.cache, speed.memory.peak)
-        )
+        counts = (speed.memory.weights, speed.memory.cache, speed.memory.peak)
+        weights, cache, peak = map(words.size, counts)
         lines.append(("memory", f"weights {weights}, cache at most {cache}, peak {peak}"))
     return [*lines, ("cache", speed.cache), ("path", _path(speed))]
 
@@ -287,7 +276,6 @@ def _listed(values: Iterable[int]) -> str:
 
 
 def _part_rows(contents: ModelContents) -> list[dict[str, str]]:
-    """Return a row per sublayer, and the head."""
     return [
         {
             "sublayer": words.short(part.name),
@@ -330,11 +318,8 @@ def write_matrices(contents: ModelContents, csv: Path | None, parquet: Path | No
     from exl2flow.inference.report.frames import allocation_frame  # imports pandas
 
     frame = allocation_frame(contents)
-    if csv is not None:
-        with replacing(csv) as file:
-            file.write(frame.to_csv(index=False).encode())
-        say(f"matrices {csv}")
-    if parquet is not None:
-        with replacing(parquet) as file:
-            file.write(frame.to_parquet(index=False))
-        say(f"matrices {parquet}")
+    for path in filter(None, (csv, parquet)):
+        text = frame.to_csv(index=False).encode() if path is csv else frame.to_parquet(index=False)
+        with replacing(path) as file:
+            file.write(text)
+        say(f"matrices {path}")

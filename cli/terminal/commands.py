@@ -84,11 +84,7 @@ def obey(chat: Chat, text: str) -> Result:
 
 
 def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
-    """Return an entry of a table.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Return an entry of a table; raises `ConfigError` if there is none of this name."""
     if name not in table:
         raise ConfigError(f"no {what} `{name}`{words.nearest(name, table)}")
     return table[name]
@@ -96,22 +92,16 @@ def _named(name: str, table: Mapping[str, Found], what: str) -> Found:
 
 def _row(name: str, one: ChatCommand, width: int) -> str:
     """Return a line of help, wrapped below its text rather than below the name."""
-    text = one.help.partition("\n")[0]
-    more = " " * HELP_COLUMN
-    return fill(
-        text,
-        max(width, 2 * HELP_COLUMN),
-        initial_indent=f"{name:<{HELP_COLUMN}}",
-        subsequent_indent=more,
-    )
+    first, more = f"{name:<{HELP_COLUMN}}", " " * HELP_COLUMN
+    text, width = one.help.partition("\n")[0], max(width, 2 * HELP_COLUMN)
+    return fill(text, width, initial_indent=first, subsequent_indent=more)
 
 
 @command("[NAME]", lambda: [name[1:] for name in COMMANDS])
 def help(chat: Chat, argument: str) -> Result:
     """Show all commands, or what one of them does."""
     if argument:
-        name = f"/{argument.removeprefix('/')}"
-        one = _named(name, COMMANDS, "command")
+        one = _named(name := f"/{argument.removeprefix('/')}", COMMANDS, "command")
         chat.screen.say(f"{name} {one.arguments}\n{one.help}")
         return None
     for name, one in COMMANDS.items():
@@ -238,11 +228,7 @@ def _setting(chat: Chat, name: str) -> str:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """Return the value that a text spells, as the option of this name takes it.
-
-    Raises:
-        ConfigError: it takes no such value.
-    """
+    """Return the value that a text spells for an option; raises `ConfigError`."""
     info = next(setting.info for setting in CHAT if setting.field == name)
     if info.default is None and text == OFF:
         return None

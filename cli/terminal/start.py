@@ -97,13 +97,8 @@ def _file_of(model: Path) -> Path:
 
 
 def _message(model: Path) -> str:
-    """Return what comes through standard input, for a model that exists.
-
-    Raises:
-        ConfigError: nothing does.
-        SourceModelError: no model.
-    """
-    resolve(model)
+    """Return what comes through standard input; raises `ConfigError` if nothing does."""
+    resolve(model)  # which is refused first, if it is none
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     if "\ufffd" in text:
         say("bytes of standard input that are not UTF-8 were replaced", style="yellow")

@@ -25,7 +25,6 @@ OF_A_LINE = ("max_new_tokens", "min_new_tokens", "seed", "stops", "banned_string
 
 
 def _common(options: GenerationOptions, settings: SamplingSettings) -> dict[str, Any]:
-    """Return what all requests share."""
     return {
         "max_new_tokens": options.max_new_tokens,
         "min_new_tokens": options.min_new_tokens,
@@ -124,11 +123,7 @@ def complete(
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield where a line of a file of prompts is, and its object.
-
-    Raises:
-        ConfigError: naming the line that is none, or holds an image.
-    """
+    """Yield where a line is, and its object; raises `ConfigError` for none, or an image."""
     # only "\n" ends a line: strings of JSON may hold other separators, such as U+2028
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():

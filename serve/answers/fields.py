@@ -23,39 +23,7 @@ from pydantic import ModelWrapValidatorHandler as Handler
 from pydantic_core import InitErrorDetails, PydanticCustomError, PydanticSerializationError, to_json
 
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.serve.answers.bounds import (
-    DEPTH,
-    LARGEST_COUNT,
-    MOST_ADAPTERS,
-    MOST_CHOICES,
-    MOST_FIELDS,
-    MOST_STOPS,
-    Bans,
-    Biases,
-    Breakers,
-    ChoiceTexts,
-    Constraint,
-    Count,
-    Documents,
-    Id,
-    Ids,
-    IdsOrText,
-    KnownIds,
-    Messages,
-    Name,
-    Number,
-    Pattern,
-    Prompt,
-    Schema,
-    Seed,
-    Stops,
-    Text,
-    Tools,
-    Variables,
-    Whole,
-    Wishes,
-    most,
-)
+from exl2flow.serve.answers import bounds
 
 _TABLE = tomllib.loads(Path(__file__).with_name("fields.toml").read_text(encoding="utf-8"))
 ALIASES: Mapping[str, list[str]] = _TABLE["aliases"]
@@ -112,10 +80,10 @@ class Json(BaseModel):
     @classmethod
     def _is_sound(cls, given: Any) -> Any:
         level = [given]
-        for _ in range(DEPTH):
+        for _ in range(bounds.DEPTH):
             level = [inner for each in level for inner in _within(each)]
         if level:
-            raise ValueError(f"the body is nested more than {DEPTH} levels deep")
+            raise ValueError(f"the body is nested more than {bounds.DEPTH} levels deep")
         try:
             to_json(given)
         except PydanticSerializationError:
@@ -150,11 +118,11 @@ class Lora(BaseModel):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    name: Name
-    scale: Number = 1.0
+    name: bounds.Name
+    scale: bounds.Number = 1.0
 
 
-_KINDS: Mapping[Any, Any] = {float: Number, int: Whole, float | None: Number}
+_KINDS: Mapping[Any, Any] = {float: bounds.Number, int: bounds.Whole, float | None: bounds.Number}
 _ROWS: Any = {
     each.name: (
         _KINDS.get(each.type, each.type) | None,
@@ -172,49 +140,49 @@ class Body(_Sampler, Json):  # type: ignore[misc]  # made of rows
     model_config = ConfigDict(extra="allow")
     refused: ClassVar[Mapping[str, str]] = {}
 
-    model: Name = ""
+    model: bounds.Name = ""
     stream: bool = False
-    stream_options: Wishes = {}
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
-    best_of: Whole | None = None
-    seed: Seed | None = None
-    max_tokens: Count | None = None
-    min_tokens: Count = 0
-    stop: Stops = []
-    stop_token_ids: Annotated[list[Id], most(MOST_STOPS)] = []
+    stream_options: bounds.Wishes = {}
+    n: int = Field(1, ge=1, le=bounds.MOST_CHOICES)
+    best_of: bounds.Whole | None = None
+    seed: bounds.Seed | None = None
+    max_tokens: bounds.Count | None = None
+    min_tokens: bounds.Count = 0
+    stop: bounds.Stops = []
+    stop_token_ids: Annotated[list[bounds.Id], bounds.most(bounds.MOST_STOPS)] = []
     ignore_eos: bool = False
     end_loops: bool | None = None
-    cfg_scale: Number | None = None
-    dynatemp_range: Number | None = None
-    mirostat: Whole | None = None
-    dry_sequence_breakers: Breakers | None = None
-    negative_prompt: Text | None = None
-    logit_bias: Biases = {}
-    banned_tokens: IdsOrText = []
-    allowed_tokens: KnownIds | None = None
-    banned_strings: Bans = []
-    lora: Annotated[list[Lora], most(MOST_ADAPTERS)] | None = None
-    cache_salt: Name = ""
+    cfg_scale: bounds.Number | None = None
+    dynatemp_range: bounds.Number | None = None
+    mirostat: bounds.Whole | None = None
+    dry_sequence_breakers: bounds.Breakers | None = None
+    negative_prompt: bounds.Text | None = None
+    logit_bias: bounds.Biases = {}
+    banned_tokens: bounds.IdsOrText = []
+    allowed_tokens: bounds.KnownIds | None = None
+    banned_strings: bounds.Bans = []
+    lora: Annotated[list[Lora], bounds.most(bounds.MOST_ADAPTERS)] | None = None
+    cache_salt: bounds.Name = ""
     logprobs_mode: Literal["raw", "sampled"] = "raw"
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
     return_tokens_as_token_ids: bool = False
     token_healing: bool = False
     skip_special_tokens: bool = True
-    response_format: Constraint = {}
-    structured_outputs: Constraint = {}
+    response_format: bounds.Constraint = {}
+    structured_outputs: bounds.Constraint = {}
     json_object: bool = False
-    json_schema: Constraint | Schema | None = None
-    regex_pattern: Pattern | None = None
-    guided_choice: ChoiceTexts | None = None
-    grammar: Schema | None = None
+    json_schema: bounds.Constraint | bounds.Schema | None = None
+    regex_pattern: bounds.Pattern | None = None
+    guided_choice: bounds.ChoiceTexts | None = None
+    grammar: bounds.Schema | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _by_our_names(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if len(given) > MOST_FIELDS:
-            raise ValueError(f"the body has more than {MOST_FIELDS} fields")
+        if len(given) > bounds.MOST_FIELDS:
+            raise ValueError(f"the body has more than {bounds.MOST_FIELDS} fields")
         given = cls.ours(given)
         values, inner = dict[str, Any](), given.get("structured_outputs")
         more = [*(inner.items() if isinstance(inner, dict) else ()), *_form(given)]
@@ -274,22 +242,22 @@ class ChatBody(Body):
         "audio": "this server makes text only",
     }
 
-    messages: Messages = Field(min_length=1)
+    messages: bounds.Messages = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    tools: Tools = []
-    functions: Tools = []
-    tool_choice: Name | Wishes = "auto"
+    tools: bounds.Tools = []
+    functions: bounds.Tools = []
+    tool_choice: bounds.Name | bounds.Wishes = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: Name | None = None
-    reasoning: Wishes = {}
+    reasoning_effort: bounds.Name | None = None
+    reasoning: bounds.Wishes = {}
     enable_thinking: bool | None = None
-    thinking: Wishes = {}
-    thinking_budget: int | None = Field(None, ge=-1, le=LARGEST_COUNT)
+    thinking: bounds.Wishes = {}
+    thinking_budget: int | None = Field(None, ge=-1, le=bounds.LARGEST_COUNT)
     include_reasoning: bool = True
-    reasoning_format: Name | None = None
-    chat_template_kwargs: Variables = {}
-    documents: Documents | None = None
+    reasoning_format: bounds.Name | None = None
+    chat_template_kwargs: bounds.Variables = {}
+    documents: bounds.Documents | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -297,10 +265,10 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """A request for completions."""
 
-    prompt: Prompt
+    prompt: bounds.Prompt
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: Text | None = None
+    suffix: bounds.Text | None = None
     add_bos_token: bool = True
 
 
@@ -309,8 +277,8 @@ class TokenizeBody(Json):
 
     dialect: ClassVar[Mapping[str, str]] = {"prompt": "content"}
 
-    prompt: Text = ""
-    messages: Messages | None = None
+    prompt: bounds.Text = ""
+    messages: bounds.Messages | None = None
     add_special_tokens: bool = True
     parse_special: bool = True
     return_token_strs: bool = False
@@ -328,7 +296,7 @@ class TokenizeBody(Json):
 class DetokenizeBody(Json):
     """Ids to decode."""
 
-    tokens: Ids
+    tokens: bounds.Ids
 
 
 class ErrorDetail(BaseModel):

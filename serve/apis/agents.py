@@ -76,8 +76,16 @@ def turns(parts: Iterable[Json]) -> list[Json]:
     return found
 
 
+def conversation(parts: Iterable[Json]) -> Json:
+    """Return the fields `messages`, and `left_out` of parts that are kinds of what is not read."""
+    told = [*parts]
+    return {
+        "messages": turns(part for part in told if "left_out" not in part),
+        "left_out": (*dict.fromkeys(part["left_out"] for part in told if "left_out" in part),),
+    }
+
+
 def _whole(pieces: Sequence[Any]) -> Any:
-    """Return texts or lists as one."""
     return "".join(pieces) if isinstance(pieces[0], str) else [*chain.from_iterable(pieces)]
 
 

@@ -50,11 +50,7 @@ def tools_of(body: ChatBody) -> Tools:
 
 
 def _allowed(given: object, tools: Sequence[Json]) -> list[Json]:
-    """Return the tools of a choice; the vendor's are not offered, so they are left out here too.
-
-    Raises:
-        ConfigError: a tool of it is none, or none is left.
-    """
+    """Return the tools of a choice, without the vendor's; raises `ConfigError` if none is left."""
     rows = given.get("tools") if isinstance(given, Mapping) else None
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError("`tool_choice` of type `allowed_tools` takes `tools`, a list of objects")

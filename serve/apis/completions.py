@@ -47,7 +47,6 @@ def plan_of(body: CompletionBody, host: ModelHost) -> AnswerPlan:
 
 
 def _prompts(body: CompletionBody) -> Sequence[str | list[int]]:
-    """Return the prompts, of which a list may hold several."""
     given = body.prompt
     if isinstance(given, str):
         return [given]

@@ -108,7 +108,6 @@ def _biases(body: Body) -> list[tuple[int, float]]:
 
 
 def _excluded(body: Body, host: ModelHost) -> set[int]:
-    """Return the ids that are never sampled."""
     tokens = body.banned_tokens
     allowed = [0] if body.allowed_tokens is None else body.allowed_tokens
     if not allowed or not all(0 <= i < host.width for i in (*tokens, *allowed)):

@@ -12,8 +12,8 @@ from exl2flow.serve.apis.agents import (
     Json,
     bounded,
     call,
+    conversation,
     objects,
-    turns,
     words_of,
 )
 from exl2flow.serve.errors import ApiError, messages_body
@@ -48,8 +48,8 @@ class MessagesBody(AgentBody):
             more["tool_choice"] = CHOICES.get(str(choice.get("type")), name)
             more["parallel_tool_calls"] = not choice.get("disable_parallel_tool_use")
         tools = objects(given.get("tools") or [], "tools")
-        parts = [*_parts(given)]
-        messages = turns(part for part in parts if "left_out" not in part)
+        told = conversation(_parts(given))
+        messages = told["messages"]
         output = given.get("output_config")
         wishes = output if isinstance(output, dict) else {}
         more["response_format"] = wishes.get("format", given.get("output_format"))
@@ -58,11 +58,10 @@ class MessagesBody(AgentBody):
         return {
             **{k: v for k, v in given.items() if k not in hidden},
             **more,
+            **told,
             "n": 1,
-            "messages": messages,
             "continue_final_message": bool(messages and "tool_calls" not in messages[-1]),
             "tools": [_function(tool) for tool in tools if "input_schema" in tool],
-            "left_out": tuple({part["left_out"]: None for part in parts if "left_out" in part}),
             "dropped": tuple(str(t.get("name")) for t in tools if "input_schema" not in t),
         }
 
@@ -109,18 +108,15 @@ def _text_part(part: Json) -> Json:
             about, found = [], [words_of(part.get("content"))]
         case _:
             return part
-    return {
-        "type": "text",
-        "text": "\n\n".join(words_of(text) for text in [*about, *found] if text),
-    }
+    texts = [words_of(text) for text in [*about, *found] if text]
+    return {"type": "text", "text": "\n\n".join(texts)}
 
 
 def _text(part: Json) -> str:
     """Return the text of a part within a document; raises `ValueError` if it is something else."""
     if part.get("type") != "text":
-        raise ValueError(
-            f"a document has a part of type {part.get('type')!r:.40}; only text is read"
-        )
+        what = f"a document has a part of type {part.get('type')!r:.40}"
+        raise ValueError(f"{what}; only text is read")
     return words_of(part.get("text"))
 
 
@@ -194,7 +190,6 @@ class MessagesDialect(AgentDialect):
 
 
 def _shown(block: Block) -> Json:
-    """Return a block of a plain answer."""
     if block.kind == "call":
         return {**EMPTY["call"], "id": block.id, "name": block.name, "input": block.arguments}
     return {**EMPTY[block.kind], block.kind: block.text}

@@ -180,10 +180,8 @@ def ended(event: Event, *, has_calls: bool) -> Chunk:
         raise ApiError(503, "the server stops; what came until now is valid", code="draining")
     reason = "length" if event.reason == "max_new_tokens" else "stop"
     finish = "tool_calls" if has_calls and reason == "stop" else reason
-    return {
-        "finish_reason": finish,
-        "stop_reason": "loop" if event.reason == "loop" else event.trigger,
-    }
+    trigger = "loop" if event.reason == "loop" else event.trigger
+    return {"finish_reason": finish, "stop_reason": trigger}
 
 
 class ChatDialect(ChunkDialect):
@@ -221,12 +219,11 @@ class ChatDialect(ChunkDialect):
                 return dict.fromkeys(self._thoughts, text)
             case CallBegin(id=id_, name=name):
                 numbers[id_] = len(numbers)
+                kind, text_of = "function", "arguments"
                 if name in self._customs:
-                    self._inputs[id_] = ""
-                    call = {"type": "custom", "custom": {"name": name, "input": ""}}
-                    return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
-                call = {"type": "function", "function": {"name": name, "arguments": ""}}
-                return {"tool_calls": {numbers[id_]: {"id": id_, **call}}}
+                    kind, text_of, self._inputs[id_] = "custom", "input", ""
+                call = {"id": id_, "type": kind, kind: {"name": name, text_of: ""}}
+                return {"tool_calls": {numbers[id_]: call}}
         if part.id in self._inputs:
             text = self._input(part.id, part.text)
             return {"tool_calls": {numbers[part.id]: {"custom": {"input": text}}}} if text else {}

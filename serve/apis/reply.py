@@ -69,7 +69,6 @@ class AnswerResponse(Response):
                 self._metrics.ended(self._answer, scope["state"], scope["path"], code)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Answer, and return the status."""
         try:
             self._check()
             key: Key = scope["state"]["key"]
@@ -113,7 +112,6 @@ class AnswerResponse(Response):
         await _send(send, b"", more=False)
 
     def _check(self) -> None:
-        """Check the names of fields."""
         ignored = sorted(self._given.ignored)
         for field in ignored:
             shown = field if field in HARMLESS else OTHER
@@ -129,8 +127,8 @@ class AnswerResponse(Response):
     def _added(self) -> dict[str, str]:
         if self._answer is None:
             return self._more
-        is_broken = any(choice.is_broken for choice in self._answer.choices)
-        warnings = [*self._answer.warnings, *([BROKEN] if is_broken else [])]
+        warnings = [*self._answer.warnings]
+        warnings += [BROKEN] * any(choice.is_broken for choice in self._answer.choices)
         text = "; ".join(warnings).encode("ascii", "replace").decode()[:LONGEST_WARNINGS]
         shown = "".join(c if c.isprintable() else " " for c in text)
         return self._more | ({"x-exl2flow-warnings": shown} if shown else {})

@@ -13,8 +13,8 @@ from exl2flow.serve.apis.agents import (
     Json,
     bounded,
     call,
+    conversation,
     objects,
-    turns,
     words_of,
 )
 from exl2flow.serve.apis.chat_tools import KINDS, as_function
@@ -42,29 +42,20 @@ class ResponsesBody(AgentBody):
         "background": "every answer is sent to the client that asks for it",
     }
 
-    dialect: ClassVar[Mapping[str, str]] = {
-        "custom": "tools",
-        "dropped": "tools",
-        "messages": "input",
-    }
+    dialect: ClassVar = {"custom": "tools", "dropped": "tools", "messages": "input"}
     custom: Annotated[tuple[Name, ...], most(MOST_TOOLS)] = ()
 
     @classmethod
     def ours(cls, given: Json) -> Json:
         """See `Body.ours`."""
         tools, text = objects(given.get("tools") or [], "tools"), given.get("text")
-        parts = [*_parts(given)]
-        hidden = {
-            "instructions",
-            "input",
-            "text",
-            *(() if given.get("background") else ("background",)),
-        }
+        hidden = {"instructions", "input", "text"}
+        if not given.get("background"):
+            hidden.add("background")
         return {
             **{k: v for k, v in given.items() if k not in hidden},
+            **conversation(_parts(given)),
             "n": 1,
-            "messages": turns(part for part in parts if "left_out" not in part),
-            "left_out": tuple({part["left_out"]: None for part in parts if "left_out" in part}),
             "response_format": text.get("format") if isinstance(text, dict) else None,
             "tools": [_function(tool) for tool in tools if tool.get("type") in KINDS],
             "custom": tuple(str(t.get("name")) for t in tools if t.get("type") == "custom"),

@@ -92,10 +92,8 @@ class LlamaDialect(CompletionDialect):
         shown |= {"model": self._head["model"], "stopping_word": word if is_word else ""}
         shown["stop_type"] = "limit" if end == "length" else "word" if is_word else "eos"
         if (counts := self.answer.ends[index].statistics) is not None:
-            shown |= {
-                "tokens_evaluated": counts.prompt_tokens,
-                "tokens_predicted": counts.new_tokens,
-            }
+            shown["tokens_evaluated"] = counts.prompt_tokens
+            shown["tokens_predicted"] = counts.new_tokens
             shown |= {"timings": timings_of(counts), "truncated": False}
         return shown
 
@@ -126,12 +124,11 @@ async def encoded(
 def _json(row: dict[str, Any]) -> Iterator[bytes]:
     """Yield the members of an object; long lists in slices, between which others get the GIL."""
     for name, value in row.items():
-        text = (
-            to_json(value)
-            if not isinstance(value, list)
-            else b"[%s]"
-            % b",".join(to_json(value[at : at + SLICE])[1:-1] for at in range(0, len(value), SLICE))
-        )
+        if isinstance(value, list):
+            slices = (value[at : at + SLICE] for at in range(0, len(value), SLICE))
+            text = b"[%s]" % b",".join(to_json(each)[1:-1] for each in slices)
+        else:
+            text = to_json(value)
         yield to_json(name) + b":" + text
 
 
@@ -176,13 +173,9 @@ def tabby(models: Models, metrics: Metrics, row: Callable[[str], dict[str, Any]]
     async def encode(given: EncodeBody) -> Response:
         """Return the ids of a text or a conversation, as TabbyAPI does."""
         name = "prompt" if isinstance(given.text, str) else "messages"
-        same = TokenizeBody.model_validate(
-            {
-                name: given.text,
-                "add_special_tokens": given.add_bos_token,
-                "parse_special": given.encode_special_tokens,
-            }
-        )
+        bos, special = given.add_bos_token, given.encode_special_tokens
+        fields = {name: given.text, "add_special_tokens": bos, "parse_special": special}
+        same = TokenizeBody.model_validate(fields)
         async with models.using() as host:
             return await encoded(same, host, lambda ids, _: {"tokens": ids, "length": len(ids)})
 

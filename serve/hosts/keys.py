@@ -39,9 +39,8 @@ class Key:
     def check_admin(self) -> None:
         """Raise 403 unless the client may change what is loaded."""
         if not self.is_admin:
-            raise ApiError(
-                403, f"the key {self.name!r:.80} is not an admin's; use one with `admin`"
-            )
+            why = f"the key {self.name!r:.80} is not an admin's"
+            raise ApiError(403, f"{why}; use one with `admin`")
 
 
 class _Row(BaseModel):
@@ -107,9 +106,8 @@ def _tables(path: Path) -> list[Any]:
         raise ConfigError(f"cannot read the keys in `{path}`: {words.cause(error)}") from error
     rows = whole.pop("key", [])
     if whole or not isinstance(rows, list):
-        raise ConfigError(
-            f"`{path}` has `{next(iter(whole), 'key')}`; it takes tables [[key]] only"
-        )
+        why = f"`{path}` has `{next(iter(whole), 'key')}`"
+        raise ConfigError(f"{why}; it takes tables [[key]] only")
     return rows
 
 

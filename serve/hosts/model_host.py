@@ -105,13 +105,14 @@ class ModelHost:
         self.tokenizer.most = max(self.room, MOST_IDS)
         self.trial, self.warnings = Trial(self.tokenizer, self.width), list[str]()
         self._scaled = lru_cache(SCALED)(Adapter.scaled)  # adapters of equal content are equal
-        self.reader, template = None, ""
+        self.reader = None
         if fmt is not None:
             self.reader = Reader(fmt, self.tokenizer, NAMES, now=datetime.now())
-            template = fmt.template
-        self.tool_format = tool_format(template, self.tokenizer.backend.get_vocab())
         if options.tool_format is not None:
             self.tool_format = named_tool_format(options.tool_format)
+        else:
+            template = "" if fmt is None else fmt.template
+            self.tool_format = tool_format(template, self.tokenizer.backend.get_vocab())
         if self.reader is not None and self.tool_format.is_generic:
             self.warnings.append(NO_TOOLS)
         self.has_grammars, self._entering = False, 0
@@ -229,8 +230,7 @@ class ModelHost:
                 given = getattr(given, "then", given)  # behind thoughts
                 if isinstance(given, GrammarFilter):
                     warnings += await self.trial.check(given, key.name)
-            limit = self.options.wait_seconds
-            asked = time.monotonic()
+            asked, limit = time.monotonic(), self.options.wait_seconds
             turn = await self._queue.enter(key, len(plan.requests), seconds=limit)
             waited = time.monotonic() - asked
             answer = await self._started(plan, began=began, waited=waited, warnings=warnings)
@@ -246,7 +246,6 @@ class ModelHost:
     async def _started(
         self, plan: AnswerPlan, *, began: float, waited: float, warnings: Sequence[str]
     ) -> RunningAnswer:
-        """Start the texts of a plan whose turn has come."""
         running, events = self._ready(), asyncio.Queue[Event]()
         loop, thread = asyncio.get_running_loop(), running.thread
         try:
@@ -256,10 +255,8 @@ class ModelHost:
             self._check_runs(running)
             for job in jobs:
                 thread.add(job)
-        except Exception:
-            self._check_runs(
-                running
-            )  # what a failed generator refuses is not the fault of the client
+        except Exception:  # what a failed generator refuses is not the fault of the client
+            self._check_runs(running)
             raise
         return RunningAnswer(plan, jobs, events, began=began, waited=waited, warnings=warnings)
 

@@ -61,10 +61,8 @@ def create_app(models: Models, keys: Keys | None = None) -> FastAPI:
 
     app = FastAPI(title="exl2flow", lifespan=life, docs_url=None, redoc_url=None)
     metrics = Metrics(models)
-    refusals: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorBody},
-        "5XX": {"model": ErrorBody},
-    }
+    row = {"model": ErrorBody}
+    refusals: dict[int | str, dict[str, Any]] = {"4XX": row, "5XX": row}
     routers = [
         _answers(models, metrics),
         _tokens(models),
@@ -128,7 +126,6 @@ def _answers(models: Models, metrics: Metrics) -> APIRouter:
 
 
 async def _length_of(given: ChatBody, models: Models) -> int:
-    """Return the length of a prompt in tokens."""
     async with models.using(given.model) as host:
         return await host.in_thread(lambda: chats.length_of(given, host))
 
@@ -200,10 +197,10 @@ def _descriptions(models: Models, metrics: Metrics) -> APIRouter:
     @router.get("/health", responses={503: {"description": "not ready"}})
     async def health() -> JSONResponse:
         """Tell whether requests are answered."""
-        is_ready = models.state in ("ready", "idle")
-        return JSONResponse(
-            {"status": "ok" if is_ready else models.state}, 200 if is_ready else 503
-        )
+        state = models.state
+        if state in ("ready", "idle"):
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": state}, 503)
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
@@ -250,8 +247,7 @@ def _refused(request: Request, error: Exception) -> Response:
             where, words, place = "", "the body is not JSON", []
         error = ApiError(400, f"{where}{words}", param=place[0][:100] if place else None)
     elif isinstance(error, HTTPException):
-        return response(
-            ApiError(error.status_code, str(error.detail)), request.scope, error.headers
-        )
+        told = ApiError(error.status_code, str(error.detail))
+        return response(told, request.scope, error.headers)
     request_id = request.scope["state"]["request_id"]
     return response(as_api_error(error, request_id, is_input=True), request.scope)

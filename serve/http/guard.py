@@ -39,19 +39,15 @@ CLOSING = {408: {"connection": "close"}, 413: {"connection": "close"}}
 
 def is_loopback(host: str) -> bool:
     """Return whether an address is reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    found = _address(host.strip("[]"))
+    return host == "localhost" if found is None else found.is_loopback
 
 
-def _is_address(host: str) -> bool:
-    """Return whether a host is given as an IP address."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a host that is given as an IP address, None for a name."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host)
+    return None
 
 
 def is_open(host: str) -> bool:
@@ -63,12 +59,7 @@ class Guard:
     """Checks a request's headers, and reads its body."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        options: ServeOptions,
-        keys: Keys,
-        metrics: Metrics,
+        self, app: ASGIApp, *, options: ServeOptions, keys: Keys, metrics: Metrics
     ) -> None:
         self._app, self._keys, self._metrics = app, keys, metrics
         self._hosts, self._origins = {options.host, *options.allow_host}, {*options.origin}
@@ -147,7 +138,7 @@ class Guard:
         host, origin = _host_of(f"//{given.get('host', '')}"), given.get("origin")
         is_ours = is_loopback(host) or host in self._hosts
         # a page that rebinds its name to this machine needs a name, so an address is none
-        if not (is_ours or (self._is_open_to_others and _is_address(host))):
+        if not (is_ours or (self._is_open_to_others and _address(host))):
             raise ApiError(403, f"the host {host!r:.80} is not ours; `--allow-host` adds a name")
         is_own = origin is None or origin.partition("://")[2] == given["host"]
         if not is_own and origin not in self._origins:
@@ -184,7 +175,6 @@ def _allowed(given: Mapping[str, str]) -> str:
 
 
 def _is_empty(given: Mapping[str, str]) -> bool:
-    """Return whether a request has no body."""
     return "transfer-encoding" not in given and given.get("content-length", "0") == "0"
 
 
@@ -195,7 +185,6 @@ def _anyone(scope: Scope) -> Key:
 
 
 def _plain(given: Mapping[str, str]) -> str:
-    """Return the key that a client sends."""
     scheme, _, bearer = given.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         return bearer.strip()

@@ -1,5 +1,5 @@
 """A Hub for each test, and this process as its client."""
 
-from hub_fixtures import converted, hub, models, tiny_source
+from hub_fixtures import converted, hub, models, tiny, tiny_source
 
-__all__ = ["converted", "hub", "models", "tiny_source"]
+__all__ = ["converted", "hub", "models", "tiny", "tiny_source"]

@@ -32,7 +32,7 @@ from exl2flow.quant.quantize.routing import experts_summary
 ORIGIN = Origin(repo="org/tiny", commit="c" * 40, license="mit", license_link="LICENSE")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def bitrates(converted: list[Path]) -> list[Bitrate]:
     return [describe(folder) for folder in converted]
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hub_fixtures import get
 from hub_server import TOKEN, Hub
 from huggingface_hub import HfApi, constants
 
@@ -30,13 +31,6 @@ NEEDED = {
 }
 
 
-def get(wanted: str, root: Path) -> Path:
-    """Fetch a model with the token of the environment."""
-    model = HubModel.of(wanted)
-    assert model is not None
-    return fetch(model, root, hub_tasks.Hub.open())
-
-
 def get_locally(source: str, root: Path) -> Path:
     """Return the folder of a source, fetched if it is none."""
     return local_or_fetched(
@@ -44,14 +38,21 @@ def get_locally(source: str, root: Path) -> Path:
     )
 
 
+def interrupt(hub: Hub, root: Path) -> None:
+    """Fetch a model of which a shard is missing, which then is there."""
+    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
+    with pytest.raises(HubError, match="404"):
+        get_locally("org/tiny", root)
+    hub.faults.clear()
+
+
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir() if path.is_file()}
 
 
 def test_files_are_flushed_before_their_digests_are_remembered(
-    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     flushed: list[Path] = []
     remembered: list[bool] = []
     flush, remember = os.fsync, hub_tasks.digests
@@ -116,10 +117,9 @@ def test_only_needed_files_arrive_in_a_folder_named_after_the_commit(
 
 
 def test_weights_in_subfolders_are_neither_fetched_nor_in_the_way(
-    hub: Hub, tiny_source: Path, tmp_path: Path
+    hub: Hub, tiny: str, tmp_path: Path
 ) -> None:
-    commit = hub.add_folder("org/tiny", tiny_source)
-    tree = hub.repos["org/tiny"]["commits"][commit]
+    tree = hub.repos["org/tiny"]["commits"][tiny]
     for name in (SHARD, "config.json", "model.safetensors.index.json"):
         tree = {**tree, f"checkpoint-500/{name}": tree[name]}
     hub.commit("org/tiny", "main", tree)
@@ -130,11 +130,8 @@ def test_weights_in_subfolders_are_neither_fetched_nor_in_the_way(
     assert not (folder / "checkpoint-500").exists()
 
 
-def test_weights_in_a_subfolder_alone_are_no_model(
-    hub: Hub, tiny_source: Path, tmp_path: Path
-) -> None:
-    commit = hub.add_folder("org/tiny", tiny_source)
-    tree = hub.repos["org/tiny"]["commits"][commit]
+def test_weights_in_a_subfolder_alone_are_no_model(hub: Hub, tiny: str, tmp_path: Path) -> None:
+    tree = hub.repos["org/tiny"]["commits"][tiny]
     hub.commit("org/tiny", "main", {f"original/{name}": entry for name, entry in tree.items()})
 
     with pytest.raises(SourceModelError, match=r"no \*\.safetensors at its top level"):
@@ -157,8 +154,7 @@ def test_a_revision_is_resolved_first_and_pinned(
         get("org/tiny@nowhere", tmp_path)
 
 
-def test_a_second_fetch_downloads_nothing(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
-    hub.add_folder("org/tiny", tiny_source)
+def test_a_second_fetch_downloads_nothing(hub: Hub, tiny: str, tmp_path: Path) -> None:
     first = get("org/tiny", tmp_path)
     before = len(hub.asked("/resolve/|/objects/"))
 
@@ -166,8 +162,7 @@ def test_a_second_fetch_downloads_nothing(hub: Hub, tiny_source: Path, tmp_path:
     assert len(hub.asked("/resolve/|/objects/")) == before
 
 
-def test_progress_reaches_the_whole_size(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
-    hub.add_folder("org/tiny", tiny_source)
+def test_progress_reaches_the_whole_size(hub: Hub, tiny: str, tmp_path: Path) -> None:
     ticks: list[Tick] = []
 
     with reporting_to(ticks.append):
@@ -177,9 +172,8 @@ def test_progress_reaches_the_whole_size(hub: Hub, tiny_source: Path, tmp_path: 
 
 
 def test_a_connection_cut_within_a_file_goes_on_where_it_was(
-    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny: str, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     sha256 = hub.repos["org/tiny"]["commits"][hub.head("org/tiny", "main")][SHARD]["sha256"]
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)  # of what is kept
     hub.fail(f"GET /objects/{sha256}", "cut", after=1000)
@@ -191,14 +185,8 @@ def test_a_connection_cut_within_a_file_goes_on_where_it_was(
     assert (folder / SHARD).read_bytes() == (tiny_source / SHARD).read_bytes()
 
 
-def test_a_fetch_that_failed_keeps_its_finished_files(
-    hub: Hub, tiny_source: Path, tmp_path: Path
-) -> None:
-    hub.add_folder("org/tiny", tiny_source)
-    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
-    with pytest.raises(HubError, match="404"):
-        get("org/tiny", tmp_path)
-    hub.faults.clear()
+def test_a_fetch_that_failed_keeps_its_finished_files(hub: Hub, tiny: str, tmp_path: Path) -> None:
+    interrupt(hub, tmp_path)
     (folder,) = (tmp_path / "sources").glob("*/tiny")
     finished = names(folder)
     hub.requests.clear()
@@ -213,15 +201,11 @@ def test_a_fetch_that_failed_keeps_its_finished_files(
 
 
 def test_a_fetch_goes_on_beside_the_folder_that_it_made(
-    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     work_root = default_work_root(Path("org/tiny-4bpw"))
-    hub.add_folder("org/tiny", tiny_source)
-    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
-    with pytest.raises(HubError, match="404"):
-        get_locally("org/tiny", work_root)
-    hub.faults.clear()
+    interrupt(hub, work_root)
 
     folder = get_locally("org/tiny", work_root)
 
@@ -229,46 +213,27 @@ def test_a_fetch_goes_on_beside_the_folder_that_it_made(
     assert names(folder) == NEEDED
 
 
+@pytest.mark.parametrize(("name", "kind"), [(SHARD, "sha256"), ("tokenizer.json", "git")])
 def test_bytes_that_differ_from_the_digest_are_fetched_again(
-    hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hub: Hub, tiny: str, tmp_path: Path, name: str, kind: str
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
-    sha256 = hub.repos["org/tiny"]["commits"][hub.head("org/tiny", "main")][SHARD]["sha256"]
+    sha256 = hub.repos["org/tiny"]["commits"][tiny][name]["sha256"]
     sound = hub.path_of(sha256).read_bytes()
     hub.path_of(sha256).write_bytes(sound[:-1] + b"?")
 
-    with caplog.at_level(logging.WARNING, "exl2flow"), pytest.raises(HubUnavailable) as raised:
+    with pytest.raises(HubUnavailable) as raised:
         get("org/tiny", tmp_path)
 
-    assert f"`{SHARD}` of `org/tiny` arrived with sha256" in str(raised.value)
-    assert len(hub.asked(f"GET /objects/{sha256}")) == 3
+    assert f"`{name}` of `org/tiny` arrived with {kind}" in str(raised.value)
+    assert kind == "git" or len(hub.asked(f"GET /objects/{sha256}")) == 3
     hub.path_of(sha256).write_bytes(sound)
-    assert (get("org/tiny", tmp_path) / SHARD).read_bytes() == sound
-
-
-def test_small_files_are_compared_with_the_digest_too(
-    hub: Hub, tiny_source: Path, tmp_path: Path
-) -> None:
-    hub.add_folder("org/tiny", tiny_source)
-    entry = hub.repos["org/tiny"]["commits"][hub.head("org/tiny", "main")]["tokenizer.json"]
-    sound = hub.path_of(entry["sha256"]).read_bytes()
-    hub.path_of(entry["sha256"]).write_bytes(sound[:-1] + b"?")
-
-    with pytest.raises(HubUnavailable, match=r"`tokenizer\.json` of `org/tiny` arrived with git"):
-        get("org/tiny", tmp_path)
-
-    hub.path_of(entry["sha256"]).write_bytes(sound)
-    assert (get("org/tiny", tmp_path) / "tokenizer.json").read_bytes() == sound
+    assert (get("org/tiny", tmp_path) / name).read_bytes() == sound
 
 
 def test_all_files_that_a_power_cut_tore_are_fetched_again_at_once(
-    hub: Hub, tiny_source: Path, tmp_path: Path
+    hub: Hub, tiny: str, tiny_source: Path, tmp_path: Path
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
-    hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
-    with pytest.raises(HubError, match="404"):
-        get("org/tiny", tmp_path)
-    hub.faults.clear()
+    interrupt(hub, tmp_path)
     (folder,) = (tmp_path / "sources").glob("*/tiny")
     torn = names(folder)
     for name in torn:  # the client's own records, which call them complete, were written before
@@ -281,9 +246,8 @@ def test_all_files_that_a_power_cut_tore_are_fetched_again_at_once(
 
 
 def test_an_outage_that_passes_is_waited_for(
-    hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hub: Hub, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     hub.fail("GET /api/models", "status", status=502)
 
     with caplog.at_level(logging.WARNING, "exl2flow"):
@@ -303,9 +267,8 @@ def test_an_outage_that_stays_is_an_error_that_can_be_retried(hub: Hub, tmp_path
 
 
 def test_the_hub_says_how_long_to_wait(
-    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     hub.fail("GET /api/models", "status", status=429, headers={"Retry-After": "7"})
     waited: list[float] = []
     monkeypatch.setattr(client_module, "time", SimpleNamespace(sleep=waited.append))
@@ -356,9 +319,8 @@ def test_a_name_without_an_address_is_not_waited_for_at_the_first_request(
     ],
 )
 def test_what_cannot_pass_is_not_tried_again(
-    hub: Hub, tiny_source: Path, tmp_path: Path, change: Any, message: str
+    hub: Hub, tiny: str, tmp_path: Path, change: Any, message: str
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     change(hub)
 
     with pytest.raises(HubError, match=message) as raised:

@@ -23,12 +23,7 @@ from typer.testing import CliRunner
 
 from exl2flow.cli.main import app
 from exl2flow.cli.work.sources import sources
-from exl2flow.core.errors import (
-    Exl2FlowError,
-    HubError,
-    PreflightFailed,
-    SourceModelError,
-)
+from exl2flow.core.errors import Exl2FlowError, HubError, PreflightFailed, SourceModelError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.store.outline import Outline
@@ -202,9 +197,8 @@ def test_a_run_is_refused_before_any_weight_is_fetched(
 
 
 def test_a_flow_is_refused_before_its_task_fetches(
-    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     without_memory(tmp_path, monkeypatch)
 
     with pytest.raises(PreflightFailed, match="of memory"):
@@ -214,9 +208,8 @@ def test_a_flow_is_refused_before_its_task_fetches(
 
 
 def test_the_disk_must_have_room_for_the_download_of_a_sweep_once(
-    hub: Hub, tiny_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: Hub, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     options = {**small_options(), "work_root": tmp_path / "work", "source": Path("org/tiny")}
     config = SweepConfig.model_validate({**options, "out": tmp_path / "out", "bpw": (3.0, 4.0)})
     plans = prepared(config, dry_run=True).plans.values()  # type: ignore[type-var]  # any config
@@ -235,21 +228,20 @@ def test_the_disk_must_have_room_for_the_download_of_a_sweep_once(
     assert with_download - without == download > 0
 
 
-def test_an_accepted_run_has_the_real_source(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
-    commit = hub.add_folder("org/tiny", tiny_source)
-
+def test_an_accepted_run_has_the_real_source(
+    hub: Hub, tiny: str, tiny_source: Path, tmp_path: Path
+) -> None:
     found = prepared(conversion(tmp_path))
 
     folder = found.config.source
-    assert folder == tmp_path / "work" / "sources" / commit / "tiny"
+    assert folder == tmp_path / "work" / "sources" / tiny / "tiny"
     assert (folder / SHARD).read_bytes() == (tiny_source / SHARD).read_bytes()
     assert found.plan.download_bytes == 0
     assert provenance(folder) is not None
     assert str(tmp_path / "temporary") not in (tmp_path / "work" / DIGESTS_FILE).read_text()
 
 
-def test_a_source_that_is_here_is_not_outlined(hub: Hub, tiny_source: Path, tmp_path: Path) -> None:
-    hub.add_folder("org/tiny", tiny_source)
+def test_a_source_that_is_here_is_not_outlined(hub: Hub, tiny: str, tmp_path: Path) -> None:
     first = prepared(conversion(tmp_path)).config
     hub.requests.clear()
 
@@ -260,9 +252,8 @@ def test_a_source_that_is_here_is_not_outlined(hub: Hub, tiny_source: Path, tmp_
 
 
 def test_what_an_interrupted_download_left_need_not_be_fetched(
-    hub: Hub, tiny_source: Path, tmp_path: Path
+    hub: Hub, tiny: str, tmp_path: Path
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     whole = prepared(conversion(tmp_path), dry_run=True).plan.download_bytes
     hub.fail(f"(GET|HEAD) .*/{SHARD}", "status", times=None, status=404)
     with pytest.raises(HubError, match="404"):
@@ -278,12 +269,12 @@ def test_what_an_interrupted_download_left_need_not_be_fetched(
 
 def test_a_server_without_parts_of_files_is_asked_for_whole_ones(
     hub: Hub,
+    tiny: str,
     tiny_source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     monkeypatch.setattr(hub_requests.Response, "part", lambda self, asked: self)
 
     found = prepared(conversion(tmp_path), dry_run=True)
@@ -293,9 +284,8 @@ def test_a_server_without_parts_of_files_is_asked_for_whole_ones(
 
 
 def test_an_outline_has_the_fingerprint_of_the_model_and_no_values(
-    hub: Hub, tiny_source: Path, tmp_path: Path
+    hub: Hub, tiny: str, tiny_source: Path, tmp_path: Path
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     known = SourceFingerprint.of(tiny_source, memory=tmp_path / "real.json")
     memory = tmp_path / "work" / DIGESTS_FILE
 
@@ -313,9 +303,8 @@ def test_an_outline_has_the_fingerprint_of_the_model_and_no_values(
 
 
 def test_an_output_of_the_same_source_is_replaced_and_of_another_one_refused(
-    hub: Hub, tiny_source: Path, tmp_path: Path
+    hub: Hub, tiny: str, tiny_source: Path, tmp_path: Path
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     hub.add_folder("org/other", make_tiny("llama", tmp_path / "other", seed=1))
     known = SourceFingerprint.of(tiny_source, memory=tmp_path / "real.json").fingerprint
     (tmp_path / "out").mkdir()

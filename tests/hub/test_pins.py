@@ -9,24 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_fixtures import get
 from hub_server import Hub
 from typer.testing import CliRunner
 
 from exl2flow.cli.main import app
 from exl2flow.core.errors import HubError, HubUnavailable
-from exl2flow.core.store.source import HubModel
-from exl2flow.pipeline.hub import client
 from exl2flow.pipeline.hub import fetch as hub_tasks
-from exl2flow.pipeline.hub.fetch import PINS_FILE, fetch
+from exl2flow.pipeline.hub.fetch import PINS_FILE
 
 SHARD = "model-00001-of-00002.safetensors"
-
-
-def get(wanted: str, root: Path, *, renew: bool = False) -> Path:
-    """Fetch a model with the token of the environment."""
-    model = HubModel.of(wanted)
-    assert model is not None
-    return fetch(model, root, client.Hub.open(), renew=renew)
 
 
 def move(hub: Hub) -> str:
@@ -37,28 +29,19 @@ def move(hub: Hub) -> str:
     return hub.commit("org/tiny", "main", {**tree, "NOTICE": hub.entry(b"moved", is_lfs=False)})
 
 
-def test_a_commit_that_is_here_needs_no_request(
-    hub: Hub, tiny_source: Path, tmp_path: Path
-) -> None:
-    commit = hub.add_folder("org/tiny", tiny_source)
+def test_a_commit_that_is_here_needs_no_request(hub: Hub, tiny: str, tmp_path: Path) -> None:
     folder = get("org/tiny", tmp_path)
     hub.requests.clear()
 
-    assert get(f"org/tiny@{commit}", tmp_path) == folder
+    assert get(f"org/tiny@{tiny}", tmp_path) == folder
     assert not hub.requests
 
 
 @pytest.mark.parametrize("has_pins", [True, False])
 @pytest.mark.parametrize("kind", ["cut", "status"])
 def test_without_the_hub_a_branch_is_the_commit_that_was_begun(
-    hub: Hub,
-    tiny_source: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    has_pins: bool,
+    hub: Hub, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, has_pins: bool
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     folder = get("org/tiny", tmp_path)
     if not has_pins:  # as versions left it that had none
         (tmp_path / PINS_FILE).unlink()
@@ -73,10 +56,7 @@ def test_without_the_hub_a_branch_is_the_commit_that_was_begun(
     assert len(hub.requests) == 1  # nobody waits for what is not needed
 
 
-def test_a_model_that_is_not_here_needs_the_hub(
-    hub: Hub, tiny_source: Path, tmp_path: Path
-) -> None:
-    hub.add_folder("org/tiny", tiny_source)
+def test_a_model_that_is_not_here_needs_the_hub(hub: Hub, tiny: str, tmp_path: Path) -> None:
     get("org/tiny", tmp_path)
     hub.fail(".", "cut", times=None)
 
@@ -86,9 +66,8 @@ def test_a_model_that_is_not_here_needs_the_hub(
 
 
 def test_a_branch_that_moved_does_not_change_the_model(
-    hub: Hub, tiny_source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hub: Hub, tiny: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    hub.add_folder("org/tiny", tiny_source)
     folder = get("org/tiny", tmp_path)
     moved = move(hub)
 
@@ -102,10 +81,7 @@ def test_a_branch_that_moved_does_not_change_the_model(
     assert get("org/tiny", tmp_path) == folder
 
 
-def test_renewing_takes_the_new_commit_from_then_on(
-    hub: Hub, tiny_source: Path, tmp_path: Path
-) -> None:
-    hub.add_folder("org/tiny", tiny_source)
+def test_renewing_takes_the_new_commit_from_then_on(hub: Hub, tiny: str, tmp_path: Path) -> None:
     get("org/tiny", tmp_path)
     moved = move(hub)
 

@@ -50,6 +50,12 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def tiny(hub: Hub, tiny_source: Path) -> str:
+    """The commit of the model on the Hub, as `org/tiny`."""
+    return hub.add_folder("org/tiny", tiny_source)
+
+
 @pytest.fixture(scope="session")
 def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The model, fetched from a Hub and converted at two bitrates; to be copied, not changed."""
@@ -71,6 +77,13 @@ def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 def models(converted: list[Path], tmp_path: Path) -> list[Path]:
     """Copies of the converted models."""
     return [shutil.copytree(folder, tmp_path / folder.name) for folder in converted]
+
+
+def get(wanted: str, root: Path, *, renew: bool = False) -> Path:
+    """Fetch a model with the token of the environment."""
+    model = HubModel.of(wanted)
+    assert model is not None
+    return hub_tasks.fetch(model, root, hub_tasks.Hub.open(), renew=renew)
 
 
 def run(models: list[Path], **values: Any) -> Published:

@@ -1,17 +1,18 @@
 """A real server of the demo model, in a process of its own, and its clients."""
 
-import os
-import subprocess
-import sys
+import asyncio
+import ssl
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import forked
 import httpx
 import openai
 from leftovers import end_with_this_process
@@ -20,13 +21,14 @@ from sources import ROOT
 DEMO = ROOT / "demo" / "model"
 START_SECONDS = 120.0
 BEGIN = "serving on "
+NO_TLS = ssl.create_default_context()  # made once, which takes longer than a request
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """A running server: its process, its address, its log."""
 
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     url: str
     log: Path
 
@@ -38,9 +40,22 @@ class Served:
         """Return the official client, which tries once."""
         return anthropic.Anthropic(base_url=self.url, api_key=key, max_retries=0)
 
+    async def texts(self, prompts: Sequence[Any], key: str = "none", **options: Any) -> list[str]:
+        """Return what completes some prompts, all asked for at once by the official client."""
+        url = f"{self.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
+            create = client.completions.create
+            asked = [create(model="m", prompt=prompt, **options) for prompt in prompts]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
     def http(self, **options: Any) -> httpx.Client:
         """Return a client for bare requests."""
-        return httpx.Client(base_url=self.url, timeout=60.0, **options)
+        return httpx.Client(base_url=self.url, timeout=60.0, verify=NO_TLS, **options)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        """Send one request."""
+        with self.http() as client:
+            return client.post(path, json=body, headers=headers)
 
     @property
     def lines(self) -> list[str]:
@@ -49,7 +64,8 @@ class Served:
 
     def status(self, **headers: str) -> dict[str, Any]:
         """Return what runs."""
-        found: dict[str, Any] = httpx.get(f"{self.url}/v1/status", headers=headers).json()
+        with self.http() as client:
+            found: dict[str, Any] = client.get("/v1/status", headers=headers).json()
         return found
 
 
@@ -57,31 +73,24 @@ class Served:
 def serving(*flags: str, model: Path = DEMO, env: dict[str, str] | None = None) -> Iterator[Served]:
     """Start `exl2flow serve`, and end it behind the block."""
     end_with_this_process()
-    command = [sys.executable, "-m", "exl2flow.flows.cli", "serve", str(model)]
+    words = ["serve", str(model.absolute()), "--device", "cpu", "--port", "0", *flags]
     with tempfile.TemporaryDirectory(prefix="exl2flow-serve-") as folder:
         log = Path(folder) / "log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*command, "--device", "cpu", "--port", "0", *flags],
-                stdout=out,
-                stderr=out,
-                cwd=folder,
-                env={**os.environ, **(env or {})},
-            )
+        process = forked.start(words, log, env or {})
         try:
             yield Served(process, _address(process, log), log)
         finally:
             process.kill()
-            process.wait()
+            process.join()
 
 
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
+def _address(process: BaseProcess, log: Path) -> str:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         text = log.read_text(encoding="utf-8")
         for line in text.splitlines():
             if line.startswith(BEGIN):
                 return line.removeprefix(BEGIN).removesuffix("/v1")
-        assert process.poll() is None, text
-        time.sleep(0.1)
+        assert process.is_alive(), text
+        time.sleep(0.02)
     raise AssertionError("the server does not start")

@@ -59,13 +59,10 @@ def test_json_is_one_object_for_the_demo_model() -> None:
 def test_a_gpu_has_more_columns() -> None:
     steps = Timing(work="decode", rows=4, context=512, seconds=0.002, read_bytes=3_600_000_000)
     prompt = Timing(work="prompt", rows=1, context=2048, seconds=0.05)
-    speed = Speed(
-        model="m",
+    speed = speed_of(
         device="H200, 141 GiB",
-        versions={"driver": "570.1"},
         load_seconds=1.2,
         file_bytes=3_600_000_000,
-        cache="fp16",
         timings=(prompt, steps),
         memory=Memory(weights=3_900_000_000, cache=10**9, peak=6 * 10**9),
         copy_rate=4500.0,

@@ -63,7 +63,10 @@ def profiles(home: Path, text: str) -> Path:
 
 def test_standard_input_is_one_message_and_standard_output_the_answer(folder: Path) -> None:
     done = run(folder, "--seed", 1, "--stats", text="Hello\nthere\n")
-    said = json.loads(run(folder, "--seed", 1, "--json", text="Hello\nthere\n").stdout)
+    said, other = (
+        json.loads(run(folder, "--seed", seed, "--json", text="Hello\nthere\n").stdout)
+        for seed in (1, 2)
+    )
 
     assert done.exit_code == 0, done.stderr
     assert said["message"] == "Hello\nthere"
@@ -72,13 +75,8 @@ def test_standard_input_is_one_message_and_standard_output_the_answer(folder: Pa
     assert done.stdout == printable(said["answer"]).removesuffix("\n") + "\n"
     assert "\x1b" not in done.output
     assert "tokens/s" in done.stderr
-
-
-def test_missing_model_is_refused_before_an_empty_standard_input(tmp_path: Path) -> None:
-    done = run(tmp_path / "nowhere", text="")
-
-    assert done.exit_code == 1
-    assert f"`{tmp_path / 'nowhere'}` is not a folder" in done.stderr
+    assert said["seed"] == 1
+    assert other["tokens"] != said["tokens"]
 
 
 def test_bad_value_of_a_profile_names_profile_and_file(folder: Path, home: Path) -> None:
@@ -92,15 +90,6 @@ def test_bad_value_of_a_profile_names_profile_and_file(folder: Path, home: Path)
     assert f"error: profile `mine` in `{path}`: `--temperature` is hot" in wrong.stderr
     assert "error: `--top-p` is 7" in mine.stderr
     assert "error: `--top-p` is 7" in given.stderr
-
-
-def test_the_same_seed_gives_the_same_answer(folder: Path) -> None:
-    first, same, other = (
-        json.loads(run(folder, "--json", "--seed", seed).stdout) for seed in (1, 1, 2)
-    )
-
-    assert first["tokens"] == same["tokens"] != other["tokens"]
-    assert first["seed"] == 1
 
 
 def test_a_pipe_says_which_option_allows_a_longer_answer(folder: Path) -> None:
@@ -240,26 +229,26 @@ def test_a_pipe_that_fails_leaves_no_message(folder: Path, home: Path) -> None:
     assert "Second" not in file.read_text()
 
 
-def test_a_list_of_remembered_profiles_is_refused(folder: Path, home: Path) -> None:
-    path = profiles(home, "").with_name("chat.json")
-    path.write_text("[]")
-
-    done = run(folder)
-
-    assert done.exit_code == 2
-    assert f"error: `{path}` holds no JSON object; delete it" in done.stderr
-
-
-@pytest.mark.parametrize("text", ["{", "\xff", "[" * 100_000])
-def test_damaged_remembered_profiles_are_refused(folder: Path, home: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        ("[]", 2, ["error: `{path}` holds no JSON object; delete it"]),
+        *(
+            (t, 1, ["error: cannot read `{path}`: ", "delete it and"])
+            for t in ("{", "\xff", "[" * 100_000)
+        ),
+    ],
+)
+def test_damaged_remembered_profiles_are_refused(
+    folder: Path, home: Path, text: str, code: int, words: list[str]
+) -> None:
     path = profiles(home, "").with_name("chat.json")
     path.write_bytes(text.encode("latin-1"))
 
     done = run(folder)
 
-    assert done.exit_code == 1
-    assert f"error: cannot read `{path}`: " in done.stderr
-    assert "delete it and repeat" in done.stderr
+    assert done.exit_code == code
+    assert all(each.format(path=path) in done.stderr for each in words)
 
 
 def test_resuming_nothing_begins_anew_and_says_so(folder: Path) -> None:
@@ -292,10 +281,12 @@ def test_refused_options_print_one_message(
     assert "Traceback" not in done.stderr
 
 
-def test_a_model_is_needed() -> None:
-    done = CliRunner().invoke(app, ["chat"])
+def test_a_model_is_needed_even_for_an_empty_standard_input(tmp_path: Path) -> None:
+    done, missing = CliRunner().invoke(app, ["chat"]), run(tmp_path / "nowhere", text="")
 
     assert (done.exit_code, "give the folder of a model" in done.stderr) == (2, True)
+    assert missing.exit_code == 1
+    assert f"`{tmp_path / 'nowhere'}` is not a folder" in missing.stderr
 
 
 def test_bytes_that_are_not_utf8_are_replaced_and_said(folder: Path) -> None:

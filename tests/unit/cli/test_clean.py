@@ -30,7 +30,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
         "measure_row_tokens": 64,
     }
     config = small_config(
-        make_tiny("llama", folder / "model"), folder / "out", calibration=calibration
+        make_tiny("llama", folder / "model", num_hidden_layers=1),
+        folder / "out",
+        calibration=calibration,
     )
     run_locally(config)
     return config

@@ -51,33 +51,29 @@ def test_codes_of_emoji_are_printed_as_they_are(
 LONE = "/data/\udcff \ud800"
 
 
-def test_lone_surrogates_are_printed_escaped_and_json_stays_exact() -> None:
+def test_lone_surrogates_are_printed_escaped_and_json_stays_exact(tmp_path: Path) -> None:
+    """Also the name of a missing folder, which may look like an emoji, too."""
+    missing = [str(tmp_path / name) for name in ("\udcff", ":on:")]
     script = (
         "import sys; from exl2flow.cli.main import main\n"
         "from exl2flow.cli.output.console import OUT, emit_json, say\n"
-        "sys.argv = ['exl2flow', '--version']\n"
-        "try:\n    main()\n"
-        f"finally:\n    emit_json({LONE!r}); say({LONE!r}); OUT.print({LONE!r})\n"
+        f"for name in {missing!r}:\n    sys.argv = ['exl2flow', 'inspect', name]\n"
+        "    try:\n        main()\n    except SystemExit as error:\n        print(error.code)\n"
+        f"emit_json({LONE!r}); say({LONE!r}); OUT.print({LONE!r})\n"
     )
 
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
 
-    _, line, path = done.stdout.splitlines()
+    *codes, line, path = done.stdout.splitlines()
     assert json.loads(line) == LONE
-    assert (path, done.stderr) == (r"/data/\udcff \ud800", "/data/\\udcff \\ud800\n")
-
-
-@pytest.mark.parametrize("name", ["\udcff", ":on:"])
-def test_a_command_names_a_missing_folder_whatever_its_name(tmp_path: Path, name: str) -> None:
-    command = [sys.executable, "-m", "exl2flow.flows.cli", "inspect", str(tmp_path / name)]
-
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-    assert done.returncode == 1
-    shown = name.encode("utf-8", "backslashreplace").decode()
-    assert f"error: `{tmp_path / shown}` is not a folder" in done.stderr
+    assert (codes, path) == (["1", "1"], r"/data/\udcff \ud800")
+    *errors, last = done.stderr.splitlines()
+    assert last == r"/data/\udcff \ud800"
+    for name in missing:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        assert f"error: `{shown}` is not a folder" in "\n".join(errors)
 
 
 def test_each_warning_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.cli.output.failures import explain_defect, explained, how_to_resume
 from exl2flow.core import errors
 
@@ -150,24 +152,10 @@ def test_a_failed_allocation_of_torch_is_a_message_and_a_defect_is_not(
 def test_a_file_nested_without_end_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[" * 5_000 + "]" * 5_000)
 
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "exl2flow.flows.cli",
-            "convert",
-            str(tmp_path),
-            "--out",
-            str(tmp_path / "o"),
-            "--no-prefect",
-            "--dry-run",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["convert", str(tmp_path), "--out", str(tmp_path / "o"), "--no-prefect", "--dry-run"]
+    result = CliRunner().invoke(app, words)
 
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert "error: " in result.stderr
     assert "Traceback" not in result.stderr
     assert "unexpected" not in result.stderr

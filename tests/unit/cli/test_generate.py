@@ -57,15 +57,8 @@ def test_answers_to_a_file_of_prompts_are_those_to_each(folder: Path, tmp_path: 
 
 
 def test_options_reach_the_request(folder: Path) -> None:
-    options = (
-        "--prompt",
-        "The quick",
-        "--json",
-        "--greedy",
-        "--ignore-eos",
-        "--max-new-tokens",
-        24,
-    )
+    options = ("--prompt", "The quick", "--json", "--greedy", "--ignore-eos")
+    options = (*options, "--max-new-tokens", 24)
     plain = json.loads(run(folder, *options).stdout)
     stop = plain["text"][4:6]
 

@@ -24,8 +24,8 @@ SETTINGS = [s for s in (*CONVERSION, *EVALUATION) if s.panel]
 GIVEN_OTHERWISE = {"clean_after"}  # the command `clean`; it is meant for servers
 
 
-def conversion(values: Mapping[str, object], out: str = "out") -> ConversionConfig:
-    return build(ConversionConfig, {"source": Path("model"), "out": Path(out), **values})
+def conversion(values: Mapping[str, object]) -> ConversionConfig:
+    return build(ConversionConfig, {"source": Path("model"), "out": Path("out"), **values})
 
 
 def sweep(values: Mapping[str, object]) -> SweepConfig:
@@ -58,18 +58,11 @@ def test_every_field_of_the_configuration_has_an_option() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_an_option_is_not_given_by_default_and_says_what_it_means(setting: Setting) -> None:
+def test_an_option_says_what_it_means_and_what_holds_without_it(setting: Setting) -> None:
     assert setting.parameter().default is None
     assert len(setting.help) > 15
     assert setting.help.endswith(".")
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.flag)
-def test_an_option_states_its_default_or_which_option_it_replaces(
-    setting: Setting,
-) -> None:
     is_switch = setting.info.default is False
-
     assert is_switch or setting.default is not None or setting.help.startswith("Instead of `--")
 
 
@@ -89,12 +82,6 @@ def test_a_given_option_stays_beside_those_of_the_preset() -> None:
     assert (config.rounding.sweeps, config.calibration.measure_rows) == (1, 8)
 
 
-def test_values_reach_the_groups_of_the_configuration() -> None:
-    config = conversion({"bpw": 3.5, "calibration.rows": 7, "allocate.power": 1.5})
-
-    assert (config.bpw, config.calibration.rows, config.allocate.power) == (3.5, 7, 1.5)
-
-
 @pytest.mark.parametrize(
     ("given", "prefer"), [({}, "quality"), ({"allocate.prefer": "speed"}, "speed")]
 )
@@ -106,11 +93,41 @@ def test_a_preference_reaches_conversions_and_sweeps(given: dict[str, object], p
     assert {config.allocate.prefer for config in conversions} == {prefer}
 
 
-def test_an_unknown_preference_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="`--prefer` is size: input should be 'quality' or 'spee"):
-        conversion({"allocate.prefer": "size"})
-    with pytest.raises(ConfigError, match="`--prefer` is size"):
-        sweep({"bpw": (3.0,), "allocate.prefer": "size"})
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"allocate.prefer": "size"}, r"`--prefer` is size: input should be 'quality' or 'speed'"),
+        ({"head_bits": 7}, r"`--head-bits` is 7"),
+        ({"out": Path("model")}, r"`--out` is the source folder"),
+        (
+            {"bpw": 3.0, "target_bytes": 10**9},
+            r"^`--bpw` and `--target-bytes` are given; choose one",
+        ),
+        (
+            {"bpw": 3.0, "fit.memory": "24GB"},
+            r"^`--bpw` and `--fit` are given; choose one target$",
+        ),
+        # messages keep the case of what they quote
+        ({"max_memory": "24XB"}, r"^`--max-memory` is 24XB: could not .*: XB$"),
+        (
+            {"publish.private": True, "publish.license": "mit"},
+            r"^`--private`, `--license`: only .* `--publish`$",
+        ),
+        *(
+            (
+                {"publish.repo": name},
+                r"^`--publish` is (.|\n)*: the Hub does not allow this name; give it as "
+                r"`org/name`$",
+            )
+            for name in ("Model", "org/", "-org/model", "a/b/c", "me/model\n")
+        ),
+    ],
+)
+def test_what_is_wrong_or_contradictory_names_the_options(
+    values: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        conversion(values)
 
 
 def test_problems_name_the_options() -> None:
@@ -121,15 +138,6 @@ def test_problems_name_the_options() -> None:
         "`--bpw` is 1: input should be greater than or equal to 2",
         "`--row-tokens` is 33: input should be a multiple of 32",
     }
-
-
-def test_contradictions_name_the_option() -> None:
-    with pytest.raises(ConfigError, match="`--head-bits` is 7"):
-        conversion({"head_bits": 7})
-    with pytest.raises(ConfigError, match="`--out` is the source folder"):
-        conversion({}, out="model")
-    with pytest.raises(ConfigError, match=r"^`--bpw` and `--target-bytes` are given; choose one"):
-        conversion({"bpw": 3.0, "target_bytes": 10**9})
 
 
 def test_problems_of_an_evaluation_name_its_own_options() -> None:
@@ -175,25 +183,6 @@ def test_options_of_publishing_make_one_group() -> None:
     assert config.token_block == "block"
 
 
-@pytest.mark.parametrize("name", ["Model", "org/", "-org/model", "a/b/c", "me/model\n"])
-def test_a_repository_is_asked_for_as_organization_and_name(name: str) -> None:
-    reason = "the Hub does not allow this name; give it as `org/name`"
-    with pytest.raises(ConfigError, match=rf"^`--publish` is (.|\n)*: {reason}$"):
-        conversion({"publish.repo": name})
-
-
-def test_messages_keep_the_case_of_what_they_quote() -> None:
-    with pytest.raises(ConfigError, match=r"^`--max-memory` is 24XB: could not .*: XB$"):
-        conversion({"max_memory": "24XB"})
-
-
-def test_options_of_publishing_need_a_repository() -> None:
-    values = {"publish.private": True, "publish.license": "mit"}
-
-    with pytest.raises(ConfigError, match=r"^`--private`, `--license`: only .* `--publish`$"):
-        conversion(values)
-
-
 @pytest.mark.parametrize("values", [{"context": 100}, {"context": 8192}, {"cache": "q6"}])
 def test_options_of_a_fit_need_the_memory(values: dict[str, object]) -> None:
     given = {f"fit.{name}": value for name, value in values.items()}
@@ -206,8 +195,6 @@ def test_options_of_a_fit_need_the_memory(values: dict[str, object]) -> None:
 
 def test_a_fit_replaces_other_targets() -> None:
     assert conversion({"fit.memory": "24GB"}).bpw is None
-    with pytest.raises(ConfigError, match=r"^`--bpw` and `--fit` are given; choose one target$"):
-        conversion({"bpw": 3.0, "fit.memory": "24GB"})
 
 
 def test_a_group_that_may_be_missing_says_what_its_options_go_with() -> None:

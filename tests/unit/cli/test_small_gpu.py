@@ -31,16 +31,8 @@ def convert(tmp_path: Path, limit: str, *more: str) -> Result:
     if not source.exists():
         make_tiny("llama", source)
     words = ("convert", str(source), "--out", str(tmp_path / "out"), "--bpw", "4", *more)
-    sizes = (
-        "--rows",
-        "2",
-        "--row-tokens",
-        "64",
-        "--measure-rows",
-        "1",
-        "--measure-row-tokens",
-        "64",
-    )
+    sizes = ("--rows", "2", "--row-tokens", "64", "--measure-rows", "1")
+    sizes += ("--measure-row-tokens", "64")
     where = ("--device", "cuda", "--max-memory", limit, "--no-prefect")
     return CliRunner().invoke(app, [*words, *sizes, *where])
 

@@ -5,12 +5,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from exl2flow.cli.output.console import printable
-from exl2flow.cli.output.results import (
-    comparison_table,
-    cost_table,
-    print_report,
-    score_table,
-)
+from exl2flow.cli.output.results import comparison_table, cost_table, print_report, score_table
 from exl2flow.cli.output.tables import table_of
 from exl2flow.core import words
 from exl2flow.core.reports import MatrixReport, Report, RowSums, Score
@@ -45,8 +40,7 @@ def cost(name: str, nats: float | None, params: str = "1:3b_64g s4") -> MatrixRe
 
 
 @pytest.mark.parametrize(
-    ("width", "params"),
-    [(80, "0.25:4b_64g/0.75:3b_64g"), (100, "0.25:4b_64g/0.75:3b_64g s4")],
+    ("width", "params"), [(80, "0.25:4b_64g/0.75:3b_64g"), (100, "0.25:4b_64g/0.75:3b_64g s4")]
 )
 def test_most_costly_matrices_are_listed_and_neither_name_nor_number_is_cut(
     width: int, params: str
@@ -121,9 +115,7 @@ def test_names_are_escaped() -> None:
     assert any("[bold]x" in line for line in lines(comparison_table([model]), 120))
 
 
-def test_a_report_replaces_control_characters_of_files(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_report_replaces_control_characters_of_files(capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "[b]\x1b]0;owned\x07\x9b2J"
     item = {"params": hostile, "bpw": 3.0, "nats": 0.5, "rel_err": 0.1}
     report = {
@@ -271,14 +263,3 @@ def test_a_report_says_on_how_many_rows_its_intervals_rest(rows: int | None, sai
     shown = " ".join(lines(score_table(report_of(score, rows))))
 
     assert said in shown
-
-
-def test_a_report_of_few_rows_says_why_it_has_no_intervals() -> None:
-    sums = {"tokens": [100] * 7, "losses": [250.0] * 7}
-    score = {**SCORE, "rows": sums, "intervals": None}
-    report = {"score": score, "calibration": None, "source_bytes": 10**7}
-
-    shown = lines(score_table(Report.from_json(report)))
-
-    assert "no intervals, because 7 rows are fewer than 8" in " ".join(shown)
-    assert not any("95 %" in line for line in shown)

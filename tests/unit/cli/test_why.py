@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,33 +14,18 @@ from typer.testing import CliRunner
 from exl2flow.cli.main import app
 from exl2flow.core.store.store import MANIFEST, StageFolder
 
-QUICK = (
-    "--quality",
-    "fast",
-    "--device",
-    "cpu",
-    "--no-prefect",
-    "--fail-ratio",
-    "100",
-    "--row-tokens",
-    "64",
-    "--measure-rows",
-    "1",
-    "--measure-row-tokens",
-    "64",
-    "--validate-rows",
-    "1",
-    "--validate-row-tokens",
-    "64",
-    "--sample-tokens",
-    "0",
-)
+QUICK = ("--quality", "fast", "--device", "cpu", "--no-prefect", "--fail-ratio", "100")
+QUICK += ("--row-tokens", "64", "--measure-rows", "1", "--measure-row-tokens", "64")
+QUICK += ("--validate-rows", "1", "--validate-row-tokens", "64", "--sample-tokens", "0")
 
 
-def run(*words: object) -> str:
+def run(*words: object, code: int = 0) -> str:
     result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == code, result.output
     return " ".join(result.output.split())
+
+
+failed = partial(run, code=2)
 
 
 @pytest.fixture(scope="module")
@@ -124,16 +110,9 @@ def test_run_is_found_before_its_output_exists(finished: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("stage", ["compose", "tune"])
 def test_stage_that_the_run_does_not_have_is_wrong_usage(finished: Path, stage: str) -> None:
-    result = CliRunner().invoke(app, ["why", str(finished / "out"), stage])
+    said = failed("why", finished / "out", stage)
 
-    assert result.exit_code == 2
-    assert f"no stage `{stage}`; choose one of `tokenize`, `sensitivity`," in result.output
-
-
-def failed(*words: object) -> str:
-    result = CliRunner().invoke(app, [str(word) for word in words])
-    assert result.exit_code == 2
-    return " ".join(result.output.split())
+    assert f"no stage `{stage}`; choose one of `tokenize`, `sensitivity`," in said
 
 
 def test_bitrate_of_a_sweep_is_found_beside_the_folder_of_the_sweep(
@@ -168,17 +147,13 @@ def test_a_moved_output_is_asked_about_by_its_old_name(finished: Path, tmp_path:
     away = old.rename(finished / "elsewhere-now")
     try:
         said = failed("why", moved, "--work-root", root)
-        found = why_of(old, root)
+        found = run("why", old, "--work-root", root)
     finally:
         away.rename(old)
 
     assert f"`{old}` (which is no longer there)" in said
     assert f"name the one it was made as: `exl2flow why {old}`" in said
     assert found
-
-
-def why_of(out: Path, root: Path) -> str:
-    return run("why", out, "--work-root", root)
 
 
 def test_work_roots_without_runs_are_named_with_what_to_do(tmp_path: Path) -> None:
@@ -196,7 +171,4 @@ def test_work_roots_without_runs_are_named_with_what_to_do(tmp_path: Path) -> No
 def test_stage_of_a_version_without_runs_is_wrong_usage(finished: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
 
-    result = CliRunner().invoke(app, ["why", str(tmp_path)])
-
-    assert result.exit_code == 2
-    assert "repeat the command with `--dry-run`" in " ".join(result.output.split())
+    assert "repeat the command with `--dry-run`" in failed("why", tmp_path)

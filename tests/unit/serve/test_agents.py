@@ -181,11 +181,7 @@ def test_answers_match_the_schema_of_both_dialects(
     form: Any = {"type": "json_schema", "schema": SCHEMA}
     closed = {"thinking_budget": 0, "seed": 1}
     message = claude.messages.create(
-        model="m",
-        messages=HI,
-        max_tokens=200,
-        output_config={"format": form},
-        extra_body=closed,
+        model="m", messages=HI, max_tokens=200, output_config={"format": form}, extra_body=closed
     )
     response = gpt.responses.create(
         model="m",

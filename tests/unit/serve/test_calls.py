@@ -12,14 +12,12 @@ import jsonschema
 import openai
 import pytest
 import uvicorn
+from hosts import make_host, models_of
 from serving import DEMO
 from tool_calls import TOOLS
 
-from exl2flow.core.options.serving import ServeOptions
 from exl2flow.engine.chat import all_tool_formats, choose_format
-from exl2flow.inference import Generator, LoadedModel, load_model
-from exl2flow.serve.hosts.model_host import ModelHost
-from exl2flow.serve.hosts.models import Models
+from exl2flow.inference import LoadedModel, load_model
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.running import Connection
 
@@ -36,12 +34,10 @@ def model() -> LoadedModel:
 @contextmanager
 def served(model: LoadedModel, tool_format: str) -> Iterator[str]:
     """Serve a model in a thread, with one format of calls; yield the address."""
-    options = ServeOptions(slots=8, tool_format=tool_format)
     fmt, _ = choose_format(DEMO, model.tokenizer, "chatml")
-    host = ModelHost(model, lambda: Generator(model, slots=8), options, fmt=fmt, defaults={})
+    host = make_host(model, fmt=fmt, slots=8, tool_format=tool_format, tool_grammar="on")
     host.start()
-    models = Models(host, lambda _: host)
-    app = create_app(models)
+    app = create_app(models_of(host))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn.Config(app, http=Connection, ws="none", log_config=None)
         server = uvicorn.Server(config)

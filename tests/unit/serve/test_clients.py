@@ -26,7 +26,7 @@ KEY = "KEY"
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     env = {"EXL2FLOW_API_KEY": KEY}
-    with serving("--format", "chatml", "--max-answer", "100", env=env) as server:
+    with serving("--format", "chatml", "--max-answer", "40", env=env) as server:
         yield server
 
 

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-import httpx
-import openai
 import pytest
 from adapters import make_adapter
 from serving import DEMO, Served, serving
@@ -41,17 +39,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield server
 
 
-def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
-    with served.http() as client:
-        return client.post(path, json=body, headers=HEADERS | headers)
-
-
-def test_same_seed_gives_the_text_of_the_generator_among_16_that_are_preempted(
+def test_same_seed_gives_the_text_of_the_generator_among_others_that_are_preempted(
     served: Served,
 ) -> None:
     """Two texts of two full pages fit in five, and each needs a third one at once."""
     generator, random = Generator(load_model(DEMO, device="cpu"), slots=1), Random(1)
-    prompts = [[random.randrange(5, 4000) for _ in range(508)] for _ in range(16)]
+    prompts = [[random.randrange(5, 4000) for _ in range(508)] for _ in range(8)]
     options: Any = {"max_tokens": 12, "seed": 7}
     expected = [
         text
@@ -59,23 +52,11 @@ def test_same_seed_gives_the_text_of_the_generator_among_16_that_are_preempted(
         for text in generator.generate([prompt], max_new_tokens=12, seed=7, settings=NEUTRAL)
     ]
 
-    async def together() -> list[str]:
-        url, key = f"{served.url}/v1", "first-key"
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            answers = await asyncio.gather(
-                *(
-                    client.completions.create(
-                        model="m", prompt=prompt, extra_body={"lora": []}, **options
-                    )
-                    for prompt in prompts
-                )
-            )
-        return [answer.choices[0].text for answer in answers]
-
     body = {"prompt": prompts[3], "lora": [], **options}
-    alone = post(served, "/v1/completions", body).json()["choices"][0]["text"]
+    alone = served.post("/v1/completions", body, **HEADERS).json()["choices"][0]["text"]
 
-    assert asyncio.run(together()) == expected
+    together = served.texts(prompts, "first-key", extra_body={"lora": []}, **options)
+    assert asyncio.run(together) == expected
     assert alone == expected[3]
     assert served.status(**HEADERS)["preemptions"] > 0
 
@@ -85,7 +66,7 @@ def test_adapters_go_by_name_and_scale(served: Served) -> None:
 
     def text(**fields: Any) -> str:
         body = {"prompt": "The cat", "max_tokens": 8, "temperature": 0, **fields}
-        return str(post(served, "/v1/completions", body).json()["choices"][0]["text"])
+        return str(served.post("/v1/completions", body, **HEADERS).json()["choices"][0]["text"])
 
     with served.http(headers=HEADERS) as client:
         names = [row["id"] for row in client.get("/v1/models").json()["data"]]
@@ -107,8 +88,8 @@ def test_a_budget_ends_thoughts_and_a_schema_begins_behind_them(served: Served) 
         "regex_pattern": "(yes|no), [a-z]{3}",
         "seed": 2,
     }
-    answer = post(served, "/v1/chat/completions", body).json()
-    closed = post(served, "/v1/chat/completions", {**body, "thinking_budget": 0}).json()
+    answer = served.post("/v1/chat/completions", body, **HEADERS).json()
+    closed = served.post("/v1/chat/completions", {**body, "thinking_budget": 0}, **HEADERS).json()
 
     message = answer["choices"][0]["message"]
     assert message["content"].split(", ")[0] in ("yes", "no")
@@ -138,8 +119,8 @@ def test_keys_of_a_file_have_names_in_the_log(served: Served) -> None:
     for key in ("first-key", "second-key"):
         body = {"prompt": "secret words", "max_tokens": 1, "user": "x", "foo": 1}
         headers = {"authorization": f"Bearer {key}"}
-        assert post(served, "/v1/completions", body, **headers).status_code == 200
-    wrong = post(served, "/v1/completions", {"prompt": "a"}, authorization="Bearer third-key")
+        assert served.post("/v1/completions", body, **headers).status_code == 200
+    wrong = served.post("/v1/completions", {"prompt": "a"}, authorization="Bearer third-key")
     with served.http(headers=HEADERS) as client:
         metrics = client.get("/metrics").text
 

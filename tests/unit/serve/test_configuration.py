@@ -17,6 +17,7 @@ import httpx
 import pytest
 import uvicorn
 from adapters import make_adapter
+from hosts import make_host, models_of
 from servers import wait_for
 from serving import DEMO, Served, serving
 from tiny import make_tiny
@@ -25,13 +26,12 @@ from exl2flow.cli.main import app
 from exl2flow.cli.options.layers import as_toml, layered
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.serving import ServeOptions
-from exl2flow.inference import Adapter, Event, Generator, load_model
+from exl2flow.inference import Adapter, Event, load_model
 from exl2flow.serve.answers.fields import CompletionBody
 from exl2flow.serve.apis.completions import plan_of
 from exl2flow.serve.apis.mapping import settings_of
 from exl2flow.serve.apis.sections import checked
 from exl2flow.serve.hosts.model_host import ModelHost
-from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.hosts.reloading import Configuration
 from exl2flow.serve.http.listening import listening
 from exl2flow.serve.http.running import _Server
@@ -139,12 +139,8 @@ def test_the_configuration_that_is_printed_can_be_given_back(
 def host(tmp_path_factory: pytest.TempPathFactory) -> ModelHost:
     folder = make_tiny("llama", tmp_path_factory.mktemp("tiny"))
     model = load_model(folder, device="cpu")
-    options = ServeOptions(model=folder, slots=2, tool_grammar="off")
-    return ModelHost(
+    return make_host(
         model,
-        lambda: Generator(model, slots=2),
-        options,
-        fmt=None,
         defaults={"top_p": 0.5, "min_p": 0.5, "top_k": 5, "tfs": 0.5},
         adapters=tuple(
             Adapter.load(make_adapter(folder / name, folder, seed=seed), model)
@@ -184,7 +180,7 @@ def test_an_alias_stands_for_an_adapter(host: ModelHost, file: Path) -> None:
 
     assert host.adapters_for("b", None) == (two,)
     assert host.adapters_for("all", None) == host.adapters_for("x", None) == (one, two)
-    assert Models(host, lambda _: host).names[-2:] == ["b", "all"]
+    assert models_of(host).names[-2:] == ["b", "all"]
 
 
 def test_no_sign_of_life_is_given_while_a_step_hangs(
@@ -198,10 +194,8 @@ def test_no_sign_of_life_is_given_while_a_step_hangs(
         return step()
 
     async def watched(manager: socket.socket) -> list[int]:
-        server, counts = (
-            _Server(uvicorn.Config("none"), Models(host, lambda _: host), None),
-            list[int](),
-        )
+        server = _Server(uvicorn.Config("none"), models_of(host), None)
+        counts = list[int]()
 
         def look() -> None:
             server._watch()
@@ -336,5 +330,6 @@ def test_the_end_is_told_and_leaves_no_socket(running: Running) -> None:
     running.served.process.terminate()
     running.message("STOPPING=1")
 
-    assert running.served.process.wait(30) == 0
+    running.served.process.join(30)
+    assert running.served.process.exitcode == 0
     assert not running.path.exists()

@@ -8,13 +8,12 @@ from typing import Any
 import httpx
 import pytest
 from adapters import make_adapter
+from hosts import make_host
 from tiny import make_tiny
 
 from exl2flow.core import errors
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.core.requests.conversation import PromptFormat
 from exl2flow.engine.chat import choose_format
-from exl2flow.inference import Generator, load_model
+from exl2flow.inference import load_model
 from exl2flow.serve.errors import STATUSES, as_api_error, shown
 from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
@@ -66,24 +65,17 @@ def test_no_class_of_errors_tells_folders(kind: Any) -> None:
     assert str(told) == "`file` is wrong"
 
 
-class Served:
-    """An application in this process, whose model has a folder that nobody may read of."""
+def models_in(folder: Path) -> Models:
+    """Return the models of an application whose folder nobody may read of."""
 
-    def __init__(self, folder: Path) -> None:
-        self.options = ServeOptions(
-            models=folder, loras=folder, swap=True, slots=2, tool_grammar="off"
-        )
-        self.host = self.make(folder / "good")
-        self.models = Models(self.host, self.make)
-
-    def make(self, folder: Path) -> ModelHost:
-        model = load_model(folder, device="cpu")
-        fmt: PromptFormat = choose_format(folder, model.tokenizer, None)[0]
-        host = ModelHost(
-            model, lambda: Generator(model, slots=2), self.options, fmt=fmt, defaults={}
-        )
+    def make(each: Path) -> ModelHost:
+        model = load_model(each, device="cpu")
+        fmt, _ = choose_format(each, model.tokenizer, None)
+        host = make_host(model, fmt=fmt, models=folder, loras=folder, swap=True)
         host.start()
         return host
+
+    return Models(make(folder / "good"), make)
 
 
 REFUSING = "{% for m in messages %}{{ raise_exception('no ' + m.role) }}{% endfor %}"
@@ -118,13 +110,13 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 def test_no_answer_tells_folders(folder: Path) -> None:
     """Templates, adapters and models that are broken: the file's name is told."""
-    served = Served(folder)
+    models = models_in(folder)
 
     async def run() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(create_app(served.models))
+        transport = httpx.ASGITransport(create_app(models))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             told = [await client.post(path, json=body) for path, body in REQUESTS]
-        await served.models.close()
+        await models.close()
         return told
 
     answers = asyncio.run(run())

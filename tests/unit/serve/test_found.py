@@ -19,11 +19,6 @@ def served() -> Iterator[Served]:
         yield server
 
 
-def post(served: Served, path: str, body: Any) -> Any:
-    with served.http() as client:
-        return client.post(path, json=body)
-
-
 @pytest.mark.parametrize(
     "more",
     [
@@ -36,7 +31,7 @@ def post(served: Served, path: str, body: Any) -> Any:
     ids=lambda more: "-".join(more),
 )
 def test_values_out_of_range_are_refused(served: Served, more: Any) -> None:
-    assert post(served, COMPLETIONS, {"prompt": "a", **more}).status_code == 400
+    assert served.post(COMPLETIONS, {"prompt": "a", **more}).status_code == 400
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/messages", "/v1/responses"])
@@ -52,13 +47,13 @@ def test_a_body_of_very_many_levels_is_refused(served: Served, path: str) -> Non
 
 
 def test_a_field_whose_name_fits_in_no_header_is_ignored(served: Served) -> None:
-    assert post(served, COMPLETIONS, {"prompt": "a", " ": 1}).status_code == 200
+    assert served.post(COMPLETIONS, {"prompt": "a", " ": 1}).status_code == 200
 
 
 def test_a_named_choice_needs_tools(served: Served) -> None:
     choice = {"type": "function", "function": {"name": "f"}}
 
-    answer = post(served, CHAT, {"messages": HI, "tool_choice": choice})
+    answer = served.post(CHAT, {"messages": HI, "tool_choice": choice})
 
     assert answer.status_code == 400
 
@@ -67,7 +62,7 @@ def test_the_token_that_stops_has_its_log_probability(served: Served) -> None:
     """lm-eval leaves the last entry out, whatever it is; without it, a token of the text."""
     body = {"prompt": [0, 306, 1801], "echo": True, "logprobs": 1, "max_tokens": 1}
 
-    [choice] = post(served, COMPLETIONS, {**body, "logit_bias": {"1": 100}}).json()["choices"]
+    [choice] = served.post(COMPLETIONS, {**body, "logit_bias": {"1": 100}}).json()["choices"]
 
     assert choice["finish_reason"] == "stop"
     assert len(choice["logprobs"]["token_logprobs"]) == 4
@@ -79,18 +74,18 @@ def test_names_of_special_tokens_have_their_ids(served: Served) -> None:
         name = client.get("/tokenizer_info").json()["eos_token"]
 
     body = {"prompt": name, "add_special_tokens": False}
-    assert post(served, "/tokenize", body).json()["tokens"] == [1]
+    assert served.post("/tokenize", body).json()["tokens"] == [1]
 
 
 def test_breakers_may_be_a_list_in_a_text(served: Served) -> None:
     """SillyTavern sends them so; at a breaker, a repetition ends that DRY would punish."""
-    [dog] = post(served, "/tokenize", {"prompt": " dog", "add_special_tokens": False}).json()[
+    [dog] = served.post("/tokenize", {"prompt": " dog", "add_special_tokens": False}).json()[
         "tokens"
     ]
     body = {"prompt": "cat dog cat dog cat", "temperature": 0, "max_tokens": 1}
     body |= {"dry_multiplier": 100, "dry_allowed_length": 1, "logit_bias": {str(dog): 50}}
     broken, as_text, unbroken = (
-        post(served, COMPLETIONS, {**body, "dry_sequence_breakers": breakers}).json()["choices"]
+        served.post(COMPLETIONS, {**body, "dry_sequence_breakers": breakers}).json()["choices"]
         for breakers in (["cat"], '["cat"]', [])
     )
 

@@ -6,12 +6,10 @@ from typing import Any
 
 import httpx
 import pytest
-from tiny import make_tiny
+from hosts import make_host, models_of
 
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.inference import Generator, LoadedModel, load_model
+from exl2flow.inference import LoadedModel
 from exl2flow.serve.hosts.keys import Keys
-from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.listening import own_address, url_of
@@ -20,18 +18,12 @@ PAGE, KEY = "http://app.example", "a-key"
 Ask = Callable[..., Coroutine[Any, Any, httpx.Response]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
-
-
 def asked(
     model: LoadedModel, *requests: dict[str, Any], key: str | None = None, **options: Any
 ) -> list[httpx.Response]:
     """Return the answers of a server in this process."""
-    given = ServeOptions(slots=2, tool_grammar="off", **options)
-    host = ModelHost(model, lambda: Generator(model, slots=2), given, fmt=None, defaults={})
-    app = create_app(Models(host, lambda _: host), Keys(own=key))
+    host = make_host(model, **options)
+    app = create_app(models_of(host), Keys(own=key))
 
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app)
@@ -146,9 +138,7 @@ def test_what_only_posts_is_no_head(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [{}, {"json": {}}, {"data": {}}, {"headers": {"content-type": "text/plain"}}],
-    ids=str,
+    "sent", [{}, {"json": {}}, {"data": {}}, {"headers": {"content-type": "text/plain"}}], ids=str
 )
 def test_a_model_is_unloaded_without_a_body(model: LoadedModel, sent: dict[str, Any]) -> None:
     paths = ("/v1/model/unload", "/model/unload")

@@ -1,7 +1,8 @@
 """Bodies of all dialects become chats, whatever their optional fields and histories are."""
 
-from collections.abc import Callable
 from copy import deepcopy
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -44,10 +45,7 @@ MESSAGES: Json = {
                 {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}},
             ],
         },
-        {
-            "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "x", "content": "d"}],
-        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "d"}]},
     ],
     "tools": [{"name": "f", "description": "F", "input_schema": SCHEMA}],
 }
@@ -62,31 +60,30 @@ RESPONSES: Json = {
     ],
     "tools": [{"type": "function", "name": "f", "description": "F", "parameters": SCHEMA}],
 }
-Find = Callable[[Json], Json]
-FIELDS: list[tuple[type[ChatBody], Json, str, Find, object]] = [
-    *((ChatBody, CHAT, n, lambda b: b["messages"][1], "") for n in ("content", "refusal", "name")),
-    *((ChatBody, CHAT, n, lambda b: b["messages"][1], "") for n in ("reasoning_content",)),
-    *((ChatBody, CHAT, n, lambda b: b["messages"][1], []) for n in ("tool_calls", "annotations")),
-    *((ChatBody, CHAT, n, lambda b: b["messages"][3], []) for n in ("tool_calls", "content")),
-    *((ChatBody, CHAT, n, lambda b: b["messages"][3], {}) for n in ("function_call", "audio")),
-    *((ChatBody, CHAT, n, lambda b: b["messages"][2], "") for n in ("content", "tool_call_id")),
-    (ChatBody, CHAT, "arguments", lambda b: b["messages"][1]["tool_calls"][0]["function"], ""),
-    *((ChatBody, CHAT, n, lambda b: b["messages"][1]["tool_calls"][0], "") for n in ("id", "type")),
-    (MessagesBody, MESSAGES, "system", lambda b: b, ""),
-    (MessagesBody, MESSAGES, "content", lambda b: b["messages"][0], []),
-    (MessagesBody, MESSAGES, "text", lambda b: b["messages"][0]["content"][0], ""),
-    (MessagesBody, MESSAGES, "thinking", lambda b: b["messages"][1]["content"][0], ""),
-    (MessagesBody, MESSAGES, "input", lambda b: b["messages"][1]["content"][2], {}),
-    (MessagesBody, MESSAGES, "content", lambda b: b["messages"][2]["content"][0], []),
-    (MessagesBody, MESSAGES, "description", lambda b: b["tools"][0], ""),
-    (ResponsesBody, RESPONSES, "instructions", lambda b: b, ""),
-    (ResponsesBody, RESPONSES, "type", lambda b: b["input"][0], ""),
-    (ResponsesBody, RESPONSES, "content", lambda b: b["input"][1], []),
-    (ResponsesBody, RESPONSES, "text", lambda b: b["input"][1]["content"][0], ""),
-    (ResponsesBody, RESPONSES, "content", lambda b: b["input"][2], ""),
-    (ResponsesBody, RESPONSES, "arguments", lambda b: b["input"][3], ""),
-    (ResponsesBody, RESPONSES, "output", lambda b: b["input"][4], ""),
-    (ResponsesBody, RESPONSES, "description", lambda b: b["tools"][0], ""),
+# kind, body, names of fields, where they are, what is empty there
+FIELDS: list[tuple[type[ChatBody], Json, str, tuple[str | int, ...], object]] = [
+    (ChatBody, CHAT, "content refusal name reasoning_content", ("messages", 1), ""),
+    (ChatBody, CHAT, "tool_calls annotations", ("messages", 1), []),
+    (ChatBody, CHAT, "tool_calls content", ("messages", 3), []),
+    (ChatBody, CHAT, "function_call audio", ("messages", 3), {}),
+    (ChatBody, CHAT, "content tool_call_id", ("messages", 2), ""),
+    (ChatBody, CHAT, "arguments", ("messages", 1, "tool_calls", 0, "function"), ""),
+    (ChatBody, CHAT, "id type", ("messages", 1, "tool_calls", 0), ""),
+    (MessagesBody, MESSAGES, "system", (), ""),
+    (MessagesBody, MESSAGES, "content", ("messages", 0), []),
+    (MessagesBody, MESSAGES, "text", ("messages", 0, "content", 0), ""),
+    (MessagesBody, MESSAGES, "thinking", ("messages", 1, "content", 0), ""),
+    (MessagesBody, MESSAGES, "input", ("messages", 1, "content", 2), {}),
+    (MessagesBody, MESSAGES, "content", ("messages", 2, "content", 0), []),
+    (MessagesBody, MESSAGES, "description", ("tools", 0), ""),
+    (ResponsesBody, RESPONSES, "instructions", (), ""),
+    (ResponsesBody, RESPONSES, "type", ("input", 0), ""),
+    (ResponsesBody, RESPONSES, "content", ("input", 1), []),
+    (ResponsesBody, RESPONSES, "text", ("input", 1, "content", 0), ""),
+    (ResponsesBody, RESPONSES, "content", ("input", 2), ""),
+    (ResponsesBody, RESPONSES, "arguments", ("input", 3), ""),
+    (ResponsesBody, RESPONSES, "output", ("input", 4), ""),
+    (ResponsesBody, RESPONSES, "description", ("tools", 0), ""),
 ]
 
 
@@ -96,20 +93,21 @@ def chat_of(kind: type[ChatBody], body: Json) -> tuple[Any, Any]:
     return messages_of(read.messages), tools_of(read).offered
 
 
-@pytest.mark.parametrize(("kind", "body", "field", "find", "empty"), FIELDS)
+@pytest.mark.parametrize(("kind", "body", "names", "place", "empty"), FIELDS)
 def test_absent_null_and_empty_are_one_thing(
-    kind: type[ChatBody], body: Json, field: str, find: Find, empty: object
+    kind: type[ChatBody], body: Json, names: str, place: tuple[str | int, ...], empty: object
 ) -> None:
-    found = []
-    for value in ("absent", None, empty):
-        changed = deepcopy(body)
-        at = find(changed)
-        at.pop(field, None)
-        at |= {} if value == "absent" else {field: value}
-        found.append(chat_of(kind, changed))
+    for field in names.split():
+        found = []
+        for value in ("absent", None, empty):
+            changed = deepcopy(body)
+            at: Any = reduce(getitem, place, changed)  # type: ignore[arg-type]  # of any form
+            at.pop(field, None)
+            at |= {} if value == "absent" else {field: value}
+            found.append(chat_of(kind, changed))
 
-    assert found[0] == found[1] == found[2]
-    assert "None" not in str([m["content"] for m in found[0][0]])
+        assert found[0] == found[1] == found[2], field
+        assert "None" not in str([m["content"] for m in found[0][0]])
 
 
 def test_what_official_clients_write_back_is_the_message_itself() -> None:

@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from servers import wait_for
 from serving import Served, serving
+from typer.testing import CliRunner
 
+from exl2flow.cli.main import app
 from exl2flow.core.errors import ConfigError
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.hosts.fair_queue import Admission, FairQueue
@@ -100,9 +100,9 @@ def test_a_file_that_changes_is_read_again(
 
 
 def test_a_key_is_added_and_told_once(tmp_path: Path) -> None:
-    path, command = tmp_path / "keys.toml", [sys.executable, "-m", "exl2flow.flows.cli", "serve"]
-    flags = ["--keys", str(path), "--new-key", "editor"]
-    plain = subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
+    path = tmp_path / "keys.toml"
+    words = ["serve", "--keys", str(path), "--new-key", "editor"]
+    plain = CliRunner().invoke(app, words).stdout
     again = add_key(path, "web ui")
 
     assert path.stat().st_mode & 0o777 == 0o600

@@ -8,31 +8,22 @@ from typing import Any, get_args
 
 import pytest
 from fastapi import FastAPI
+from hosts import make_host, models_of
 from prometheus_client import CollectorRegistry
 from sources import ROOT
-from tiny import make_tiny
 
-from exl2flow.core.options.serving import ServeOptions
 from exl2flow.engine.chat import all_tool_formats
 from exl2flow.engine.generate.event import Reason
-from exl2flow.inference import Generator, LoadedModel, load_model
+from exl2flow.inference import LoadedModel
 from exl2flow.serve.answers.fields import HARMLESS
 from exl2flow.serve.hosts.metrics import LABEL, TABLE, TIERS, Metrics
-from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
-
-
 @pytest.fixture
 def models(model: LoadedModel) -> Models:
-    options = ServeOptions(slots=2, tool_grammar="off")
-    host = ModelHost(model, lambda: Generator(model, slots=2), options, fmt=None, defaults={})
-    return Models(host, lambda _: host)
+    return models_of(make_host(model))
 
 
 def metrics_of(app: FastAPI) -> Metrics:
@@ -131,10 +122,8 @@ def test_the_tokens_of_an_answer_that_is_left_are_counted(
 
     async def run() -> None:
         host.start()
-        has_text, messages = (
-            asyncio.Event(),
-            [{"type": "http.request", "body": json.dumps(body).encode()}],
-        )
+        has_text = asyncio.Event()
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
         async def receive() -> Any:
             if messages:

@@ -9,35 +9,23 @@ from typing import Any
 
 import pytest
 from adapters import make_adapter
-from tiny import make_tiny
+from hosts import make_host, models_of, reason_of, text_of
 
-from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.core.requests.request import Request
-from exl2flow.inference import Adapter, Generator, LoadedModel, load_model
-from exl2flow.serve.answers.answer import AnswerPlan
+from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
+from exl2flow.inference import Adapter, Generator, LoadedModel
 from exl2flow.serve.answers.fields import Lora
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.hosts import model_host as module
+from exl2flow.serve.hosts.metrics import Metrics
 from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
 
-LONG, SHORT = (
-    AnswerPlan(requests=(Request([5], max_new_tokens=n, stops=(), tag=0),), prompts=((5,),))
-    for n in (200, 4)
-)
+LONG, SHORT = text_of(200), text_of(4)
 THREADS = {"exl2flow-generator"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
-
-
 def started(model: LoadedModel, make: Callable[[], Generator] | None = None) -> ModelHost:
-    options = ServeOptions(slots=2, tool_grammar="off")
-    make = make or (lambda: Generator(model, slots=2))
-    host = ModelHost(model, make, options, fmt=None, defaults={})
+    host = make_host(model, make)
     host.start()
     return host
 
@@ -54,17 +42,6 @@ def break_device(generator: Generator) -> None:
         raise ConfigError("`prompt` is broken")
 
     generator._device_slots.forward = fail  # type: ignore[method-assign, assignment]
-
-
-async def text_of(host: ModelHost) -> str | None:
-    """Return why a text ended."""
-    answer = await host.begin(lambda: SHORT)
-    try:
-        async for _ in answer.updates():
-            pass
-    finally:
-        host.end(answer)
-    return answer.ends[0].reason
 
 
 async def fail(host: ModelHost) -> None:
@@ -87,7 +64,7 @@ async def recovered(host: ModelHost) -> None:
 @pytest.mark.parametrize("seen_by", ["begin", "tick", "state"])
 def test_a_failure_without_clients_is_seen(model: LoadedModel, seen_by: str) -> None:
     host = started(model)
-    models = Models(host, lambda _: host)
+    models = models_of(host)
 
     async def run() -> str | None:
         await fail(host)
@@ -102,7 +79,7 @@ def test_a_failure_without_clients_is_seen(model: LoadedModel, seen_by: str) -> 
                 assert models.state == "recovering"
         assert host.state == "recovering"
         await recovered(host)
-        reason = await text_of(host)
+        reason = await reason_of(host, SHORT)
         await host.close()
         return reason
 
@@ -203,13 +180,8 @@ def test_closing_ends_what_a_recovery_makes(model: LoadedModel, close: str) -> N
         await fail(host)
         host.look()
         await asyncio.to_thread(is_made.wait, 30)
-        closing = asyncio.ensure_future(
-            {
-                "host": host.close,
-                "unload": models.unload,
-                "models": models.close,
-            }[close]()
-        )
+        ways = {"host": host.close, "unload": models.unload, "models": models.close}
+        closing = asyncio.ensure_future(ways[close]())
         await asyncio.sleep(0)
         assert not closing.done()
         may_go_on.set()
@@ -243,6 +215,28 @@ def test_nothing_is_made_for_a_host_that_closes(model: LoadedModel) -> None:
 
     asyncio.run(run())
     assert len(made) == 1
+
+
+def test_a_host_whose_generator_cannot_be_made_again_has_failed(model: LoadedModel) -> None:
+    made = list[Generator]()
+
+    def make() -> Generator:
+        if made:
+            raise OutOfDeviceMemory("too little")
+        made.append(Generator(model, slots=2))
+        return made[-1]
+
+    async def run() -> None:
+        host = started(model, make)
+        await fail(host)
+        host.look()
+        await recovered(host)
+        assert Metrics(models_of(host)).status()["state"] == "failed"
+        with pytest.raises(ApiError, match="the server is failed"):
+            await host.begin(lambda: SHORT)
+        await host.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("seconds", [0.0, 3600.0])

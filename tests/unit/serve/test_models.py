@@ -4,27 +4,26 @@ import asyncio
 import gc
 import os
 import shutil
-import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 from adapters import make_adapter
+from hosts import make_host, reason_of, text_of
 from serving import Served, serving
 from tiny import make_tiny
 
 from exl2flow.core.errors import InferenceError
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.core.requests.request import Request
-from exl2flow.inference import Generator, load_model
+from exl2flow.inference import load_model
 from exl2flow.model import Tokenizer
-from exl2flow.serve.answers.answer import AnswerPlan
 from exl2flow.serve.errors import ApiError
 from exl2flow.serve.hosts.model_host import ModelHost
 from exl2flow.serve.hosts.models import Models
@@ -47,18 +46,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Loader:
     """Makes hosts as the command does, and counts them."""
 
-    def __init__(self, folder: Path, ranks: int = 1, **options: Any) -> None:
-        self.made, self._folder, self._ranks = list[str](), folder, ranks
-        self.options = ServeOptions(
-            models=folder, swap=True, slots=2, tool_grammar="off"
-        ).model_copy(update=options)
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.made = list[str]()
+        self._folder, self._options = folder, {"models": folder, "swap": True, **options}
 
     def __call__(self, folder: Path) -> ModelHost:
         self.made.append(folder.name)
-        model = load_model(folder, device="cpu", tensor_parallel=self._ranks)
-        host = ModelHost(
-            model, lambda: Generator(model, slots=2), self.options, fmt=None, defaults={}
-        )
+        host = make_host(load_model(folder, device="cpu"), **self._options)
         host.start()
         return host
 
@@ -153,18 +147,10 @@ def test_a_model_that_cannot_be_loaded_gives_way_to_the_one_before(folder: Path)
 
 def test_a_text_has_some_time_to_end(folder: Path) -> None:
     models = Loader(folder, swap_wait=0.1).models()
-    request = Request([5], max_new_tokens=8000, stops=(), tag=0, end_loops=False)
-    plan = AnswerPlan(requests=(request,), prompts=((5,),))
 
     async def text() -> str | None:
         async with models.using("a") as host:
-            answer = await host.begin(lambda: plan)
-            try:
-                async for _ in answer.updates():
-                    pass
-            finally:
-                host.end(answer)
-            return answer.ends[0].reason
+            return await reason_of(host, text_of(8000, end_loops=False))
 
     async def run() -> tuple[str | None, float]:
         running = asyncio.create_task(text())
@@ -187,7 +173,7 @@ def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
     async def run() -> str:
         models.tick()
         assert models.state == "ready"
-        models.renew(loader.options.model_copy(update={"unload_after": 1e-6}))
+        models.renew(models.options.model_copy(update={"unload_after": 1e-6}))
         async with models.using():
             await asyncio.sleep(0.001)
             models.tick()
@@ -207,21 +193,13 @@ def test_an_idle_model_is_freed_and_comes_back(folder: Path) -> None:
 def test_swaps_leave_nothing_behind(folder: Path, turns: int) -> None:
     """Clients ask for two models and leave: hosts, threads and descriptors are given back."""
     models, seen = Loader(folder, swap_wait=0.0).models(), list[weakref.ref[ModelHost]]()
-    plan = AnswerPlan(requests=(Request([5], max_new_tokens=8, stops=(), tag=0),), prompts=((5,),))
 
     async def ask(name: str) -> None:
         async with models.using(name) as host:
             if not any(ref() is host for ref in seen):
                 seen.append(weakref.ref(host))
-            try:
-                answer = await host.begin(lambda: plan)
-            except ApiError:  # the other model is to be loaded
-                return
-            try:
-                async for _ in answer.updates():
-                    pass
-            finally:
-                host.end(answer)
+            with suppress(ApiError):  # the other model is to be loaded
+                await reason_of(host, text_of(8))
 
     async def run() -> list[tuple[int, int]]:
         counts = list[tuple[int, int]]()
@@ -337,22 +315,19 @@ def test_adapters_are_loaded_by_name(served: Served) -> None:
 
 
 def test_a_model_that_lost_a_process_is_loaded_again(folder: Path) -> None:
-    async def work() -> None:
-        loader = Loader(folder, ranks=2)
-        models = loader.models()
-        assert models.host is not None
-        assert models.host.model.team is not None
-        [pid] = models.host.model.team.followers
+    loader = Loader(folder)
+    models = loader.models()
+    host = models.host
+    assert host is not None
+    assert host.generator is not None
+    host.model = replace(host.model, team=SimpleNamespace(failure=InferenceError("it is gone")))
+    host.generator.fail(InferenceError("as a step does"))
 
-        os.kill(pid, signal.SIGKILL)
-
-        await until(lambda: models.host is not None and models.host.is_lost, pause=0.01)
-        assert models.host.generator is not None
-        models.host.generator.fail(InferenceError("as a step does"))
+    async def run() -> None:
         models.tick()
         assert models.state == "loading"
         assert await name_of(models, "") == "a"
-        assert loader.made == ["a", "a"]
         await models.close()
 
-    ended(work())
+    ended(run())
+    assert loader.made == ["a", "a"]

@@ -2,25 +2,23 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
+from hosts import make_host
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import make_tiny
 
 from exl2flow.core import errors
 from exl2flow.core.options.sampling import SamplingSettings
-from exl2flow.core.options.serving import ServeOptions
 from exl2flow.core.requests.conversation import Thinking
 from exl2flow.core.requests.request import Request
 from exl2flow.engine.chat import CallArguments, CallBegin, all_tool_formats
 from exl2flow.engine.generate import Event
-from exl2flow.inference import Generator, load_model
+from exl2flow.inference import LoadedModel
 from exl2flow.serve.answers.answer import AnswerPlan, Choice, RunningAnswer, Text, Update
 from exl2flow.serve.answers.fields import ALIASES, ChatBody, CompletionBody
 from exl2flow.serve.apis.completions import plan_of
@@ -28,10 +26,8 @@ from exl2flow.serve.apis.mapping import settings_of
 from exl2flow.serve.apis.messages import MessagesDialect
 from exl2flow.serve.apis.openai import ChatDialect
 from exl2flow.serve.apis.responses import ResponsesBody, ResponsesDialect
-from exl2flow.serve.errors import STATUSES, ApiError, as_api_error
-from exl2flow.serve.hosts.metrics import Metrics
+from exl2flow.serve.errors import STATUSES, as_api_error
 from exl2flow.serve.hosts.model_host import ModelHost
-from exl2flow.serve.hosts.models import Models
 
 TOOLS = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},)
 TEXT = '<think>\nA thought.</think>\n\nText. <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
@@ -48,10 +44,8 @@ PLAN = AnswerPlan(
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> ModelHost:
-    model = load_model(make_tiny("llama", tmp_path_factory.mktemp("tiny")), device="cpu")
-    options = ServeOptions(slots=2, tool_grammar="off")
-    return ModelHost(model, lambda: Generator(model, slots=2), options, fmt=None, defaults={})
+def host(model: LoadedModel) -> ModelHost:
+    return make_host(model)
 
 
 @pytest.mark.parametrize(
@@ -128,11 +122,13 @@ def read(pieces: list[str], *, is_forced: bool) -> tuple[str, str, str, list[str
     return thoughts, content, arguments, [p.name for p in parts if isinstance(p, CallBegin)]
 
 
-@given(cuts=st.lists(st.integers(0, len(TEXT)), max_size=12), is_forced=st.booleans())
-def test_any_split_of_a_text_gives_the_same_parts(cuts: list[int], is_forced: bool) -> None:
-    places = [0, *sorted(cuts), len(TEXT)]
-    pieces = [TEXT[a:b] for a, b in pairwise(places)]
+PIECES = st.lists(st.integers(0, len(TEXT)), max_size=12).map(
+    lambda cuts: [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
+)
 
+
+@given(pieces=PIECES, is_forced=st.booleans())
+def test_any_split_of_a_text_gives_the_same_parts(pieces: list[str], is_forced: bool) -> None:
     thoughts, content, arguments, names = read(pieces, is_forced=is_forced)
 
     assert (thoughts, content.strip(), names) == ("A thought.", "Text.", ["f"])
@@ -142,17 +138,34 @@ def test_any_split_of_a_text_gives_the_same_parts(cuts: list[int], is_forced: bo
 class Batched(RunningAnswer):
     """An answer whose events come in given batches."""
 
-    def batch(self, events: list[Event], sizes: list[int]) -> "Batched":
-        self.batches = list[list[Event]]()
-        for size in sizes:
-            self.batches.append(events[:size])
-            del events[:size]
-        self.batches.append(events)
-        return self
+    batches: list[list[Event]]
 
     async def updates(self) -> AsyncIterator[list[Update]]:
         for batch in self.batches:
             yield [update for event in batch for update in self._read(event)]
+
+
+def running(
+    pieces: list[str], reason: Any, plan: AnswerPlan = PLAN, sizes: Sequence[int] = (1,) * 9
+) -> RunningAnswer:
+    """Return an answer in pieces that ends for a reason; its events come in batches."""
+    more: Any = {"tag": 0, "ids": (5,), "probabilities": (0.5,)}
+    events = [Event(stage="text", text=piece, **more) for piece in pieces]
+    events.append(Event(stage="text", tag=0, reason=reason))
+    plan = replace(plan, requests=(Request("a"),), prompts=((1,),))
+    answer, ends = Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0), [*accumulate(sizes)]
+    answer.batches = [events[a:b] for a, b in pairwise([0, *ends, None])]
+    return answer
+
+
+def streamed(dialect: Any) -> list[dict[str, Any]]:
+    """Return the events of a stream."""
+
+    async def whole() -> str:
+        return b"".join([piece async for piece in dialect.stream()]).decode()
+
+    rows = asyncio.run(whole()).split("\n")
+    return [json.loads(row.removeprefix("data: ")) for row in rows if row.startswith("data: {")]
 
 
 def accumulated(chunks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -170,37 +183,23 @@ def accumulated(chunks: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@given(
-    cuts=st.lists(st.integers(0, len(TEXT)), max_size=12),
-    sizes=st.lists(st.integers(0, 4), max_size=5),
-    shows_calls=st.booleans(),
-)
+SIZES = st.lists(st.integers(0, 4), max_size=5)
+
+
+@given(pieces=PIECES, sizes=SIZES, shows_calls=st.booleans())
 def test_streams_join_to_the_plain_answer(
-    host: ModelHost, cuts: list[int], sizes: list[int], shows_calls: bool
+    host: ModelHost, pieces: list[str], sizes: list[int], shows_calls: bool
 ) -> None:
-    pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
-    texts: list[Any] = [{"text": p, "ids": (5,), "probabilities": (0.5,)} for p in pieces]
     body = ChatBody.model_validate({"messages": [{}], "logprobs": True})
 
-    def dialect() -> ChatDialect:
-        events = [Event(stage="text", tag=0, **fields) for fields in texts]
-        events.append(Event(stage="text", tag=0, reason="stop_token"))
-        plan = replace(PLAN, requests=(Request("a"),), shows_calls=shows_calls)
-        return ChatDialect(
-            Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(events, sizes),
-            body,
-            host,
-        )
+    def made() -> ChatDialect:
+        plan = replace(PLAN, shows_calls=shows_calls)
+        return ChatDialect(running(pieces, "stop_token", plan, sizes), body, host)
 
-    async def streamed() -> str:
-        return b"".join([piece async for piece in dialect().stream()]).decode()
-
-    [choice] = asyncio.run(dialect().whole())["choices"]
-    *chunks, done = asyncio.run(streamed()).split("\n\n")[:-1]
-    joined = accumulated([json.loads(c.removeprefix("data: ")) for c in chunks if c[0] == "d"])
+    [choice] = asyncio.run(made().whole())["choices"]
+    joined = accumulated(streamed(made()))
 
     message = choice["message"]
-    assert done == "data: [DONE]"
     assert joined["content"] == message["content"] == "Text. "
     assert joined["reasoning_content"] == message["reasoning_content"] == "A thought."
     assert [*joined["calls"].values()] == [call["function"] for call in message["tool_calls"]]
@@ -229,55 +228,26 @@ def shown(block: dict[str, Any]) -> str:
 
 
 @given(
-    cuts=st.lists(st.integers(0, len(TEXT)), max_size=12),
-    sizes=st.lists(st.integers(0, 4), max_size=5),
+    pieces=PIECES,
+    sizes=SIZES,
     shows_calls=st.booleans(),
     dialect=st.sampled_from([MessagesDialect, ResponsesDialect]),
 )
 def test_blocks_of_streams_join_to_the_plain_answer(
-    host: ModelHost, cuts: list[int], sizes: list[int], shows_calls: bool, dialect: Any
+    host: ModelHost, pieces: list[str], sizes: list[int], shows_calls: bool, dialect: Any
 ) -> None:
-    pieces = [TEXT[a:b] for a, b in pairwise([0, *sorted(cuts), len(TEXT)])]
     body: Any = ResponsesBody.model_validate({"input": "a"})
 
     def made() -> Any:
-        events = [Event(stage="text", tag=0, text=piece, ids=(5,)) for piece in pieces]
-        events.append(Event(stage="text", tag=0, reason="stop_token"))
-        plan = replace(PLAN, requests=(Request("a"),), prompts=((1,),), shows_calls=shows_calls)
-        answer = Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(
-            events, list(sizes)
-        )
-        return dialect(answer, body, host)
+        plan = replace(PLAN, shows_calls=shows_calls)
+        return dialect(running(pieces, "stop_token", plan, sizes), body, host)
 
-    async def streamed() -> str:
-        return b"".join([piece async for piece in made().stream()]).decode()
-
-    whole = asyncio.run(made().whole())
-    rows = [row for row in asyncio.run(streamed()).split("\n") if row.startswith("data: {")]
-    deltas = joined_events([json.loads(row.removeprefix("data: ")) for row in rows])
+    whole, deltas = asyncio.run(made().whole()), joined_events(streamed(made()))
 
     blocks = whole["content" if dialect is MessagesDialect else "output"]
     assert [shown(block).strip() for block in blocks[:2]] == ["A thought.", "Text."]
     assert [deltas[0], deltas[1]] == [shown(block) for block in blocks[:2]]
     assert json.loads(deltas[2]) == json.loads(shown(blocks[2])) == {"a": 1}
-
-
-def running(pieces: list[str], reason: Any, plan: AnswerPlan = PLAN) -> RunningAnswer:
-    """Return an answer in pieces that ends for a reason."""
-    events = [Event(stage="text", tag=0, text=piece, ids=(5,)) for piece in pieces]
-    events.append(Event(stage="text", tag=0, reason=reason))
-    plan = replace(plan, requests=(Request("a"),), prompts=((1,),))
-    return Batched(plan, [], asyncio.Queue(), began=0.0, waited=0.0).batch(events, [1] * 9)
-
-
-def streamed(dialect: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream."""
-
-    async def whole() -> str:
-        return b"".join([piece async for piece in dialect.stream()]).decode()
-
-    rows = asyncio.run(whole()).split("\n")
-    return [json.loads(row.removeprefix("data: ")) for row in rows if row.startswith("data: {")]
 
 
 @pytest.mark.parametrize(
@@ -362,53 +332,3 @@ def test_other_errors_tell_nothing() -> None:
         assert told.status == 500
         assert "req_1" in str(told)
         assert "secret" not in str(told)
-
-
-@pytest.mark.parametrize("made_again", [True, False])
-def test_a_generator_that_fails_is_made_anew_once(tmp_path: Path, made_again: bool) -> None:
-    model = load_model(make_tiny("llama", tmp_path), device="cpu")
-    made = list[Generator]()
-
-    def make() -> Generator:
-        if made and not made_again:
-            raise errors.OutOfDeviceMemory("too little")
-        made.append(Generator(model, slots=2))
-        return made[-1]
-
-    host = ModelHost(model, make, ServeOptions(slots=2), fmt=None, defaults={})
-    host.start()
-    plan = AnswerPlan(
-        requests=(Request([5], max_new_tokens=200, stops=(), tag=0),), prompts=((5,),)
-    )
-
-    async def fails() -> None:
-        answer = await host.begin(lambda: plan)
-        made[-1]._decode = None  # type: ignore[assignment]  # the next step fails
-        with pytest.raises(AttributeError):
-            async for _ in answer.updates():
-                pass
-        host.end(answer)
-
-    async def run() -> list[str]:
-        await fails()
-        states = [host.state]
-        await host._recovery
-        states.append(host.state)
-        if not made_again:
-            assert Metrics(Models(host, lambda _: host)).status()["state"] == "failed"
-            await host.close()
-            return states
-        answer = await host.begin(lambda: plan)
-        async for _ in answer.updates():
-            pass
-        host.end(answer)
-        await fails()
-        states.append(host.state)
-        with pytest.raises(ApiError):
-            await host.begin(lambda: plan)
-        await host.close()
-        return states
-
-    states = ["recovering", "ready", "failed"] if made_again else ["recovering", "failed"]
-    assert asyncio.run(run()) == states
-    assert len(made) == 1 + made_again

@@ -9,15 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
+from hosts import make_host, models_of
 from servers import PATIENCE_SECONDS, wait_for
 from serving import Served, serving
 from tiny import make_tiny
 
-from exl2flow.core.options.serving import ServeOptions
-from exl2flow.inference import Generator, load_model
+from exl2flow.inference import load_model
 from exl2flow.serve.hosts.keys import Keys
-from exl2flow.serve.hosts.model_host import ModelHost
-from exl2flow.serve.hosts.models import Models
 from exl2flow.serve.http.app import create_app
 from exl2flow.serve.http.running import _Server
 
@@ -76,25 +74,25 @@ def test_a_signal_drains_the_server(served: Served) -> None:
         lines = filter(None, answer.iter_lines())
         next(lines)
         busy = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=HEADERS)
-        served.process.send_signal(signal.SIGTERM)
+        served.process.terminate()
         wait_for(lambda: httpx.get(f"{served.url}/health").status_code == 503, pause=0.01)
         refused = httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, headers=HEADERS)
         going_on = next(lines)
-        assert served.process.poll() is None
+        assert served.process.is_alive()
 
     assert busy.status_code == 429
     assert refused.status_code == 503
     assert int(busy.headers["retry-after"]) > 0 < int(refused.headers["retry-after"])
     assert json.loads(going_on.removeprefix("data: "))["choices"]
-    assert served.process.wait(PATIENCE_SECONDS) == 0
+    served.process.join(PATIENCE_SECONDS)
+    assert served.process.exitcode == 0
 
 
 def test_answers_that_run_at_the_end_of_the_drain_are_told(tmp_path: Path) -> None:
-    options = ServeOptions(slots=1, tool_grammar="off", drain=0)
-    model = load_model(make_tiny("llama", tmp_path, max_position_embeddings=8192), device="cpu")
-    host = ModelHost(model, lambda: Generator(model, slots=1), options, fmt=None, defaults={})
+    folder = make_tiny("llama", tmp_path, max_position_embeddings=8192)
+    host = make_host(load_model(folder, device="cpu"), slots=1, drain=0)
     host.start()
-    models = Models(host, lambda _: host)
+    models = models_of(host)
     app = create_app(models, Keys())
     config = uvicorn.Config(app, lifespan="off")
     config.load()

@@ -11,7 +11,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from serving import Served, serving
 
 CHECKS = [not_a_server_error, response_schema_conformance]
-FEW, MANY = 10, 1000  # requests for each operation
+FEW, MANY = 5, 1000  # requests for each operation
 ERROR = {"message", "type", "param", "code"}
 
 
@@ -24,7 +24,7 @@ def served() -> Iterator[Served]:
 
 def check(case: Any) -> None:
     """Send a request, and check its answer, errors in the form of OpenAI's or Anthropic's."""
-    answer = case.call()
+    answer = case.call(timeout=60)
     case.validate_response(answer, checks=CHECKS)
     if answer.status_code >= 400:
         is_messages = "/messages" in case.path
@@ -33,7 +33,7 @@ def check(case: Any) -> None:
 
 @pytest.mark.parametrize("examples", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_operations_bear_any_request(served: Served, examples: int) -> None:
-    schema, count = schemathesis.openapi.from_url(f"{served.url}/openapi.json"), 0
+    schema, count = schemathesis.openapi.from_url(f"{served.url}/openapi.json", timeout=60), 0
     checks = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
     bounded = settings(
         max_examples=examples, deadline=None, derandomize=True, suppress_health_check=checks

@@ -84,25 +84,14 @@ def test_texts_come_in_the_form_that_is_read(served: Served, name: str) -> None:
     assert KNOWN.isdisjoint(answer.headers["x-exl2flow-ignored"].split(", "))
 
 
-@pytest.mark.parametrize("kind", ["tabby", "llamacpp"])
-def test_it_connects_and_finds_the_model(served: Served, kind: str) -> None:
-    listed = send(served, f"{kind}-list").json()["data"]
+def test_it_connects_and_finds_the_model_its_template_and_context(served: Served) -> None:
+    for kind in ("tabby", "llamacpp"):
+        assert [row["id"] for row in send(served, f"{kind}-list").json()["data"]] == ["model"]
+    model, props = send(served, "tabby-model").json(), send(served, "llamacpp-props").json()
 
-    assert [row["id"] for row in listed] == ["model"]
-
-
-def test_tabby_tells_the_model(served: Served) -> None:
-    told = send(served, "tabby-model").json()
-
-    assert told["id"] == "model"
-    assert told["parameters"]["max_seq_len"] == 2048
-
-
-def test_llama_tells_template_and_context(served: Served) -> None:
-    told = send(served, "llamacpp-props").json()
-
-    assert "<|im_start|>" in told["chat_template"]
-    assert told["default_generation_settings"]["n_ctx"] == 2048
+    assert (model["id"], model["parameters"]["max_seq_len"]) == ("model", 2048)
+    assert "<|im_start|>" in props["chat_template"]
+    assert props["default_generation_settings"]["n_ctx"] == 2048
 
 
 def test_tokens_are_counted_alike_and_without_bos(served: Served) -> None:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Any
 
 import httpx
-import openai
 import pytest
 import torch
 from pydantic import BaseModel
@@ -37,6 +36,7 @@ WEATHER: Any = {
 }
 SLOW_GRAMMAR = r"start: T%%T: /(.|\n)*a(.|\n){20}/ & ~/(.|\n)*b(.|\n){21}/ & ~/(.|\n)*c(.|\n){22}/"
 JSON = {"content-type": "application/json"}
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 def nested(depth: int) -> Any:
@@ -48,11 +48,6 @@ def nested(depth: int) -> Any:
 def served() -> Iterator[Served]:
     with serving("--format", "chatml", "--slots", "4", "--tokens", "8192") as server:
         yield server
-
-
-def post(served: Served, path: str, body: Any, **headers: str) -> httpx.Response:
-    with served.http() as client:
-        return client.post(path, json=body, headers=headers)
 
 
 def refused(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -73,21 +68,11 @@ def test_same_seed_gives_the_text_of_the_generator_alone_and_in_company(served: 
         for prompt in prompts
     ]
 
-    async def together() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="-") as client:
-            answers = await asyncio.gather(
-                *(
-                    client.completions.create(model="m", prompt=prompt, seed=7, max_tokens=12)
-                    for prompt in prompts
-                )
-            )
-        return [answer.choices[0].text for answer in answers]
-
     with served.openai() as client:
         alone = client.completions.create(model="m", prompt=prompts[0], seed=7, max_tokens=12)
 
     assert alone.choices[0].text == expected[0]
-    assert asyncio.run(together()) == expected
+    assert asyncio.run(served.texts(prompts, seed=7, max_tokens=12)) == expected
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -166,7 +151,7 @@ def test_answers_match_a_schema(served: Served) -> None:
     ],
 )
 def test_answers_match_constraints_of_all_names(served: Served, field: str, value: Any) -> None:
-    answer = post(served, "/v1/completions", {"prompt": "a", field: value}).json()
+    answer = served.post("/v1/completions", {"prompt": "a", field: value}).json()
 
     assert answer["choices"][0]["text"] in ("yes", "no", "no way")
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -176,7 +161,7 @@ def test_with_tools_a_schema_holds_for_texts_without_calls(served: Served) -> No
     schema = {"type": "json_schema", "json_schema": {"schema": Pet.model_json_schema()}}
     body = {"messages": HI, "max_tokens": 200, "tools": [WEATHER], "response_format": schema}
     for seed in range(3):
-        answer = post(served, "/v1/chat/completions", {**body, "seed": seed}).json()
+        answer = served.post("/v1/chat/completions", {**body, "seed": seed}).json()
         message = answer["choices"][0]["message"]
         if calls := message.get("tool_calls"):
             assert all(json.loads(c["function"]["arguments"])["city"] for c in calls)
@@ -186,8 +171,8 @@ def test_with_tools_a_schema_holds_for_texts_without_calls(served: Served) -> No
 
 def test_a_call_that_is_cut_stays_text_with_a_warning(served: Served) -> None:
     body = {"messages": HI, "max_tokens": 9, "tools": [WEATHER], "tool_choice": "required"}
-    answer = post(served, "/v1/chat/completions", body)
-    streamed = post(served, "/v1/chat/completions", {**body, "stream": True, "seed": 1}).text
+    answer = served.post("/v1/chat/completions", body)
+    streamed = served.post("/v1/chat/completions", {**body, "stream": True, "seed": 1}).text
 
     [choice] = answer.json()["choices"]
     assert choice["finish_reason"] == "length"
@@ -197,12 +182,13 @@ def test_a_call_that_is_cut_stays_text_with_a_warning(served: Served) -> None:
     assert "<tool_call>" in streamed
 
 
+@pytest.mark.slow  # as long as a grammar is tried
 def test_a_grammar_that_hangs_holds_no_others_up(served: Served) -> None:
     body = {"prompt": "a", "grammar": SLOW_GRAMMAR.replace("%%", "\n")}
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(post, served, "/v1/completions", body) for _ in range(6)]
+        asked = [threads.submit(served.post, "/v1/completions", body) for _ in range(6)]
         for _ in range(3):
-            plain = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+            plain = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
             assert plain.status_code == 200
         assert not any(one.done() for one in asked)
         answers = [one.result() for one in asked]
@@ -216,8 +202,8 @@ def test_a_dead_end_has_a_status_before_text_and_an_event_behind(
     served: Served, stream: bool
 ) -> None:
     body = {"prompt": "a", "regex_pattern": "cat", "stream": stream}
-    before = post(served, "/v1/completions", {**body, "banned_strings": ["c"]})
-    behind = post(served, "/v1/completions", {**body, "banned_strings": ["t"]})
+    before = served.post("/v1/completions", {**body, "banned_strings": ["c"]})
+    behind = served.post("/v1/completions", {**body, "banned_strings": ["t"]})
 
     assert refused(before, 400)["code"] == "filter_dead_end"
     if stream:
@@ -233,7 +219,7 @@ def test_a_salt_keeps_pages_apart(served: Served) -> None:
 
     def cached(**salt: str) -> int:
         body = {"prompt": ids, "max_tokens": 1, **salt}
-        usage = post(served, "/v1/completions", body).json()["usage"]
+        usage = served.post("/v1/completions", body).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     salts: list[dict[str, str]] = [{}, {}, {"cache_salt": "x"}, {"cache_salt": "x"}]
@@ -244,7 +230,7 @@ def test_scores_are_those_of_evaluate(served: Served) -> None:
     ids = [0, *range(300, 360)]
     body = {"prompt": ids, "echo": True, "logprobs": 0, "max_tokens": 0}
 
-    [choice] = post(served, "/v1/completions", body).json()["choices"]
+    [choice] = served.post("/v1/completions", body).json()["choices"]
     logs = choice["logprobs"]["token_logprobs"][1:]
     [score] = evaluate([DEMO], torch.tensor([ids]))
 
@@ -255,7 +241,7 @@ def test_scores_are_those_of_evaluate(served: Served) -> None:
 def test_echo_gives_the_scores_of_prompts(served: Served) -> None:
     body = {"prompt": [[0, 306, 1801], "The cat"], "echo": True, "logprobs": 1, "max_tokens": 1}
 
-    first, second = post(served, "/v1/completions", body).json()["choices"]
+    first, second = served.post("/v1/completions", body).json()["choices"]
 
     logs = first["logprobs"]
     assert logs["tokens"][:3] == ["<|bos|>", "The", " cat"]
@@ -305,7 +291,7 @@ def test_bad_requests_are_refused_by_name(
 
 
 def test_unknown_fields_are_named(served: Served) -> None:
-    answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1, "user": ""})
+    answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "foo": 1, "user": ""})
 
     assert answer.status_code == 200
     assert answer.headers["x-exl2flow-ignored"] == "foo"
@@ -343,14 +329,10 @@ def test_bodies_in_chunks_are_counted(served: Served) -> None:
 def test_slow_clients_are_dropped(
     served: Served, words: str, seconds: float, status: bytes
 ) -> None:
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    host, port = served.url.removeprefix("http://").split(":")
     began, answer = time.monotonic(), b""
-    with socket.create_connection((host, int(port)), timeout=seconds + 10) as connection:
-        connection.sendall((head + words).encode())
-        with suppress(ConnectionResetError):
-            while piece := connection.recv(4096):
-                answer += piece
+    with sent(served, HEAD + words) as connection, suppress(ConnectionResetError):
+        while piece := connection.recv(4096):
+            answer += piece
 
     assert answer.split(b" ")[1:2] == ([status] if status else [])
     assert seconds - 1 < time.monotonic() - began < seconds + 5
@@ -373,11 +355,15 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
 
 def left(served: Served, body: Any) -> socket.socket:
     """Send a request, and return the connection, for the client to leave."""
-    content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    content = json.dumps(body)
+    return sent(served, f"{HEAD}content-length: {len(content)}\r\n\r\n{content}")
+
+
+def sent(served: Served, text: str = "") -> socket.socket:
+    """Return a connection, on which a text was sent."""
     host, port = served.url.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)))
-    connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(text.encode())
     return connection
 
 
@@ -415,10 +401,9 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_idle_connections_make_room_for_others(served: Served) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(300)]
+    silent = [sent(served) for _ in range(300)]
     try:
-        answer = post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
         wait_for(lambda: sum(map(is_closed, silent)) > 40, pause=0.05)
     finally:
         for connection in silent:
@@ -428,9 +413,9 @@ def test_idle_connections_make_room_for_others(served: Served) -> None:
 
 
 def test_ids_and_texts_are_each_others_inverse(served: Served) -> None:
-    ids = post(served, "/tokenize", {"prompt": "A cat.", "add_special_tokens": False}).json()
+    ids = served.post("/tokenize", {"prompt": "A cat.", "add_special_tokens": False}).json()
 
-    assert post(served, "/detokenize", {"tokens": ids["tokens"]}).json()["prompt"] == "A cat."
+    assert served.post("/detokenize", {"tokens": ids["tokens"]}).json()["prompt"] == "A cat."
     assert ids["count"] == len(ids["tokens"])
 
 
@@ -454,7 +439,7 @@ def test_the_server_describes_itself(served: Served) -> None:
 
 def test_lines_of_the_log_have_no_texts(served: Served) -> None:
     before = len(served.lines)
-    post(served, "/v1/completions", {"prompt": "secret words", "max_tokens": 1})
+    served.post("/v1/completions", {"prompt": "secret words", "max_tokens": 1})
     wait_for(lambda: len(served.lines) > before)  # it is written behind the answer
 
     line = [line for line in served.lines if "key=" in line][-1]
@@ -467,11 +452,11 @@ def test_what_clients_open_is_closed(served: Served) -> None:
     def descriptors() -> int:
         return len(os.listdir(f"/proc/{served.process.pid}/fd"))
 
-    post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+    served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
     wait_for(lambda: served.status()["running"] == 0)
     before = descriptors()
     for _ in range(20):
-        post(served, "/v1/completions", {"prompt": "a", "max_tokens": 1})
+        served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
 
     wait_for(lambda: descriptors() <= before + 1)
 
@@ -491,14 +476,14 @@ def test_what_clients_open_is_closed(served: Served) -> None:
 def test_what_is_too_much_is_refused_by_the_clients_name(
     served: Served, path: str, body: dict[str, Any], name: str | None
 ) -> None:
-    error = refused(post(served, path, body), 400)
+    error = refused(served.post(path, body), 400)
 
     assert error["param"] == name
     assert name is None or f"`{name}`" in error["message"]
 
 
 def test_ids_beyond_a_prompt_are_counted(served: Served) -> None:
-    answer = post(served, "/tokenize", {"prompt": "ab " * 5000}).json()
+    answer = served.post("/tokenize", {"prompt": "ab " * 5000}).json()
 
     assert answer["count"] == len(answer["tokens"]) > 2048
     assert answer["token_strs"] is None
