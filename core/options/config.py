@@ -68,6 +68,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "tune": {"steps": 400},
     },
     "exllamav2": {
+        "calibration": {"text": "standard"},
         "sensitivity": {"kind": "error"},
         "rounding": {"scale_search": "grid", "damping": 0.12, "rounds": 0, "correction": 0.0},
     },

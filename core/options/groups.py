@@ -24,13 +24,15 @@ MemorySize = Given[Size, int | str]
 class CalibrationOptions(Options):
     """Which token rows are used for Hessians and errors."""
 
-    BUILT_IN: ClassVar[tuple[str, ...]] = ("standard", "chat", "self")
+    BUILT_IN: ClassVar[tuple[str, ...]] = ("auto", "standard", "chat", "self")
 
     text: Annotated[str, Option("TEXT", "Calibration", flag="calibration", rare=False)] = Field(
-        default="standard",
+        default="auto",
         min_length=1,
-        description="standard: the built-in set; chat: a share of it as dialogues in the model's "
-        "chat template; self: a share written by the model; else a Parquet file with text columns",
+        description="a Parquet file with text of the kind that the model will be used for; or "
+        "standard: the built-in set; self: a share of it is replaced by texts that the model "
+        "writes; chat: by dialogues in its chat template; auto: self if the whole model fits "
+        "where it runs, else standard",
     )
     share: Annotated[float, Option("X", "Calibration", flag="calibration-share")] = Field(
         default=0.5,
@@ -75,7 +77,7 @@ class CalibrationOptions(Options):
         """The text's name for records: a file name without its folder, others in brackets."""
         if self.file is not None:
             return self.file.name
-        return "(default)" if self.text == "standard" else f"({self.text})"
+        return "(default)" if self.text in ("auto", "standard") else f"({self.text})"
 
     def special_rows(self, rows: int) -> int:
         """Return how many of `rows` rows are made by `chat` or `self`; 0 for other texts."""

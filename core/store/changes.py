@@ -34,7 +34,9 @@ NAMES = {
     "tokenize.template": "the model's chat template",
     "compose.rows": "how many rows the model writes",
     "compose.tokens": "tokens per row that the model writes",
+    "compose.span": "tokens per text that the model writes",
     "compose.seed": "`calibration.seed`",
+    "compose.openings": "how the texts begin that the model writes",
 }
 
 

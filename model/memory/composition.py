@@ -6,21 +6,24 @@ from math import prod
 from exl2flow.core.options.config import CalibrationOptions
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
 
-ROWS_AT_ONCE = 32
-CACHE_BYTES = 2 * 2**30  # limit for keys and values of the rows written at once, as fp32
+TEXT_TOKENS = 512  # of a text at most; a row is several of them, which are written side by side
+TEXTS_AT_ONCE = 256
+CACHE_ELEMENTS = 2**29  # limit for the keys and values of the texts that are written at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Composition:
-    """`rows` rows of `tokens` tokens, `at_once` in a batch, in texts of at most `span` tokens.
+    """`rows` rows of `tokens` tokens, each `in_row` texts of `span` tokens, `at_once` in a batch.
 
-    elements: numbers in memory, i.e. all weights and the batch's keys and values.
+    weights: of the whole model; elements: numbers in memory: weights, the batch's keys and values.
     """
 
     rows: int
     tokens: int
     span: int
+    in_row: int
     at_once: int
+    weights: int
     elements: int
 
     @classmethod
@@ -31,10 +34,22 @@ class Composition:
             (calibration.special_rows(calibration.measure_rows), calibration.measure_row_tokens),
         )
         rows, tokens = max(count for count, _ in sizes), max(length for _, length in sizes)
-        span = min(tokens, spec.max_positions)
-        row = 2 * sum(attention.kv_width for attention in spec.attending) * span
-        at_once = max(1, min(rows, ROWS_AT_ONCE, CACHE_BYTES // (4 * row)))
+        span = min(tokens, spec.max_positions, TEXT_TOKENS)
+        in_row = -(-tokens // span)
+        text = 2 * sum(attention.kv_width for attention in spec.attending) * span
+        at_once = max(1, min(rows * in_row, TEXTS_AT_ONCE, CACHE_ELEMENTS // max(1, text)))
         weights = sum(map(prod, expected_tensors(spec).values()))
         return cls(
-            rows=rows, tokens=tokens, span=span, at_once=at_once, elements=weights + at_once * row
+            rows=rows,
+            tokens=tokens,
+            span=span,
+            in_row=in_row,
+            at_once=at_once,
+            weights=weights,
+            elements=weights + at_once * text,
         )
+
+    @property
+    def texts(self) -> int:
+        """The texts of all rows."""
+        return self.rows * self.in_row

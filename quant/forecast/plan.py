@@ -39,22 +39,28 @@ def what_is_left(
 ) -> tuple[dict[str, Need], tuple[Outlook, ...]]:
     """Return what the unfinished stages still need, and what a run does with each stage.
 
-    The source is digested only if an earlier run has done so. Without stages all are left;
+    Without stages, or if no earlier run has digested the source, all are left;
     of those that are made `anew`, nothing counts as finished.
     """
+    pipeline = None if anew or not stages else begun_pipeline(config, stages)
+    if pipeline is None:
+        names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
+        return {name: need for name, need in needs.items() if name in names}, ()
+    stages_now = outlook(pipeline)
+    names = [now.stage for now in stages_now if now.state != "finished" and now.stage in needs]
+    return {name: _less(needs[name], _valid_bytes(pipeline, name)) for name in names}, stages_now
+
+
+def begun_pipeline(config: RunOptions, stages: Sequence[Stage[Any]]) -> Pipeline | None:
+    """Return the stages in their folders, if an earlier run has digested the source."""
     try:
-        is_known = stages and not anew
-        remembered = list(read_json(config.work_dir_root / DIGESTS_FILE)) if is_known else []
+        remembered = list(read_json(config.work_dir_root / DIGESTS_FILE))
     except (StoreError, TypeError):
         remembered = []
     source = f"{place_of(config.source)}/"
     if not any(str(path).startswith(source) for path in remembered):
-        names = [stage.name for stage in stages if stage.enabled(config)] or [*needs]
-        return {name: need for name, need in needs.items() if name in names}, ()
-    pipeline = Pipeline(config, stages, device=resolve_device(config.device).type)
-    stages_now = outlook(pipeline)
-    names = [now.stage for now in stages_now if now.state != "finished" and now.stage in needs]
-    return {name: _less(needs[name], _valid_bytes(pipeline, name)) for name in names}, stages_now
+        return None
+    return Pipeline(config, stages, device=resolve_device(config.device).type)
 
 
 def _valid_bytes(pipeline: Pipeline, name: str) -> int:
@@ -186,5 +192,8 @@ def calibration_in_words(config: RunOptions, spec: ModelSpec) -> str:
         text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
     if options.text == "self":
         plan = Composition.of(spec, options)
-        text += f"; the model first writes {plan.rows} of the rows itself, {plan.at_once} at a time"
+        text += (
+            f"; the model first writes {plan.rows} of the rows itself, as {plan.texts} texts, "
+            f"{min(plan.at_once, plan.texts)} at a time"
+        )
     return text

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,16 +61,7 @@ def preflight(
         PreflightFailed: all problems, one per line.
     """
     problems: list[str] = []
-
-    def attempt(check: Callable[[], T]) -> T | None:
-        try:
-            return check()
-        except Exl2FlowError as error:
-            problems.extend(line for line in str(error).splitlines() if line not in problems)
-        except OSError as error:
-            problems.append(f"cannot read `{error.filename}`: {error.strerror}")
-        return None
-
+    attempt = partial(_attempted, problems)
     device = attempt(lambda: resolve_device(config.device))
     card = Card.of(device, config.max_memory) if device and device.type == "cuda" else None
     option = "--work-root" if config.work_root else "--out"  # whose parent is the default
@@ -102,6 +94,17 @@ def preflight(
     failed = PreflightFailed("\n".join(problems))
     failed.plan = plan.rows() if plan is not None else ()
     raise failed
+
+
+def _attempted(problems: list[str], check: Callable[[], T]) -> T | None:
+    """Return what a check returns; None if it refuses, and what it says is one of the problems."""
+    try:
+        return check()
+    except Exl2FlowError as error:
+        problems.extend(line for line in str(error).splitlines() if line not in problems)
+    except OSError as error:
+        problems.append(f"cannot read `{error.filename}`: {error.strerror}")
+    return None
 
 
 def _check_output(config: RunOptions) -> None:

@@ -52,7 +52,7 @@ def check_rows(config: RunOptions, spec: ModelSpec) -> None:
 def _rows_of_text(config: RunOptions, spec: ModelSpec) -> int:
     """Return how many calibration rows are text; only the standard set has others."""
     asked = config.calibration
-    if asked.text != "standard":
+    if asked.text not in ("auto", "standard"):
         return asked.rows
     noise = spec.family.noise_rows
     counts = row_counts(RowRequest(rows=asked.rows, row_tokens=asked.row_tokens, noise=noise))

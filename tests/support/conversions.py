@@ -24,7 +24,7 @@ def small_options() -> dict[str, object]:
         "device": "cpu",
         "quality": "fast",
         "calibration": CalibrationOptions(
-            rows=2, row_tokens=64, measure_rows=1, measure_row_tokens=64
+            text="standard", rows=2, row_tokens=64, measure_rows=1, measure_row_tokens=64
         ),
         "validate_options": ValidateOptions(
             rows=1, row_tokens=64, sample_tokens=4, fail_perplexity_ratio=100

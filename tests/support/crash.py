@@ -130,8 +130,13 @@ class Program:
         return Run(pid, out, err, self._ask)
 
     def _ask(self, request: object, *descriptors: int) -> int:
-        socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
-        return int(json.loads(self._channel.recv(PIPE_BYTES)))
+        try:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
+            return int(json.loads(self._channel.recv(PIPE_BYTES)))
+        except OSError as error:
+            program.cache_clear()
+            code = self._process.wait()
+            raise AssertionError(f"the warm interpreter has ended with {code}") from error
 
 
 @cache

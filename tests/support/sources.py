@@ -14,7 +14,7 @@ BELOW: dict[str, set[str]] = {
     "quant": {"core", "kernels", "model", "calibration_data"},
     "engine": {"core", "kernels", "model"},
 }
-BELOW["inference"] = {"core", "kernels", "model", "engine", "calibration_data"}
+BELOW["inference"] = {"core", "kernels", "model", "quant", "engine", "calibration_data"}
 BELOW["pipeline"] = {"core", "kernels", "model", "quant", "engine", "inference"}
 BELOW["tasks"] = {"core", "model", "quant", "inference", "pipeline"}
 BELOW["serve"] = BELOW["compat"] = {"core", "kernels", "model", "engine"}

@@ -324,7 +324,9 @@ def test_manifest_of_a_version_without_runs_shows_its_stored_options(
         ("compile", {"files": {"config.json": "a" * 64}}, "source file `config.json`"),
         ("compose", {"rows": 2}, "how many rows the model writes"),
         ("compose", {"tokens": 2}, "tokens per row that the model writes"),
+        ("compose", {"span": 2}, "tokens per text that the model writes"),
         ("compose", {"seed": 2}, "`calibration.seed`"),
+        ("compose", {"openings": "a" * 64}, "how the texts begin that the model writes"),
         ("tokenize", {"dialogues": 2}, "the built-in dialogues"),
         ("tokenize", {"template": 2}, "the model's chat template"),
     ],
@@ -350,7 +352,7 @@ def test_values_are_those_that_the_user_gave(config: ConversionConfig) -> None:
 
     found = looked(other(config, calibration=mine), (options,))
 
-    expected = (change("`calibration.text`", "standard", "/data/mine.parquet"),)
+    expected = (change("`calibration.text`", "auto", "/data/mine.parquet"),)
     assert found["tokenize"].changes == expected
 
 
@@ -376,7 +378,7 @@ def test_another_file_is_named_by_its_path_and_not_by_its_digest(
 
     found = looked(other(config, calibration=mine), (read,))
 
-    expected = (change("`calibration.text`", "standard", "/data/mine.parquet"),)
+    expected = (change("`calibration.text`", "auto", "/data/mine.parquet"),)
     assert found["tokenize"].changes == expected
 
 
@@ -423,5 +425,5 @@ def test_record_of_a_run_has_absolute_paths_and_no_publication(
 def test_record_of_built_in_texts_names_them() -> None:
     found = RunRecord.of([], ConversionConfig(source=Path("a"), out=Path("b"))).config
 
-    assert found["calibration"]["text"] == "standard"
+    assert found["calibration"]["text"] == "auto"
     assert found["validate_options"]["text"] is None

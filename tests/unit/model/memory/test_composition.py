@@ -9,7 +9,7 @@ from exl2flow.core.options.config import CalibrationOptions
 from exl2flow.model import Composition, ModelSpec, resolve
 from exl2flow.model.memory import composition
 
-ROW_BYTES = 4 * 2 * 2 * 2 * 16 * 64  # fp32 keys and values, 2 layers, 2 heads of 16, 64 tokens
+TEXT_ELEMENTS = 2 * 2 * 2 * 16 * 64  # keys and values, 2 layers, 2 heads of 16, 64 tokens
 
 
 @pytest.fixture
@@ -30,15 +30,15 @@ def test_rows_suffice_for_both_mixes(spec: ModelSpec) -> None:
 
 
 def test_a_text_is_no_longer_than_the_positions(spec: ModelSpec) -> None:
-    plan = planned(spec, row_tokens=512)
+    plan = planned(spec, row_tokens=608)
 
-    assert (plan.tokens, plan.span) == (512, 256)
+    assert (plan.tokens, plan.span, plan.in_row, plan.texts) == (608, 256, 3, 30)
 
 
 @pytest.mark.parametrize(("room", "at_once"), [(100, 10), (3, 3), (0, 1)])
-def test_rows_at_once_fit_the_cache(
+def test_texts_at_once_fit_the_cache(
     spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, room: int, at_once: int
 ) -> None:
-    monkeypatch.setattr(composition, "CACHE_BYTES", room * ROW_BYTES + 7)
+    monkeypatch.setattr(composition, "CACHE_ELEMENTS", room * TEXT_ELEMENTS + 7)
 
     assert planned(spec).at_once == at_once

@@ -38,7 +38,7 @@ def config_of(source: Path, text: str, **values: object) -> ConversionConfig:
         ("standard", ""),
         ("mine.parquet", ""),
         ("chat", "; 58 of the rows are dialogues"),
-        ("self", "; the model first writes 58 of the rows itself, 32 at a time"),
+        ("self", "; the model first writes 58 of the rows itself, as 58 texts, 58 at a time"),
     ],
 )
 def test_the_plan_describes_the_rows(source: Path, text: str, words: str) -> None:
@@ -97,9 +97,9 @@ def test_writing_needs_memory_for_the_whole_model_and_its_cache(source: Path) ->
     more, _ = composing(config_of(source, "self", row_tokens=128))
 
     weights = (source / "model.safetensors").stat().st_size  # fp32, too
-    # keys and values of 2 layers with 2 heads of 16, of 32 rows of 96 tokens
-    assert some == pytest.approx(weights + 4 * 2 * 2 * 2 * 16 * 32 * 96, rel=0.02)
-    assert more - some == 4 * 2 * 2 * 2 * 16 * 32 * 32
+    # keys and values of 2 layers with 2 heads of 16, of 58 rows of 96 tokens
+    assert some == pytest.approx(weights + 4 * 2 * 2 * 2 * 16 * 58 * 96, rel=0.02)
+    assert more - some == 4 * 2 * 2 * 2 * 16 * 58 * 32
     assert composing(config, Card(name="A card", memory=10**9)) == (0, some // 2)
 
 

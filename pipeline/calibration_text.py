@@ -1,0 +1,64 @@
+"""The calibration text of a run that names none: half of the rows written by the model if it can.
+
+What a work directory was begun with goes on, so that nothing is made twice.
+"""
+
+from typing import TypeVar
+
+from exl2flow.core.errors import Exl2FlowError
+from exl2flow.core.options.config import RunOptions
+from exl2flow.core.runtime.memory import available_memory
+from exl2flow.inference.compose.stage import FLOAT, HALF
+from exl2flow.kernels import resolve_device
+from exl2flow.model import Composition, resolve
+from exl2flow.pipeline.run import Run
+from exl2flow.quant.forecast.plan import base_memory, begun_pipeline
+from exl2flow.quant.walk.needs import Card
+
+Options = TypeVar("Options", bound=RunOptions)
+
+ROOM = 0.9  # of free memory, for a model that writes
+CPU_OPERATIONS = 1e14  # of writing on a CPU at most, which takes two cores about half an hour
+
+
+def with_text(run: Run, config: Options) -> Options:
+    """Return a configuration whose text is not `auto`: `self` if the model can write its rows."""
+    if config.calibration.text != "auto":
+        return config
+    written, standard = (_with(config, text) for text in ("self", "standard"))
+    try:
+        if _is_begun(run, written):
+            return written
+        return written if not _is_begun(run, standard) and _fits(written) else standard
+    except (Exl2FlowError, OSError):  # the checks to come say what is wrong
+        return standard
+
+
+def _with(config: Options, text: str) -> Options:
+    calibration = config.calibration.model_copy(update={"text": text})
+    return config.model_copy(update={"calibration": calibration})
+
+
+def _is_begun(run: Run, config: RunOptions) -> bool:
+    """Return whether an earlier run with these options was stopped, or has finished."""
+    for model in config.models().values():
+        pipeline = begun_pipeline(model, run.stages)
+        if pipeline is None:
+            return False
+        begun = [name for name in pipeline.stages if pipeline.path(name).exists()]
+        if begun and (
+            len(begun) == len(pipeline.stages) or not all(map(pipeline.is_complete, begun))
+        ):
+            return True
+    return False
+
+
+def _fits(config: RunOptions) -> bool:
+    """Return whether the device holds the whole model, and writes the rows in reasonable time."""
+    plan = Composition.of(resolve(config.source), config.calibration)
+    device = resolve_device(config.device)
+    if device.type == "cuda":
+        return HALF * plan.elements < ROOM * Card.of(device, config.max_memory).memory
+    free = available_memory()
+    has_room = free is None or base_memory(None) + FLOAT * plan.elements < ROOM * free
+    return has_room and 2 * plan.weights * plan.rows * plan.tokens < CPU_OPERATIONS

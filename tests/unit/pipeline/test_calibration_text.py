@@ -1,0 +1,78 @@
+"""The text of a run that names none."""
+
+from pathlib import Path
+
+import pytest
+from conversions import small_config
+from tiny import make_tiny
+
+from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.runtime.progress import silent
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.pipeline import calibration_text
+from exl2flow.pipeline.calibration_text import with_text
+from exl2flow.pipeline.local import RUNS
+from exl2flow.pipeline.stages import STAGES
+
+CONVERT = RUNS["convert"]
+ROWS = {"rows": 2, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("llama", tmp_path_factory.mktemp("text") / "tiny", num_hidden_layers=1)
+
+
+def config_in(source: Path, folder: Path, text: str = "auto", **values: object) -> ConversionConfig:
+    calibration = {**ROWS, "text": text}
+    return small_config(source, folder / "out", calibration=calibration, **values)
+
+
+def text_of(config: ConversionConfig) -> str:
+    return with_text(CONVERT, config).calibration.text
+
+
+@pytest.mark.parametrize("text", ["standard", "chat", "self", "mine.parquet"])
+def test_a_text_that_is_named_stays(source: Path, tmp_path: Path, text: str) -> None:
+    assert text_of(config_in(source, tmp_path, text)) == text
+
+
+def test_the_default_is_what_the_model_writes_but_not_for_the_preset_of_exllamav2() -> None:
+    given = {"source": "a", "out": "b"}
+    texts = {
+        quality: ConversionConfig.model_validate({**given, "quality": quality}).calibration.text
+        for quality in ("fast", "standard", "best", "exllamav2")
+    }
+
+    assert texts == {"fast": "auto", "standard": "auto", "best": "auto", "exllamav2": "standard"}
+
+
+def test_a_model_that_fits_writes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_in(source, tmp_path)
+    assert text_of(config) == "self"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration_text, "CPU_OPERATIONS", 10.0)
+        assert text_of(config) == "standard"
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration_text, "available_memory", lambda: 1_000_000)
+        assert text_of(config) == "standard"
+
+
+def test_what_was_begun_goes_on_with_its_text(source: Path, tmp_path: Path) -> None:
+    begun = Pipeline(config_in(source, tmp_path, "standard"), STAGES, device="cpu")
+    begun.run("tokenize", progress=silent)
+    assert text_of(config_in(source, tmp_path)) == "self"  # nothing was stopped
+
+    begun.path("sensitivity").mkdir(parents=True)
+    assert text_of(config_in(source, tmp_path)) == "standard"
+
+    own = Pipeline(config_in(source, tmp_path, "self"), STAGES, device="cpu")
+    own.path("compose").mkdir(parents=True)
+    assert text_of(config_in(source, tmp_path)) == "self"
+
+
+def test_a_source_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path) -> None:
+    assert text_of(config_in(tmp_path / "nowhere", tmp_path)) == "standard"
