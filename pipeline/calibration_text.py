@@ -55,10 +55,11 @@ def _is_begun(run: Run, config: RunOptions) -> bool:
 
 def _fits(config: RunOptions) -> bool:
     """Return whether the device holds the whole model, and writes the rows in reasonable time."""
-    plan = Composition.of(resolve(config.source), config.calibration)
-    device = resolve_device(config.device)
+    device, spec = resolve_device(config.device), resolve(config.source)
     if device.type == "cuda":
-        return HALF * plan.elements < ROOM * Card.of(device, config.max_memory).memory
-    free = available_memory()
+        memory = Card.of(device, config.max_memory).memory
+        plan = Composition.of(spec, config.calibration, memory=memory)
+        return HALF * plan.elements < ROOM * memory
+    plan, free = Composition.of(spec, config.calibration), available_memory()
     has_room = free is None or base_memory(None) + FLOAT * plan.elements < ROOM * free
     return has_room and 2 * plan.weights * plan.rows * plan.tokens < CPU_OPERATIONS

@@ -14,8 +14,9 @@ from typing import Protocol
 
 import torch
 
+from exl2flow.core.errors import InferenceError
 from exl2flow.core.options.config import RunOptions
-from exl2flow.core.runtime.memory import limit_memory
+from exl2flow.core.runtime.memory import free_memory, limit_memory
 from exl2flow.core.store.files import digest, read_tensors, write_json, write_tensors
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
@@ -25,6 +26,7 @@ from exl2flow.engine.loading.load import load_model
 from exl2flow.inference.compose.writer import TextWriter
 from exl2flow.model import Composition, ModelSpec, Tokenizer, resolve
 from exl2flow.quant.tokenize.openings import Openings, origin
+from exl2flow.quant.walk.source_model import SourceModel
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +42,11 @@ def compose(run: StageRun[RunOptions]) -> None:
 
     Raises:
         ConfigError, OutOfDeviceMemory: the model cannot be split as the options say.
-        InferenceError: the model's logits are not finite.
+        NonFiniteState, InferenceError: the model's logits are not finite, with or without a weight
+            that is not.
     """
     folder = run.folder
-    plan = Composition.of(resolve(run.config.source), run.config.calibration)
+    plan = _plan(run)
     folder.manifest.total = plan.texts
     run.tick(0, plan.texts)
     tokenizer = Tokenizer.load(run.config.source)
@@ -64,6 +67,15 @@ def compose(run: StageRun[RunOptions]) -> None:
     _conclude(run, plan, openings, texts, shares)
 
 
+def _plan(run: StageRun[RunOptions]) -> Composition:
+    """Return the plan for the memory of the device."""
+    device = torch.device(run.device)
+    limit_memory(device, run.config.max_memory)
+    is_alone = device.type == "cuda" and not run.config.is_split
+    memory = free_memory(device) if is_alone else 0
+    return Composition.of(resolve(run.config.source), run.config.calibration, memory=memory)
+
+
 def _told(shares: Sequence[float]) -> int:
     """Return how many texts are no loops."""
     return sum(share >= LEAST_DISTINCT for share in shares)
@@ -71,7 +83,6 @@ def _told(shares: Sequence[float]) -> int:
 
 def _writer(run: StageRun[RunOptions], plan: Composition) -> TextWriter:
     """Load the model, with room for a batch."""
-    limit_memory(torch.device(run.device), run.config.max_memory)
     tokens = plan.at_once * whole_pages(plan.span)
     split = Split.of(run.config, tokens=tokens, slots=plan.at_once)
     longest = None if split is None else plan.span  # room is left for these texts only
@@ -85,11 +96,15 @@ def _write(
     """Write and commit a batch."""
     begun = time.monotonic()
     seed = run.config.calibration.seed
-    written = writer.write(
-        list(map(openings.of, numbers)),
-        [f"{seed}/{text}" for text in numbers],
-        partial(_look, run, numbers),
-    )
+    try:
+        written = writer.write(
+            list(map(openings.of, numbers)),
+            [f"{seed}/{text}" for text in numbers],
+            partial(_look, run, numbers),
+        )
+    except InferenceError:
+        SourceModel.open(run.config, run.device).check()
+        raise
     name = _file(numbers)
     sha256 = write_tensors(run.folder.path / name, {COMPOSED: written})
     run.folder.commit(name, sha256, cursor=min(numbers.stop, run.folder.manifest.total))
@@ -154,16 +169,27 @@ def _options(config: RunOptions) -> dict[str, object]:
     return {**sizes, "seed": calibration.seed, "openings": begun}
 
 
+class _Card(Protocol):
+    """A GPU; memory: free bytes."""
+
+    @property
+    def memory(self) -> int: ...
+
+
 class _Sizes(Protocol):
     """The model, and the GPU if there is one."""
 
-    spec: ModelSpec
-    card: object | None
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def card(self) -> _Card | None: ...
 
 
 def needs(config: RunOptions, sizes: _Sizes) -> Need:
     """Forecast the stage: the whole model, fp16 on a GPU and fp32 on a CPU."""
-    elements = Composition.of(sizes.spec, config.calibration).elements
+    memory = 0 if sizes.card is None or config.is_split else sizes.card.memory
+    elements = Composition.of(sizes.spec, config.calibration, memory=memory).elements
     if sizes.card is None:
         return Need(memory_bytes=FLOAT * elements, holds="model")
     return Need(gpu_memory_bytes=HALF * elements, holds="shards" if config.is_split else "model")

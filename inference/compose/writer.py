@@ -21,15 +21,18 @@ Look = Callable[[int], None]
 
 
 class TextWriter:
-    """A model, the cache of `texts` texts of up to `span` tokens, and passes over them."""
+    """A model, the cache of `texts` texts of `span` tokens, and all that a step changes.
+
+    A step is one recording: the pass over the last tokens, the draws, and the choice of the next.
+    """
 
     def __init__(self, model: LoadedModel, *, texts: int, span: int) -> None:
         """Take the memory of the cache."""
         self._model, self._span = model, span
         decoder = model.decoder
-        self._device = device = decoder.placement.head
+        device = decoder.placement.head
         pages, form = texts * pages_of(span), cache_format(exact_format(device), device)
-        self._cache = cache = PagedCache(
+        self._cache = PagedCache(
             decoder.spec,
             pages=pages,
             form=form,
@@ -42,18 +45,16 @@ class TextWriter:
             torch.zeros(texts, dtype=torch.int32, device=device),
             torch.zeros(texts, 1, dtype=torch.int64, device=device),
         )
-        records = device.type == "cuda" and not decoder.waits_for_routes
-        places = []
-        for part in decoder.spans:
-            graphs = GraphPool(nullcontext, records=records, device=part.device)
-            angles = RopeTables.of(decoder.spec, span, part.device)
-            places.append(SpanPlace(part, cache.at(part.device), angles, graphs))
-        self._passes = Passes(
-            places,
-            self._read,
-            decoder=lambda batch: decoder,
-            end=lambda decoder, hidden: decoder.head(hidden),
-        )
+        self._ids = torch.zeros((texts, span), dtype=torch.int64, device=device)
+        self._draws = torch.zeros((texts, span), dtype=torch.float64, device=device)
+        self._turn = torch.zeros(texts, dtype=torch.int64, device=device)  # of the openings
+        self._place = torch.zeros(texts, dtype=torch.int64, device=device)  # in an opening
+        self._finite = torch.ones((), dtype=torch.bool, device=device)
+        ends = list(model.tokenizer.eos_token_ids)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        self._table = torch.zeros(0)  # of openings
+        self._known = min(model.spec.vocab_size, model.tokenizer.vocab_size)
+        self._records = device.type == "cuda" and not decoder.waits_for_routes
 
     @torch.inference_mode()
     def write(
@@ -75,57 +76,66 @@ class TextWriter:
         Raises:
             InferenceError: the logits are not finite.
         """
-        device, batch = self._device, len(seeds)
-        table, draws, ends = _table(openings).to(device), self._draws(seeds), self._ends()
-        rows = torch.arange(batch, device=device)
-        turn, place = torch.zeros_like(rows), torch.zeros_like(rows)
-        drawn = torch.full_like(rows, NOTHING)
-        ids = torch.empty((batch, self._span), dtype=torch.int64, device=device)
-        finite = torch.ones((), dtype=torch.bool, device=device)  # read once: reading waits
+        batch = len(seeds)
+        self._table = _table(openings).to(self._ids.device)
+        sources = map(random.Random, seeds)
+        drawn = [[source.random() for _ in range(self._span)] for source in sources]
+        self._draws[:batch] = torch.tensor(drawn, dtype=torch.float64)
+        passes = self._passes()
         self._begin()
-        self._passes.make((batch,), batch, 1)
-        self._begin()  # a recording advances states
-        for position in range(self._span):
-            given = table[rows, turn, place]
-            token = torch.where(given == NOTHING, drawn, given)
-            ids[:, position] = token
-            self._read.ids[:batch, 0] = token
-            has_ended = torch.isin(token, ends) & (given == NOTHING)
-            turn = (turn + has_ended) % table.shape[1]
-            place = torch.where(has_ended, 0, (place + 1).clamp(max=table.shape[2] - 1))
-            logits = self._passes.run((batch,), batch, 1)[:, 0, : self._known]
-            self._read.lengths.add_(1)
-            finite &= logits.isfinite().all()
-            drawn = draw_tokens(logits, draws[:, position])
+        passes.make((batch,), batch, 1)
+        self._begin()  # a recording does steps
+        for position in range(self._span - 1):
+            passes.run((batch,), batch, 1)
             if position % LOOK_EVERY == 0:
                 look(position)
-        if not finite:
+        if not self._finite:
             raise InferenceError(
                 f"the logits of `{self._model.spec.source_dir}` are not finite while it writes "
                 "calibration rows; check its files, or use `--calibration standard`"
             )
-        return ids.cpu()
+        return self._ids[:batch].cpu()
 
-    @property
-    def _known(self) -> int:
-        """The tokens that may be drawn: those that the tokenizer knows."""
-        return min(self._model.spec.vocab_size, self._model.tokenizer.vocab_size)
+    def _passes(self) -> Passes:
+        """Return the steps of a batch, none of which is recorded yet."""
+        places = []
+        for part in self._model.decoder.spans:
+            graphs = GraphPool(nullcontext, records=self._records, device=part.device)
+            angles = RopeTables.of(self._model.spec, self._span, part.device)
+            places.append(SpanPlace(part, self._cache.at(part.device), angles, graphs))
+        return Passes(
+            places,
+            self._read,
+            decoder=lambda batch: self._model.decoder,
+            end=lambda decoder, hidden: self._go_on(decoder.head(hidden)[:, 0, : self._known]),
+        )
 
     def _begin(self) -> None:
-        """Forget the texts before."""
-        self._read.lengths.zero_()
+        """Begin all texts with the first token of their first openings."""
+        for tensor in (self._read.lengths, self._turn, self._place):
+            tensor.zero_()
+        self._finite.fill_(True)
         if self._cache.states is not None:
             self._cache.states.clear()
+        firsts = self._table[:, 0, :1]
+        self._read.ids[: len(firsts)] = self._ids[: len(firsts), :1] = firsts
 
-    def _draws(self, seeds: Sequence[str]) -> torch.Tensor:
-        """Return draws from [0, 1), fp64 (texts, span)."""
-        sources = map(random.Random, seeds)
-        draws = [[source.random() for _ in range(self._span)] for source in sources]
-        return torch.tensor(draws, dtype=torch.float64, device=self._device)
-
-    def _ends(self) -> torch.Tensor:
-        ends = list(self._model.tokenizer.eos_token_ids)
-        return torch.tensor(ends, dtype=torch.int64, device=self._device)
+    def _go_on(self, logits: torch.Tensor) -> None:
+        """Choose the tokens behind those that gave the logits (b, v), and note them."""
+        batch = len(logits)
+        rows = torch.arange(batch, device=logits.device)
+        token, turn, place = self._read.ids[:batch, 0], self._turn[:batch], self._place[:batch]
+        lengths = self._read.lengths[:batch]
+        was_drawn = self._table[rows, turn, place] == NOTHING
+        has_ended = torch.isin(token, self._ends) & was_drawn
+        turn.add_(has_ended).remainder_(self._table.shape[1])
+        place.add_(1).clamp_(max=self._table.shape[2] - 1).masked_fill_(has_ended, 0)
+        given = self._table[rows, turn, place]
+        drawn = draw_tokens(logits, self._draws[rows, lengths.long()])
+        lengths.add_(1)
+        token.copy_(torch.where(given == NOTHING, drawn, given))
+        self._ids[rows, lengths.long()] = token
+        self._finite &= logits.isfinite().all()
 
 
 def draw_tokens(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,11 @@ from math import prod
 from exl2flow.core.options.config import CalibrationOptions
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
 
-TEXT_TOKENS = 512  # of a text at most; a row is several of them, which are written side by side
+TEXT_TOKENS = 2048  # of a text at most; a longer row is several of them
 TEXTS_AT_ONCE = 256
-CACHE_ELEMENTS = 2**29  # limit for the keys and values of the texts that are written at once
+CACHE_ELEMENTS = 2**29  # for the keys and values of texts that are written at once, at least
+ROOM = 0.8  # of a GPU's free memory, for weights and these
+HALF = 2  # bytes of an element on a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +29,17 @@ class Composition:
     elements: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, calibration: CalibrationOptions) -> "Composition":
-        """Plan enough rows for both measuring and quantizing, which share them."""
+    def of(
+        cls, spec: ModelSpec, calibration: CalibrationOptions, *, memory: int = 0
+    ) -> "Composition":
+        """Plan enough rows for both measuring and quantizing, which share them.
+
+        Args:
+            spec: the model.
+            calibration: which rows.
+            memory: free bytes of the GPU that holds all of the model; 0: another device. The more,
+                the more texts are written at once.
+        """
         sizes = (
             (calibration.special_rows(calibration.rows), calibration.row_tokens),
             (calibration.special_rows(calibration.measure_rows), calibration.measure_row_tokens),
@@ -37,8 +48,9 @@ class Composition:
         span = min(tokens, spec.max_positions, TEXT_TOKENS)
         in_row = -(-tokens // span)
         text = 2 * sum(attention.kv_width for attention in spec.attending) * span
-        at_once = max(1, min(rows * in_row, TEXTS_AT_ONCE, CACHE_ELEMENTS // max(1, text)))
         weights = sum(map(prod, expected_tensors(spec).values()))
+        room = max(CACHE_ELEMENTS, int(ROOM * memory) // HALF - weights)
+        at_once = max(1, min(rows * in_row, TEXTS_AT_ONCE, room // max(1, text)))
         return cls(
             rows=rows,
             tokens=tokens,

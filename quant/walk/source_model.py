@@ -130,6 +130,16 @@ class SourceModel:
                 f"{non_finite_share(tensor)}; download or export the model again"
             )
 
+    def check(self) -> None:
+        """Read all weights.
+
+        Raises:
+            NonFiniteState: one is NaN or infinite.
+        """
+        self.initial_states(torch.zeros((1, 1), dtype=torch.int64))
+        for sublayer in self.spec.sublayers:
+            self.sublayer(sublayer)
+
     def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden).
 

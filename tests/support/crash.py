@@ -165,6 +165,7 @@ class Conversion:
     def arguments(self) -> list[str]:
         """The command line; rows are few and short, so that a sublayer takes some 100 ms."""
         small = "--rows 3 --row-tokens 64 --measure-rows 2 --measure-row-tokens 64"
+        small += "" if "--calibration" in self.options else " --calibration standard"
         short = "--validate-rows 1 --validate-row-tokens 64 --sample-tokens 2 --quality fast"
         return [
             "convert",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny import make_tiny
 from traces import contents, delete, truncate
 
-from exl2flow.core.errors import InferenceError, Interrupted
+from exl2flow.core.errors import InferenceError, Interrupted, NonFiniteState
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick, silent
 from exl2flow.core.store.files import read_json, read_tensors
@@ -145,6 +145,14 @@ def test_logits_that_are_not_finite_are_refused(source: Path, tmp_path: Path) ->
 
     with pytest.raises(InferenceError, match=r"not finite.*`--calibration standard`"):
         written(model, range(2), tokens=8)
+
+
+def test_the_stage_names_a_weight_that_is_not_finite(source: Path, tmp_path: Path) -> None:
+    with_head(source, tmp_path, lambda head: head[5].fill_(torch.inf))
+    pipeline = Pipeline(config_in(tmp_path / "model", tmp_path), (COMPOSE,), device="cpu")
+
+    with pytest.raises(NonFiniteState, match=r"`lm_head.weight` of .* holds NaN or infinity in"):
+        pipeline.run("compose", progress=silent)
 
 
 def test_repetition_lowers_the_share_of_distinct_runs() -> None:
