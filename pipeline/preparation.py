@@ -12,7 +12,7 @@ from typing import Any
 
 from exl2flow.core.options.ignored import tell_ignored
 from exl2flow.core.store.stage import Config
-from exl2flow.pipeline.calibration_text import with_text
+from exl2flow.pipeline.by_device import settled
 from exl2flow.pipeline.devices import checked_device
 from exl2flow.pipeline.run import Prepared, Run, Sources
 from exl2flow.quant.forecast.fit import find_fit
@@ -88,7 +88,7 @@ def _checked(run: Run, config: Config, *, anew: bool) -> Prepared[Config]:
     """Check a run as `prepare` does, and tell nothing."""
     if config.is_split:
         checked_device(config)
-    config = with_text(run, config)
+    config = settled(run, config)
     run.check_source(config)
     fit = find_fit(config)
     if fit is not None:

@@ -65,7 +65,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
         "sensitivity": {"rows": 32, "block": 1024},
         "rounding": {"rounds": 4},
         "allocate": {"rounds": 1},
-        "tune": {"steps": 400},
+        "tune": {"steps": 300},
     },
     "exllamav2": {
         "calibration": {"text": "standard"},
@@ -195,6 +195,11 @@ class RunOptions(SplitModels):
         return HELD_OUT_ROWS
 
     @property
+    def training_rows(self) -> int:
+        """Rows that the model writes to be trained on a GPU, if it writes any."""
+        return 0
+
+    @property
     def judges(self) -> tuple[str, ...]:
         """Parts that judge by rows of text set aside, where one row would be too few."""
         return ()
@@ -264,6 +269,11 @@ class SharedOptions(RunOptions):
     def allocation(self) -> AllocateOptions:
         """See `RunOptions`."""
         return self.allocate
+
+    @property
+    def training_rows(self) -> int:
+        """See `RunOptions`."""
+        return self.tune.rows if self.tune.steps else 0
 
     @property
     def judges(self) -> tuple[str, ...]:

@@ -29,10 +29,10 @@ class CalibrationOptions(Options):
     text: Annotated[str, Option("TEXT", "Calibration", flag="calibration", rare=False)] = Field(
         default="auto",
         min_length=1,
-        description="a Parquet file with text of the kind that the model will be used for; or "
-        "standard: the built-in set; self: a share of it is replaced by texts that the model "
-        "writes; chat: by dialogues in its chat template; auto: self if the whole model fits "
-        "where it runs, else standard",
+        description="auto: self if the whole model fits where it runs, else standard; self: the "
+        "model writes a share of the rows; standard: the built-in set; chat: a share of it as "
+        "dialogues in the model's chat template; else a Parquet file with text columns, best of "
+        "the kind that the model will be used for",
     )
     share: Annotated[float, Option("X", "Calibration", flag="calibration-share")] = Field(
         default=0.5,
@@ -166,13 +166,22 @@ class RoundingOptions(Options):
 
 
 class TuneOptions(Options):
-    """How continuous parameters are distilled from the source after quantizing.
+    """How codes and continuous parameters are trained to say what the source says.
 
-    Learning rates are Adam's for an initial divergence of 0.25 nats; they scale with its root.
+    Rates are Adam's. Those of continuous parameters are for an initial divergence of 0.25 nats, and
+    scale with its root.
     """
 
-    steps: int = Field(default=0, ge=0, description="steps of distillation; 0: none")
-    tokens: int = Field(default=512, ge=32, description="tokens per step")
+    steps: int = Field(default=0, ge=0, description="steps of training; 0: none")
+    tokens: int | None = Field(
+        default=None, ge=32, description="tokens per step; empty: 2048 on a CPU, 16384 on a GPU"
+    )
+    rows: int = Field(
+        default=488,
+        ge=0,
+        description="rows to train on that the model writes besides, if it writes any; none on a "
+        "CPU",
+    )
     norm_rate: float = Field(
         default=2e-3,
         ge=0,
@@ -182,17 +191,20 @@ class TuneOptions(Options):
         default=3e-3, ge=0, description="rate of the groups' scales, relative"
     )
     embedding_rate: float = Field(
-        default=2e-3, ge=0, description="rate of the embedding, in units of its root mean square"
+        default=0, ge=0, description="rate of the embedding, in units of its root mean square"
     )
     code_rate: float = Field(
-        default=0, ge=0, description="rate of the codes, in code units; 0: they stay"
+        default=0.15,
+        ge=0,
+        description="rate of the codes times the root of `steps`, in code units; 0: they stay, as "
+        "they do where memory does not suffice",
     )
     held_out_rows: int = Field(default=4, ge=1, description="rows of text that are only evaluated")
     interval: int = Field(default=50, ge=1, description="steps between evaluations")
     patience: int = Field(
         default=20, ge=1, description="evaluations without improvement before stopping"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the crops used by steps")
+    seed: int = Field(default=0, ge=0, description="seed of the order of rows")
 
 
 class AllocateOptions(Options):

@@ -76,6 +76,13 @@ def available_memory() -> int | None:
     return _memory_fields().get("MemAvailable")
 
 
+def total_memory(device: torch.device) -> float:
+    """Return the bytes of a device's memory, used or not; without end where nothing tells."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(_memory_fields().get("MemTotal", math.inf))
+
+
 def _memory_fields() -> dict[str, int]:
     """Return what the kernel tells of main memory, in bytes; empty where it tells nothing."""
     try:

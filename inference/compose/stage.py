@@ -69,11 +69,15 @@ def compose(run: StageRun[RunOptions]) -> None:
 
 def _plan(run: StageRun[RunOptions]) -> Composition:
     """Return the plan for the memory of the device."""
-    device = torch.device(run.device)
-    limit_memory(device, run.config.max_memory)
-    is_alone = device.type == "cuda" and not run.config.is_split
-    memory = free_memory(device) if is_alone else 0
-    return Composition.of(resolve(run.config.source), run.config.calibration, memory=memory)
+    config, device = run.config, torch.device(run.device)
+    limit_memory(device, config.max_memory)
+    is_alone = device.type == "cuda" and not config.is_split
+    return Composition.of(
+        resolve(config.source),
+        config.calibration,
+        memory=free_memory(device) if is_alone else 0,
+        training=config.training_rows if device.type == "cuda" else 0,
+    )
 
 
 def _told(shares: Sequence[float]) -> int:
@@ -169,6 +173,10 @@ def _options(config: RunOptions) -> dict[str, object]:
     return {**sizes, "seed": calibration.seed, "openings": begun}
 
 
+def _gpu_options(config: RunOptions) -> dict[str, object]:
+    return {"training": config.training_rows} if config.training_rows else {}
+
+
 class _Card(Protocol):
     """A GPU; memory: free bytes."""
 
@@ -188,10 +196,12 @@ class _Sizes(Protocol):
 
 def needs(config: RunOptions, sizes: _Sizes) -> Need:
     """Forecast the stage: the whole model, fp16 on a GPU and fp32 on a CPU."""
-    memory = 0 if sizes.card is None or config.is_split else sizes.card.memory
-    elements = Composition.of(sizes.spec, config.calibration, memory=memory).elements
     if sizes.card is None:
+        elements = Composition.of(sizes.spec, config.calibration).elements
         return Need(memory_bytes=FLOAT * elements, holds="model")
+    memory, training = 0 if config.is_split else sizes.card.memory, config.training_rows
+    plan = Composition.of(sizes.spec, config.calibration, memory=memory, training=training)
+    elements = plan.elements
     return Need(gpu_memory_bytes=HALF * elements, holds="shards" if config.is_split else "model")
 
 
@@ -200,6 +210,7 @@ COMPOSE: Stage[RunOptions] = Stage(
     schema=2,
     inputs=(),
     options=_options,
+    gpu_options=_gpu_options,
     run=compose,
     enabled=lambda config: config.calibration.text == "self",
     needs=needs,

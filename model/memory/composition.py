@@ -30,21 +30,23 @@ class Composition:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, calibration: CalibrationOptions, *, memory: int = 0
+        cls, spec: ModelSpec, calibration: CalibrationOptions, *, memory: int = 0, training: int = 0
     ) -> "Composition":
-        """Plan enough rows for both measuring and quantizing, which share them.
+        """Plan enough rows for both measuring and quantizing, which share them, and more to train.
 
         Args:
             spec: the model.
             calibration: which rows.
             memory: free bytes of the GPU that holds all of the model; 0: another device. The more,
                 the more texts are written at once.
+            training: rows that are only trained on.
         """
         sizes = (
             (calibration.special_rows(calibration.rows), calibration.row_tokens),
             (calibration.special_rows(calibration.measure_rows), calibration.measure_row_tokens),
         )
-        rows, tokens = max(count for count, _ in sizes), max(length for _, length in sizes)
+        rows = max(count for count, _ in sizes) + training
+        tokens = max(length for _, length in sizes)
         span = min(tokens, spec.max_positions, TEXT_TOKENS)
         in_row = -(-tokens // span)
         text = 2 * sum(attention.kv_width for attention in spec.attending) * span

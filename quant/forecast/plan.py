@@ -184,16 +184,17 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-def calibration_in_words(config: RunOptions, spec: ModelSpec) -> str:
+def calibration_in_words(config: RunOptions, spec: ModelSpec, card: Card | None) -> str:
     """Describe the calibration rows."""
     options = config.calibration
     text = f"{options.rows} rows x {options.row_tokens} tokens, {config.rows_in_words}"
     if options.text == "chat":
         text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
     if options.text == "self":
-        plan = Composition.of(spec, options)
-        text += (
-            f"; the model first writes {plan.rows} of the rows itself, as {plan.texts} texts, "
-            f"{min(plan.at_once, plan.texts)} at a time"
-        )
+        training = config.training_rows if card else 0
+        memory = card.memory if card and not config.is_split else 0
+        plan = Composition.of(spec, options, memory=memory, training=training)
+        text += f"; the model first writes {plan.rows - training} of the rows itself"
+        text += f" and {training} to be trained on" if training else ""
+        text += f", as {plan.texts} texts, {plan.at_once} at a time"
     return text

@@ -155,7 +155,7 @@ def _plan(
         weights=sum(map(prod, expected_tensors(spec).values())),
         device=device,
         unused_gpu=unused_gpu() if config.device == "auto" else None,
-        calibration=calibration_in_words(config, spec),
+        calibration=calibration_in_words(config, spec, card),
         target=config.target,
         prefer=config.allocation.prefer,
         reachable_bpw=reach.bpw,

@@ -1,6 +1,6 @@
 """Distillation of the quantized model from the source: steps, judgements, and their state.
 
-Every step's crop, rate and arithmetic depend only on the seed and the step's number, so a state
+Every step's rows, rate and arithmetic depend only on the seed and the step's number, so a state
 saved between two steps is all that a resume needs.
 """
 
@@ -20,10 +20,11 @@ from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
 WARM_UP = 0.05  # share of the steps in which the rates rise
-LEAST_RATE = 0.05  # share of the rates at the last step
+LEAST_RATE = 0.02  # share of the rates at the last step
 DECODED = torch.float16  # values of matrices in GPTQ form
 KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are recomputed
-BETAS = (0.9, 0.999)
+BETAS = (0.9, 0.99)
+STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
 EPSILON = 1e-12  # gradients of single embedding entries are tiny
 
@@ -81,27 +82,23 @@ def _stored_as(tensors: TensorFiles, key: str, *, otherwise: torch.dtype) -> tor
     return tensors.dtype(name) if name in tensors else otherwise
 
 
-class Crops:
-    """Random pieces of rows: all rows in turn, in a new order each round."""
+class Batches:
+    """The rows of each step: all rows in turn, in a new order each round."""
 
-    def __init__(self, rows: torch.Tensor, *, tokens: int, seed: int, bos: int | None) -> None:
-        """Cut from rows int64 (rows, t); if a row begins with `bos`, so do its crops."""
+    def __init__(self, rows: torch.Tensor, *, tokens: int, seed: int) -> None:
+        """Take rows int64 (rows, t), as many at a time as have `tokens` tokens, at least one."""
         self.rows = rows
-        self.tokens = min(tokens, rows.shape[1])
+        self.count = max(1, tokens // rows.shape[1])
         self.seed = seed
-        self.bos = bos
 
     def __call__(self, step: int) -> torch.Tensor:
-        """Return the crop of a step, int64 (1, tokens)."""
-        lap, place = divmod(step, len(self.rows))
-        order = np.random.default_rng((self.seed, 0, lap)).permutation(len(self.rows))
-        row = self.rows[order[place]]
-        last = len(row) - self.tokens
-        begin = np.random.default_rng((self.seed, 1, step)).integers(last, endpoint=True)
-        crop = row[begin : begin + self.tokens].clone()
-        if self.bos is not None and int(row[0]) == self.bos:
-            crop[0] = self.bos
-        return crop[None]
+        """Return the rows of a step, int64 (count, t)."""
+        places = range(step * self.count, (step + 1) * self.count)
+        return self.rows[[self._row(place) for place in places]]
+
+    def _row(self, place: int) -> int:
+        lap, index = divmod(place, len(self.rows))
+        return int(np.random.default_rng((self.seed, lap)).permutation(len(self.rows))[index])
 
 
 class Distillation:
@@ -121,9 +118,8 @@ class Distillation:
         self.options = options
         self.device = source.device
         self.reference = Reference(source)
-        self.crops = Crops(
-            training, tokens=options.tokens, seed=options.seed, bos=source.spec.bos_token_id
-        )
+        tokens = options.tokens or STEP_TOKENS[self.device.type]
+        self.batches = Batches(training, tokens=tokens, seed=options.seed)
         self.held_out = held_out.to(self.device)
         self.held_out_states = [self.reference.hidden(row[None])[0] for row in self.held_out]
         self.parameters = model.parameters
@@ -142,7 +138,9 @@ class Distillation:
         self.step = 0
         self.judgements: list[float] = []
         self.best = [value.detach().clone() for value in self.values]
-        self.checkpointed = model.kept_bytes(self.crops.tokens) > KEPT_BYTES
+        row = training.shape[1]
+        self.checkpointed = model.kept_bytes(row) > KEPT_BYTES
+        self.together = max(1, KEPT_BYTES // model.kept_bytes(row))  # rows of a backward pass
 
     @property
     def finished(self) -> bool:
@@ -179,13 +177,18 @@ class Distillation:
         distance = math.sqrt(self.judgements[0] / RATED_KL)
         for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group["lr"] = parameter.rate * share * (1.0 if parameter.is_code else distance)
-        ids = self.crops(self.step).to(self.device)
-        target = self.reference.hidden(ids)[0]
-        hidden = self.model.hidden(ids, checkpointed=self.checkpointed)[0]
-        loss = self.model.divergence(hidden, self.reference.head, target)
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        rows = self.batches(self.step).to(self.device)
+        for ids in torch.split(rows, self.together):
+            look()
+            targets = self.reference.hidden(ids)
+            states = self.model.hidden(ids, checkpointed=self.checkpointed)
+            loss = torch.zeros((), device=self.device)
+            for hidden, target in zip(states, targets, strict=True):
+                loss = loss + self.model.divergence(hidden, self.reference.head, target)
+            (loss / len(rows)).backward()  # type: ignore[no-untyped-call]  # torch's own
         self.optimizer.step()
+        self.model.bound()
         self.step += 1
 
     def judge_when_due(self) -> bool:

@@ -1,8 +1,9 @@
-"""The tune stage: train the continuous parameters to match the source, judged on held-out rows.
+"""The tune stage: train codes, scales and norms to say what the source says.
 
-Adam minimizes the KL divergence from the source on random crops of the calibration text. Held-out
-rows judge; the best state on them is written, which may be the initial one. A run that was killed
-resumes from its last saved state and gives the same bytes.
+Adam minimizes the KL divergence from the source on rows of the calibration text, and on more rows
+that the source wrote to be trained on. Held-out rows judge; the best state on them is written,
+which may be the initial one. A run that was killed resumes from its last saved state and gives the
+same bytes.
 """
 
 import json
@@ -15,11 +16,11 @@ import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TuneOptions
-from exl2flow.core.store.files import write_json, write_tensors
+from exl2flow.core.store.files import read_tensors, write_json, write_tensors
 from exl2flow.core.store.need import Need
-from exl2flow.core.store.stage import Stage, StageRun
+from exl2flow.core.store.stage import COMPOSED, ROWS_FILE, Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve
+from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve, with_bos
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import plain_tensors
 from exl2flow.quant.quantize.stage import (
@@ -30,9 +31,9 @@ from exl2flow.quant.quantize.stage import (
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tokenize.stage import split_rows
-from exl2flow.quant.tune.distill import KEPT_BYTES, Distillation
+from exl2flow.quant.tune.distill import KEPT_BYTES, STEP_TOKENS, Distillation
 from exl2flow.quant.tune.trainable import TunedLinear
-from exl2flow.quant.tune.tuned_model import TunedModel
+from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
 from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
 from exl2flow.quant.walk.walk import STATE_FILES
@@ -60,7 +61,7 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
     head = spec.head.numel
     codes = sum(sizes) + head
     trained = head * bool(options.embedding_rate) + codes * bool(options.code_rate)
-    logits = options.tokens * spec.vocab_size
+    logits = LOGIT_BYTES // FLOAT
     return (
         sum(map(tensors.nbytes, tensors.names))
         + codes
@@ -104,6 +105,7 @@ def tune(run: StageRun[ConversionConfig]) -> None:
         source = SourceModel.open(run.config, run.device, gradients=True)
         model = TunedModel(source, run.inputs["quantize"], run.config.tune)
         training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
+        training = torch.cat([training, _further_rows(run, training.shape[1])])
         work = Distillation(source, model, run.config.tune, training=training, held_out=held_out)
         with repeatable_attention(source.device):
             distill(run, work)
@@ -111,6 +113,16 @@ def tune(run: StageRun[ConversionConfig]) -> None:
         write_results(run, model, work)
     run.folder.manifest.cursor = run.folder.manifest.total
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
+
+
+def _further_rows(run: StageRun[ConversionConfig], tokens: int) -> torch.Tensor:
+    """Return the rows that the source wrote to be trained on, int64 (rows, tokens)."""
+    if "compose" not in run.inputs:
+        return torch.empty((0, tokens), dtype=torch.int64)
+    rows = read_tensors(run.inputs["compose"] / ROWS_FILE)[COMPOSED]
+    calibration = run.config.calibration
+    used = map(calibration.special_rows, (calibration.rows, calibration.measure_rows))
+    return with_bos(rows[max(used) :, :tokens], resolve(run.config.source))
 
 
 def distill(run: StageRun[ConversionConfig], work: Distillation) -> None:
@@ -175,11 +187,16 @@ def _options(config: ConversionConfig) -> dict[str, object]:
     return {"tune": config.tune.model_dump(), "rope": config.rope.model_dump()}
 
 
+def _gpu_options(config: ConversionConfig) -> dict[str, object]:
+    return {"step_tokens": config.tune.tokens or STEP_TOKENS["cuda"]}
+
+
 TUNE: Stage[ConversionConfig] = Stage(
     name="tune",
-    schema=1,
-    inputs=("tokenize", "quantize"),
+    schema=2,
+    inputs=("compose", "tokenize", "quantize"),
     options=_options,
+    gpu_options=_gpu_options,
     run=tune,
     enabled=lambda config: config.tune.steps > 0,
     needs=needs,

@@ -1,9 +1,10 @@
-"""Quantized linear maps and norms whose continuous parts are parameters.
+"""Quantized linear maps and norms whose codes and continuous parts are parameters.
 
 Their forward pass uses what the written file decodes to: every parameter is rounded as stored, and
 gradients pass the rounding unchanged. A group's maximum scale is `exp(p)` times its initial value,
 so rates are relative. Scaling a group scales its in-features, hence the gradient of `p` needs no
-gradient of the matrix.
+gradient of the matrix. A code begins half way from its centre to the source's weight, but inside
+its cell, so that the file that is trained first decodes to what it was.
 """
 
 from dataclasses import dataclass, replace
@@ -84,6 +85,10 @@ class Parameter:
     is_code: bool = False
 
 
+HALF_WAY = 0.5  # of the way from a code's centre to the source's weight
+CELL = 0.49  # from a centre to where rounding gives another code
+
+
 class TunedLinear:
     """A quantized linear map whose maximum scales, bias and codes can be trained.
 
@@ -97,8 +102,17 @@ class TunedLinear:
         *,
         out_features: int,
         device: torch.device,
+        towards: torch.Tensor | None = None,
     ) -> None:
-        """Unpack a stored matrix; only its first `out_features` columns are used."""
+        """Unpack a stored matrix; only its first `out_features` columns are used.
+
+        Args:
+            matrix: the stored matrix.
+            options: rates.
+            out_features: columns.
+            device: where to train.
+            towards: the source's weight (n, k), for codes that are trained; None: they stay.
+        """
         self.matrix = matrix
         self.out_features = out_features
         self.device = device
@@ -116,9 +130,11 @@ class TunedLinear:
         self.members = _members(place, sizes).to(device)
         self.maxima = matrix.max_scales.float().to(device)
         self.factors = leaf(torch.zeros(len(groups)), device)
-        self.codes_moved = (
-            leaf(torch.zeros(self.codes.shape), device) if options.code_rate else None
-        )
+        self.codes_moved: torch.Tensor | None = None
+        if towards is not None and options.code_rate:
+            steps = self.decode()[1]
+            aim = (towards.T.float() / torch.where(steps > 0, steps, torch.inf)).sub_(self.codes)
+            self.codes_moved = leaf(aim.clamp_(-CELL, CELL).mul_(HALF_WAY), device)
         bias = matrix.bias
         self.start_bias = None if bias is None else leaf(bias[:out_features].float(), device)
         self.options = options
@@ -131,9 +147,8 @@ class TunedLinear:
         if self.start_bias is not None:
             parameters.append(sized(self.start_bias, options.norm_rate))
         if self.codes_moved is not None:
-            parameters.append(
-                Parameter(value=self.codes_moved, rate=options.code_rate, is_code=True)
-            )
+            rate = options.code_rate / max(1, options.steps) ** 0.5
+            parameters.append(Parameter(value=self.codes_moved, rate=rate, is_code=True))
         return parameters
 
     @property
@@ -158,6 +173,13 @@ class TunedLinear:
             return self.codes
         moved = (self.codes + self.codes_moved).round_()
         return torch.minimum(torch.maximum(moved, -self.half), self.half - 1)
+
+    @torch.no_grad()
+    def bound(self) -> None:
+        """Keep codes within what they can be, so that they can turn back at once."""
+        if self.codes_moved is not None:
+            least, most = -self.half - CELL - self.codes, self.half - 1 + CELL - self.codes
+            torch.clamp(self.codes_moved, least, most, out=self.codes_moved)
 
     @torch.no_grad()
     def decode(self) -> tuple[torch.Tensor, torch.Tensor]:

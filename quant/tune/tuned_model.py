@@ -42,8 +42,10 @@ class TunedSublayer:
         self.spec = spec
         self.built = built
         tensors = read_tensors(quantized / sublayer_file(spec))
+        weights = {} if spec.group else {name: each.weight for name, each in built.linears.items()}
         self.linears = {
-            p.name: read_linear(p, tensors, options, source.device) for p in spec.projections
+            p.name: read_linear(p, tensors, options, source.device, weights.get(p.name))
+            for p in spec.projections
         }
         built.linears.update(self.linears)
         self.norms = {
@@ -85,9 +87,9 @@ class TunedModel:
         ]
         head = source.head()
         self.final_norm = TunedNorm(self.spec.final_norm, head.final_norm, source.tensors, options)
-        self.head = read_linear(
-            source.spec.head, read_tensors(quantized / HEAD_FILE), options, source.device
-        )
+        tensors = read_tensors(quantized / HEAD_FILE)
+        weight = head.linear.weight
+        self.head = read_linear(source.spec.head, tensors, options, source.device, weight)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -97,6 +99,13 @@ class TunedModel:
         if self.embedding_rate:
             parameters.append(sized(self.embedding, self.embedding_rate))
         return parameters
+
+    def bound(self) -> None:
+        """Keep codes within what they can be."""
+        for sublayer in self.sublayers:
+            for linear in sublayer.linears.values():
+                linear.bound()
+        self.head.bound()
 
     def hidden(self, ids: torch.Tensor, *, checkpointed: bool = False) -> torch.Tensor:
         """Return the states before the final norm, (b, t, hidden), of token ids (b, t).
@@ -166,7 +175,13 @@ def read_linear(
     tensors: dict[str, torch.Tensor],
     options: TuneOptions,
     device: torch.device,
+    towards: torch.Tensor | None,
 ) -> TunedLinear:
-    """Build a tuned projection from a file's tensors."""
-    matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
-    return TunedLinear(matrix, options, out_features=projection.out_features, device=device)
+    """Build a tuned projection from a file's tensors; `towards`: see `TunedLinear`."""
+    return TunedLinear(
+        QuantizedMatrix.from_tensors(projection.key, tensors),
+        options,
+        out_features=projection.out_features,
+        device=device,
+        towards=towards,
+    )

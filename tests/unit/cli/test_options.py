@@ -219,7 +219,7 @@ def test_help_names_options_where_a_description_names_fields() -> None:
 
     assert found["bpw_total"].help.startswith("Instead of `--bpw`: ")
     assert found["head_bits"].default == "6 with `--bpw`, else chosen"
-    assert found["calibration.text"].help.startswith("standard: ")
+    assert found["calibration.text"].help.startswith("auto: ")
 
 
 def test_options_of_lists_may_be_repeated() -> None:

@@ -55,7 +55,8 @@ def run(*arguments: object) -> None:
 
 
 def test_measurement_made_anew_needs_no_more_than_a_new_one(source: Path, tmp_path: Path) -> None:
-    calibration = {"rows": 2, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+    rows = {"rows": 2, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
+    calibration = {"text": "standard", **rows}
     out = tmp_path / "m.json"
     config = MeasureConfig(source=source, out=out, calibration=calibration, device="cpu")
 

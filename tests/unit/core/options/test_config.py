@@ -306,7 +306,7 @@ def test_calibration_text_is_a_name_or_a_file() -> None:
         CalibrationOptions(text=text) for text in ("mine.parquet", Path("b.parquet"), "./chat")
     ]
 
-    assert [options.file for options in named] == [None] * 3
+    assert [options.file for options in named] == [None] * 4
     assert [options.file for options in files] == [
         Path("mine.parquet"),
         Path("b.parquet"),

@@ -3,23 +3,22 @@
 import pytest
 import torch
 
-from exl2flow.quant.tune.distill import Crops, rate_share
+from exl2flow.quant.tune.distill import Batches, rate_share
 
 
-def test_crops_follow_from_the_step_alone() -> None:
+def test_batches_follow_from_the_step_alone() -> None:
     rows = torch.arange(5 * 100).view(5, 100)
-    rows[:, 0] = 7777
 
-    first, again = ([Crops(rows, tokens=40, seed=s, bos=7777)(i) for i in range(5)] for s in (3, 3))
-    other = [Crops(rows, tokens=40, seed=4, bos=7777)(i) for i in range(5)]
+    first, again = ([Batches(rows, tokens=299, seed=s)(i) for i in range(5)] for s in (3, 3))
+    other = [Batches(rows, tokens=299, seed=4)(i) for i in range(5)]
 
     assert all(map(torch.equal, first, again))
     assert not all(map(torch.equal, first, other))
-    assert sorted(int(crop[0, 1]) // 100 for crop in first) == [0, 1, 2, 3, 4]
-    for crop in first:
-        assert crop.shape == (1, 40)
-        assert int(crop[0, 0]) == 7777
-        assert torch.equal(crop[0, 1:].diff(), torch.ones(38, dtype=torch.int64))
+    taken = [int(row[0]) // 100 for batch in first for row in batch]
+    assert sorted(taken) == sorted([*range(5)] * 2)
+    assert sorted(taken[:5]) == [*range(5)]  # all of them before any comes again
+    assert {batch.shape for batch in first} == {(2, 100)}
+    assert Batches(rows, tokens=32, seed=3)(0).shape == (1, 100)
 
 
 def test_rates_rise_and_fall() -> None:
@@ -27,5 +26,5 @@ def test_rates_rise_and_fall() -> None:
 
     assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert shares[5:] == sorted(shares[5:], reverse=True)
-    assert 0.05 < shares[-1] < 0.06
+    assert 0.02 < shares[-1] < 0.03
     assert [rate_share(0, 1), rate_share(0, 2)] == [1.0, 1.0]

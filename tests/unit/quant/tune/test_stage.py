@@ -339,7 +339,7 @@ def test_result_files_are_listed(tuned: Pipeline) -> None:
 
 
 def test_checkpointed_gradients_are_those_of_kept_activations(work: Distillation) -> None:
-    ids = work.crops(0)
+    ids = work.batches(0)
     target = work.reference.hidden(ids)[0]
     gradients = []
 

@@ -32,7 +32,9 @@ def matrix() -> QuantizedMatrix:
 def linear(matrix: QuantizedMatrix) -> TunedLinear:
     """The matrix with everything in it trained."""
     options = TuneOptions(code_rate=1.0)
-    return TunedLinear(matrix, options, out_features=OUT, device=torch.device("cpu"))
+    towards = 0.01 * torch.randn(OUT, K)  # a source's weight
+    cpu = torch.device("cpu")
+    return TunedLinear(matrix, options, out_features=OUT, device=cpu, towards=towards)
 
 
 def test_untouched_matrix_is_exported_as_it_was(
@@ -62,6 +64,42 @@ def test_exported_matrix_decodes_to_the_one_in_use(linear: TunedLinear) -> None:
     assert torch.equal(made.bias[:OUT].float(), linear.bias)
     x = torch.randn(2, 3, K)
     torch.testing.assert_close(linear(x), x @ matrix + made.bias[:OUT].float())
+
+
+def test_codes_begin_half_way_to_the_sources_weight_within_their_cells(
+    matrix: QuantizedMatrix, linear: TunedLinear
+) -> None:
+    exact, steps = linear.decode()
+    near = (exact + 0.2 * steps).T  # a fifth of a step beside each code
+    far = (exact - 3 * steps).T
+    cpu = torch.device("cpu")
+
+    begun = [
+        TunedLinear(matrix, TuneOptions(), out_features=OUT, device=cpu, towards=weight)
+        for weight in (near, far)
+    ]
+
+    assert linear.codes_moved is not None
+    assert 0 < float(linear.codes_moved.detach().abs().max()) < 0.25
+    for moved, expected in zip((each.codes_moved for each in begun), (0.1, -0.245), strict=True):
+        assert moved is not None
+        # decoded values are rounded to fp16, by up to a tenth of a step here
+        torch.testing.assert_close(moved, torch.full_like(moved, expected), atol=0.05, rtol=0)
+    assert all(torch.equal(each.decode()[0], exact) for each in begun)
+
+
+def test_codes_stay_where_they_can_turn_back_at_once(linear: TunedLinear) -> None:
+    assert linear.codes_moved is not None
+    with torch.no_grad():
+        linear.codes_moved.fill_(100.0)
+    linear.bound()
+
+    top = linear.signed_codes()
+
+    assert torch.equal(top, (linear.half - 1).expand_as(top))
+    with torch.no_grad():
+        linear.codes_moved.sub_(0.99)
+    assert torch.equal(linear.signed_codes(), top - 1)
 
 
 def test_gradients_are_those_of_the_unrounded_formula(linear: TunedLinear) -> None:

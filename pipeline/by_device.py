@@ -1,28 +1,49 @@
-"""The calibration text of a run that names none: half of the rows written by the model if it can.
-
-What a work directory was begun with goes on, so that nothing is made twice.
-"""
+"""Options whose default depends on what the device holds: the calibration text, trained codes."""
 
 from typing import TypeVar
 
 from exl2flow.core.errors import Exl2FlowError
-from exl2flow.core.options.config import RunOptions
-from exl2flow.core.runtime.memory import available_memory
+from exl2flow.core.options.config import RunOptions, SharedOptions
+from exl2flow.core.runtime.memory import available_memory, total_memory
 from exl2flow.inference.compose.stage import FLOAT, HALF
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, resolve
 from exl2flow.pipeline.run import Run
 from exl2flow.quant.forecast.plan import base_memory, begun_pipeline
+from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.needs import Card
 
 Options = TypeVar("Options", bound=RunOptions)
 
-ROOM = 0.9  # of free memory, for a model that writes
-CPU_OPERATIONS = 1e14  # of writing on a CPU at most, which takes two cores about half an hour
+ROOM = 0.9  # of memory, for a model that writes or is trained
+CPU_OPERATIONS = 4e12  # of writing on a CPU at most, which takes a core about five minutes
+
+
+def settled(run: Run, config: Options) -> Options:
+    """Return the configuration with all such options settled."""
+    return with_codes(with_text(run, config))
+
+
+def with_codes(config: Options) -> Options:
+    """Return a configuration that trains codes only where memory suffices for them."""
+    if not isinstance(config, SharedOptions) or not config.tune.steps or not config.tune.code_rate:
+        return config
+    try:
+        needed = tune_memory(resolve(config.source), config.tune)
+        room = ROOM * total_memory(resolve_device(config.device))
+    except (Exl2FlowError, OSError):  # the checks to come say what is wrong
+        return config
+    if needed < min(room, config.max_memory or needed + 1):
+        return config
+    tune = config.tune.model_copy(update={"code_rate": 0.0})
+    return config.model_copy(update={"tune": tune})
 
 
 def with_text(run: Run, config: Options) -> Options:
-    """Return a configuration whose text is not `auto`: `self` if the model can write its rows."""
+    """Return a configuration whose text is not `auto`: `self` if the model can write its rows.
+
+    What a work directory was begun with goes on, so that nothing is made twice.
+    """
     if config.calibration.text != "auto":
         return config
     written, standard = (_with(config, text) for text in ("self", "standard"))

@@ -1,4 +1,4 @@
-"""The text of a run that names none."""
+"""Options whose default depends on what the device holds."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from tiny import make_tiny
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.pipeline import calibration_text
-from exl2flow.pipeline.calibration_text import with_text
+from exl2flow.pipeline import by_device
+from exl2flow.pipeline.by_device import with_codes, with_text
 from exl2flow.pipeline.local import RUNS
 from exl2flow.pipeline.stages import STAGES
 
@@ -54,10 +54,10 @@ def test_a_model_that_fits_writes(
     assert text_of(config) == "self"
 
     with monkeypatch.context() as patch:
-        patch.setattr(calibration_text, "CPU_OPERATIONS", 10.0)
+        patch.setattr(by_device, "CPU_OPERATIONS", 10.0)
         assert text_of(config) == "standard"
     with monkeypatch.context() as patch:
-        patch.setattr(calibration_text, "available_memory", lambda: 1_000_000)
+        patch.setattr(by_device, "available_memory", lambda: 1_000_000)
         assert text_of(config) == "standard"
 
 
@@ -76,3 +76,16 @@ def test_what_was_begun_goes_on_with_its_text(source: Path, tmp_path: Path) -> N
 
 def test_a_source_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path) -> None:
     assert text_of(config_in(tmp_path / "nowhere", tmp_path)) == "standard"
+
+
+def test_codes_are_trained_where_memory_suffices(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rate(**values: object) -> float:
+        tune = {"steps": 1, **values}
+        return with_codes(config_in(source, tmp_path, tune=tune)).tune.code_rate
+
+    assert rate() == 0.15
+    monkeypatch.setattr(by_device, "total_memory", lambda device: 1e9)  # of which a pass takes all
+    assert rate() == 0
+    assert rate(steps=0) == 0.15  # nothing is trained at all
