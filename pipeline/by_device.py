@@ -16,7 +16,7 @@ from exl2flow.quant.walk.needs import Card
 Options = TypeVar("Options", bound=RunOptions)
 
 ROOM = 0.9  # of memory, for a model that writes or is trained
-CPU_OPERATIONS = 4e12  # of writing on a CPU at most, which takes a core about five minutes
+CPU_OPERATIONS = 4e12  # of writing on a CPU at most, about ten minutes, and in `best` alone
 
 
 def settled(run: Run, config: Options) -> Options:
@@ -75,7 +75,7 @@ def _is_begun(run: Run, config: RunOptions) -> bool:
 
 
 def _fits(config: RunOptions) -> bool:
-    """Return whether the device holds the whole model, and writes the rows in reasonable time."""
+    """Return whether the device holds the whole model, and writes in little of the run's time."""
     device, spec = resolve_device(config.device), resolve(config.source)
     if device.type == "cuda":
         memory = Card.of(device, config.max_memory).memory
@@ -83,4 +83,5 @@ def _fits(config: RunOptions) -> bool:
         return HALF * plan.elements < ROOM * memory
     plan, free = Composition.of(spec, config.calibration), available_memory()
     has_room = free is None or base_memory(None) + FLOAT * plan.elements < ROOM * free
-    return has_room and 2 * plan.weights * plan.rows * plan.tokens < CPU_OPERATIONS
+    has_time = 2 * plan.weights * plan.rows * plan.tokens < CPU_OPERATIONS
+    return has_room and has_time and config.training_rows > 0

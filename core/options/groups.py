@@ -29,7 +29,7 @@ class CalibrationOptions(Options):
     text: Annotated[str, Option("TEXT", "Calibration", flag="calibration", rare=False)] = Field(
         default="auto",
         min_length=1,
-        description="auto: self if the whole model fits where it runs, else standard; self: the "
+        description="auto: self on a GPU that holds the whole model, else standard; self: the "
         "model writes a share of the rows; standard: the built-in set; chat: a share of it as "
         "dialogues in the model's chat template; else a Parquet file with text columns, best of "
         "the kind that the model will be used for",

@@ -162,4 +162,4 @@ def test_installed_program_converts_with_its_own_calibration_data(
     assert report["score"]["kl_divergence"] < 0.1
     assert (out / "model.safetensors").stat().st_size == report["score"]["bytes"]
     block = json.loads((out / "config.json").read_text())["quantization_config"]
-    assert block["calibration"]["dataset"] == "(self)"
+    assert block["calibration"]["dataset"] == "(default)"

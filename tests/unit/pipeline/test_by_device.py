@@ -50,8 +50,9 @@ def test_the_default_is_what_the_model_writes_but_not_for_the_preset_of_exllamav
 def test_a_model_that_fits_writes(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_in(source, tmp_path)
+    config = config_in(source, tmp_path, tune={"steps": 1})
     assert text_of(config) == "self"
+    assert text_of(config_in(source, tmp_path)) == "standard"  # slow, on a CPU
 
     with monkeypatch.context() as patch:
         patch.setattr(by_device, "CPU_OPERATIONS", 10.0)
@@ -62,16 +63,19 @@ def test_a_model_that_fits_writes(
 
 
 def test_what_was_begun_goes_on_with_its_text(source: Path, tmp_path: Path) -> None:
-    begun = Pipeline(config_in(source, tmp_path, "standard"), STAGES, device="cpu")
+    def config(text: str = "auto") -> ConversionConfig:
+        return config_in(source, tmp_path, text, tune={"steps": 1})
+
+    begun = Pipeline(config("standard"), STAGES, device="cpu")
     begun.run("tokenize", progress=silent)
-    assert text_of(config_in(source, tmp_path)) == "self"  # nothing was stopped
+    assert text_of(config()) == "self"  # nothing was stopped
 
     begun.path("sensitivity").mkdir(parents=True)
-    assert text_of(config_in(source, tmp_path)) == "standard"
+    assert text_of(config()) == "standard"
 
-    own = Pipeline(config_in(source, tmp_path, "self"), STAGES, device="cpu")
+    own = Pipeline(config("self"), STAGES, device="cpu")
     own.path("compose").mkdir(parents=True)
-    assert text_of(config_in(source, tmp_path)) == "self"
+    assert text_of(config()) == "self"
 
 
 def test_a_source_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_a_client_that_leaves_ends_its_texts(served: Served, stream: bool) -> No
     before = sum(" 499" in line for line in served.lines)
     with left(served, body):
         wait_for(lambda: served.status()["running"] == 1, pause=0.01)
-        assert served.status()["kv_cache_usage"] > 0
+        wait_for(lambda: served.status()["kv_cache_usage"] > 0, pause=0.01)
     wait_for(lambda: served.status()["running"] == 0, pause=0.01)
     wait_for(lambda: served.status()["kv_cache_usage"] == 0, pause=0.01)
     wait_for(lambda: sum(" 499" in line for line in served.lines) == before + 1)
