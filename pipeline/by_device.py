@@ -10,6 +10,7 @@ from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, resolve
 from exl2flow.pipeline.run import Run
 from exl2flow.quant.forecast.plan import base_memory, begun_pipeline
+from exl2flow.quant.tune.distill import STEP_TOKENS
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.needs import Card
 
@@ -21,11 +22,14 @@ CPU_OPERATIONS = 4e12  # of writing on a CPU at most, about ten minutes, and in 
 
 def settled(run: Run, config: Options) -> Options:
     """Return the configuration with all such options settled."""
-    return with_codes(with_text(run, config))
+    return with_text(run, with_codes(config))
 
 
 def with_codes(config: Options) -> Options:
-    """Return a configuration that trains codes only where memory suffices for them."""
+    """Return a configuration that trains codes only where memory suffices for them.
+
+    What else is trained needs no more text and steps than on a CPU.
+    """
     if not isinstance(config, SharedOptions) or not config.tune.steps or not config.tune.code_rate:
         return config
     try:
@@ -35,7 +39,8 @@ def with_codes(config: Options) -> Options:
         return config
     if needed < min(room, config.max_memory or needed + 1):
         return config
-    tune = config.tune.model_copy(update={"code_rate": 0.0})
+    tokens = config.tune.tokens or STEP_TOKENS["cpu"]
+    tune = config.tune.model_copy(update={"code_rate": 0.0, "rows": 0, "tokens": tokens})
     return config.model_copy(update={"tune": tune})
 
 
@@ -84,4 +89,4 @@ def _fits(config: RunOptions) -> bool:
     plan, free = Composition.of(spec, config.calibration), available_memory()
     has_room = free is None or base_memory(None) + FLOAT * plan.elements < ROOM * free
     has_time = 2 * plan.weights * plan.rows * plan.tokens < CPU_OPERATIONS
-    return has_room and has_time and config.training_rows > 0
+    return has_room and has_time and config.is_tuned

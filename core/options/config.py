@@ -195,6 +195,11 @@ class RunOptions(SplitModels):
         return HELD_OUT_ROWS
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether the result is trained."""
+        return False
+
+    @property
     def training_rows(self) -> int:
         """Rows that the model writes to be trained on a GPU, if it writes any."""
         return 0
@@ -273,12 +278,17 @@ class SharedOptions(RunOptions):
     @property
     def training_rows(self) -> int:
         """See `RunOptions`."""
-        return self.tune.rows if self.tune.steps else 0
+        return self.tune.rows if self.is_tuned else 0
+
+    @property
+    def is_tuned(self) -> bool:
+        """See `RunOptions`."""
+        return self.tune.steps > 0
 
     @property
     def judges(self) -> tuple[str, ...]:
         """See `RunOptions`."""
-        users = (("tuning", self.tune.steps), ("allocation", self.allocate.rounds))
+        users = (("tuning", self.is_tuned), ("allocation", self.allocate.rounds))
         return tuple(name for name, needed in users if needed)
 
     @property

@@ -52,14 +52,17 @@ def compose(run: StageRun[RunOptions]) -> None:
     tokenizer = Tokenizer.load(run.config.source)
     openings = Openings(run.config.source, tokenizer, seed=run.config.calibration.seed)
     writer: TextWriter | None = None
+    at_once = plan.at_once
     texts: list[torch.Tensor] = []  # int64 (span,) each
     shares: list[float] = []  # of distinct runs, by text
     while (missing := plan.texts - _told(shares)) > 0 and len(texts) < MOST_WRITTEN * plan.texts:
-        numbers = range(len(texts), len(texts) + min(plan.at_once, missing))
+        numbers = range(len(texts), len(texts) + min(at_once, missing))
         if not folder.valid(_file(numbers)):
-            writer = writer or _writer(run, plan)
+            writer = writer or _writer(run, texts=at_once, span=plan.span)
             _write(run, writer, openings, numbers)
         written = read_tensors(folder.path / _file(numbers))[COMPOSED]
+        if not texts:  # a resumed run may find more or less memory
+            at_once = len(written)
         texts += written
         shares += map(distinct_share, written)
         run.tick(min(_told(shares), plan.texts), plan.texts, f"loops={len(shares) - _told(shares)}")
@@ -85,13 +88,12 @@ def _told(shares: Sequence[float]) -> int:
     return sum(share >= LEAST_DISTINCT for share in shares)
 
 
-def _writer(run: StageRun[RunOptions], plan: Composition) -> TextWriter:
+def _writer(run: StageRun[RunOptions], *, texts: int, span: int) -> TextWriter:
     """Load the model, with room for a batch."""
-    tokens = plan.at_once * whole_pages(plan.span)
-    split = Split.of(run.config, tokens=tokens, slots=plan.at_once)
-    longest = None if split is None else plan.span  # room is left for these texts only
+    split = Split.of(run.config, tokens=texts * whole_pages(span), slots=texts)
+    longest = None if split is None else span  # room is left for these texts only
     model = load_model(run.config.source, device=run.device, placement=split, max_tokens=longest)
-    return TextWriter(model, texts=plan.at_once, span=plan.span)
+    return TextWriter(model, texts=texts, span=span)
 
 
 def _write(

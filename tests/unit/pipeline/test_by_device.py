@@ -85,11 +85,13 @@ def test_a_source_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path) -> N
 def test_codes_are_trained_where_memory_suffices(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rate(**values: object) -> float:
-        tune = {"steps": 1, **values}
-        return with_codes(config_in(source, tmp_path, tune=tune)).tune.code_rate
+    def trained(**values: object) -> tuple[float, int, int | None]:
+        config = config_in(source, tmp_path, tune={"steps": 1, **values})
+        tune = with_codes(config).tune
+        return tune.code_rate, tune.rows, tune.tokens
 
-    assert rate() == 0.15
+    assert trained() == (0.15, 488, None)
     monkeypatch.setattr(by_device, "total_memory", lambda device: 1e9)  # of which a pass takes all
-    assert rate() == 0
-    assert rate(steps=0) == 0.15  # nothing is trained at all
+    assert trained() == (0, 0, 2048)
+    assert trained(tokens=64) == (0, 0, 64)
+    assert trained(steps=0) == (0.15, 488, None)  # nothing is trained at all

@@ -278,6 +278,24 @@ def test_a_resumed_run_writes_the_same_bytes(
     assert results(stop_after_first) == results(pipeline)
 
 
+def test_a_resumed_run_writes_as_many_texts_at_once(
+    pipeline: Pipeline, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline.run("compose", progress=silent)
+    stopped = Pipeline(config_in(source, tmp_path / "b"), (COMPOSE,), device="cpu")
+
+    def sink(tick: Tick) -> None:
+        if tick.done == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        stopped.run("compose", progress=sink)
+    monkeypatch.setattr(composition, "TEXTS_AT_ONCE", 3)  # as if there were less memory now
+    stopped.run("compose", progress=silent)
+
+    assert results(stopped) == results(pipeline)
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [("texts-00004.safetensors", truncate), ("rows.safetensors", truncate), ("rows.json", delete)],
