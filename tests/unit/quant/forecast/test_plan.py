@@ -42,7 +42,7 @@ def config_of(source: Path, text: str, **values: object) -> ConversionConfig:
     ],
 )
 def test_the_plan_describes_the_rows(source: Path, text: str, words: str) -> None:
-    said = calibration_in_words(config_of(source, text), resolve(source))
+    said = calibration_in_words(config_of(source, text), resolve(source), None)
 
     assert said == f"115 rows x 64 tokens, measured on 19 x 96{words}"
 
@@ -59,7 +59,7 @@ def test_the_plan_of_a_refinement_says_how_many_rows_judge(
         calibration=calibration,
     )
 
-    said = calibration_in_words(config, resolve(source))
+    said = calibration_in_words(config, resolve(source), None)
 
     assert said == f"{rows} rows x 64 tokens, of which {judging} are set aside to judge"
 
