@@ -38,7 +38,7 @@ def test_every_stage_that_passes_rows_through_sublayers_knows_the_limit(
     values = {"max_memory": TIGHT, "allocate": {"rounds": rounds}}
     config = small_config(source, source.parent / "out", **values)
 
-    knowing = {stage.name for stage in STAGES if stage.gpu_options(config)}
+    knowing = {s.name for s in STAGES if s.enabled(config) and s.gpu_options(config)}
 
     assert knowing == (WALKS if rounds else WALKS - {"allocate"})
 
