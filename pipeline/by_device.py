@@ -5,14 +5,13 @@ from typing import TypeVar
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import RunOptions, SharedOptions
 from exl2flow.core.runtime.memory import available_memory, total_memory
-from exl2flow.inference.compose.stage import FLOAT, HALF
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, resolve
 from exl2flow.pipeline.run import Run
 from exl2flow.quant.forecast.plan import base_memory, begun_pipeline
 from exl2flow.quant.tune.distill import STEP_TOKENS
 from exl2flow.quant.tune.stage import tune_memory
-from exl2flow.quant.walk.needs import Card
+from exl2flow.quant.walk.needs import FLOAT, HALF, Card
 
 Options = TypeVar("Options", bound=RunOptions)
 
@@ -84,9 +83,9 @@ def _fits(config: RunOptions) -> bool:
     device, spec = resolve_device(config.device), resolve(config.source)
     if device.type == "cuda":
         memory = Card.of(device, config.max_memory).memory
-        plan = Composition.of(spec, config.calibration, memory=memory)
+        plan = Composition.of_run(spec, config, memory)
         return HALF * plan.elements < ROOM * memory
-    plan, free = Composition.of(spec, config.calibration), available_memory()
+    plan, free = Composition.of_run(spec, config, None), available_memory()
     has_room = free is None or base_memory(None) + FLOAT * plan.elements < ROOM * free
     has_time = 2 * plan.weights * plan.rows * plan.tokens < CPU_OPERATIONS
     return has_room and has_time and config.is_tuned

@@ -26,11 +26,11 @@ from exl2flow.engine.loading.load import load_model
 from exl2flow.inference.compose.writer import TextWriter
 from exl2flow.model import Composition, ModelSpec, Tokenizer, resolve
 from exl2flow.quant.tokenize.openings import Openings, origin
+from exl2flow.quant.walk.needs import FLOAT, HALF
 from exl2flow.quant.walk.source_model import SourceModel
 
 log = logging.getLogger(__name__)
 
-HALF, FLOAT = 2, 4  # bytes of fp16, of fp32
 TELL_EVERY = 128  # tokens between two reports; a multiple of LOOK_EVERY
 RUN_TOKENS = 8  # of the runs that tell whether a text repeats itself
 LEAST_DISTINCT = 0.5  # share of distinct runs; a text with fewer is a loop, and left out
@@ -38,7 +38,7 @@ MOST_WRITTEN = 1.5  # times the texts that are needed; then loops are taken, too
 
 
 def compose(run: StageRun[RunOptions]) -> None:
-    """Write texts batch by batch, commit each, and make rows of those that are no loops.
+    """Write texts, commit each batch, and make rows of the texts that do not repeat themselves.
 
     Raises:
         ConfigError, OutOfDeviceMemory: the model cannot be split as the options say.
@@ -74,13 +74,8 @@ def _plan(run: StageRun[RunOptions]) -> Composition:
     """Return the plan for the memory of the device."""
     config, device = run.config, torch.device(run.device)
     limit_memory(device, config.max_memory)
-    is_alone = device.type == "cuda" and not config.is_split
-    return Composition.of(
-        resolve(config.source),
-        config.calibration,
-        memory=free_memory(device) if is_alone else 0,
-        training=config.training_rows if device.type == "cuda" else 0,
-    )
+    free = free_memory(device) if device.type == "cuda" else None
+    return Composition.of_run(resolve(config.source), config, free)
 
 
 def _told(shares: Sequence[float]) -> int:
@@ -198,12 +193,10 @@ class _Sizes(Protocol):
 
 def needs(config: RunOptions, sizes: _Sizes) -> Need:
     """Forecast the stage: the whole model, fp16 on a GPU and fp32 on a CPU."""
-    if sizes.card is None:
-        elements = Composition.of(sizes.spec, config.calibration).elements
+    free = None if sizes.card is None else sizes.card.memory
+    elements = Composition.of_run(sizes.spec, config, free).elements
+    if free is None:
         return Need(memory_bytes=FLOAT * elements, holds="model")
-    memory, training = 0 if config.is_split else sizes.card.memory, config.training_rows
-    plan = Composition.of(sizes.spec, config.calibration, memory=memory, training=training)
-    elements = plan.elements
     return Need(gpu_memory_bytes=HALF * elements, holds="shards" if config.is_split else "model")
 
 

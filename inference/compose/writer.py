@@ -121,7 +121,7 @@ class TextWriter:
         self._read.ids[: len(firsts)] = self._ids[: len(firsts), :1] = firsts
 
     def _go_on(self, logits: torch.Tensor) -> None:
-        """Choose the tokens behind those that gave the logits (b, v), and note them."""
+        """Choose and store the next tokens, from logits (b, v)."""
         batch = len(logits)
         rows = torch.arange(batch, device=logits.device)
         token, turn, place = self._read.ids[:batch, 0], self._turn[:batch], self._place[:batch]

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from math import prod
 
-from exl2flow.core.options.config import CalibrationOptions
+from exl2flow.core.options.config import CalibrationOptions, RunOptions
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
+from exl2flow.model.memory.footprint import HALF
 
 TEXT_TOKENS = 2048  # of a text at most; a longer row is several of them
 TEXTS_AT_ONCE = 256
 CACHE_ELEMENTS = 2**29  # for the keys and values of texts that are written at once, at least
 ROOM = 0.8  # of a GPU's free memory, for weights and these
-HALF = 2  # bytes of an element on a GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,14 @@ class Composition:
             weights=weights,
             elements=weights + at_once * text,
         )
+
+    @classmethod
+    def of_run(cls, spec: ModelSpec, config: RunOptions, free: int | None) -> "Composition":
+        """Plan the rows of a run; `free` bytes of the GPU, None on a CPU."""
+        if free is None:
+            return cls.of(spec, config.calibration)
+        memory = 0 if config.is_split else free
+        return cls.of(spec, config.calibration, memory=memory, training=config.training_rows)
 
     @property
     def texts(self) -> int:

@@ -192,8 +192,7 @@ def calibration_in_words(config: RunOptions, spec: ModelSpec, card: Card | None)
         text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
     if options.text == "self":
         training = config.training_rows if card else 0
-        memory = card.memory if card and not config.is_split else 0
-        plan = Composition.of(spec, options, memory=memory, training=training)
+        plan = Composition.of_run(spec, config, card.memory if card else None)
         text += f"; the model first writes {plan.rows - training} of the rows itself"
         text += f" and {training} to be trained on" if training else ""
         text += f", as {plan.texts} texts, {plan.at_once} at a time"
