@@ -51,7 +51,7 @@ IDS = torch.arange(20)[None]
 
 
 def slow_but(quick: tuple[str, ...]) -> list[Any]:
-    """Return all checkpoints; the tests of those that are not quick are slow."""
+    """Return all checkpoints; only the quick ones are tested by `make test`."""
     slow = pytest.mark.slow
     return [name if name in quick else pytest.param(name, marks=slow) for name in CHECKPOINTS]
 
