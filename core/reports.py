@@ -203,6 +203,7 @@ class SublayerReport:
     """A sublayer, some or all experts of a layer, or the head; what is unknown is None.
 
     rel_err: of its output. experts: of experts only. before: errors that `refine` started from.
+    trained: error on rows that judge over the one before training; None: it is not trained.
     """
 
     name: str
@@ -212,6 +213,7 @@ class SublayerReport:
     rel_err: float | None = None
     before: Json | None = None
     experts: ExpertTokens | None = None
+    trained: float | None = None
 
     @classmethod
     def from_json(cls, value: Json) -> Self:
@@ -225,7 +227,7 @@ class SublayerReport:
             ),
             before=mapping(value.get("before")) or None,
             experts=ExpertTokens.from_json(experts) if isinstance(experts, dict) else None,
-            **{n: json_number(value.get(n)) for n in ("bits", "bpw", "rel_err")},
+            **{n: json_number(value.get(n)) for n in ("bits", "bpw", "rel_err", "trained")},
         )
 
     def to_json(self) -> Json:
@@ -243,6 +245,7 @@ class SublayerReport:
             "rel_err": self.rel_err,
             **({} if self.before is None else {"before": self.before}),
             **({} if self.experts is None else {"experts": self.experts.to_json()}),
+            **({} if self.trained is None else {"trained": self.trained}),
         }
 
 

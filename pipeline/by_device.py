@@ -32,8 +32,10 @@ def with_codes(config: Options) -> Options:
     if not isinstance(config, SharedOptions) or not config.tune.steps or not config.tune.code_rate:
         return config
     try:
-        needed = tune_memory(resolve(config.source), config.tune)
-        room = ROOM * total_memory(resolve_device(config.device))
+        memory = total_memory(device := resolve_device(config.device))
+        limit = int(min(memory, config.max_memory or memory))
+        card = limit if device.type == "cuda" else None
+        needed, room = tune_memory(resolve(config.source), config.tune, card), ROOM * memory
     except (Exl2FlowError, OSError):  # the checks to come say what is wrong
         return config
     if needed < min(room, config.max_memory or needed + 1):

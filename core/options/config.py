@@ -63,7 +63,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "standard": {},
     "best": {
         "sensitivity": {"rows": 32, "block": 1024},
-        "rounding": {"rounds": 4},
+        "rounding": {"rounds": 4, "block_steps": 150},
         "allocate": {"rounds": 1},
         "tune": {"steps": 300},
     },
@@ -207,7 +207,7 @@ class RunOptions(SplitModels):
     @property
     def judges(self) -> tuple[str, ...]:
         """Parts that judge by rows of text set aside, where one row would be too few."""
-        return ()
+        return ("training",) if self.rounding.block_steps else ()
 
     @property
     def rows_in_words(self) -> str:
@@ -288,8 +288,8 @@ class SharedOptions(RunOptions):
     @property
     def judges(self) -> tuple[str, ...]:
         """See `RunOptions`."""
-        users = (("tuning", self.is_tuned), ("allocation", self.allocate.rounds))
-        return tuple(name for name, needed in users if needed)
+        training = ("training",) if self.is_tuned else super().judges
+        return training + (("allocation",) if self.allocate.rounds else ())
 
     @property
     def validation(self) -> ValidateOptions | None:

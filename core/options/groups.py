@@ -152,6 +152,17 @@ class RoundingOptions(Options):
         description="tokens below which an expert also learns from tokens that nearly chose it; 0: "
         "as many as it has in-features",
     )
+    block_steps: int = Field(
+        default=0,
+        ge=0,
+        description="steps of training a sublayer's codes and scales to return what the source's "
+        "returns, after rounding; 0: none",
+    )
+    block_rate: float = Field(
+        default=0.05,
+        gt=0,
+        description="rate of those codes times the root of `block_steps`, in code units",
+    )
     fisher_share: float = Field(
         default=0.5,
         ge=0,
@@ -162,6 +173,8 @@ class RoundingOptions(Options):
     def fingerprinted(self) -> dict[str, object]:
         """Return the options that a stage's fingerprint knows; defaults of later ones are not."""
         exclude = set() if self.expert_tokens else {"expert_tokens"}
+        if not self.block_steps:
+            exclude |= {"block_steps", "block_rate"}
         return self.model_dump(exclude=exclude)
 
 
@@ -183,12 +196,12 @@ class TuneOptions(Options):
         "CPU",
     )
     norm_rate: float = Field(
-        default=2e-3,
+        default=5e-4,
         ge=0,
         description="rate of norms and biases, in units of their root mean square",
     )
     scale_rate: float = Field(
-        default=3e-3, ge=0, description="rate of the groups' scales, relative"
+        default=1e-3, ge=0, description="rate of the groups' scales, relative"
     )
     embedding_rate: float = Field(
         default=0, ge=0, description="rate of the embedding, in units of its root mean square"

@@ -85,8 +85,8 @@ from exl2flow.quant.quantize.stage import (
     result_files,
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
+from exl2flow.quant.training.trainable import fits_half
 from exl2flow.quant.tune.stage import TUNING_FILE
-from exl2flow.quant.tune.trainable import fits_half
 from exl2flow.quant.walk.needs import HALF, ModelSizes
 
 log = logging.getLogger(__name__)

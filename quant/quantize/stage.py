@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from exl2flow.core import words
-from exl2flow.core.options.config import RunOptions
+from exl2flow.core.options.config import HELD_OUT_ROWS, RunOptions
 from exl2flow.core.reports import MatrixReport, SublayerReport
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.need import Need
@@ -60,7 +60,14 @@ from exl2flow.quant.rounding.hessian import (
 from exl2flow.quant.rounding.together import runs_together
 from exl2flow.quant.sensitivity.fisher import Factors, shared_factors
 from exl2flow.quant.sensitivity.stage import FactorFiles
-from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.tokenize.stage import judging_texts, load_rows, unjudged_rows
+from exl2flow.quant.training.block import (
+    BlockRows,
+    Texts,
+    block_bytes,
+    output_metric_of,
+    train_block,
+)
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.pinned import made_to_fit
@@ -70,6 +77,7 @@ from exl2flow.quant.walk.working_memory import stored_elements
 
 HEAD_FILE = "sublayers/head.safetensors"
 CORRECTED_WEIGHT = 8  # bytes per weight more: corrected targets, and one being computed
+JUDGING_ROWS = 3 * HELD_OUT_ROWS  # at most, of all texts that judge
 ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
 
 
@@ -95,10 +103,19 @@ class MatrixWork(SublayerWork):
     Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
     """
 
-    def __init__(self, run: StageRun[RunOptions], rows: int) -> None:
+    def __init__(self, run: StageRun[RunOptions], rows: int, texts: Texts | None = None) -> None:
+        """Begin.
+
+        Args:
+            run: the stage.
+            rows: to work on.
+            texts: whose rows follow these and judge sublayers that are trained; None: none is.
+        """
         self.folder = run.folder
         self.options = run.config.rounding
-        self.rows = rows
+        self.texts = texts
+        self.worked_on, self.rows = rows, rows + sum(map(len, (texts or {}).values()))
+        self.paired = range(0)  # rows of the source whose errors are corrected
         self.error_rows = range(0, rows, max(1, rows // ERROR_ROWS))
         factors = run.inputs.get("sensitivity")
         self.factors = factors and FactorFiles(factors, run.device)
@@ -109,9 +126,10 @@ class MatrixWork(SublayerWork):
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
         """See `SublayerWork`: advance states through the matrices of an earlier run."""
-        quantized = states[: self.rows]
-        pairs = CrossProducts(sublayer, states[self.rows :], self.again)
-        advance_source(sublayer, pairs, quantized)
+        quantized, source = states[: self.rows], states[self.rows :]
+        pairs = CrossProducts(sublayer, source[: len(self.paired)], self.paired)
+        advance_source(sublayer, pairs, quantized[: self.worked_on])
+        advance(sublayer, source[len(self.paired) :])
         tensors = read_tensors(path)
         for projection in sublayer.spec.projections:
             matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
@@ -142,6 +160,39 @@ class MatrixWork(SublayerWork):
         if factors is None or not self.options.rounds:
             return None
         return factors.output.damped(self.options.output_damping).blocks
+
+    def trained(
+        self,
+        sublayer: Sublayer,
+        rounded: dict[str, RoundedMatrix],
+        factors: Mapping[str, Factors],
+        states: torch.Tensor,
+        *,
+        returned: torch.Tensor | None = None,
+    ) -> tuple[dict[str, RoundedMatrix], float | None]:
+        """Return matrices trained on what the source returns, see `train_block`; experts stay.
+
+        Args:
+            sublayer: with the source's weights.
+            rounded: projection → matrix.
+            factors: of the projections, or empty.
+            states: that enter it, fp32 (rows, t, hidden).
+            returned: what the source's own have become, or None.
+        """
+        if self.texts is None or sublayer.spec.group is not None:
+            return rounded, None
+        last = [p.name for p in sublayer.spec.projections if p.is_last]
+        damping = self.options.output_damping
+        outputs = [factors[name].output.damped(damping) for name in last if factors]
+        rows = BlockRows(
+            source=sublayer,
+            states=states,
+            returned=returned,
+            strength=self.options.correction,
+            metric=output_metric_of(sublayer, outputs),
+            texts=self.texts,
+        )
+        return train_block(rounded, rows, self.options)
 
     def store_head(self, packed: Packed) -> None:
         """Write the head's matrix and its report, and commit the file."""
@@ -186,10 +237,16 @@ def row_errors(
 class Quantizing(MatrixWork):
     """The work of `quantize` at a sublayer, and at the head."""
 
-    def __init__(self, run: StageRun[RunOptions], rows: int, choice: Choice) -> None:
-        super().__init__(run, rows)
+    def __init__(
+        self, run: StageRun[RunOptions], rows: int, choice: Choice, texts: Texts | None = None
+    ) -> None:
+        """Begin; texts: what judges blocks that are trained; None: none is."""
+        super().__init__(run, rows, texts)
         self.choice = choice
-        self.again = paired_rows(rows) if self.options.correction else range(0)
+        if texts is not None:
+            self.paired, self.again = range(rows), range(self.rows)
+        elif self.options.correction:
+            self.paired = self.again = paired_rows(rows)
         self.correction = Correction(
             strength=self.options.correction, damping=self.options.damping, note=run.folder.note
         )
@@ -198,23 +255,27 @@ class Quantizing(MatrixWork):
         """See `SublayerWork`."""
         report = read_report(path)
         figures = f"bpw={words.bits(report.bpw)} rel_err={words.error(report.rel_err)}"
-        return figures + experts_in_log(report)
+        trained = "" if report.trained is None else f" trained={report.trained:.3f}"
+        return figures + trained + experts_in_log(report)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: round, pack, and advance the states quantized."""
-        quantized = states[: self.rows]
-        crosses = CrossProducts(sublayer, states[self.rows :], self.again)
-        coverage = Coverage.of(sublayer, quantized, self.options.expert_tokens)
+        quantized, twins = states[: self.rows], states[self.rows :]
+        worked_on = quantized[: self.worked_on]
+        crosses = CrossProducts(sublayer, twins[: len(self.paired)], self.paired)
+        coverage = Coverage.of(sublayer, worked_on, self.options.expert_tokens)
         hessians, reference = collect_hessians(
-            sublayer, quantized, keep=self.error_rows, observe=crosses, coverage=coverage
+            sublayer, worked_on, keep=self.error_rows, observe=crosses, coverage=coverage
         )
+        advance(sublayer, twins[len(self.paired) :])
         source, targets = dict(sublayer.linears), dict(sublayer.linears)
-        if self.again:
+        if self.options.correction:
             targets = self.correction.sublayer_targets(
-                sublayer, quantized, hessians, crosses, coverage
+                sublayer, worked_on, hessians, crosses, coverage
             )
         factors = self.read_factors(sublayer.spec.index)
         rounded = self._round_sublayer(sublayer, targets, hessians, factors)
+        rounded, trained = self.trained(sublayer, rounded, factors, quantized, returned=twins)
         packed = []
         for p in sublayer.spec.projections:
             item = self._packed(p, source[p.name], rounded[p.name], hessians[p.capture], factors)
@@ -231,6 +292,7 @@ class Quantizing(MatrixWork):
                 summary(sublayer.spec.name, packed, reports),
                 rel_err=float(host["errors"].mean()),
                 experts=experts,
+                trained=trained,
             )
 
         return storing(path, packed, {"errors": errors}, finish)
@@ -238,14 +300,15 @@ class Quantizing(MatrixWork):
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
         """Quantize the head on the final states and commit its file."""
         projection, head = model.spec.head, model.head()
-        quantized, source = states[: self.rows], states[self.rows :]
+        quantized = states[: self.worked_on]
+        source = states[self.rows :][: len(self.paired)]
         hessian = head_hessian(head, quantized)
         factors = self.read_factors("head")
 
         def target() -> Linear:
-            if not self.again:
+            if not self.options.correction:
                 return head.linear
-            paired = quantized[:: self.again.step]
+            paired = quantized[:: self.paired.step]
             return self.correction.head_target(head, hessian, paired, source)
 
         # keep no reference to targets and weights, which are as large as the head
@@ -372,7 +435,7 @@ def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMat
 
 
 @tensor_cores()
-@torch.inference_mode()
+@torch.no_grad()
 def quantize(run: StageRun[RunOptions]) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
     model = SourceModel.open(run.config, run.device)
@@ -381,14 +444,27 @@ def quantize(run: StageRun[RunOptions]) -> None:
     if run.config.writes_sample:  # when validating
         ops.prepare()
     run.folder.manifest.total = len(model.spec.sublayers) + 1
-    ids = load_rows(run.inputs["tokenize"], "quantize")
+    ids, texts = _rows(run)
     head_is_open = not run.folder.valid(HEAD_FILE)
-    work = Quantizing(run, len(ids), read_choice(run.inputs["allocate"]))
+    work = Quantizing(run, len(ids), read_choice(run.inputs["allocate"]), texts)
+    ids = torch.cat([ids, *(texts or {}).values()])
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
         made_to_fit(partial(work.head, model, states))
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
+
+
+def _rows(run: StageRun[RunOptions]) -> tuple[torch.Tensor, Texts | None]:
+    """Return the rows to round for, int64 (rows, t), and the texts that judge trained blocks.
+
+    What judges a training is in no Hessian.
+    """
+    config, folder = run.config, run.inputs["tokenize"]
+    if not config.judges:
+        return load_rows(folder, "quantize"), None
+    ids = unjudged_rows(folder, "quantize", config.held_out)
+    return ids, judging_texts(folder, config.held_out) if config.rounding.block_steps else None
 
 
 def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Need:
@@ -397,13 +473,18 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
     At the start the states exist twice, as rows and as one tensor, beside embedding and head.
     Corrected targets need some states of the source, too.
     """
-    corrects = corrects and config.rounding.correction > 0
-    paired = len(paired_rows(config.calibration.rows)) if corrects else 0
-    tokens = config.calibration.row_tokens
-    states = sizes.token * tokens * (config.calibration.rows + paired)
+    rows, tokens = config.calibration.rows, config.calibration.row_tokens
+    trains = config.rounding.block_steps > 0
+    walked = rows + (JUDGING_ROWS if trains else 0)
+    paired = 0
+    if corrects:
+        paired = walked if trains else len(paired_rows(rows)) * (config.rounding.correction > 0)
+    states = sizes.token * tokens * (walked + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
-    working = sizes.walk_memory(sizes.worked_on(weight), tokens)
+    trained = block_bytes(sizes.spec, tokens) if trains else 0
+    working = max(sizes.walk_memory(sizes.worked_on(weight), tokens), trained)
     work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT) + sizes.together(1)
+    work = max(work, trained)
     return Need(
         memory_bytes=states + max(states + 2 * FLOAT * sizes.head, working),
         kept_bytes=sizes.packed,
@@ -414,7 +495,8 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
 
 
 def _options(config: RunOptions) -> dict[str, object]:
-    return {"rope": config.rope.model_dump(), "rounding": config.rounding.fingerprinted()}
+    options = {"rope": config.rope.model_dump(), "rounding": config.rounding.fingerprinted()}
+    return options | ({"held_out_rows": config.held_out} if config.judges else {})
 
 
 QUANTIZE: Stage[RunOptions] = Stage(

@@ -10,8 +10,8 @@ import torch
 
 from exl2flow.core.errors import SingularHessian
 from exl2flow.core.options.config import RoundingOptions
-from exl2flow.kernels import CHUNK_ELEMENTS, Group, get_ops, times_output
-from exl2flow.model.files.exl2 import QuantizedMatrix, QuantParams
+from exl2flow.kernels import CHUNK_ELEMENTS, Group, times_output
+from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.rounding.descent import Metric, refine
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, RoundingJob, round_matrices
 from exl2flow.quant.rounding.hessian import (
@@ -23,19 +23,6 @@ from exl2flow.quant.rounding.hessian import (
 
 STORED, ANEW = "stored", "rounded anew"  # starting points of refining
 CLOSE = 1.25  # a stored matrix with more than this times the new one's refined loss never won
-
-
-def unpacked(matrix: QuantizedMatrix, device: torch.device) -> RoundedMatrix:
-    """Return a stored matrix as codes, on a device."""
-    ops = get_ops(device)
-    groups = matrix.groups
-    return RoundedMatrix(
-        codes=ops.unpack(matrix.packed.to(device), groups),
-        groups=groups,
-        scale_codes=ops.unpack_scales(matrix.scale_codes.to(device)),
-        max_scales=matrix.max_scales.to(device),
-        perm=torch.argsort(matrix.inverse_perm.to(device).long()),
-    )
 
 
 def params_of(groups: tuple[Group, ...]) -> QuantParams | None:

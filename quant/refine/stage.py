@@ -5,7 +5,7 @@ model: each sublayer is refined for the actual output of the refined ones before
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,10 +29,10 @@ from exl2flow.quant.quantize.stage import (
     summary,
 )
 from exl2flow.quant.quantize.stored_form import Packed, Unchanged, storing
-from exl2flow.quant.refine.improvement import improve, params_of, unpacked
+from exl2flow.quant.refine.improvement import Improvement, improve, params_of
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.rounding.coverage import Coverage
-from exl2flow.quant.rounding.error_feedback import near, padded_weight
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix, near, padded_weight
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
     collect_hessians,
@@ -40,7 +40,8 @@ from exl2flow.quant.rounding.hessian import (
     relative_error,
 )
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
-from exl2flow.quant.tokenize.stage import unjudged_rows
+from exl2flow.quant.tokenize.stage import judging_texts, unjudged_rows
+from exl2flow.quant.training.block import Texts
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel
@@ -49,11 +50,27 @@ from exl2flow.quant.walk.walk import Store, advance, walk
 KEPT = "kept"  # report of a matrix that is not refined
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refined:
+    """A replacement of a stored matrix, trained if it is; nats: that the stored one costs."""
+
+    improvement: Improvement
+    matrix: RoundedMatrix
+    nats: float | None
+
+
 class Refining(MatrixWork):
     """The work of `refine` at a sublayer, and at the head."""
 
-    def __init__(self, run: StageRun[RefinementConfig], rows: int, stored: StoredModel) -> None:
-        super().__init__(run, rows)
+    def __init__(
+        self,
+        run: StageRun[RefinementConfig],
+        rows: int,
+        stored: StoredModel,
+        texts: Texts | None = None,
+    ) -> None:
+        """Begin; texts: see `MatrixWork`."""
+        super().__init__(run, rows, texts)
         self.stored = stored
 
     def describe(self, path: Path) -> str:
@@ -65,9 +82,10 @@ class Refining(MatrixWork):
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
-        coverage = Coverage.of(sublayer, states, self.options.expert_tokens)
+        worked_on = states[: self.worked_on]
+        coverage = Coverage.of(sublayer, worked_on, self.options.expert_tokens)
         hessians, reference = collect_hessians(
-            sublayer, states, keep=self.error_rows, coverage=coverage
+            sublayer, worked_on, keep=self.error_rows, coverage=coverage
         )
         weights = dict(sublayer.linears)
         before = {p.name: self.stored.matrix(p) for p in sublayer.spec.projections}
@@ -76,15 +94,22 @@ class Refining(MatrixWork):
         kept_states = states[list(reference)].clone()
         advance(sublayer, kept_states)
         figures = {"before": row_errors(sublayer, kept_states, reference)}
+        sublayer.linears.update(weights)
         factors = self.read_factors(sublayer.spec.index)
-        packed = []
+        refined = dict[str, Refined | None]()
         for capture, hessian in hessians.items():
             members = sublayer.spec.reading(capture)
             item = self.factor(members[0], hessian, factors)
             for p in members:
-                old, fisher = before[p.name], factors.get(p.name)
-                packed.append(self._refine(p, old, weights[p.name], item, hessian, fisher))
-                install(sublayer, p, packed[-1].matrix)
+                fisher = factors.get(p.name)
+                refined[p.name] = self._refine(before[p.name], weights[p.name], item, fisher)
+        trained = self._train(sublayer, refined, factors, states)
+        packed = []
+        for p in sublayer.spec.projections:
+            own, old = refined[p.name], before[p.name]
+            fisher, hessian = factors.get(p.name), hessians[p.capture]
+            packed.append(self._packed(p, old, weights[p.name], own, hessian, fisher))
+            install(sublayer, p, packed[-1].matrix)
         advance(sublayer, states)
         figures["after"] = row_errors(sublayer, (states[row] for row in reference), reference)
 
@@ -97,6 +122,7 @@ class Refining(MatrixWork):
                 rel_err=error["after"],
                 before={"rel_err": error["before"]},
                 experts=None if coverage is None else coverage.report(),
+                trained=trained,
             )
 
         return storing(path, packed, figures, finish)
@@ -104,42 +130,73 @@ class Refining(MatrixWork):
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
         """Refine the head on the final states and commit its file."""
         projection, head = model.spec.head, model.head()
-        hessian = head_hessian(head, states)
+        hessian = head_hessian(head, states[: self.worked_on])
         factors = self.read_factors("head")
         item = self.factor(projection, hessian, factors)
         old, fisher = self.stored.matrix(projection), factors.get(projection.name)
-        self.store_head(self._refine(projection, old, head.linear, item, hessian, fisher))
+        refined = self._refine(old, head.linear, item, fisher)
+        self.store_head(self._packed(projection, old, head.linear, refined, hessian, fisher))
 
     def _refine(
+        self,
+        stored: QuantizedMatrix,
+        linear: Linear,
+        item: HessianFactor,
+        factors: Factors | None,
+    ) -> Refined | None:
+        """Return the replacement of a stored matrix; None: it has more columns than needed."""
+        weight = padded_weight(linear)
+        if stored.shape != tuple(weight.shape):
+            return None
+        values = near(weight, linear)
+        old = RoundedMatrix.of(stored, values.device)
+        factors = factors and factors.to(values.device)
+        improvement = improve(old, weight, item, self.output_metric(factors), self.options)
+        nats = None if factors is None else estimate(old.dequantize(), factors, less=values)
+        return Refined(improvement=improvement, matrix=improvement.matrix, nats=nats)
+
+    def _train(
+        self,
+        sublayer: Sublayer,
+        refined: dict[str, Refined | None],
+        factors: Mapping[str, Factors],
+        states: torch.Tensor,
+    ) -> float | None:
+        """Train the matrices of a sublayer unless one stays; see `MatrixWork.trained`."""
+        found = {name: each for name, each in refined.items() if each is not None}
+        if len(found) < len(refined):
+            return None
+        rounded = {name: each.matrix for name, each in found.items()}
+        rounded, trained = self.trained(sublayer, rounded, factors, states)
+        refined.update({n: replace(found[n], matrix=matrix) for n, matrix in rounded.items()})
+        return trained
+
+    def _packed(
         self,
         projection: ProjectionSpec,
         stored: QuantizedMatrix,
         linear: Linear,
-        item: HessianFactor,
+        refined: Refined | None,
         hessian: torch.Tensor,
         factors: Factors | None,
     ) -> Packed:
-        """Return the replacement of a stored matrix; with more columns than needed it stays."""
-        weight = padded_weight(linear)
-        values = near(weight, linear)
-        old = unpacked(stored, values.device)
-        if stored.shape != tuple(weight.shape):
+        """Return a matrix in its stored form with its report, unchanged if there is no other."""
+        values = near(padded_weight(linear), linear)
+        if refined is None:
             return self._kept(projection, stored, values, hessian)
-        factors = factors and factors.to(values.device)
-        improvement = improve(old, weight, item, self.output_metric(factors), self.options)
-        decoded = old.dequantize()
+        old = RoundedMatrix.of(stored, values.device)
         figures = {
-            "start": improvement.start,
-            "losses": dict(improvement.losses),
+            "start": refined.improvement.start,
+            "losses": dict(refined.improvement.losses),
             "before": {
-                "rel_err": float(relative_error(hessian, values, decoded)),
-                "nats": None if factors is None else estimate(decoded, factors, less=values),
-                "loss": improvement.before,
+                "rel_err": float(relative_error(hessian, values, old.dequantize())),
+                "nats": refined.nats,
+                "loss": refined.improvement.before,
             },
         }
         params = str(params_of(old.groups) or "")
         return Packed(
-            projection, linear, improvement.matrix, hessian, factors, params=params, refined=figures
+            projection, linear, refined.matrix, hessian, factors, params=params, refined=figures
         )
 
     def _kept(
@@ -171,16 +228,19 @@ def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
 
 
 @tensor_cores()
-@torch.inference_mode()
+@torch.no_grad()
 def refine_model(run: StageRun[RefinementConfig]) -> None:
     """Write the replacements of the stored matrices into the stage folder."""
     config = run.config
     stored = StoredModel.open(config, run.device)
     model = stored.with_reference()
     run.folder.manifest.total = len(model.spec.sublayers) + stored.has_head
-    ids = hessian_rows(run.inputs["tokenize"], config.held_out_rows)
+    folder, held_out = run.inputs["tokenize"], config.held_out_rows
+    ids = hessian_rows(folder, held_out)
+    texts = judging_texts(folder, held_out) if config.rounding.block_steps else None
     head_is_open = stored.has_head and not run.folder.valid(HEAD_FILE)
-    work = Refining(run, len(ids), stored)
+    work = Refining(run, len(ids), stored, texts)
+    ids = torch.cat([ids, *(texts or {}).values()])
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
         made_to_fit(partial(work.head, model, states))

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from typing import Self
 
 import torch
 
@@ -48,6 +49,18 @@ class RoundedMatrix:
     max_scales: torch.Tensor
     perm: torch.Tensor
     fed_back: Tall | None = None
+
+    @classmethod
+    def of(cls, matrix: QuantizedMatrix, device: torch.device) -> Self:
+        """Return a stored matrix as codes, on a device."""
+        ops, groups = get_ops(device), matrix.groups
+        return cls(
+            codes=ops.unpack(matrix.packed.to(device), groups),
+            groups=groups,
+            scale_codes=ops.unpack_scales(matrix.scale_codes.to(device)),
+            max_scales=matrix.max_scales.to(device),
+            perm=torch.argsort(matrix.inverse_perm.to(device).long()),
+        )
 
     def dequantize(self) -> torch.Tensor:
         """Return the matrix fp16 (k, n) in the order of the in-features."""

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from exl2flow.calibration_data import standard
+from exl2flow.calibration_data import heldout, standard
 from exl2flow.core.errors import NotEnoughRows
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Tokenizer
@@ -82,6 +82,19 @@ def calibration_rows(
     for note in rows.notes:
         log.log(level, "%s", note)
     return rows
+
+
+def held_out_rows(tokenizer: Tokenizer, *, rows: int, row_tokens: int) -> torch.Tensor:
+    """Return the last rows of the built-in held-out text, int64 (at most `rows`, row_tokens).
+
+    Validation reads its first ones; at most half of all judge.
+    """
+    texts = (text for [text] in records(heldout(), ["text"]))
+    ids = tokenizer.encode("\n\n".join(texts))
+    whole = len(ids) // row_tokens
+    count = min(rows, whole // 2)
+    end = whole * row_tokens
+    return torch.tensor(ids[end - count * row_tokens : end]).view(count, row_tokens)
 
 
 def joined(first: CalibrationRows, second: CalibrationRows) -> CalibrationRows:

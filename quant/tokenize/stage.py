@@ -10,7 +10,7 @@ import torch
 
 from exl2flow import calibration_data
 from exl2flow.core.errors import NotEnoughRows
-from exl2flow.core.options.config import CalibrationOptions, RunOptions
+from exl2flow.core.options.config import HELD_OUT_ROWS, CalibrationOptions, RunOptions
 from exl2flow.core.store.files import (
     digest,
     digest_of,
@@ -23,10 +23,17 @@ from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import COMPOSED, KINDS_FILE, ROWS_FILE, Stage, StageRun
 from exl2flow.model import Tokenizer, check_ids, resolve, with_bos
 from exl2flow.quant.tokenize.dialogues import chat_rows, dialogue_stream, load_template
-from exl2flow.quant.tokenize.mix import CalibrationRows, RowRequest, calibration_rows, joined
+from exl2flow.quant.tokenize.mix import (
+    CalibrationRows,
+    RowRequest,
+    calibration_rows,
+    held_out_rows,
+    joined,
+)
 from exl2flow.quant.walk.needs import TOKEN, ModelSizes
 
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
+JUDGING = "judging "  # before a text's name: its rows, which only judge
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
 
@@ -68,10 +75,50 @@ def tokenize(run: StageRun[RunOptions]) -> None:
         kinds[mix] = {"kinds": list(calibration.kinds), "notes": list(calibration.notes)}
         for note in calibration.notes:
             run.folder.note(f"{mix} rows: {note}")
+    if run.config.judges:
+        tensors |= _judging_texts(run, tokenizer)
     run.folder.commit(KINDS_FILE, write_json(run.folder.path / KINDS_FILE, kinds))
     sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
     run.folder.commit(ROWS_FILE, sha256, cursor=1)
     run.tick(1, 1, f"rows={options.measure_rows}+{options.rows}")
+
+
+def _judging_texts(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
+    """Return rows of other texts than the calibration's, by `JUDGING` and the text.
+
+    The ones that the source wrote, if it writes, follow those that are used otherwise.
+    """
+    options, spec, count = run.config.calibration, resolve(run.config.source), HELD_OUT_ROWS
+    texts = {"held-out": held_out_rows(tokenizer, rows=count, row_tokens=options.row_tokens)}
+    if "compose" in run.inputs:
+        written = further_rows(run.inputs["compose"], run.config)
+        texts["self-written"] = written[: judging_rows(count, len(written))]
+    return {f"{JUDGING}{text}": with_bos(x, spec) for text, x in texts.items() if len(x)}
+
+
+def further_rows(folder: Path, config: RunOptions) -> torch.Tensor:
+    """Return the rows that the source wrote beyond those of the mixes, int64 (rows, t)."""
+    options = config.calibration
+    used = max(map(options.special_rows, (options.rows, options.measure_rows)))
+    return read_tensors(folder / ROWS_FILE)[COMPOSED][used:, : options.row_tokens].contiguous()
+
+
+def judging_texts(folder: Path, held_out: int) -> dict[str, torch.Tensor]:
+    """Return text → rows that only judge, int64 (rows, t): the calibration's own, and others.
+
+    Args:
+        folder: stage folder of `tokenize`.
+        held_out: rows of the calibration text to hold out, at most half of them.
+
+    Raises:
+        NotEnoughRows: there are fewer than two rows of text.
+    """
+    others = {
+        name.removeprefix(JUDGING): rows
+        for name, rows in read_tensors(folder / ROWS_FILE).items()
+        if name.startswith(JUDGING)
+    }
+    return {"calibration": split_rows(folder, held_out)[1], **others}
 
 
 def _maker(run: StageRun[RunOptions], tokenizer: Tokenizer) -> Maker | None:
@@ -215,6 +262,9 @@ def _options(config: RunOptions) -> dict[str, object]:
         options["single"] = "text"  # it was noise
     if calibration.special_rows(1):
         options |= {"text": calibration.text, "share": calibration.share}
+    if config.judges:
+        options["judging"] = digest(calibration_data.heldout())
+        options["further"] = config.training_rows
     if calibration.text == "chat":
         template = load_template(config.source, Tokenizer.load(config.source))
         options["dialogues"] = digest(calibration_data.chat())

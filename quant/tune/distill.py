@@ -5,28 +5,29 @@ saved between two steps is all that a resume needs.
 """
 
 import math
+from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch.nn import functional
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.memory import limit_of
 from exl2flow.model import Linear, Sublayer, TensorFiles, build_embedding
 from exl2flow.model.files.gptq import is_gptq
 from exl2flow.model.layers.experts import entering
+from exl2flow.quant.training.judges import Judges, from_flat
+from exl2flow.quant.training.row_order import RowOrder
+from exl2flow.quant.training.trainable import adam, rate_share
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
-WARM_UP = 0.05  # share of the steps in which the rates rise
-LEAST_RATE = 0.02  # share of the rates at the last step
 DECODED = torch.float16  # values of matrices in GPTQ form
-KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are recomputed
-BETAS = (0.9, 0.99)
+KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are recomputed ...
+KEPT_SHARE = 0.1  # ... or this share of a GPU's memory, if that is more
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
-EPSILON = 1e-12  # gradients of single embedding entries are tiny
 
 
 class NarrowLinear:
@@ -82,23 +83,14 @@ def _stored_as(tensors: TensorFiles, key: str, *, otherwise: torch.dtype) -> tor
     return tensors.dtype(name) if name in tensors else otherwise
 
 
-class Batches:
-    """The rows of each step: all rows in turn, in a new order each round."""
+def kept_room(device: torch.device) -> int:
+    """Return how many bytes of activations are kept on a device for the backward pass."""
+    return kept_in(None if device.type == "cpu" else limit_of(device))
 
-    def __init__(self, rows: torch.Tensor, *, tokens: int, seed: int) -> None:
-        """Take rows int64 (rows, t), as many at a time as have `tokens` tokens, at least one."""
-        self.rows = rows
-        self.count = max(1, tokens // rows.shape[1])
-        self.seed = seed
 
-    def __call__(self, step: int) -> torch.Tensor:
-        """Return the rows of a step, int64 (count, t)."""
-        places = range(step * self.count, (step + 1) * self.count)
-        return self.rows[[self._row(place) for place in places]]
-
-    def _row(self, place: int) -> int:
-        lap, index = divmod(place, len(self.rows))
-        return int(np.random.default_rng((self.seed, lap)).permutation(len(self.rows))[index])
+def kept_in(memory: int | None) -> int:
+    """Return the same, given the memory of a GPU that tensors may take; None: a CPU."""
+    return max(KEPT_BYTES, int(KEPT_SHARE * (memory or 0)))
 
 
 class Distillation:
@@ -111,24 +103,31 @@ class Distillation:
         options: TuneOptions,
         *,
         training: torch.Tensor,
-        held_out: torch.Tensor,
+        judging: Mapping[str, torch.Tensor],
     ) -> None:
-        """Begin at step 0; rows are int64 (rows, t)."""
+        """Begin at step 0.
+
+        Args:
+            source: the source.
+            model: to be trained.
+            options: of training.
+            training: rows to train on, int64 (rows, t).
+            judging: text → rows that only judge, int64 (rows, t).
+        """
         self.model = model
         self.options = options
         self.device = source.device
         self.reference = Reference(source)
         tokens = options.tokens or STEP_TOKENS[self.device.type]
-        self.batches = Batches(training, tokens=tokens, seed=options.seed)
-        self.held_out = held_out.to(self.device)
-        self.held_out_states = [self.reference.hidden(row[None])[0] for row in self.held_out]
+        self.training = training
+        together = max(1, tokens // training.shape[1])
+        self.order = RowOrder(len(training), together, seed=options.seed)
+        self.judges = Judges(judging)
+        self.judging = self.judges.rows.to(self.device)
+        self.judging_states = [self.reference.hidden(row[None])[0] for row in self.judging]
         self.parameters = model.parameters
         self.values = [p.value for p in self.parameters]
-        self.optimizer = torch.optim.Adam(
-            [{"params": [p.value], "lr": p.rate} for p in self.parameters],
-            betas=BETAS,
-            eps=EPSILON,
-        )
+        self.optimizer = adam(self.parameters)
         for value in self.values:  # allocated now, for `restore`
             self.optimizer.state[value] = {
                 "step": torch.zeros(()),
@@ -136,11 +135,10 @@ class Distillation:
                 "exp_avg_sq": torch.zeros_like(value, requires_grad=False),
             }
         self.step = 0
-        self.judgements: list[float] = []
         self.best = [value.detach().clone() for value in self.values]
-        row = training.shape[1]
-        self.checkpointed = model.kept_bytes(row) > KEPT_BYTES
-        self.together = max(1, KEPT_BYTES // model.kept_bytes(row))  # rows of a backward pass
+        room, row = kept_room(self.device), training.shape[1]
+        self.checkpointed = model.kept_bytes(row) > room
+        self.together = max(1, room // model.kept_bytes(row))  # rows of a backward pass
 
     @property
     def finished(self) -> bool:
@@ -150,35 +148,41 @@ class Distillation:
     @property
     def _stale(self) -> int:
         """The judgements since the best one."""
-        return len(self.judgements) - 1 - self.judgements.index(min(self.judgements))
+        return len(self.judges.judgements) - 1 - self.judges.best
 
     @property
     def summary(self) -> str:
-        """The divergence on the held-out rows: first, latest, best."""
-        first, now, best = self.judgements[0], self.judgements[-1], min(self.judgements)
+        """The divergence on the rows that judge: first, latest, best."""
+        first, now, best = (self.judges.mean(i) for i in (0, -1, self.judges.best))
         return f"KL on rows set aside {first:.4f} -> {now:.4f}, best {best:.4f}"
 
     def report(self) -> dict[str, object]:
-        """Return the judgements as JSON: nats per token on the held-out rows."""
-        interval = self.options.interval
-        steps = [min(i * interval, self.step) for i in range(len(self.judgements))]
-        best = self.judgements.index(min(self.judgements))
+        """Return the judgements as JSON: nats per token on the rows that judge."""
+        interval, judges = self.options.interval, self.judges
+        steps = [min(i * interval, self.step) for i in range(len(judges.judgements))]
+        best, means = judges.best, [judges.mean(i) for i in range(len(steps))]
         return {
             "steps": self.step,
             "best_step": steps[best],
-            "first_kl": self.judgements[0],
-            "best_kl": self.judgements[best],
-            "judgements": [list(pair) for pair in zip(steps, self.judgements, strict=True)],
+            "first_kl": means[0],
+            "best_kl": means[best],
+            "judgements": [list(pair) for pair in zip(steps, means, strict=True)],
+            "texts": {
+                text: {"rows": len(self.judges.texts[text]), "first_kl": first, "best_kl": last}
+                for (text, first), last in zip(
+                    judges.means(0).items(), judges.means(best).values(), strict=True
+                )
+            },
         }
 
     def advance(self) -> None:
         """Do one step, after the first judgement."""
         share = rate_share(self.step, self.options.steps)
-        distance = math.sqrt(self.judgements[0] / RATED_KL)
+        distance = math.sqrt(self.judges.mean(0) / RATED_KL)
         for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
             group["lr"] = parameter.rate * share * (1.0 if parameter.is_code else distance)
         self.optimizer.zero_grad(set_to_none=True)
-        rows = self.batches(self.step).to(self.device)
+        rows = self.training[self.order(self.step)].to(self.device)
         for ids in torch.split(rows, self.together):
             look()
             targets = self.reference.hidden(ids)
@@ -200,22 +204,21 @@ class Distillation:
 
     @torch.no_grad()
     def judge(self) -> None:
-        """Compute the divergence on the held-out rows, and keep the values if it is the lowest.
+        """Compute the divergence on the rows that judge, and keep the values if they are the best.
 
         Raises:
             NonFiniteState: the first divergence is NaN or infinite.
         """
-        total = torch.zeros((), device=self.device)
-        for row, target in zip(self.held_out, self.held_out_states, strict=True):
+        found = []
+        for row, target in zip(self.judging, self.judging_states, strict=True):
             hidden = self.model.hidden(row[None])[0]
-            total += self.model.divergence(hidden, self.reference.head, target)
-        divergence = float(total / len(self.held_out))
-        if not self.judgements and not math.isfinite(divergence):
+            found.append(self.model.divergence(hidden, self.reference.head, target))
+        self.judges.judgements.append(torch.stack(found).tolist())
+        if not math.isfinite(self.judges.mean(0)):
             raise NonFiniteState(
                 "the divergence of the quantized model from its source is not finite on the "
                 "rows set aside; check the source, or try other calibration data"
             )
-        self.judgements.append(divergence)
         if self._stale == 0:
             for best, value in zip(self.best, self.values, strict=True):
                 best.copy_(value)
@@ -229,7 +232,8 @@ class Distillation:
     def state(self) -> torch.Tensor:
         """Return everything that a step changes except `step` itself, fp32 on the CPU."""
         flat = [tensor.detach().reshape(-1).cpu() for tensor in self._changing()]
-        return torch.cat([*flat, torch.tensor(self.judgements)])  # judgements are fp32 already
+        judged = [kl for judgement in self.judges.judgements for kl in judgement]
+        return torch.cat([*flat, torch.tensor(judged)])  # they are fp32 already
 
     @torch.no_grad()
     def restore(self, step: int, state: torch.Tensor) -> None:
@@ -240,7 +244,7 @@ class Distillation:
             begin += tensor.numel()
         for value in self.values:
             self.optimizer.state[value]["step"].fill_(step)
-        self.judgements = state[begin:].tolist()
+        self.judges = from_flat(self.judges.texts, state[begin:].tolist())
         self.step = step
 
     def _changing(self) -> list[torch.Tensor]:
@@ -249,12 +253,3 @@ class Distillation:
             self.optimizer.state[v][m] for m in ("exp_avg", "exp_avg_sq") for v in self.values
         ]
         return [*self.values, *moments, *self.best]
-
-
-def rate_share(step: int, steps: int) -> float:
-    """Return the multiplier of the rates at a step: linear warm-up, then half a cosine."""
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    angle = math.pi * (step - warm) / max(1, steps - warm)
-    return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(angle)) / 2

@@ -16,11 +16,17 @@ import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TuneOptions
-from exl2flow.core.store.files import read_tensors, write_json, write_tensors
+from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.need import Need
-from exl2flow.core.store.stage import COMPOSED, ROWS_FILE, Stage, StageRun
+from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
-from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec, resolve, with_bos
+from exl2flow.model import (
+    CanonicalTensors,
+    ModelSpec,
+    ProjectionSpec,
+    resolve,
+    with_bos,
+)
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import plain_tensors
 from exl2flow.quant.quantize.stage import (
@@ -30,9 +36,9 @@ from exl2flow.quant.quantize.stage import (
     sublayer_file,
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
-from exl2flow.quant.tokenize.stage import split_rows
-from exl2flow.quant.tune.distill import KEPT_BYTES, STEP_TOKENS, Distillation
-from exl2flow.quant.tune.trainable import TunedLinear
+from exl2flow.quant.tokenize.stage import further_rows, judging_texts, split_rows
+from exl2flow.quant.training.trainable import TrainedLinear
+from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation, kept_in
 from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
 from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
@@ -50,8 +56,8 @@ def tuned_files(spec: ModelSpec) -> list[str]:
     return [*result_files(spec), PLAIN_FILE]
 
 
-def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
-    """Forecast the device memory in bytes that tuning needs.
+def tune_memory(spec: ModelSpec, options: TuneOptions, memory: int | None = None) -> int:
+    """Forecast the device memory in bytes that tuning needs, of `memory` of a GPU; None: a CPU.
 
     The whole source as its files store it, the codes of the whole model, Adam's state, the matrices
     of one sublayer and the head, a step's logits, and the activations.
@@ -66,7 +72,7 @@ def tune_memory(spec: ModelSpec, options: TuneOptions) -> int:
         sum(map(tensors.nbytes, tensors.names))
         + codes
         + 4 * (5 * trained + 3 * (max(sizes) + head) + 4 * logits)
-        + KEPT_BYTES
+        + kept_in(memory)
     )
 
 
@@ -80,7 +86,8 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
     trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)
     if options.code_rate:
         trained += decoder_numel(spec) + spec.head.numel
-    state, working = SAVED * FLOAT * trained, tune_memory(spec, options)
+    memory = sizes.card.memory if sizes.card else None
+    state, working = SAVED * FLOAT * trained, tune_memory(spec, options, memory)
     return Need(
         memory_bytes=state + (0 if sizes.card else working),
         kept_bytes=sizes.packed + HALF * plain,
@@ -104,9 +111,8 @@ def tune(run: StageRun[ConversionConfig]) -> None:
     if not all(map(run.folder.valid, [*tuned_files(spec), TUNING_FILE])):
         source = SourceModel.open(run.config, run.device, gradients=True)
         model = TunedModel(source, run.inputs["quantize"], run.config.tune)
-        training, held_out = split_rows(run.inputs["tokenize"], run.config.tune.held_out_rows)
-        training = torch.cat([training, _further_rows(run, training.shape[1])])
-        work = Distillation(source, model, run.config.tune, training=training, held_out=held_out)
+        training, judging = _rows(run)
+        work = Distillation(source, model, run.config.tune, training=training, judging=judging)
         with repeatable_attention(source.device):
             distill(run, work)
         work.recall_best()
@@ -115,14 +121,14 @@ def tune(run: StageRun[ConversionConfig]) -> None:
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
 
 
-def _further_rows(run: StageRun[ConversionConfig], tokens: int) -> torch.Tensor:
-    """Return the rows that the source wrote to be trained on, int64 (rows, tokens)."""
-    if "compose" not in run.inputs:
-        return torch.empty((0, tokens), dtype=torch.int64)
-    rows = read_tensors(run.inputs["compose"] / ROWS_FILE)[COMPOSED]
-    calibration = run.config.calibration
-    used = map(calibration.special_rows, (calibration.rows, calibration.measure_rows))
-    return with_bos(rows[max(used) :, :tokens], resolve(run.config.source))
+def _rows(run: StageRun[ConversionConfig]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the rows to train on, int64 (rows, t), and by text the ones that only judge."""
+    folder, held_out = run.inputs["tokenize"], run.config.tune.held_out_rows
+    training, judging = split_rows(folder, held_out)[0], judging_texts(folder, held_out)
+    if "compose" in run.inputs:
+        written = further_rows(run.inputs["compose"], run.config)[len(judging["self-written"]) :]
+        training = torch.cat([training, with_bos(written, resolve(run.config.source))])
+    return training, judging
 
 
 def distill(run: StageRun[ConversionConfig], work: Distillation) -> None:
@@ -130,7 +136,7 @@ def distill(run: StageRun[ConversionConfig], work: Distillation) -> None:
     saved = run.folder.load_states()
     if saved is not None:
         work.restore(*saved)
-    elif not work.judgements:
+    elif not work.judges.judgements:
         work.judge()
     run.tick(work.step, run.folder.manifest.total)
     while not work.finished:
@@ -157,12 +163,15 @@ def write_results(run: StageRun[ConversionConfig], model: TunedModel, work: Dist
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
     sha256 = write_json(run.folder.path / TUNING_FILE, work.report())
-    run.folder.note(f"tuned: {work.summary}")  # stored with the commit that ends the stage's work
+    judges = work.judges
+    note = f"tuned: {work.summary} ({judges.in_words(judges.best)})"
+    refused = judges.refused()
+    run.folder.note(f"{note}; {refused}" if refused else note)  # stored with the last commit
     run.folder.commit(TUNING_FILE, sha256)
 
 
 def _write_linears(
-    run: StageRun[ConversionConfig], name: str, linears: list[tuple[ProjectionSpec, TunedLinear]]
+    run: StageRun[ConversionConfig], name: str, linears: list[tuple[ProjectionSpec, TrainedLinear]]
 ) -> None:
     """Write a file like that of `quantize`, with its report."""
     report = read_report(run.inputs["quantize"] / name)
@@ -188,12 +197,13 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 
 def _gpu_options(config: ConversionConfig) -> dict[str, object]:
-    return {"step_tokens": config.tune.tokens or STEP_TOKENS["cuda"]}
+    limit = {} if config.max_memory is None else {"max_memory": config.max_memory}
+    return {"step_tokens": config.tune.tokens or STEP_TOKENS["cuda"], **limit}
 
 
 TUNE: Stage[ConversionConfig] = Stage(
     name="tune",
-    schema=2,
+    schema=3,
     inputs=("compose", "tokenize", "quantize"),
     options=_options,
     gpu_options=_gpu_options,

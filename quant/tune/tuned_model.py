@@ -17,10 +17,12 @@ from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.layers.decoder import Head, build_embedding, capped, divergence_terms, placed
 from exl2flow.model.layers.experts import entering
 from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
-from exl2flow.quant.tune.trainable import (
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix
+from exl2flow.quant.training.trainable import (
     Parameter,
-    TunedLinear,
-    TunedNorm,
+    Rates,
+    TrainedLinear,
+    TrainedNorm,
     fits_half,
     leaf,
     sized,
@@ -35,7 +37,7 @@ class TunedSublayer:
     """A sublayer of trained linears and norms; experts stay as they are."""
 
     def __init__(
-        self, source: SourceModel, spec: SublayerSpec, options: TuneOptions, quantized: Path
+        self, source: SourceModel, spec: SublayerSpec, rates: Rates, quantized: Path
     ) -> None:
         """Read the quantized matrices of a sublayer from the folder of `quantize`."""
         built = source.sublayer(spec)
@@ -44,12 +46,12 @@ class TunedSublayer:
         tensors = read_tensors(quantized / sublayer_file(spec))
         weights = {} if spec.group else {name: each.weight for name, each in built.linears.items()}
         self.linears = {
-            p.name: read_linear(p, tensors, options, source.device, weights.get(p.name))
+            p.name: read_linear(p, tensors, rates, source.device, weights.get(p.name))
             for p in spec.projections
         }
         built.linears.update(self.linears)
         self.norms = {
-            norm.role: TunedNorm(norm, built.norms[norm.role], source.tensors, options)
+            norm.role: TrainedNorm(norm, built.norms[norm.role], source.tensors, rates)
             for norm in spec.norms
             if spec.group is None
         }
@@ -75,6 +77,7 @@ class TunedModel:
     def __init__(self, source: SourceModel, quantized: Path, options: TuneOptions) -> None:
         """Read the source's plain tensors and the matrices from the folder of `quantize`."""
         self.spec = source.spec
+        rates = rates_of(options)
         embedding = build_embedding(source.spec, source.tensors, dtype=DTYPE, device=source.device)
         self.learned = embedding.learned
         rows = embedding.weight[: source.spec.vocab_size]
@@ -83,13 +86,13 @@ class TunedModel:
         self.embedding_rate = options.embedding_rate
         self.embedding.requires_grad_(bool(options.embedding_rate))
         self.sublayers = [
-            TunedSublayer(source, spec, options, quantized) for spec in source.spec.sublayers
+            TunedSublayer(source, spec, rates, quantized) for spec in source.spec.sublayers
         ]
         head = source.head()
-        self.final_norm = TunedNorm(self.spec.final_norm, head.final_norm, source.tensors, options)
+        self.final_norm = TrainedNorm(self.spec.final_norm, head.final_norm, source.tensors, rates)
         tensors = read_tensors(quantized / HEAD_FILE)
         weight = head.linear.weight
-        self.head = read_linear(source.spec.head, tensors, options, source.device, weight)
+        self.head = read_linear(source.spec.head, tensors, rates, source.device, weight)
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -170,18 +173,25 @@ class TunedModel:
         return divergence_terms(expected, log_probs).sum()
 
 
+def rates_of(options: TuneOptions) -> Rates:
+    """Return the rates of training a model."""
+    code = options.code_rate / max(1, options.steps) ** 0.5
+    return Rates(scale=options.scale_rate, norm=options.norm_rate, code=code)
+
+
 def read_linear(
     projection: ProjectionSpec,
     tensors: dict[str, torch.Tensor],
-    options: TuneOptions,
+    rates: Rates,
     device: torch.device,
     towards: torch.Tensor | None,
-) -> TunedLinear:
-    """Build a tuned projection from a file's tensors; `towards`: see `TunedLinear`."""
-    return TunedLinear(
-        QuantizedMatrix.from_tensors(projection.key, tensors),
-        options,
+) -> TrainedLinear:
+    """Build a trained projection from a file's tensors; `towards`: see `TrainedLinear`."""
+    matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
+    return TrainedLinear(
+        RoundedMatrix.of(matrix, device),
+        rates,
         out_features=projection.out_features,
-        device=device,
+        bias=None if matrix.bias is None else matrix.bias.to(device),
         towards=towards,
     )

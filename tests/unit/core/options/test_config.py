@@ -184,15 +184,21 @@ def test_output_onto_the_source_is_refused(spelling: str, tmp_path: Path) -> Non
         ConversionConfig(source=tmp_path / "model", out=f"{tmp_path}/{spelling}")
 
 
-@pytest.mark.parametrize("tokens", [0, 5])
-def test_fingerprints_know_every_option_of_rounding_but_the_default_of_the_latest(
-    tokens: int,
+@pytest.mark.parametrize(
+    ("values", "unknown"),
+    [
+        ({}, {"expert_tokens", "block_steps", "block_rate"}),
+        ({"expert_tokens": 5}, {"block_steps", "block_rate"}),
+        ({"block_steps": 5}, {"expert_tokens"}),
+    ],
+)
+def test_fingerprints_know_every_option_of_rounding_but_the_defaults_of_the_latest(
+    values: dict[str, int], unknown: set[str]
 ) -> None:
-    options = RoundingOptions(rounds=7, expert_tokens=tokens)
+    options = RoundingOptions(rounds=7, **values)
 
-    latest = {"expert_tokens"} if tokens == 0 else set()
-    assert options.fingerprinted() == options.model_dump(exclude=latest)
-    assert options.fingerprinted() != RoundingOptions(expert_tokens=tokens).fingerprinted()
+    assert options.fingerprinted() == options.model_dump(exclude=unknown)
+    assert options.fingerprinted() != RoundingOptions(**values).fingerprinted()
 
 
 def test_configuration_cannot_be_changed() -> None:

@@ -220,9 +220,9 @@ def test_trying_allocations_without_costs_in_nats_is_refused(source: Path, tmp_p
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ({"tune": {"steps": 1}}, "tuning set"),
+        ({"tune": {"steps": 1}}, "training set"),
         ({"allocate": {"rounds": 1}}, "allocation set"),
-        ({"tune": {"steps": 1}, "allocate": {"rounds": 1}}, "tuning and allocation set"),
+        ({"tune": {"steps": 1}, "allocate": {"rounds": 1}}, "training and allocation set"),
     ],
 )
 def test_a_single_row_cannot_judge(values: dict[str, object], what: str, source: Path) -> None:

@@ -13,7 +13,7 @@ from exl2flow.core.options.config import RoundingOptions
 from exl2flow.kernels import Group
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS
-from exl2flow.quant.refine.improvement import ANEW, STORED, improve, loss, params_of, unpacked
+from exl2flow.quant.refine.improvement import ANEW, STORED, improve, loss, params_of
 from exl2flow.quant.rounding.descent import Metric
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, RoundingJob, round_matrices
 from exl2flow.quant.rounding.hessian import HessianFactor, MixedHessian, factor
@@ -92,7 +92,7 @@ def test_groups_that_no_parameters_describe_have_none(sizes: tuple[tuple[int, in
 def test_foreign_matrix_is_unpacked_and_packed_to_the_same_bytes() -> None:
     matrix = golden()
 
-    rounded = unpacked(matrix, torch.device("cpu"))
+    rounded = RoundedMatrix.of(matrix, torch.device("cpu"))
 
     assert torch.equal(rounded.dequantize(), matrix.dequantize())
     packed = rounded.pack(None).to_tensors("x")
@@ -116,7 +116,7 @@ def test_refined_matrix_keeps_its_layout_and_has_less_loss(params: QuantParams) 
 
 
 def test_foreign_matrix_with_its_own_layout_is_refined() -> None:
-    stored = unpacked(golden(), torch.device("cpu"))
+    stored = RoundedMatrix.of(golden(), torch.device("cpu"))
     weight, item = problem(32)
     weight = stored.dequantize().float() + 0.3 * weight
 

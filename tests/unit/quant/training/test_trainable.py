@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.core.options.config import TuneOptions
 from exl2flow.model import QuantizedMatrix, QuantParams
-from exl2flow.quant.tune.trainable import TunedLinear, fits_half
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix
+from exl2flow.quant.training.trainable import Rates, TrainedLinear, fits_half, rate_share
 
 PARAMS = QuantParams(bit_widths=(4, 3), proportions=(0.4, 0.6), group_sizes=(32, 64))
+RATES = Rates(scale=3e-3, norm=2e-3, code=0.1)
 K, N, OUT = 160, 32, 27  # groups of 32, 32, 64 and, cut short, 32 rows
 
 
@@ -24,21 +25,24 @@ def matrix() -> QuantizedMatrix:
         scale_codes=torch.randint(16, (len(groups), N), dtype=torch.uint8),
         max_scales=torch.rand(len(groups)).mul_(0.01).half(),
         perm=torch.randperm(K),
-        bias=torch.randn(N),
+        bias=torch.cat([torch.randn(OUT), torch.zeros(N - OUT)]),
     )
 
 
 @pytest.fixture
-def linear(matrix: QuantizedMatrix) -> TunedLinear:
+def linear(matrix: QuantizedMatrix) -> TrainedLinear:
     """The matrix with everything in it trained."""
-    options = TuneOptions(code_rate=1.0)
-    towards = 0.01 * torch.randn(OUT, K)  # a source's weight
-    cpu = torch.device("cpu")
-    return TunedLinear(matrix, options, out_features=OUT, device=cpu, towards=towards)
+    return made(matrix, towards=0.01 * torch.randn(OUT, K))
+
+
+def made(matrix: QuantizedMatrix, *, towards: torch.Tensor) -> TrainedLinear:
+    """Return a matrix with everything in it trained; towards: a source's weight."""
+    rounded = RoundedMatrix.of(matrix, torch.device("cpu"))
+    return TrainedLinear(rounded, RATES, out_features=OUT, bias=matrix.bias, towards=towards)
 
 
 def test_untouched_matrix_is_exported_as_it_was(
-    matrix: QuantizedMatrix, linear: TunedLinear
+    matrix: QuantizedMatrix, linear: TrainedLinear
 ) -> None:
     found = linear.export().to_tensors("x")
 
@@ -46,7 +50,7 @@ def test_untouched_matrix_is_exported_as_it_was(
         assert torch.equal(found[name], tensor)
 
 
-def test_exported_matrix_decodes_to_the_one_in_use(linear: TunedLinear) -> None:
+def test_exported_matrix_decodes_to_the_one_in_use(linear: TrainedLinear) -> None:
     assert linear.codes_moved is not None
     assert linear.start_bias is not None
     before = linear.decode()[0]
@@ -67,17 +71,13 @@ def test_exported_matrix_decodes_to_the_one_in_use(linear: TunedLinear) -> None:
 
 
 def test_codes_begin_half_way_to_the_sources_weight_within_their_cells(
-    matrix: QuantizedMatrix, linear: TunedLinear
+    matrix: QuantizedMatrix, linear: TrainedLinear
 ) -> None:
     exact, steps = linear.decode()
     near = (exact + 0.2 * steps).T  # a fifth of a step beside each code
     far = (exact - 3 * steps).T
-    cpu = torch.device("cpu")
 
-    begun = [
-        TunedLinear(matrix, TuneOptions(), out_features=OUT, device=cpu, towards=weight)
-        for weight in (near, far)
-    ]
+    begun = [made(matrix, towards=weight) for weight in (near, far)]
 
     assert linear.codes_moved is not None
     assert 0 < float(linear.codes_moved.detach().abs().max()) < 0.25
@@ -88,7 +88,7 @@ def test_codes_begin_half_way_to_the_sources_weight_within_their_cells(
     assert all(torch.equal(each.decode()[0], exact) for each in begun)
 
 
-def test_codes_stay_where_they_can_turn_back_at_once(linear: TunedLinear) -> None:
+def test_codes_stay_where_they_can_turn_back_at_once(linear: TrainedLinear) -> None:
     assert linear.codes_moved is not None
     with torch.no_grad():
         linear.codes_moved.fill_(100.0)
@@ -102,7 +102,7 @@ def test_codes_stay_where_they_can_turn_back_at_once(linear: TunedLinear) -> Non
     assert torch.equal(linear.signed_codes(), top - 1)
 
 
-def test_gradients_are_those_of_the_unrounded_formula(linear: TunedLinear) -> None:
+def test_gradients_are_those_of_the_unrounded_formula(linear: TrainedLinear) -> None:
     x = torch.randn(1, 5, K, requires_grad=True)
     grad = torch.randn(1, 5, OUT)
     factors = torch.zeros(len(linear.factors), requires_grad=True)
@@ -121,3 +121,12 @@ def test_gradients_are_those_of_the_unrounded_formula(linear: TunedLinear) -> No
 def test_a_weight_too_large_for_fp16_is_refused() -> None:
     with pytest.raises(NonFiniteState, match=r"`model\.norm\.weight` does not fit fp16"):
         fits_half(torch.tensor([1.0, 70_000.0]), "model.norm.weight")
+
+
+def test_rates_rise_and_fall() -> None:
+    shares = [rate_share(step, 100) for step in range(100)]
+
+    assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert shares[5:] == sorted(shares[5:], reverse=True)
+    assert 0.02 < shares[-1] < 0.03
+    assert [rate_share(0, 1), rate_share(0, 2)] == [1.0, 1.0]

@@ -7,6 +7,8 @@ gradient of the matrix. A code begins half way from its centre to the source's w
 its cell, so that the file that is trained first decodes to what it was.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +17,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.core.errors import NonFiniteState
-from exl2flow.core.options.config import TuneOptions
 from exl2flow.kernels import get_ops
 from exl2flow.model.config.sublayer_spec import NormSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.norms import Norm, in_memory, read_norm
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix, padded
 
 
 class _Rounded(torch.autograd.Function):
@@ -85,70 +87,80 @@ class Parameter:
     is_code: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Adam's rates: of groups' scales, relative; of norms and biases, in units of their root mean
+    square; of codes, in code units, 0: they stay.
+    """
+
+    scale: float
+    norm: float
+    code: float
+
+
 HALF_WAY = 0.5  # of the way from a code's centre to the source's weight
 CELL = 0.49  # from a centre to where rounding gives another code
+BETAS = (0.9, 0.99)
+EPSILON = 1e-12  # gradients of single embedding entries are tiny
+WARM_UP = 0.05  # share of the steps in which the rates rise
+LEAST_RATE = 0.02  # share of the rates at the last step
 
 
-class TunedLinear:
-    """A quantized linear map whose maximum scales, bias and codes can be trained.
+class TrainedLinear:
+    """A rounded linear map whose maximum scales, bias and codes can be trained.
 
     Tensors with one entry per in-feature are in the order of the in-features, not of the file.
     """
 
     def __init__(
         self,
-        matrix: QuantizedMatrix,
-        options: TuneOptions,
+        rounded: RoundedMatrix,
+        rates: Rates,
         *,
         out_features: int,
-        device: torch.device,
+        bias: torch.Tensor | None = None,
         towards: torch.Tensor | None = None,
     ) -> None:
-        """Unpack a stored matrix; only its first `out_features` columns are used.
+        """Take a matrix; only its first `out_features` columns are used.
 
         Args:
-            matrix: the stored matrix.
-            options: rates.
+            rounded: the matrix, where it is to be trained.
+            rates: of training.
             out_features: columns.
-            device: where to train.
+            bias: (n,), of which the first `out_features` are used, or None.
             towards: the source's weight (n, k), for codes that are trained; None: they stay.
         """
-        self.matrix = matrix
-        self.out_features = out_features
-        self.device = device
-        ops, groups = get_ops(device), matrix.groups
-        place = matrix.inverse_perm.long()
+        self.start, self.out_features, self.rates = rounded, out_features, rates
+        self.device = device = rounded.codes.device
+        groups, place = rounded.groups, torch.argsort(rounded.perm)
         sizes = torch.tensor([group.rows for group in groups])
         half = torch.tensor([2 ** (group.bits - 1) for group in groups])
-        rows = torch.repeat_interleave(torch.arange(len(groups)), sizes)[place]  # (k,) groups
-        codes = ops.unpack(matrix.packed.to(device), groups)[place.to(device), :out_features]
+        rows = torch.repeat_interleave(torch.arange(len(groups)), sizes)[place.cpu()]  # (k,) groups
+        codes = rounded.codes[place, :out_features]
         self.group = rows.to(device)
         self.half = half[rows].to(device, torch.float32)[:, None]  # (k, 1)
         self.codes = (codes.to(torch.int16) - self.half.to(torch.int16)).to(torch.int8)  # signed
-        scales = ops.unpack_scales(matrix.scale_codes.to(device))[:, :out_features]
-        self.scale_codes = scales.contiguous()
-        self.members = _members(place, sizes).to(device)
-        self.maxima = matrix.max_scales.float().to(device)
+        self.scale_codes = rounded.scale_codes[:, :out_features].contiguous()
+        self.members = _members(place.cpu(), sizes).to(device)
+        self.maxima = rounded.max_scales.float()
         self.factors = leaf(torch.zeros(len(groups)), device)
         self.codes_moved: torch.Tensor | None = None
-        if towards is not None and options.code_rate:
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+        if towards is not None and rates.code:
             steps = self.decode()[1]
             aim = (towards.T.float() / torch.where(steps > 0, steps, torch.inf)).sub_(self.codes)
             self.codes_moved = leaf(aim.clamp_(-CELL, CELL).mul_(HALF_WAY), device)
-        bias = matrix.bias
         self.start_bias = None if bias is None else leaf(bias[:out_features].float(), device)
-        self.options = options
 
     @property
     def parameters(self) -> list[Parameter]:
         """The trained parameters."""
-        options = self.options
-        parameters = [Parameter(value=self.factors, rate=options.scale_rate)]
+        parameters = [Parameter(value=self.factors, rate=self.rates.scale)]
         if self.start_bias is not None:
-            parameters.append(sized(self.start_bias, options.norm_rate))
+            parameters.append(sized(self.start_bias, self.rates.norm))
         if self.codes_moved is not None:
-            rate = options.code_rate / max(1, options.steps) ** 0.5
-            parameters.append(Parameter(value=self.codes_moved, rate=rate, is_code=True))
+            moved = Parameter(value=self.codes_moved, rate=self.rates.code, is_code=True)
+            parameters.append(moved)
         return parameters
 
     @property
@@ -174,9 +186,14 @@ class TunedLinear:
         moved = (self.codes + self.codes_moved).round_()
         return torch.minimum(torch.maximum(moved, -self.half), self.half - 1)
 
+    def hold(self) -> None:
+        """Keep what the current values decode to until `bound`."""
+        self._held = self.decode()
+
     @torch.no_grad()
     def bound(self) -> None:
         """Keep codes within what they can be, so that they can turn back at once."""
+        self._held = None
         if self.codes_moved is not None:
             least, most = -self.half - CELL - self.codes, self.half - 1 + CELL - self.codes
             torch.clamp(self.codes_moved, least, most, out=self.codes_moved)
@@ -191,7 +208,7 @@ class TunedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (…, k) to (…, n)."""
-        matrix, steps = self.decode()
+        matrix, steps = self._held or self.decode()
         y: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]  # torch's own
             x, self.factors, self.codes_moved, matrix, steps, self.members
         )
@@ -199,29 +216,25 @@ class TunedLinear:
         return y if bias is None else y + bias
 
     @torch.no_grad()
+    def rounded(self) -> RoundedMatrix:
+        """Return the current matrix as codes."""
+        codes = self.start.codes
+        if self.codes_moved is not None:
+            codes = codes.clone()
+            now = (self.signed_codes() + self.half).to(torch.uint8)
+            codes[:, : self.out_features] = now[self.start.perm]
+        return replace(self.start, codes=codes, max_scales=self.max_scales)
+
     def export(self) -> QuantizedMatrix:
         """Return the current matrix in stored form, on the CPU."""
-        matrix = replace(self.matrix, max_scales=self.max_scales.cpu())
-        if self.start_bias is not None and matrix.bias is not None:
-            bias = matrix.bias.clone()
-            bias[: self.out_features] = self.start_bias.half().cpu()
-            matrix = replace(matrix, bias=bias)
-        if self.codes_moved is not None:
-            ops = get_ops("cpu")
-            order = torch.argsort(self.matrix.inverse_perm)
-            codes = ops.unpack(matrix.packed, matrix.groups)
-            now = (self.signed_codes() + self.half).to(torch.uint8).cpu()
-            codes[:, : self.out_features] = now[order]
-            matrix = replace(matrix, packed=ops.pack(codes, matrix.groups))
-        return matrix
+        bias = None if self.start_bias is None else padded(self.start_bias.detach())
+        return self.rounded().pack(bias).to("cpu")
 
 
-class TunedNorm:
+class TrainedNorm:
     """A norm with a trained weight; what is trained and rounded is the weight as it is stored."""
 
-    def __init__(
-        self, spec: NormSpec, norm: Norm, tensors: TensorFiles, options: TuneOptions
-    ) -> None:
+    def __init__(self, spec: NormSpec, norm: Norm, tensors: TensorFiles, rates: Rates) -> None:
         """Take the source's norm, and the files that hold its tensors."""
         self.spec = spec
         self.norm = norm
@@ -232,7 +245,7 @@ class TunedNorm:
         if spec.has_bias:
             bias = fits_half(read_norm(tensors, spec, "bias"), f"{spec.key}.bias")
             self.bias = bias.float().to(device)
-        self.parameter = sized(self.value, options.norm_rate)
+        self.parameter = sized(self.value, rates.norm)
 
     def current(self) -> Norm:
         """Return the norm with its tensors as stored."""
@@ -284,3 +297,18 @@ def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """
     groups = torch.split(torch.argsort(place), sizes.tolist())  # in-features in the file's order
     return pad_sequence(list(groups), batch_first=True, padding_value=len(place))
+
+
+def adam(parameters: Sequence[Parameter]) -> torch.optim.Adam:
+    """Return the optimizer of parameters, each at its own rate."""
+    groups = [{"params": [p.value], "lr": p.rate} for p in parameters]
+    return torch.optim.Adam(groups, betas=BETAS, eps=EPSILON)
+
+
+def rate_share(step: int, steps: int) -> float:
+    """Return the multiplier of the rates at a step: linear warm-up, then half a cosine."""
+    warm = max(1, round(WARM_UP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    angle = math.pi * (step - warm) / max(1, steps - warm)
+    return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(angle)) / 2

@@ -1,0 +1,192 @@
+"""Train the codes and scales of one sublayer to return what the source returns.
+
+A layer's output says thousands of numbers about each token, so far fewer tokens are needed than to
+train a whole model. The sublayer reads states of the quantized model. What it should return lies
+between what the source's sublayer returns for them and what it returned for the source's own: it
+mends a part of the errors of earlier sublayers, as far as corrected targets do.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+
+from exl2flow.core.options.config import RoundingOptions
+from exl2flow.core.runtime.interrupt import look
+from exl2flow.model import ModelSpec, Sublayer
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix
+from exl2flow.quant.sensitivity.fisher import OutputFactor
+from exl2flow.quant.training.judges import Judges
+from exl2flow.quant.training.row_order import RowOrder
+from exl2flow.quant.training.trainable import Rates, TrainedLinear, adam, rate_share
+from exl2flow.quant.walk.source_model import device_of, repeatable_attention
+
+STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+SCALE_RATE = 1e-3
+TRAINED_WEIGHT = 44  # bytes: source, codes, what was moved and its best, gradient, moments, decoded
+SCORES = 6  # copies of a row's attention scores
+FLOAT = 4
+JUDGEMENTS = 8  # in the course of a training
+LEAST_SIZE = 1e-20  # of a state, squared
+
+
+Texts = Mapping[str, torch.Tensor]  # text → rows, int64 (rows, t)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRows:
+    """What a sublayer is trained on.
+
+    source: the sublayer with the source's weights. states: that enter it, of the quantized model,
+    and returned: what the source's own become, if known, both fp32 (rows, t, hidden).
+    strength: how far to go from the source's output for `states` to `returned`, 0 to 1.
+    metric: of errors in the output, or None. texts: what judges, whose rows are the last ones.
+    """
+
+    source: Sublayer
+    states: torch.Tensor
+    returned: torch.Tensor | None
+    strength: float
+    metric: OutputFactor | None
+    texts: Texts
+
+    def loss(self, sublayer: Sublayer, row: int) -> torch.Tensor:
+        """Return the error of a row's outputs in the metric, over the size of each token, ().
+
+        What follows normalizes states, so an error matters by its share of the state.
+        """
+        device = device_of(self.source)
+        hidden = self.states[row : row + 1].to(device, copy=True)
+        with torch.no_grad():
+            wanted = self.source(hidden)[0]
+            if self.returned is not None:
+                wanted = wanted.lerp_(self.returned[row].to(device), self.strength)
+            size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
+        error = (sublayer(hidden)[0] - wanted) * size
+        if self.metric is None:
+            return error.square().sum()
+        return (self.metric.apply(error) * error).sum()
+
+
+def train_block(
+    rounded: Mapping[str, RoundedMatrix], rows: BlockRows, options: RoundingOptions
+) -> tuple[dict[str, RoundedMatrix], float]:
+    """Return the trained matrices by projection, and their error over the one before.
+
+    They are those of the lowest error on the rows that judge, of which no text got worse: maybe
+    the matrices as they were rounded.
+
+    Args:
+        rounded: the matrices by projection.
+        rows: to train on, of which some judge.
+        options: of rounding.
+    """
+    sublayer, source = copy(rows.source), rows.source.linears
+    code = options.block_rate / math.sqrt(options.block_steps)
+    rates = Rates(scale=SCALE_RATE, norm=0.0, code=code)
+    linears = {
+        p.name: TrainedLinear(
+            rounded[p.name],
+            rates,
+            out_features=p.out_features,
+            bias=source[p.name].bias,
+            towards=source[p.name].weight,
+        )
+        for p in sublayer.spec.projections
+    }
+    sublayer.linears = dict(linears)
+    training = _Training(sublayer, linears, rows, options.block_steps)
+    with repeatable_attention(device_of(rows.source)):
+        judges = training.run()
+    return {name: linear.rounded() for name, linear in linears.items()}, judges.scores()[
+        judges.best
+    ]
+
+
+class _Training:
+    """A course of steps, judged from time to time."""
+
+    def __init__(
+        self,
+        sublayer: Sublayer,
+        linears: Mapping[str, TrainedLinear],
+        rows: BlockRows,
+        steps: int,
+    ) -> None:
+        self.sublayer, self.linears, self.rows, self.steps = sublayer, linears, rows, steps
+        self.parameters = [p for linear in linears.values() for p in linear.parameters]
+        self.optimizer = adam(self.parameters)
+        self.judges = Judges(rows.texts)
+        count, tokens = rows.states.shape[:2]
+        self.training = count - len(self.judges.rows)
+        together = max(1, STEP_TOKENS[device_of(rows.source).type] // tokens)
+        self.order = RowOrder(self.training, together, seed=0)
+
+    def run(self) -> Judges:
+        """Do all steps, recall the best values, and return the judgements."""
+        values = [p.value for p in self.parameters]
+        self._judge()
+        best = [value.detach().clone() for value in values]
+        interval = max(1, self.steps // JUDGEMENTS)
+        for step in range(self.steps):
+            self._advance(step)
+            if (step + 1) % interval == 0 or step + 1 == self.steps:
+                self._judge()
+                if self.judges.best == len(self.judges.judgements) - 1:
+                    best = [value.detach().clone() for value in values]
+        with torch.no_grad():
+            for value, kept in zip(values, best, strict=True):
+                value.copy_(kept)
+        return self.judges
+
+    @torch.no_grad()
+    def _judge(self) -> None:
+        """Add the errors of the rows that judge."""
+        self._hold()
+        judging = range(self.training, len(self.rows.states))
+        found = [self.rows.loss(self.sublayer, row) for row in judging]
+        self._bound()
+        self.judges.judgements.append(torch.stack(found).tolist())
+
+    @torch.enable_grad()
+    def _advance(self, step: int) -> None:
+        """Do a step; gradients are divided by the first error."""
+        share = rate_share(step, self.steps)
+        for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
+            group["lr"] = parameter.rate * share
+        self.optimizer.zero_grad(set_to_none=True)
+        self._hold()
+        for row in self.order(step):
+            look()
+            loss = self.rows.loss(self.sublayer, row)
+            (loss / (self.judges.mean(0) or 1.0)).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self._bound()
+
+    def _hold(self) -> None:
+        for linear in self.linears.values():
+            linear.hold()
+
+    def _bound(self) -> None:
+        for linear in self.linears.values():
+            linear.bound()
+
+
+def block_bytes(spec: ModelSpec, tokens: int) -> int:
+    """Forecast the memory in bytes that training the largest sublayer needs beside states."""
+    score = max((layer.num_heads for layer in spec.attending), default=0) * tokens**2
+    return max(
+        TRAINED_WEIGHT * sum(p.numel for p in s.projections)
+        + FLOAT * tokens * sum(p.in_features + 3 * p.out_features for p in s.projections)
+        + SCORES * FLOAT * score * s.has_attention
+        for s in spec.sublayers
+        if s.group is None
+    )
+
+
+def output_metric_of(sublayer: Sublayer, outputs: Sequence[OutputFactor]) -> OutputFactor | None:
+    """Return the metric of a sublayer's output, given those of its last projections."""
+    is_plain = "after" not in sublayer.norms and len(outputs) == 1
+    return outputs[0] if is_plain else None
