@@ -17,15 +17,7 @@ import pytest
 from conversions import small_options, snapshot, weights
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect_runs import (
-    Swept,
-    artifacts,
-    log_lines,
-    run_name,
-    run_state,
-    settled,
-    task_states,
-)
+from prefect_runs import Swept, artifacts, log_lines, run_name, run_state, settled, task_states
 from servers import wait_for
 
 from exl2flow.core.errors import ConfigError, Interrupted, SweepFailed

@@ -9,13 +9,7 @@ from itertools import count
 import pytest
 import torch
 
-from exl2flow.core.runtime.background import (
-    MOST_WAITING,
-    Background,
-    prefetch,
-    send_async,
-    to_host,
-)
+from exl2flow.core.runtime.background import MOST_WAITING, Background, prefetch, send_async, to_host
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # only the kind counts here
 

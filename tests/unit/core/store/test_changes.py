@@ -65,9 +65,7 @@ def test_changed_option_is_named_with_both_values(config: ConversionConfig) -> N
     ]
 
 
-def test_finished_stage_says_what_changed_since_the_result_before(
-    config: ConversionConfig,
-) -> None:
+def test_finished_stage_says_what_changed_since_the_result_before(config: ConversionConfig) -> None:
     convert(config)
     convert(other(config, bpw=2.5))
 

@@ -278,9 +278,7 @@ def test_unreadable_file_is_not_reported_as_missing(tmp_path: Path) -> None:
             read(tmp_path / "a")
 
 
-def test_full_disk_leaves_the_old_file_and_says_what_to_do(
-    tmp_path: Path,
-) -> None:
+def test_full_disk_leaves_the_old_file_and_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
 

@@ -36,10 +36,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[asyncio.Runner]:
     """An event loop, as Prefect's triggers live in one, and a database with our rules."""
     file = tmp_path_factory.mktemp("database") / "server.db"
     url = f"sqlite+aiosqlite:///{file}"
-    with (
-        temporary_database_config(PatientSqlite(connection_url=url)),
-        asyncio.Runner() as runner,
-    ):
+    with temporary_database_config(PatientSqlite(connection_url=url)), asyncio.Runner() as runner:
         runner.run(create_rules())
         yield runner
         runner.run(triggers.reset())
@@ -154,9 +151,7 @@ async def forget() -> None:
         ),
         pytest.param(CRASHED, 1, lambda run: [remind()], ["AwaitingRetry"], id="crashed"),
         pytest.param(CRASHED, 4, lambda run: [remind()], [], id="crashed too often"),
-        pytest.param(
-            CRASHED, 0, lambda run: [remind()], ["Requeued"], id="crashed unbegun"
-        ),
+        pytest.param(CRASHED, 0, lambda run: [remind()], ["Requeued"], id="crashed unbegun"),
         pytest.param(
             PENDING,
             0,

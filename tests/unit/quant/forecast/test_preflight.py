@@ -132,9 +132,7 @@ def test_output_that_is_a_file_is_one_problem(place: str, source: Path) -> None:
 
     problems = problems_of(small_config(source, source.parent / place))
 
-    assert problems == [
-        f"`{file}` is not a folder that can be written; choose another `--out`",
-    ]
+    assert problems == [f"`{file}` is not a folder that can be written; choose another `--out`"]
 
 
 def test_missing_measurement_is_one_problem(source: Path) -> None:

@@ -57,10 +57,7 @@ def kind() -> str:
 
 @pytest.fixture
 def undisturbed(
-    kind: str,
-    source: Path,
-    finished: dict[str, Pipeline],
-    tmp_path_factory: pytest.TempPathFactory,
+    kind: str, source: Path, finished: dict[str, Pipeline], tmp_path_factory: pytest.TempPathFactory
 ) -> Pipeline:
     if kind not in finished:
         folder = tmp_path_factory.mktemp("walk")
@@ -69,12 +66,7 @@ def undisturbed(
             out=folder / "out",
             work_root=folder / "work",
             bpw=5,
-            calibration={
-                "rows": 3,
-                "row_tokens": 32,
-                "measure_rows": 2,
-                "measure_row_tokens": 32,
-            },
+            calibration={"rows": 3, "row_tokens": 32, "measure_rows": 2, "measure_row_tokens": 32},
             **KINDS[kind],
         )
         pipeline = Pipeline(config, UP_TO_QUANTIZE, device="cpu")
