@@ -60,18 +60,11 @@ def test_what_a_command_changes_is_kept(chat: Chat, say: Say) -> None:
     assert (kept["system"], kept["settings"]["temperature"]) == ("Speak Latin.", 0.5)
 
 
-def test_a_message_edited_to_nothing_stays(chat: Chat, say: Say) -> None:
-    say("One")
-    chat.typed = Script(" ")
-
-    assert "error: nothing was edited" in say("/edit")
-    assert [turn.user for turn in chat.session.turns] == ["One"]
-
-
-def test_ctrl_c_in_an_edit_forgets_nothing(chat: Chat, say: Say) -> None:
+@pytest.mark.parametrize("typed", [(" ",), ()], ids=["nothing", "Ctrl-C"])
+def test_an_edit_to_nothing_forgets_nothing(typed: tuple[str, ...], chat: Chat, say: Say) -> None:
     say("One")
     say("Two")
-    chat.typed = Script()  # leaves
+    chat.typed = Script(*typed)
 
     assert "error: nothing was edited" in say("/edit 1")
     assert [turn.user for turn in chat.session.turns] == ["One", "Two"]
