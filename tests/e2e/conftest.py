@@ -13,6 +13,7 @@ import torch
 from conversions import small_options
 from crash import Conversion, small_model
 from hub_server import Hub, serving
+from made_once import made_once
 from prefect_runs import Swept
 from servers import LastingServer, MigratedDatabase
 from tiny import make_tiny
@@ -80,7 +81,11 @@ def swept(
     from exl2flow.flows import sweep
 
     root = tmp_path_factory.mktemp("sweep")
-    given = {"source": make_tiny("llama", root / "tiny"), "out": root / "out", "bpw": (6, 3, 4)}
+    given = {
+        "source": make_tiny("llama", root / "tiny", num_hidden_layers=1),
+        "out": root / "out",
+        "bpw": (6, 3, 4),
+    }
     config = SweepConfig.model_validate({**given, **small_options()})
     state = sweep(config, return_state=True)
     assert state.is_completed(), state
@@ -133,7 +138,9 @@ def server(lasting_server: LastingServer) -> Iterator[LastingServer]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Conversion:
     """A conversion that ran to its end in one go; to be read, not changed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    conversion = Conversion.inside(folder, small_model(folder / "model"))
-    conversion.finish()
-    return conversion
+
+    def convert(folder: Path) -> None:
+        Conversion.inside(folder, small_model(folder / "model")).finish()
+
+    folder = made_once(tmp_path_factory, "undisturbed", convert)
+    return Conversion.inside(folder, folder / "model")

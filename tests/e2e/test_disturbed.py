@@ -11,22 +11,7 @@ from crashes import campaign
 from faults import Campaign
 
 STAGES = ("sensitivity", "quantize", "compile")  # disturbed in every test run
-SLOW_STATES, SLOW_FAULTS = 60, 12
-
-
-@pytest.mark.slow
-def test_a_publication_survives_power_cuts(tmp_path: Path) -> None:
-    counts = campaign(["publish"], tmp_path, states=8, seconds=60, seed=0)
-
-    assert counts["publish"].failures == []
-    assert counts["publish"].same >= 8
-
-
-def test_a_conversion_survives_power_cuts(tmp_path: Path) -> None:
-    counts = campaign(["composed"], tmp_path, states=4, seconds=60, seed=0)
-
-    assert counts["composed"].failures == []
-    assert counts["composed"].same >= 4
+SLOW_FAULTS = 12
 
 
 @pytest.mark.slow
@@ -39,13 +24,21 @@ def test_stages_with_a_fault_can_be_repeated(tmp_path: Path) -> None:
     assert sum(count.faults for count in counts.values()) == 4 * len(STAGES)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["best", "composed", "refine", "sweep", "publish"])
-def test_commands_survive_power_cuts(name: str, tmp_path: Path) -> None:
-    counts = campaign([name], tmp_path, states=SLOW_STATES, seconds=600, seed=1)
+@pytest.mark.parametrize(
+    ("name", "states"),
+    [
+        ("composed", 4),
+        *(
+            pytest.param(name, 60, marks=pytest.mark.slow)
+            for name in ("best", "composed", "refine", "sweep", "publish")
+        ),
+    ],
+)
+def test_commands_survive_power_cuts(name: str, states: int, tmp_path: Path) -> None:
+    counts = campaign([name], tmp_path, states=states, seconds=600, seed=1)
 
     assert counts[name].failures == []
-    assert counts[name].same >= SLOW_STATES
+    assert counts[name].same >= states
 
 
 @pytest.mark.slow

@@ -18,11 +18,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import RECORD_FILE
 from exl2flow.engine.loading.load import load_model
 from exl2flow.kernels import FEW_ROWS
-from exl2flow.model import (
-    CanonicalTensors,
-    expected_tensors,
-    resolve,
-)
+from exl2flow.model import CanonicalTensors, expected_tensors, resolve
 from exl2flow.pipeline.local import run_locally
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.allocate.layout import KEPT

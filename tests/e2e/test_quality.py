@@ -40,7 +40,7 @@ def bytes_of(folder: Path) -> int:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quality")
-    make_tiny("llama", folder / "source")
+    make_tiny("llama", folder / "source", num_hidden_layers=1)
     return folder
 
 

@@ -88,14 +88,7 @@ def card(model: Path, validation: Path) -> str:
     return render_card("org/tiny-exl2", [describe(model)], Origin())
 
 
-REPORTS = (
-    terminal_report,
-    run_page_report,
-    terminal_comparison,
-    run_page_comparison,
-    html,
-    card,
-)
+REPORTS = (terminal_report, run_page_report, terminal_comparison, run_page_comparison, html, card)
 
 
 @pytest.mark.parametrize("render", REPORTS, ids=lambda render: render.__name__)

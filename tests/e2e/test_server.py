@@ -19,13 +19,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_AUTH_STRING, temporary_settings
 from prefect.states import Cancelling, Crashed
 from prefect_runs import log_lines, run_count, run_state
-from servers import (
-    LastingServer,
-    long_conversion,
-    manifest_of,
-    wait_for,
-    wait_for_cursor,
-)
+from servers import LastingServer, long_conversion, manifest_of, wait_for, wait_for_cursor
 from typer.testing import CliRunner
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -98,9 +92,7 @@ def make_old(client: SyncPrefectClient, automation: Automation) -> None:
 
 
 @pytest.mark.slow
-def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(
-    server: LastingServer,
-) -> None:
+def test_second_up_repairs_what_is_missing_and_keeps_what_was_set(server: LastingServer) -> None:
     with server.client() as client:
         client.delete_deployment(client.read_deployment_by_name("validate/validate").id)
         [automation] = [a for a in client.read_automations() if "without a heartbeat" in a.name]

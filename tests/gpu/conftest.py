@@ -184,3 +184,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CudaGraph]:
 
     monkeypatch.setattr(cuda_graphs, "CudaGraph", Listed)
     return made
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, which no kernel writes."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -12,15 +12,7 @@ import pytest
 import torch
 from roundings import whole_groups
 
-from exl2flow.kernels import (
-    PANEL_ROWS,
-    BegunGroups,
-    Group,
-    Ops,
-    Scales,
-    get_ops,
-    run_concurrently,
-)
+from exl2flow.kernels import PANEL_ROWS, BegunGroups, Group, Ops, Scales, get_ops, run_concurrently
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,6 @@
 """A layer of experts on the GPU against the torch twin."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import pytest
@@ -12,18 +12,10 @@ from exl2flow.kernels import RouterRule, get_ops
 from exl2flow.kernels.interface.experts import FEW_EXPERT_ROWS
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 OPS = get_ops("cuda")
 TOLERANCE = 3e-3  # of the norm of what the layer adds: fp16 results of fp32 sums
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def states(rows: int, size: int) -> torch.Tensor:

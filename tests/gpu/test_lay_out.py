@@ -1,26 +1,16 @@
 """The GPU lays out matrices bit for bit like the torch twin."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from exl2flow.kernels import Group, get_ops
 from exl2flow.kernels.reference.ops import TORCH_OPS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 DEVICE = "cuda"
 BITS = (2, 3, 4, 5, 6, 8)
 COLUMNS = (8, 32, 40, 64, 136, 1000)  # of a file; some fill no whole tile
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty` returns with values that no kernel writes."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def groups_of(*kinds: tuple[int, int]) -> tuple[Group, ...]:

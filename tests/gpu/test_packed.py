@@ -26,19 +26,11 @@ from exl2flow.kernels.interface.packed import decode_packed
 from exl2flow.kernels.reference.ops import TORCH_OPS
 from exl2flow.model.layers.linear import PackedLinear
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned")]
 
 DEVICE = "cuda"
 BITS = (2, 3, 4, 5, 6, 8)
 TOLERANCE = 2e-3  # of the norm: fp16 results of fp32 sums
-
-
-@pytest.fixture(autouse=True)
-def poisoned() -> Iterator[None]:
-    """Fill what `torch.empty` returns with NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def packed(k: int, n: int, *kinds: tuple[int, int], zeros: bool = False) -> PackedMatrix:

@@ -84,10 +84,7 @@ def check_notes(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 8, 17, 32])
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_refused_products_run_otherwise(
-    is_shared: bool,
-    rows: int,
-    limited: Callable[[int], Driver],
-    caplog: pytest.LogCaptureFixture,
+    is_shared: bool, rows: int, limited: Callable[[int], Driver], caplog: pytest.LogCaptureFixture
 ) -> None:
     products, (x, hidden) = chain(), inputs(rows)
     expected, grown = TORCH_OPS.multiply(x, products, hidden)

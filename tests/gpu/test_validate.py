@@ -11,12 +11,7 @@ from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.evaluate import evaluate, evaluate_texts
 from exl2flow.inference.validate.stage import REPORT_FILE
 from exl2flow.model import TensorFiles, resolve
-from exl2flow.model.layers.linear import (
-    PackedLinear,
-    QuantizedLinear,
-    made_linear,
-    read_part,
-)
+from exl2flow.model.layers.linear import PackedLinear, QuantizedLinear, made_linear, read_part
 
 pytestmark = pytest.mark.gpu
 

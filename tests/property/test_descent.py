@@ -62,11 +62,7 @@ def problems(draw: st.DrawFn) -> Problem:
     output = None if blocks == 0 else metric_factor(generator, blocks, n // blocks, rank=rank)
     return Problem(
         matrix=RoundedMatrix(
-            codes=codes,
-            groups=tuple(groups),
-            scale_codes=scale_codes,
-            max_scales=maxima,
-            perm=perm,
+            codes=codes, groups=tuple(groups), scale_codes=scale_codes, max_scales=maxima, perm=perm
         ),
         weight=weight,
         metric=Metric(hessian=metric_factor(generator, k, rank=rank), output=output),

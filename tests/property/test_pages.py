@@ -5,13 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from exl2flow.engine.cache.page_pool import Copy, PagePool
 from exl2flow.engine.cache.prefix_tree import ID_BYTES, SequencePages, packed

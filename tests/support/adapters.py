@@ -24,10 +24,7 @@ def adapter_tensors(
         if p.name in linears:
             a = torch.randn(rank, p.in_features, generator=generator) * p.in_features**-0.5
             b = torch.randn(p.out_features, rank, generator=generator) * rank**-0.5
-            found |= {
-                f"{PREFIX}{p.key}.lora_A.weight": a,
-                f"{PREFIX}{p.key}.lora_B.weight": b,
-            }
+            found |= {f"{PREFIX}{p.key}.lora_A.weight": a, f"{PREFIX}{p.key}.lora_B.weight": b}
     return found
 
 

@@ -111,11 +111,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "cohere2": ("Cohere2", False, COHERE | MIXED),
     "granite": ("Granite", False, GRANITE),
     "granite4": ("GraniteMoeHybrid", False, GRANITE4 | {"position_embedding_type": "rope"}),
-    "granite4-no-rope": (
-        "GraniteMoeHybrid",
-        False,
-        GRANITE4 | {"position_embedding_type": "nope"},
-    ),
+    "granite4-no-rope": ("GraniteMoeHybrid", False, GRANITE4 | {"position_embedding_type": "nope"}),
     "olmo2": ("Olmo2", False, {"rope_parameters": ROPE}),
     "olmo3": (
         "Olmo3",
@@ -163,11 +159,7 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
         | {"rope_parameters": ROPE, "tie_word_embeddings": True},
     ),
     "ministral3": ("Ministral3", False, MINISTRAL3),
-    "mistral3-ministral3": (
-        "Mistral3",
-        True,
-        wrapped("ministral3", PIXTRAL, **MINISTRAL3),
-    ),
+    "mistral3-ministral3": ("Mistral3", True, wrapped("ministral3", PIXTRAL, **MINISTRAL3)),
     "gpt2": ("GPT2", False, GPT2),
     "gpt-bigcode": ("GPTBigCode", False, GPT2),
     **WITH_EXPERTS,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conversions import small_config
 from hub_server import Hub, serving, used_by_client
+from made_once import made_once
 from tiny import make_tiny
 
 from exl2flow.core.options.publication import PublishConfig
@@ -39,7 +40,9 @@ def _impatient(opened: object) -> staticmethod:  # type: ignore[type-arg]
 @pytest.fixture(scope="session")
 def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model as it lies on the Hub: two shards, a licence, files that nobody needs."""
-    folder = make_tiny("llama", tmp_path_factory.mktemp("source") / "tiny", shards=2)
+    folder = make_tiny(
+        "llama", tmp_path_factory.mktemp("source") / "tiny", num_hidden_layers=1, shards=2
+    )
     (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
     (folder / "LICENSE").write_text("MIT")
     (folder / "pytorch_model.bin").write_bytes(b"weights again")
@@ -59,18 +62,19 @@ def tiny(hub: Hub, tiny_source: Path) -> str:
 @pytest.fixture(scope="session")
 def converted(tiny_source: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The model, fetched from a Hub and converted at two bitrates; to be copied, not changed."""
-    root = tmp_path_factory.mktemp("converted")
-    with serving(root / "hub") as running, used_by_client(running):
-        running.add_folder("org/tiny", tiny_source, card={"license": "mit"})
-        config = small_config(Path("org/tiny"), root / "3bpw", bpw=3.0, work_root=root / "work")
-        wanted = HubModel(repo="org/tiny")
-        source = hub_tasks.fetch(wanted, config.work_dir_root, hub_tasks.Hub.open())
-    folders = []
-    for bpw in (3.0, 6.0):
-        out = root / f"{bpw:g}bpw"
-        run_locally(small_config(source, out, bpw=bpw, work_root=root / "work"))
-        folders.append(out)
-    return folders
+
+    def convert(root: Path) -> None:
+        with serving(root / "hub") as running, used_by_client(running):
+            running.add_folder("org/tiny", tiny_source, card={"license": "mit"})
+            config = small_config(Path("org/tiny"), root / "3bpw", bpw=3.0, work_root=root / "work")
+            wanted = HubModel(repo="org/tiny")
+            source = hub_tasks.fetch(wanted, config.work_dir_root, hub_tasks.Hub.open())
+        for bpw in (3.0, 6.0):
+            out = root / f"{bpw:g}bpw"
+            run_locally(small_config(source, out, bpw=bpw, work_root=root / "work"))
+
+    root = made_once(tmp_path_factory, "converted", convert)
+    return [root / "3bpw", root / "6bpw"]
 
 
 @pytest.fixture

@@ -158,10 +158,7 @@ MAPPED = {
         store=_in_mxfp4,
     ),
     "yi": Mapped(
-        architecture="YiForCausalLM",
-        values=ROPE,
-        config={"model_type": "Yi"},
-        store=_rename_norms,
+        architecture="YiForCausalLM", values=ROPE, config={"model_type": "Yi"}, store=_rename_norms
     ),
     "internlm2": Mapped(
         architecture="InternLM2ForCausalLM",

@@ -9,12 +9,7 @@ from bounds import moved_share, near, terms_of
 from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.inference import LoadedModel
-from exl2flow.kernels import (
-    CACHE_FORMATS,
-    PAGE_TOKENS,
-    Element,
-    slots_of,
-)
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, Element, slots_of
 from exl2flow.kernels.interface.cache_formats import CacheRows
 from exl2flow.kernels.reference.cache import decode, encode
 from exl2flow.model import ModelSpec, RopeTables

@@ -11,12 +11,7 @@ from exl2flow.model import (
     build_sublayer,
 )
 from exl2flow.model.tensor_parallel.ranks import Ranks
-from exl2flow.model.tensor_parallel.shards import (
-    HeadShare,
-    join_sublayer,
-    share_of,
-    shared_spec,
-)
+from exl2flow.model.tensor_parallel.shards import HeadShare, join_sublayer, share_of, shared_spec
 
 
 def packed(spec: ModelSpec, ranks: Ranks | None) -> Decoder:

@@ -17,12 +17,7 @@ from exl2flow.model.files.exl2 import tensor_names
 from exl2flow.pipeline.stages import REFINE_STAGES
 
 CALIBRATION = {"rows": 10, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
-VALIDATION = {
-    "rows": 1,
-    "row_tokens": 64,
-    "sample_tokens": 0,
-    "fail_perplexity_ratio": 100,
-}
+VALIDATION = {"rows": 1, "row_tokens": 64, "sample_tokens": 0, "fail_perplexity_ratio": 100}
 
 
 def rough_model(root: Path, family: str = "qwen2", **overrides: object) -> tuple[Path, Path]:

@@ -31,10 +31,7 @@ def slots_of(
 
 
 def sampled(
-    logits: torch.Tensor,
-    settings: SamplingSettings,
-    draw: float = 0.5,
-    history: Sequence[int] = (),
+    logits: torch.Tensor, settings: SamplingSettings, draw: float = 0.5, history: Sequence[int] = ()
 ) -> SampledTokens:
     """Return what logits (v,) and a draw give, with all candidates."""
     slots = slots_of([settings], len(logits), histories=[history])

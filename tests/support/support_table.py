@@ -46,9 +46,7 @@ COLUMNS = (
     Column("steps", f"{FAMILY_TESTS}::test_cached_steps_agree", *_CHECKPOINTS),
     Column("converts", f"{CONVERSIONS}::test_family_converts_and_loads", *_CHECKPOINTS),
     Column(
-        "tunes",
-        f"{CONVERSIONS}::test_family_converts_with_gradients_and_tuning",
-        *_CHECKPOINTS,
+        "tunes", f"{CONVERSIONS}::test_family_converts_with_gradients_and_tuning", *_CHECKPOINTS
     ),
     Column("resumes", f"{CONVERSIONS}::test_family_resumes_after_kills", *_CHECKPOINTS),
     Column(

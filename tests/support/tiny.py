@@ -18,11 +18,7 @@ from exl2flow.model import ModelSpec, expected_tensors, resolve
 VOCAB_SIZE = 301  # neither a power of two nor a multiple of 32
 TOKENIZER_SIZE = 299
 SPECIAL_TOKENS = ("<s>", "</s>")  # ids 0 and 1
-DTYPE_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 TEXT = (
     "The quick brown fox jumps over the lazy dog.",
     "A tokenizer of a tiny model needs no more than a few sentences.",

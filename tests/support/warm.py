@@ -18,9 +18,12 @@ import traceback
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import matplotlib.pyplot  # noqa: F401  # imported here so that no fork has to
+import pandas  # noqa: F401  # as matplotlib
+
 from exl2flow.cli.main import main
 from exl2flow.core.store import store
-from exl2flow.flows import run_locally  # noqa: F401  # imported here so that no fork has to
+from exl2flow.flows import run_locally  # noqa: F401  # as matplotlib
 from exl2flow.pipeline.hub import client
 
 MESSAGE_BYTES = 1 << 16

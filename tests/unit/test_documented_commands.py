@@ -152,10 +152,7 @@ def test_the_message_that_a_page_sends_to_the_webhook_is_taken() -> None:
     call = re.search(r'curl -H "(.*): \$EXL2FLOW_WEBHOOK_SECRET" \S+ -d \'(.*?)\'', page, re.DOTALL)
     assert call
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        TestClient(webhook.receiver("agreed on")) as client,
-    ):
+    with pytest.MonkeyPatch.context() as patch, TestClient(webhook.receiver("agreed on")) as client:
         patch.setattr(webhook, "announce", lambda revisions: None)
         answer = client.post("/", content=call[2], headers={call[1]: "agreed on"})
 

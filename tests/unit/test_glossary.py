@@ -8,13 +8,7 @@ from sources import FILES, nodes, offenders, parsed
 
 # folder → words that no identifier there has; the glossary has better ones
 BANNED = {
-    "": {
-        "send_back",
-        "at_the_same_time",
-        "one_ahead",
-        "on_its_way",
-        "used_here",
-    },
+    "": {"send_back", "at_the_same_time", "one_ahead", "on_its_way", "used_here"},
     "inference": {
         "guesses",
         "guess",

@@ -103,10 +103,7 @@ def test_a_preference_reaches_conversions_and_sweeps(given: dict[str, object], p
             {"bpw": 3.0, "target_bytes": 10**9},
             r"^`--bpw` and `--target-bytes` are given; choose one",
         ),
-        (
-            {"bpw": 3.0, "fit.memory": "24GB"},
-            r"^`--bpw` and `--fit` are given; choose one target$",
-        ),
+        ({"bpw": 3.0, "fit.memory": "24GB"}, r"^`--bpw` and `--fit` are given; choose one target$"),
         # messages keep the case of what they quote
         ({"max_memory": "24XB"}, r"^`--max-memory` is 24XB: could not .*: XB$"),
         (

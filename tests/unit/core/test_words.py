@@ -19,8 +19,7 @@ def test_sizes_are_decimal(count: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "word",
-    [words.bits, words.perplexity, words.divergence, words.error, words.cost, words.percent],
+    "word", [words.bits, words.perplexity, words.divergence, words.error, words.cost, words.percent]
 )
 def test_unknown_values_are_dashes(word) -> None:
     assert word(None) == "–"
@@ -38,8 +37,7 @@ def test_each_figure_has_its_own_number_of_digits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.02, "0.020"), (0.00012345, "0.00012"), (2.4e-5, "2.4e-05"), (1.5, "1.5")],
+    ("value", "text"), [(0.02, "0.020"), (0.00012345, "0.00012"), (2.4e-5, "2.4e-05"), (1.5, "1.5")]
 )
 def test_costs_have_two_digits_however_small(value: float, text: str) -> None:
     assert words.cost(value) == text

@@ -14,13 +14,7 @@ from tiny import make_tiny
 
 from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
-from exl2flow.model import (
-    CanonicalTensors,
-    DenseLinear,
-    TensorFiles,
-    expected_tensors,
-    resolve,
-)
+from exl2flow.model import CanonicalTensors, DenseLinear, TensorFiles, expected_tensors, resolve
 from exl2flow.model.files.exl2 import is_quantized
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.measure.candidates import candidates_for

@@ -42,7 +42,12 @@ def configuration(source: Path, out: Path, **values: object) -> ConversionConfig
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny("qwen2-moe", tmp_path_factory.mktemp("experts") / "model", num_experts=4)
+    return make_tiny(
+        "qwen2-moe",
+        tmp_path_factory.mktemp("experts") / "model",
+        num_experts=4,
+        num_hidden_layers=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +149,7 @@ def test_experts_report_their_tokens_and_the_routes_that_changed(
 
     counts = [sum(e.tokens.values()) for e in experts]
     tokens = 3 * 64 * 2  # rows, tokens, experts of each
-    assert sum(counts[:3]) == sum(counts[3:]) == tokens
+    assert sum(counts) == tokens
     assert all(e.changed_routes is not None and 0 <= e.changed_routes < 0.2 for e in experts)
     for e in experts:
         few = [expert for expert, count in e.tokens.items() if count < 64]
@@ -158,12 +163,12 @@ def test_a_converted_model_is_loaded_whole_and_streamed_alike(
     out = divided(2).config.out
     ids = torch.randint(0, 290, (2, 40), generator=torch.Generator().manual_seed(0))
     decoder = load_model(out, device="cpu").decoder
-    assert [s.kind for s in decoder.spec.sublayers] == ["attention", "experts"] * 2
+    assert [s.kind for s in decoder.spec.sublayers] == ["attention", "experts"]
 
     monkeypatch.setattr(resolution, "GROUP_WEIGHTS", STEPS[2])
     streamed = StreamedModel(out, torch.device("cpu"))
 
-    assert len(streamed.spec.sublayers) == 8
+    assert len(streamed.spec.sublayers) == 4
     [states] = streamed.states([ids])
     assert torch.equal(torch.cat([decoder.hidden(row[None]) for row in ids]), states)
 

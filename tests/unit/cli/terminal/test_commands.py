@@ -60,18 +60,11 @@ def test_what_a_command_changes_is_kept(chat: Chat, say: Say) -> None:
     assert (kept["system"], kept["settings"]["temperature"]) == ("Speak Latin.", 0.5)
 
 
-def test_a_message_edited_to_nothing_stays(chat: Chat, say: Say) -> None:
-    say("One")
-    chat.typed = Script(" ")
-
-    assert "error: nothing was edited" in say("/edit")
-    assert [turn.user for turn in chat.session.turns] == ["One"]
-
-
-def test_ctrl_c_in_an_edit_forgets_nothing(chat: Chat, say: Say) -> None:
+@pytest.mark.parametrize("typed", [(" ",), ()], ids=["nothing", "Ctrl-C"])
+def test_an_edit_to_nothing_forgets_nothing(typed: tuple[str, ...], chat: Chat, say: Say) -> None:
     say("One")
     say("Two")
-    chat.typed = Script()  # leaves
+    chat.typed = Script(*typed)
 
     assert "error: nothing was edited" in say("/edit 1")
     assert [turn.user for turn in chat.session.turns] == ["One", "Two"]
@@ -89,26 +82,20 @@ def test_retry_and_back_exchange_answers(chat: Chat, say: Say) -> None:
     assert chat.session.turns[0].ids == first
 
 
-def test_edit_replaces_a_turn_and_forgets_later_ones(chat: Chat, say: Say) -> None:
-    say("One")
-    say("Two")
-    say("Three")
+@pytest.mark.parametrize(
+    ("said", "command"), [(("One", "Two", "Three"), "/edit 2"), (("One", "Two"), "/edit")]
+)
+def test_edit_replaces_a_turn_and_forgets_later_ones(
+    said: tuple[str, ...], command: str, chat: Chat, say: Say
+) -> None:
+    for text in said:
+        say(text)
     chat.typed = script = Script("Zwei")
 
-    say("/edit 2")
+    say(command)
 
     assert [turn.user for turn in chat.session.turns] == ["One", "Zwei"]
     assert script.defaults == ["Two"]
-
-
-def test_edit_without_a_number_edits_the_last_turn(chat: Chat, say: Say) -> None:
-    say("One")
-    say("Two")
-    chat.typed = Script("Zwei")
-
-    say("/edit")
-
-    assert [turn.user for turn in chat.session.turns] == ["One", "Zwei"]
 
 
 def test_more_goes_on_and_undo_takes_back(chat: Chat, say: Say) -> None:

@@ -9,13 +9,7 @@ from itertools import count
 import pytest
 import torch
 
-from exl2flow.core.runtime.background import (
-    MOST_WAITING,
-    Background,
-    prefetch,
-    send_async,
-    to_host,
-)
+from exl2flow.core.runtime.background import MOST_WAITING, Background, prefetch, send_async, to_host
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")  # only the kind counts here
 
@@ -62,24 +56,14 @@ def test_few_pieces_wait() -> None:
     assert begun == [*range(MOST_WAITING), 9]
 
 
-def test_an_error_reaches_the_caller_and_ends_all() -> None:
-    done: list[int] = []
-
-    def fail() -> None:
-        raise OSError("the disk is full")
-
-    def later() -> None:
-        with Background(GPU) as background:
-            background.submit(fail)
-            background.submit(lambda: done.append(1))
-
-    with pytest.raises(OSError, match="the disk is full"):
-        later()
-    assert not done
-
-
-def test_what_waits_behind_work_that_fails_is_not_done() -> None:
+@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_an_error_reaches_the_caller_and_what_waits_behind_is_not_done(
+    waiting: int, at_once: bool
+) -> None:
     gate, done = threading.Event(), list[int]()
+    if at_once:
+        gate.set()
 
     def fail() -> None:
         gate.wait(5)
@@ -88,7 +72,8 @@ def test_what_waits_behind_work_that_fails_is_not_done() -> None:
     def later() -> None:
         with Background(GPU) as background:
             background.submit(fail)
-            background.submit(lambda: done.append(1))
+            for _ in range(waiting):
+                background.submit(lambda: done.append(1))
             gate.set()
 
     with pytest.raises(OSError, match="the disk is full"):
@@ -129,18 +114,6 @@ def test_an_error_of_the_caller_waits_for_what_was_submitted() -> None:
     with pytest.raises(KeyError):
         fail()
     assert done == [1]
-
-
-def test_an_error_of_the_last_work_reaches_the_caller() -> None:
-    def fail() -> None:
-        raise OSError("the disk is full")
-
-    def alone() -> None:
-        with Background(GPU) as background:
-            background.submit(fail)
-
-    with pytest.raises(OSError, match="the disk is full"):
-        alone()
 
 
 def test_work_begins_when_that_before_it_has_ended() -> None:

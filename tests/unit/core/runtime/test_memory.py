@@ -79,8 +79,7 @@ def test_each_gpu_has_its_own_limit(shares: dict[torch.device, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "expected"),
-    [(None, FREE + RESERVED - USED), (24 * 10**9, usable(24 * 10**9) - USED)],
+    ("most", "expected"), [(None, FREE + RESERVED - USED), (24 * 10**9, usable(24 * 10**9) - USED)]
 )
 @pytest.mark.usefixtures("shares")
 def test_free_memory_includes_the_reserve_and_ends_at_the_limit(

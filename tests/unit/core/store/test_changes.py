@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,9 +65,7 @@ def test_changed_option_is_named_with_both_values(config: ConversionConfig) -> N
     ]
 
 
-def test_finished_stage_says_what_changed_since_the_result_before(
-    config: ConversionConfig,
-) -> None:
+def test_finished_stage_says_what_changed_since_the_result_before(config: ConversionConfig) -> None:
     convert(config)
     convert(other(config, bpw=2.5))
 
@@ -294,14 +293,15 @@ def test_other_versions_of_packages_are_said_and_redo_nothing(
     )
 
 
-def test_manifest_of_a_version_without_runs_shows_its_stored_options(
-    config: ConversionConfig,
+@pytest.mark.parametrize(("missing", "value"), [("run", None), ("source", {})])
+def test_manifest_of_an_earlier_version_shows_its_stored_options(
+    missing: str, value: object, config: ConversionConfig
 ) -> None:
     pipeline = convert(config)
     for name in STAGES:
         folder = StageFolder.load(pipeline.path(name.name))
         assert folder is not None
-        folder.manifest.run = None
+        setattr(folder.manifest, missing, value)
         folder.save()
 
     assert looked(other(config, bpw=2.5))["allocate"].changes == (change("`bpw`", "4.0", "2.5"),)
@@ -345,34 +345,17 @@ def test_entries_of_stages_have_the_names_of_options(
     assert only.now == ("a" * 12 if value == "a" * 64 else json.dumps(value))
 
 
-def test_values_are_those_that_the_user_gave(config: ConversionConfig) -> None:
-    options = stage("tokenize", options=lambda c: {"file": "0" * 64, "own": c.calibration.text})
-    Pipeline(config, (options,), device="cpu").run("tokenize", progress=silent)
-    mine = config.calibration.model_copy(update={"text": "/data/mine.parquet"})
-
-    found = looked(other(config, calibration=mine), (options,))
-
-    expected = (change("`calibration.text`", "auto", "/data/mine.parquet"),)
-    assert found["tokenize"].changes == expected
-
-
-def test_manifest_that_does_not_list_its_source_has_no_changed_source(
-    config: ConversionConfig,
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda c: {"file": "0" * 64, "own": c.calibration.text},
+        lambda c: {"file": digest_of(c.calibration.text)},  # its path, not its digest
+    ],
+)
+def test_values_are_those_that_the_user_gave(
+    options: Callable[[ConversionConfig], dict[str, object]], config: ConversionConfig
 ) -> None:
-    folder = StageFolder.load(convert(config).path("allocate"))
-    assert folder is not None
-    folder.manifest.source = {}  # of an earlier version
-    folder.save()
-
-    found = looked(other(config, bpw=2.5))
-
-    assert found["allocate"].changes == (change("`bpw`", "4.0", "2.5"),)
-
-
-def test_another_file_is_named_by_its_path_and_not_by_its_digest(
-    config: ConversionConfig,
-) -> None:
-    read = stage("tokenize", options=lambda c: {"file": digest_of(c.calibration.text)})
+    read = stage("tokenize", options=options)
     Pipeline(config, (read,), device="cpu").run("tokenize", progress=silent)
     mine = config.calibration.model_copy(update={"text": "/data/mine.parquet"})
 

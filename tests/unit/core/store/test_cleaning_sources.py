@@ -89,9 +89,7 @@ def test_source_of_a_conversion_that_was_begun_stays(config: ConversionConfig, r
     assert source in paths(unneeded(root, STAGES, partial=True))
 
 
-def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(
-    root: Path,
-) -> None:
+def test_fetched_and_not_yet_converted_models_go_only_with_what_is_not_finished(root: Path) -> None:
     whole, half = fetched(root, "aaaa"), fetched(root, "bbbb")
     provenance_file(half).unlink()
 

@@ -95,18 +95,11 @@ def without(kept: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Recording, "after", forgetful)
 
 
-def test_files_that_are_not_flushed_are_noticed(
-    stage: Command, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("beginning", [".a.", "results"], ids=["file", "folder"])
+def test_what_is_not_flushed_is_noticed(
+    beginning: str, stage: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without(lambda path: not Path(path).name.startswith(".a."), monkeypatch)
-
-    assert is_noticed(stage, "results/a` ")
-
-
-def test_folders_that_are_not_flushed_are_noticed(
-    stage: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without(lambda path: Path(path).name != "results", monkeypatch)
+    without(lambda path: not Path(path).name.startswith(beginning), monkeypatch)
 
     assert is_noticed(stage, "results/a` ")
 

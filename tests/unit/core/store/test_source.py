@@ -66,12 +66,21 @@ def test_slug_is_never_hidden_nor_an_option_nor_empty(
     assert SourceFingerprint.of(named, memory=memory).slug == slug
 
 
-def test_measurements_beside_the_weights_are_not_the_source(model: Path, memory: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "is_same"),
+    [
+        ("measurement.safetensors", 0.0, True),  # beside the weights
+        ("model.safetensors", 1.0, False),  # with the same header
+    ],
+)
+def test_fingerprint_is_that_of_the_weights_contents(
+    name: str, value: float, is_same: bool, model: Path, memory: Path
+) -> None:
     before = fingerprint(model, memory)
 
-    save_file({"a": torch.zeros(8)}, model / "measurement.safetensors")
+    save_file({"a": torch.full((8,), value)}, model / name)
 
-    assert fingerprint(model, memory) == before
+    assert (fingerprint(model, memory) == before) == is_same
 
 
 SECOND_COPY = "consolidated.safetensors"
@@ -136,14 +145,6 @@ def test_digests_have_their_documented_name() -> None:
     page = Path(__file__).parents[4] / "docs" / "concepts" / "checkpoints.md"
 
     assert f" {DIGESTS_FILE} " in page.read_text()
-
-
-def test_fingerprint_tells_models_with_equal_headers_apart(model: Path, memory: Path) -> None:
-    before = fingerprint(model, memory)
-
-    save_file({"a": torch.ones(8)}, model / "model.safetensors")
-
-    assert fingerprint(model, memory) != before
 
 
 @pytest.mark.parametrize(

@@ -37,21 +37,27 @@ from exl2flow.pipeline.stages import run_in_order
 DOCS = Path(__file__).parents[4] / "docs"
 
 
-def test_second_run_executes_nothing(config: ConversionConfig) -> None:
+def test_second_run_executes_nothing_and_says_so_in_the_log(
+    config: ConversionConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     run_all(config)
     first = list(RAN)
 
-    pipeline = run_all(config)
+    with caplog.at_level(logging.INFO, logger="exl2flow.core.store.stage"):
+        pipeline = run_all(config)
 
     assert first == RAN == ["measure", "allocate", "compile"]
     assert all(map(pipeline.is_complete, pipeline.stages))
+    said = [message.split(" path=")[0] for message in caplog.messages]
+    assert said == [f"stage={name} cached" for name in first]
 
 
 def test_run_returns_the_result_whether_it_was_there_or_not(config: ConversionConfig) -> None:
-    pipeline = Pipeline(config, CHAIN, device="cpu")
+    pipeline, ticks = Pipeline(config, CHAIN, device="cpu"), list[Tick]()
 
-    for _ in range(2):
-        assert pipeline.run("measure", progress=silent) == pipeline.refs["measure"]
+    assert pipeline.run("measure", progress=ticks.append) == pipeline.refs["measure"]
+    assert ticks == [Tick(stage="measure", done=1, total=1, detail="noted")]
+    assert pipeline.run("measure", progress=silent) == pipeline.refs["measure"]
 
 
 def test_cleared_stage_is_made_again_with_a_stage_that_reads_it(
@@ -81,14 +87,7 @@ def test_changed_option_redoes_what_depends_on_it_and_nothing_else(
     assert RAN[3:] == ["allocate", "compile"]
     assert before.refs["measure"] == after.refs["measure"]
     assert all(map(before.is_complete, before.stages))  # siblings coexist
-
-
-def test_going_back_to_an_earlier_option_finds_its_results(config: ConversionConfig) -> None:
     run_all(config)
-    run_all(with_options(config, bpw=2.5))
-
-    run_all(config)
-
     assert RAN[5:] == []
 
 
@@ -230,30 +229,6 @@ def test_output_belongs_to_one_run_from_the_first_stage_to_the_last_whatever_its
     assert not config.out.exists()  # no stage wrote into it
     run_in_order(other)
     assert all(map(other.is_complete, other.stages))
-
-
-def test_progress_names_the_stage(config: ConversionConfig) -> None:
-    ticks: list[Tick] = []
-    pipeline = Pipeline(config, CHAIN, device="cpu")
-
-    pipeline.run("measure", progress=ticks.append)
-
-    assert ticks == [Tick(stage="measure", done=1, total=1, detail="noted")]
-
-
-def test_cached_stage_says_so_in_the_log(
-    config: ConversionConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_all(config)
-
-    with caplog.at_level(logging.INFO, logger="exl2flow.core.store.stage"):
-        run_all(config)
-
-    assert [record.getMessage().split(" path=")[0] for record in caplog.records] == [
-        "stage=measure cached",
-        "stage=allocate cached",
-        "stage=compile cached",
-    ]
 
 
 def test_stages_of_two_threads_use_the_gpu_one_after_the_other(config: ConversionConfig) -> None:

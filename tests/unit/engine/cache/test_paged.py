@@ -15,12 +15,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import cache_format
 from exl2flow.engine.cache.views import PromptView, Segment
 from exl2flow.inference import LoadedModel, load_model
-from exl2flow.kernels import (
-    CACHE_FORMATS,
-    PAGE_TOKENS,
-    AttentionRule,
-    LayerStore,
-)
+from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, AttentionRule, LayerStore
 from exl2flow.kernels.reference.cache import attend_step, read_cache
 from exl2flow.kernels.reference.ops import Ops
 from exl2flow.model import RopeTable, RopeTables

@@ -57,9 +57,7 @@ def test_without_a_turn_there_is_nothing_to_do(name: str) -> None:
         {"settings": SamplingSettings(cfg_scale=2.0)},
     ],
 )
-def test_values_out_of_range_are_refused_at_the_start_and_later(
-    wrong: dict[str, object],
-) -> None:
+def test_values_out_of_range_are_refused_at_the_start_and_later(wrong: dict[str, object]) -> None:
     fake = scripted("Fine.")
     with pytest.raises(ConfigError):
         Session(fake, RAW, **wrong)
@@ -95,11 +93,7 @@ def test_a_session_cannot_begin_with_such_values(wrong: dict[str, object]) -> No
 
 @pytest.mark.parametrize(
     "template",
-    [
-        "{{ raise_exception('roles') }}",
-        "{{ 'a' * 10000000000000 }}",
-        "{{ messages[7].content }}",
-    ],
+    ["{{ raise_exception('roles') }}", "{{ 'a' * 10000000000000 }}", "{{ messages[7].content }}"],
 )
 def test_a_hostile_template_is_an_error_and_another_one_goes_on(template: str) -> None:
     fake = scripted("Fine.")

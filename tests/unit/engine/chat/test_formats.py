@@ -90,9 +90,7 @@ TABLE = {
         next="<|user|>⏎Ⓤ</s>⏎<|assistant|>⏎",
     ),
     "deepseek": Row(
-        sys="Ⓢ⏎",
-        turn="### Instruction:⏎Ⓤ⏎### Response:⏎",
-        next="### Instruction:⏎Ⓤ⏎### Response:⏎",
+        sys="Ⓢ⏎", turn="### Instruction:⏎Ⓤ⏎### Response:⏎", next="### Instruction:⏎Ⓤ⏎### Response:⏎"
     ),
     "solar": Row(
         sys="### System⏎Ⓢ⏎⏎",
@@ -171,11 +169,7 @@ TABLE = {
         bos=True, sys=COHERE_SYS, turn=COHERE, next=f"<|END_OF_TURN_TOKEN|>{COHERE}", strips=True
     ),
     "smollm3": Row(
-        always=SMOL,
-        sys="Ⓢ⏎⏎<|im_end|>⏎",
-        no_sys="<|im_end|>⏎",
-        turn=IM,
-        next=f"<|im_end|>⏎{IM}",
+        always=SMOL, sys="Ⓢ⏎⏎<|im_end|>⏎", no_sys="<|im_end|>⏎", turn=IM, next=f"<|im_end|>⏎{IM}"
     ),
     "gpt-oss": Row(
         always=OSS,
@@ -191,11 +185,7 @@ TABLE = {
         next="⏎⏎### Instruction:⏎Ⓤ⏎⏎### Response:⏎",
     ),
     "vicuna": Row(
-        bos=True,
-        sys="Ⓢ ",
-        turn="USER: Ⓤ ASSISTANT:",
-        next="</s>USER: Ⓤ ASSISTANT:",
-        past=("", " "),
+        bos=True, sys="Ⓢ ", turn="USER: Ⓤ ASSISTANT:", next="</s>USER: Ⓤ ASSISTANT:", past=("", " ")
     ),
 }
 

@@ -252,10 +252,7 @@ def test_a_text_with_values_that_are_not_finite_harms_no_other(
     found = ids_of(generator, request(1, adapters[1]), request(2))
 
     assert events[-1].reason == "error"
-    assert found == {
-        1: alone(model, request(1, adapters[1])),
-        2: alone(model, request(2)),
-    }
+    assert found == {1: alone(model, request(1, adapters[1])), 2: alone(model, request(2))}
 
 
 def test_an_adapter_without_room_in_memory_ends_its_texts_only(

@@ -120,8 +120,7 @@ def test_text_is_the_same_alone_and_in_any_company(model: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cache", "settings"),
-    [("fp32", RICH), pytest.param("q4", GREEDY, marks=pytest.mark.slow)],
+    ("cache", "settings"), [("fp32", RICH), pytest.param("q4", GREEDY, marks=pytest.mark.slow)]
 )
 def test_jobs_that_were_sent_back_go_on_where_they_were(
     model: LoadedModel, cache: str, settings: SamplingSettings, monkeypatch: pytest.MonkeyPatch

@@ -125,18 +125,16 @@ def test_stop_strings_are_exact() -> None:
     assert run_of("stop", "Stop", "STOP", stops=("STOP",)).text == "stopStop"
 
 
-def test_stop_string_in_the_last_token_is_not_shown() -> None:
-    run = run_of("One", ".\n", stops=("\n",), max_new_tokens=2)
+@pytest.mark.parametrize(
+    ("last", "stop", "text", "reason"),
+    [(".\n", "\n", "One.", "stop_string"), (" ST", "STOP", "One ST", "max_new_tokens")],
+)
+def test_stop_string_in_the_last_token_is_shown_only_in_part(
+    last: str, stop: str, text: str, reason: str
+) -> None:
+    run = run_of("One", last, stops=(stop,), max_new_tokens=2)
 
-    assert run.text == "One."
-    assert run.end.reason == "stop_string"
-
-
-def test_beginning_of_a_stop_string_is_shown_when_the_text_ends() -> None:
-    run = run_of("One", " ST", stops=("STOP",), max_new_tokens=2)
-
-    assert run.text == "One ST"
-    assert run.end.reason == "max_new_tokens"
+    assert (run.text, run.end.reason) == (text, reason)
 
 
 def test_stop_string_longer_than_the_text_does_no_harm() -> None:

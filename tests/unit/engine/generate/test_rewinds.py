@@ -9,13 +9,7 @@ import torch
 from tiny import VOCAB_SIZE
 from transformers import AutoModelForCausalLM
 
-from exl2flow.inference import (
-    Event,
-    Generator,
-    LoadedModel,
-    Request,
-    SamplingSettings,
-)
+from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings
 
 GREEDY = SamplingSettings.greedy()
 HOT = SamplingSettings(temperature=2.0, top_k=0, top_p=0.0)

@@ -221,12 +221,7 @@ def test_a_text_cut_to_a_prompt_of_one_token_forgets_the_state_of_what_was_cut(
     ids, plain = (7,), run(small(model, slots=1), (7,), new=12)[0]
     ban = model.tokenizer.decode(plain[:3])
     request = Request(
-        ids,
-        max_new_tokens=12,
-        settings=GREEDY,
-        stops=(),
-        banned_strings=(ban,),
-        end_loops=False,
+        ids, max_new_tokens=12, settings=GREEDY, stops=(), banned_strings=(ban,), end_loops=False
     )
     expected = [token for e in small(model, slots=1).stream(request) for token in e.ids]
     generator, found = small(model, slots=1), list[int]()

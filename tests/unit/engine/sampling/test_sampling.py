@@ -128,11 +128,7 @@ def skewed(expected: dict[int, float], skew: float) -> dict[int, float]:
     return dict(zip(expected, np.diff(sums), strict=True))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [PLAIN, replace(EVERY, skew=-0.7)],
-    ids=("plain", "all"),
-)
+@pytest.mark.parametrize("settings", [PLAIN, replace(EVERY, skew=-0.7)], ids=("plain", "all"))
 @torch.inference_mode()
 def test_tokens_are_drawn_as_often_as_they_are_likely(settings: SamplingSettings) -> None:
     """The statistic of 1e5 draws stays below the 99.9 % point of chi-square."""
@@ -272,9 +268,7 @@ def test_ids_beyond_the_vocabulary_are_never_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [[GREEDY], [replace(EVERY, top_k=50)], MIXED],
-    ids=("greedy", "few", "mixed"),
+    "settings", [[GREEDY], [replace(EVERY, top_k=50)], MIXED], ids=("greedy", "few", "mixed")
 )
 @pytest.mark.parametrize("more", [{}, {"masked": True, "top": 3, "probabilities": True}], ids=str)
 def test_nothing_depends_on_values_on_the_device(

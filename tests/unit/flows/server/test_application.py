@@ -43,10 +43,7 @@ async def rows_written(config: AioSqliteConfiguration) -> int:
             await connection.exec_driver_sql("CREATE TABLE seen (reader INTEGER)")
 
         async def read_then_write() -> None:
-            async with (
-                await config.session(engine) as session,
-                config.begin_transaction(session),
-            ):
+            async with await config.session(engine) as session, config.begin_transaction(session):
                 await session.execute(sa.text("SELECT count(*) FROM seen"))
                 await asyncio.sleep(0.1)  # others read meanwhile, if they may
                 await session.execute(sa.text("INSERT INTO seen VALUES (1)"))

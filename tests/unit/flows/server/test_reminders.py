@@ -28,6 +28,7 @@ LOST, NEVER_BEGAN = 91, 601  # seconds
 
 Story = Callable[[], Coroutine[None, None, None]]
 Given = Callable[[Story], list[str]]
+Steps = Callable[[UUID], list[Coroutine[None, None, None]]]
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +36,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[asyncio.Runner]:
     """An event loop, as Prefect's triggers live in one, and a database with our rules."""
     file = tmp_path_factory.mktemp("database") / "server.db"
     url = f"sqlite+aiosqlite:///{file}"
-    with (
-        temporary_database_config(PatientSqlite(connection_url=url)),
-        asyncio.Runner() as runner,
-    ):
+    with temporary_database_config(PatientSqlite(connection_url=url)), asyncio.Runner() as runner:
         runner.run(create_rules())
         yield runner
         runner.run(triggers.reset())
@@ -135,98 +133,72 @@ async def forget() -> None:
             await session.execute(sa.delete(table))
 
 
-def test_taken_run_whose_event_was_lost_goes_back_to_the_queue(given: Given) -> None:
+@pytest.mark.parametrize(
+    ("kind", "starts", "steps", "expected"),
+    [
+        pytest.param(
+            PENDING, 1, lambda run: [remind(), wait(NEVER_BEGAN)], ["Requeued"], id="never began"
+        ),
+        pytest.param(
+            RUNNING, 1, lambda run: [remind(), wait(LOST)], ["Crashed"], id="no heartbeat"
+        ),
+        pytest.param(
+            RUNNING,
+            1,
+            lambda run: [remind(), tell(run, "heartbeat"), wait(LOST - 30)],
+            [],
+            id="with heartbeats",
+        ),
+        pytest.param(CRASHED, 1, lambda run: [remind()], ["AwaitingRetry"], id="crashed"),
+        pytest.param(CRASHED, 4, lambda run: [remind()], [], id="crashed too often"),
+        pytest.param(CRASHED, 0, lambda run: [remind()], ["Requeued"], id="crashed unbegun"),
+        pytest.param(
+            PENDING,
+            0,
+            lambda run: [tell(run, *["Requeued"] * 4)],
+            ["Failed"],
+            id="queued again four times",
+        ),
+        pytest.param(  # the rule keeps its wait of the first attempt, which has been fulfilled
+            PENDING,
+            1,
+            lambda run: [
+                tell(run, "Pending", "Running", ago=300),
+                tell(run, "Crashed", "AwaitingRetry", "Pending"),
+                wait(NEVER_BEGAN),
+            ],
+            ["Requeued"],
+            id="taken again after a crash",
+        ),
+        pytest.param(
+            PENDING,
+            1,
+            lambda run: [
+                tell(run, "Pending", "Running", ago=NEVER_BEGAN),
+                tell(run, "Crashed", "AwaitingRetry", "Pending"),  # only removes the first wait
+                remind(),
+                wait(NEVER_BEGAN),
+            ],
+            ["Requeued"],
+            id="a fulfilled wait that ran out is followed by another",
+        ),
+        pytest.param(
+            PENDING,
+            1,
+            lambda run: [tell(run, "Pending", ago=300), remind(), wait(NEVER_BEGAN - 300)],
+            ["Requeued"],
+            id="reminders do not make a wait longer",
+        ),
+    ],
+)
+def test_state_that_rules_give_to_a_run(
+    given: Given, kind: StateType, starts: int, steps: Steps, expected: list[str]
+) -> None:
     async def story() -> None:
-        await add_run(PENDING)
-        await remind()
-        await wait(NEVER_BEGAN)
+        for step in steps(await add_run(kind, starts=starts)):
+            await step
 
-    assert given(story) == ["Requeued"]
-
-
-def test_running_run_that_never_had_a_heartbeat_has_crashed(given: Given) -> None:
-    async def story() -> None:
-        await add_run(RUNNING)
-        await remind()
-        await wait(LOST)
-
-    assert given(story) == ["Crashed"]
-
-
-def test_running_run_with_heartbeats_goes_on(given: Given) -> None:
-    async def story() -> None:
-        run = await add_run(RUNNING)
-        await remind()
-        await tell(run, "heartbeat")
-        await wait(LOST - 30)
-
-    assert given(story) == []
-
-
-def test_crashed_run_whose_event_was_lost_goes_on(given: Given) -> None:
-    async def story() -> None:
-        await add_run(CRASHED)
-        await remind()
-
-    assert given(story) == ["AwaitingRetry"]
-
-
-def test_run_that_crashed_too_often_stays_crashed(given: Given) -> None:
-    async def story() -> None:
-        await add_run(CRASHED, starts=4)
-        await remind()
-
-    assert given(story) == []
-
-
-def test_run_that_crashed_before_it_began_is_queued_again(given: Given) -> None:
-    async def story() -> None:
-        await add_run(CRASHED, starts=0)
-        await remind()
-
-    assert given(story) == ["Requeued"]
-
-
-def test_run_that_was_queued_again_four_times_has_failed(given: Given) -> None:
-    async def story() -> None:
-        run = await add_run(PENDING, starts=0)
-        for _ in range(4):
-            await tell(run, "Requeued")
-
-    assert given(story) == ["Failed"]
-
-
-def test_run_that_was_taken_again_after_a_crash_goes_back_to_the_queue(given: Given) -> None:
-    """The rule still keeps its wait of the first attempt, which has been fulfilled."""
-
-    async def story() -> None:
-        run = await add_run(PENDING)
-        await tell(run, "Pending", "Running", ago=300)
-        await tell(run, "Crashed", "AwaitingRetry", "Pending")
-        await wait(NEVER_BEGAN)
-
-    assert given(story) == ["Requeued"]
-
-
-def test_fulfilled_wait_that_ran_out_is_followed_by_another(given: Given) -> None:
-    async def story() -> None:
-        run = await add_run(PENDING)
-        await tell(run, "Pending", "Running", ago=NEVER_BEGAN)
-        await tell(run, "Crashed", "AwaitingRetry", "Pending")  # which only removes the first
-        await remind()
-        await wait(NEVER_BEGAN)
-
-    assert given(story) == ["Requeued"]
-
-
-def test_reminders_do_not_make_a_wait_longer(given: Given) -> None:
-    async def story() -> None:
-        run = await add_run(PENDING)
-        await tell(run, "Pending", ago=300)
-        await remind()
-        await wait(NEVER_BEGAN - 300)
-
-    assert given(story) == ["Requeued"]
+    assert given(story) == expected
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,7 @@ ALONE = [[BOS]]
 
 
 def written(
-    model: LoadedModel,
-    texts: range,
-    tokens: int = 48,
-    openings: list[list[int]] = ALONE,
+    model: LoadedModel, texts: range, tokens: int = 48, openings: list[list[int]] = ALONE
 ) -> torch.Tensor:
     writer = TextWriter(model, texts=len(texts), span=tokens)
     return writer.write([openings] * len(texts), [f"0/{text}" for text in texts], lambda at: None)

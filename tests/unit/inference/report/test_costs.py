@@ -1,11 +1,7 @@
 import pytest
 
 from exl2flow.core.reports import MatrixReport, matrices_of, sublayer_reports, total_nats
-from exl2flow.inference.report.costs import (
-    concentration,
-    dominant,
-    share,
-)
+from exl2flow.inference.report.costs import concentration, dominant, share
 
 
 def cost(name: str, nats: float | None) -> MatrixReport:

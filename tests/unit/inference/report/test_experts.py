@@ -15,11 +15,7 @@ from exl2flow.core.reports import ExpertsReport, Report, matrices_of, sublayer_r
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.blocks import by_block, by_role
-from exl2flow.inference.report.experts import (
-    coverage_in_words,
-    expert_rows,
-    never_routed,
-)
+from exl2flow.inference.report.experts import coverage_in_words, expert_rows, never_routed
 from exl2flow.inference.report.frames import allocation_frame, role_frame
 from exl2flow.inference.report.inspection import inspect_model
 from exl2flow.inference.report.markdown import render_markdown

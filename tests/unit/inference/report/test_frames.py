@@ -14,9 +14,7 @@ from exl2flow.inference.scoring.intervals import intervals
 PARAMS = {"group_size": {"4": 64}, "bits": [4], "bits_prop": [1.0], "scale_bits": 4}
 
 
-def test_a_measurement_by_sublayers_lists_the_parameters_of_all_projections(
-    tmp_path: Path,
-) -> None:
+def test_a_measurement_by_sublayers_lists_the_parameters_of_all_projections(tmp_path: Path) -> None:
     entry = {"accuracy": 0.75, "total_bits": 800, "up_proj": PARAMS, "down_proj": PARAMS}
     slots = {"model.norm": None, "model.layers.0.mlp": [entry]}
     path = tmp_path / "measurement.json"

@@ -82,10 +82,7 @@ def test_markdown_shows_every_figure(report: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("warnings", "failures", "line"),
-    [
-        (["a", "b"], [], "**Passed with warnings:** a; b"),
-        (["a"], ["c"], "**Failed:** c"),
-    ],
+    [(["a", "b"], [], "**Passed with warnings:** a; b"), (["a"], ["c"], "**Failed:** c")],
 )
 def test_verdict_stands_first(
     warnings: list[str], failures: list[str], line: str, report: dict[str, Any]

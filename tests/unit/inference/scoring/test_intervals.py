@@ -50,9 +50,7 @@ def test_a_row_counts_by_its_tokens() -> None:
     """A row of one token hardly moves the interval, whatever it holds."""
     plain = sums()
     short = replace(
-        plain,
-        tokens=(*plain.tokens[:-1], 1),
-        divergences=(*(plain.divergences or ())[:-1], 1.0),
+        plain, tokens=(*plain.tokens[:-1], 1), divergences=(*(plain.divergences or ())[:-1], 1.0)
     )
 
     low, high = known(intervals(short)).kl_divergence or (0, 0)

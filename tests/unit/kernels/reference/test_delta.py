@@ -69,27 +69,18 @@ def in_parts(
     return torch.cat(outputs, dim=1), state
 
 
-@pytest.mark.parametrize("cuts", [(64,), (128, 192), (64, 128, 192, 256)], ids=str)
-def test_cuts_between_chunks_change_no_bit(cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "cuts", [(64,), (128, 192), (64, 128, 192, 256), (1,), (3, 100), (63, 65, 191)], ids=str
+)
+def test_cuts_between_chunks_change_no_bit_and_others_a_rounding(cuts: tuple[int, ...]) -> None:
     args, given = layer(), inputs(300)
-    assert all(cut % CHUNK_TOKENS == 0 for cut in cuts)
+    most = 2e-5 if any(cut % CHUNK_TOKENS for cut in cuts) else 0
     expected, state = gated_delta(*given, args)
 
     found, found_state = in_parts(given, cuts, args)
 
-    assert torch.equal(found, expected)
-    assert torch.equal(found_state.state, state.state)
-
-
-@pytest.mark.parametrize("cuts", [(1,), (3, 100), (63, 65, 191)], ids=str)
-def test_other_cuts_differ_by_rounding(cuts: tuple[int, ...]) -> None:
-    args, given = layer(), inputs(230)
-    expected, state = gated_delta(*given, args)
-
-    found, found_state = in_parts(given, cuts, args)
-
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    torch.testing.assert_close(found_state.state, state.state, rtol=0, atol=2e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=most)
+    torch.testing.assert_close(found_state.state, state.state, rtol=0, atol=most)
 
 
 def test_gradients_are_those_of_the_rule_by_tokens() -> None:

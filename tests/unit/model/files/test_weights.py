@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -218,23 +219,22 @@ def test_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
         TensorFiles(tmp_path)
 
 
-def test_file_cut_short_after_opening_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), r"x\.safetensors` ends within `a`"),
+        (Path.unlink, r"cannot read `.*x\.safetensors`"),
+    ],
+)
+def test_file_that_changed_after_opening_is_named(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.zeros(100)}, path)
     files = TensorFiles(tmp_path)
-    path.write_bytes(path.read_bytes()[:-8])
+    damage(path)
 
-    with pytest.raises(SourceModelError, match=r"x\.safetensors` ends within `a`"):
-        files.read("a")
-
-
-def test_file_that_vanished_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    save_file({"a": torch.zeros(1)}, path)
-    files = TensorFiles(tmp_path)
-    path.unlink()
-
-    with pytest.raises(SourceModelError, match=r"cannot read `.*x\.safetensors`"):
+    with pytest.raises(SourceModelError, match=message):
         files.read("a")
 
 

@@ -11,14 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE, make_tiny
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.model import (
-    Decoder,
-    Embedding,
-    TensorFiles,
-    build_head,
-    check_layers,
-    resolve,
-)
+from exl2flow.model import Decoder, Embedding, TensorFiles, build_head, check_layers, resolve
 from exl2flow.model.files.headers import unclaimed
 
 

@@ -282,19 +282,19 @@ def test_folder_without_tokenizer_names_both_files(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model": {}}', "[]"])
-def test_damaged_tokenizer_json_is_named(content: str, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-
-    with pytest.raises(SourceModelError, match=r"tokenizer\.json"):
-        Tokenizer.load(tmp_path)
+DAMAGED = {
+    "tokenizer.json": [b"", b"{", b'{"model": {}}', b"[]"],
+    "tokenizer.model": [b"", b"\x00", b"\xff" * 40, b"\x0a\x05abc", b"plain text"],
+}
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00", b"\xff" * 40, b"\x0a\x05abc", b"plain text"])
-def test_damaged_sentencepiece_model_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(content)
+@pytest.mark.parametrize(
+    ("name", "content"), [(n, c) for n, found in DAMAGED.items() for c in found]
+)
+def test_damaged_tokenizer_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
 
-    with pytest.raises(SourceModelError, match=r"tokenizer\.model"):
+    with pytest.raises(SourceModelError, match=name.replace(".", r"\.")):
         Tokenizer.load(tmp_path)
 
 

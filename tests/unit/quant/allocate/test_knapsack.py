@@ -41,11 +41,7 @@ def decoder_instance(rng: random.Random, *, layers: int, bpw: float) -> tuple[Ta
     """Return the slots of a decoder with hidden size 4096, errors falling with the bits."""
     shapes = {
         "attention": dict.fromkeys(("q", "k", "v", "o"), (4096, 4096)),
-        "mlp": {
-            "gate": (4096, 11008),
-            "up": (4096, 11008),
-            "down": (11008, 4096),
-        },
+        "mlp": {"gate": (4096, 11008), "up": (4096, 11008), "down": (11008, 4096)},
     }
     bits: Table = []
     costs: Costs = []

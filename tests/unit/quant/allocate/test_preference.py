@@ -24,11 +24,7 @@ from exl2flow.quant.allocate.budget import allot, read_candidates, read_choice
 from exl2flow.quant.allocate.layout import output_bytes
 from exl2flow.quant.allocate.stage import ALLOCATE
 from exl2flow.quant.forecast.preflight import preflight
-from exl2flow.quant.measure.candidates import (
-    FAST_GROUP,
-    PROJECTION_OPTIONS,
-    parse_params,
-)
+from exl2flow.quant.measure.candidates import FAST_GROUP, PROJECTION_OPTIONS, parse_params
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
 
 SPEED = {"prefer": "speed"}
@@ -87,9 +83,7 @@ def test_speed_allows_groups_of_128_and_any_head(
         assert list(measurement.decoder[p.key]) == fast
 
 
-def test_by_default_all_but_2_bits_in_groups_of_128_are_allowed(
-    allotted: Pipeline,
-) -> None:
+def test_by_default_all_but_2_bits_in_groups_of_128_are_allowed(allotted: Pipeline) -> None:
     spec = resolve(allotted.config.source)
     path = allotted.path("measure") / MEASUREMENT_FILE
     everything, default = read_measurement(path, spec), read_candidates(allotted.config, spec, path)

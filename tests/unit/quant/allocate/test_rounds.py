@@ -28,11 +28,7 @@ from exl2flow.quant.allocate.budget import (
     total_target,
 )
 from exl2flow.quant.allocate.layout import output_bytes
-from exl2flow.quant.allocate.stage import (
-    CORRECTION_RANGE,
-    corrected,
-    uniform_allocation,
-)
+from exl2flow.quant.allocate.stage import CORRECTION_RANGE, corrected, uniform_allocation
 from exl2flow.quant.allocate.trials import Trials
 from exl2flow.quant.measure.candidates import HEAD_PARAMS
 from exl2flow.quant.measure.measurement import Measurement, projection_bits

@@ -151,11 +151,7 @@ def test_files_that_an_older_version_may_have_left_are_named(
     assert len([*tmp_path.iterdir()]) == 4
 
 
-FOREIGN = (
-    "measurement.safetensors",
-    "consolidated.safetensors",
-    "pytorch_model.bin.index.json",
-)
+FOREIGN = ("measurement.safetensors", "consolidated.safetensors", "pytorch_model.bin.index.json")
 
 
 @pytest.mark.parametrize("version", ["this", "an older one"])

@@ -229,11 +229,7 @@ def test_record_tells_source_options_and_errors(converted: Any) -> None:
     ],
 )
 def test_reading_back_detects_a_flipped_bit(
-    tensor: str,
-    named: str,
-    quantized: Pipeline,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tensor: str, named: str, quantized: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def flip(run: Any, spec: Any) -> dict[str, object]:
         path = run.config.out / "model.safetensors"

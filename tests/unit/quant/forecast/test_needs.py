@@ -41,11 +41,6 @@ EVERYTHING: dict[str, object] = {
 }
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model")
-
-
 def config_of(source: Path, **values: object) -> ConversionConfig:
     calibration = calibrated_on(
         text_parquet(source.parent / "text.parquet"), (ROWS, TOKENS), (8, 64)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conversions import small_config
+from refusals import config_of
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
@@ -24,15 +24,6 @@ from exl2flow.quant.walk.working_memory import (
 )
 
 CARD = Card(name="A card", memory=80 * 10**9)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model")
-
-
-def config_of(source: Path, **values: object) -> ConversionConfig:
-    return small_config(source, source.parent / "out", **values)
 
 
 def needs_of(config: ConversionConfig, card: Card | None = CARD) -> dict[str, Need]:

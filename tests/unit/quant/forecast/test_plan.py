@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import small_config
-from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed
 from exl2flow.core.options.config import ConversionConfig
@@ -20,11 +19,6 @@ from exl2flow.quant.forecast.preflight import preflight
 from exl2flow.quant.walk.needs import Card
 
 SIZES = {"rows": 115, "row_tokens": 64, "measure_rows": 19, "measure_row_tokens": 96}
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model")
 
 
 def config_of(source: Path, text: str, **values: object) -> ConversionConfig:

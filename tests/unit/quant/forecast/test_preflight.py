@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from conversions import small_config, snapshot
 from measurements import written_in_nats
-from safetensors.torch import load_file, save_file
+from refusals import change_config, change_tensors, config_of, problems_of
+from safetensors.torch import load_file
 from stage_runs import foreign_measurement
 from tiny import make_tiny
 
 from exl2flow.core.errors import PreflightFailed
-from exl2flow.core.options.config import ConversionConfig
 from exl2flow.model import resolve
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast import preflight as preflight_module
@@ -24,33 +23,6 @@ from exl2flow.quant.forecast.preflight import preflight
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model")
-
-
-def config_of(source: Path, **values: object) -> ConversionConfig:
-    return small_config(source, source.parent / "out", **values)
-
-
-def problems_of(config: ConversionConfig) -> list[str]:
-    with pytest.raises(PreflightFailed) as refusal:
-        preflight(config, STAGES)
-    return str(refusal.value).splitlines()
-
-
-def change_tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = source / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def change_config(source: Path, **values: object) -> None:
-    path = source / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
 def test_plan_describes_the_conversion_and_writes_nothing(source: Path) -> None:
@@ -132,9 +104,7 @@ def test_output_that_is_a_file_is_one_problem(place: str, source: Path) -> None:
 
     problems = problems_of(small_config(source, source.parent / place))
 
-    assert problems == [
-        f"`{file}` is not a folder that can be written; choose another `--out`",
-    ]
+    assert problems == [f"`{file}` is not a folder that can be written; choose another `--out`"]
 
 
 def test_missing_measurement_is_one_problem(source: Path) -> None:

@@ -1,49 +1,18 @@
 """What headers and names of the source's files tell is found before any work."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conversions import small_config
-from safetensors.torch import load_file, save_file
-from tiny import make_tiny
+from refusals import change_config, change_tensors, config_of, problems_of
+from safetensors.torch import save_file
 
-from exl2flow.core.errors import Exl2FlowError, PreflightFailed
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.errors import Exl2FlowError
 from exl2flow.inference import load_model
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.preflight import preflight
 
 UP_PROJ = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return make_tiny("llama", tmp_path / "model")
-
-
-def config_of(source: Path) -> ConversionConfig:
-    return small_config(source, source.parent / "out")
-
-
-def problems_of(config: ConversionConfig) -> list[str]:
-    with pytest.raises(PreflightFailed) as refusal:
-        preflight(config, STAGES)
-    return str(refusal.value).splitlines()
-
-
-def change_tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    path = source / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path)
-
-
-def change_config(source: Path, **changes: object) -> None:
-    path = source / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_more_layers_than_the_files_hold_are_refused_at_once(source: Path) -> None:

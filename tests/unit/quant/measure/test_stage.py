@@ -21,12 +21,7 @@ from exl2flow.quant.measure.candidates import candidates_for
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE, read_measurement
 from exl2flow.quant.measure.stage import undominated
 from exl2flow.quant.rounding.error_feedback import RoundingJob, padded_weight, round_matrices
-from exl2flow.quant.rounding.hessian import (
-    HessianSum,
-    MixedHessian,
-    collect_hessians,
-    factor,
-)
+from exl2flow.quant.rounding.hessian import HessianSum, MixedHessian, collect_hessians, factor
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -221,8 +216,5 @@ def test_source_is_not_changed(converted: Any) -> None:
         hessians, outputs = collect_hessians(sublayer, states)
 
     assert torch.equal(states, before)
-    assert {name: h.shape for name, h in hessians.items()} == {
-        "input": (64, 64),
-        "inner": (64, 64),
-    }
+    assert {name: h.shape for name, h in hessians.items()} == {"input": (64, 64), "inner": (64, 64)}
     assert list(outputs) == [0]

@@ -72,12 +72,7 @@ def test_parameters_are_found_for_every_layout_that_we_write(k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes",
-    [
-        ((2, 32), (4, 32), (3, 32)),
-        ((4, 32), (4, 64)),
-        ((4, 32), (3, 32), (4, 32)),
-    ],
+    "sizes", [((2, 32), (4, 32), (3, 32)), ((4, 32), (4, 64)), ((4, 32), (3, 32), (4, 32))]
 )
 def test_groups_that_no_parameters_describe_have_none(sizes: tuple[tuple[int, int], ...]) -> None:
     starts = [sum(rows for _, rows in sizes[:i]) for i in range(len(sizes))]

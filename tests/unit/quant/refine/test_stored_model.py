@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,18 +104,18 @@ def test_output_that_is_the_model_is_refused(pair: tuple[Path, Path]) -> None:
         check_refinement(refinement(*pair, pair[1] / ".." / "rough"))
 
 
-def test_no_rounds_are_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = refinement(*pair, tmp_path / "out", quality="exllamav2")
-
-    with pytest.raises(ConfigError, match="`--rounds` is 0"):
-        check_refinement(config)
-
-
-def test_a_single_row_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    config = refinement(*pair, tmp_path / "out", calibration={"rows": 1})
-
-    with pytest.raises(ConfigError, match="`--rows` is 1, and one row must judge"):
-        check_refinement(config)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quality": "exllamav2"}, "`--rounds` is 0"),
+        ({"calibration": {"rows": 1}}, "`--rows` is 1, and one row must judge"),
+    ],
+)
+def test_options_that_cannot_refine_are_refused(
+    options: dict[str, Any], message: str, pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_refinement(refinement(*pair, tmp_path / "out", **options))
 
 
 def test_unquantized_model_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:

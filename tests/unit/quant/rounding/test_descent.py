@@ -135,10 +135,7 @@ def test_layout_and_order_stay_and_the_matrix_can_be_stored(
 def test_start_and_weight_are_not_changed(
     weight: torch.Tensor, item: HessianFactor, output: torch.Tensor
 ) -> None:
-    start, metric = (
-        rounded(weight, PARAMS[1], item),
-        metric_of(item, output),
-    )
+    start, metric = (rounded(weight, PARAMS[1], item), metric_of(item, output))
     copies = replace(
         start,
         codes=start.codes.clone(),
@@ -237,13 +234,7 @@ def test_padded_columns_stay_zero(weight: torch.Tensor, item: HessianFactor) -> 
     output[80:, 80:] = 0.3 * torch.eye(16)
     start = rounded(weight, PARAMS[1], item)
 
-    found = refine(
-        start,
-        weight,
-        metric_of(item, output[None]),
-        rounds=2,
-        sweeps=2,
-    )
+    found = refine(start, weight, metric_of(item, output[None]), rounds=2, sweeps=2)
 
     assert not found.dequantize()[:, 80:].any()
 
@@ -251,10 +242,7 @@ def test_padded_columns_stay_zero(weight: torch.Tensor, item: HessianFactor) -> 
 def test_same_input_gives_the_same_bytes(
     weight: torch.Tensor, item: HessianFactor, output: torch.Tensor
 ) -> None:
-    start, metric = (
-        rounded(weight, PARAMS[1], item),
-        metric_of(item, output),
-    )
+    start, metric = (rounded(weight, PARAMS[1], item), metric_of(item, output))
 
     first, second = (refine(start, weight, metric, rounds=2, sweeps=2) for _ in range(2))
 

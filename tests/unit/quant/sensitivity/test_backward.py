@@ -19,9 +19,7 @@ from exl2flow.quant.rounding.error_feedback import padded_weight
 from exl2flow.quant.sensitivity import backward
 from exl2flow.quant.sensitivity.backward import draw
 from exl2flow.quant.sensitivity.fisher import estimate
-from exl2flow.quant.sensitivity.stage import (
-    spread_rows,
-)
+from exl2flow.quant.sensitivity.stage import spread_rows
 
 
 class Recorded:

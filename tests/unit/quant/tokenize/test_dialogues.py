@@ -48,11 +48,7 @@ def template_of(text: str) -> ChatTemplate:
 
 
 def parquet_of(folder: Path, texts: list[str], *, kind: str = "chat", language: str = "en") -> Path:
-    columns = {
-        "kind": [kind] * len(texts),
-        "language": [language] * len(texts),
-        "text": texts,
-    }
+    columns = {"kind": [kind] * len(texts), "language": [language] * len(texts), "text": texts}
     pq.write_table(pa.table(columns), folder / f"{kind}.parquet")
     return folder / f"{kind}.parquet"
 

@@ -57,10 +57,7 @@ def kind() -> str:
 
 @pytest.fixture
 def undisturbed(
-    kind: str,
-    source: Path,
-    finished: dict[str, Pipeline],
-    tmp_path_factory: pytest.TempPathFactory,
+    kind: str, source: Path, finished: dict[str, Pipeline], tmp_path_factory: pytest.TempPathFactory
 ) -> Pipeline:
     if kind not in finished:
         folder = tmp_path_factory.mktemp("walk")
@@ -69,12 +66,7 @@ def undisturbed(
             out=folder / "out",
             work_root=folder / "work",
             bpw=5,
-            calibration={
-                "rows": 3,
-                "row_tokens": 32,
-                "measure_rows": 2,
-                "measure_row_tokens": 32,
-            },
+            calibration={"rows": 3, "row_tokens": 32, "measure_rows": 2, "measure_row_tokens": 32},
             **KINDS[kind],
         )
         pipeline = Pipeline(config, UP_TO_QUANTIZE, device="cpu")
@@ -121,27 +113,22 @@ def crashed(pipeline: Pipeline, stage: str, walked: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resume_without_saved_states_replays_from_the_start(
-    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
+@pytest.mark.parametrize("first", [0, STOP_AFTER - 1])  # the crash came before its states
+def test_a_resume_goes_on_from_the_last_saved_states_or_the_start(
+    undisturbed: Pipeline,
+    pipeline: Pipeline,
+    stage: str,
+    walked: list[int],
+    first: int,
+    request: pytest.FixtureRequest,
 ) -> None:
+    if first:
+        request.getfixturevalue("states_every_time")
     crashed(pipeline, stage, walked)
 
     pipeline.run(stage, progress=silent)
 
-    assert walked == ALL
-    assert results(pipeline, stage) == results(undisturbed, stage)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("states_every_time")
-def test_a_resume_goes_on_from_the_last_saved_states(
-    undisturbed: Pipeline, pipeline: Pipeline, stage: str, walked: list[int]
-) -> None:
-    crashed(pipeline, stage, walked)
-
-    pipeline.run(stage, progress=silent)
-
-    assert walked == ALL[STOP_AFTER - 1 :]  # the crash came before the states of that sublayer
+    assert walked == ALL[first:]
     assert results(pipeline, stage) == results(undisturbed, stage)
 
 
