@@ -100,6 +100,7 @@ ORDER = {
         "sensitivity",
         "measure",
         "allocate",
+        "training",
         "quantize",
         "tune",
         "refine",

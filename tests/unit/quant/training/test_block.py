@@ -69,9 +69,8 @@ def test_training_lowers_the_error_on_rows_that_it_has_not_seen(sublayer: Sublay
 
     assert score < 0.8
     assert sublayer.linears == before
-    changed = [name for name in rounded if not torch.equal(trained[name].codes, rounded[name].codes)]
-    assert len(changed) == len(rounded)
     for name, matrix in trained.items():
+        assert not torch.equal(matrix.codes, rounded[name].codes)
         assert torch.equal(matrix.scale_codes, rounded[name].scale_codes)
         assert torch.equal(matrix.perm, rounded[name].perm)
 
