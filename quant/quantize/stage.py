@@ -6,6 +6,7 @@ the digest of every reconstruction, which `compile` checks after writing.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 from exl2flow.core import words
 from exl2flow.core.options.config import HELD_OUT_ROWS, RunOptions
 from exl2flow.core.reports import MatrixReport, SublayerReport
+from exl2flow.core.runtime.memory import limit_of
 from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
@@ -67,6 +69,7 @@ from exl2flow.quant.training.block import (
     block_bytes,
     output_metric_of,
     train_block,
+    trains_within,
 )
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
@@ -103,17 +106,24 @@ class MatrixWork(SublayerWork):
     Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
     """
 
-    def __init__(self, run: StageRun[RunOptions], rows: int, texts: Texts | None = None) -> None:
+    def __init__(
+        self,
+        run: StageRun[RunOptions],
+        spec: ModelSpec,
+        rows: int,
+        texts: Texts | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             run: the stage.
+            spec: of the model.
             rows: to work on.
             texts: whose rows follow these and judge sublayers that are trained; None: none is.
         """
         self.folder = run.folder
         self.options = run.config.rounding
-        self.texts = texts
+        self.spec, self.texts = spec, texts
         self.worked_on, self.rows = rows, rows + sum(map(len, (texts or {}).values()))
         self.paired = range(0)  # rows of the source whose errors are corrected
         self.error_rows = range(0, rows, max(1, rows // ERROR_ROWS))
@@ -170,7 +180,7 @@ class MatrixWork(SublayerWork):
         *,
         returned: torch.Tensor | None = None,
     ) -> tuple[dict[str, RoundedMatrix], float | None]:
-        """Return matrices trained on what the source returns, see `train_block`; experts stay.
+        """Return matrices trained on what the source returns, see `train_block`, if memory allows.
 
         Args:
             sublayer: with the source's weights.
@@ -179,7 +189,11 @@ class MatrixWork(SublayerWork):
             states: that enter it, fp32 (rows, t, hidden).
             returned: what the source's own have become, or None.
         """
-        if self.texts is None or sublayer.spec.group is not None:
+        if self.texts is None:
+            return rounded, None
+        limit, spec = limit_of(device_of(sublayer)), sublayer.spec
+        if not trains_within(limit, self.spec, spec, states.shape[1]):
+            self.folder.note(f"{spec.name}: not trained, which takes too much memory")
             return rounded, None
         last = [p.name for p in sublayer.spec.projections if p.is_last]
         damping = self.options.output_damping
@@ -238,10 +252,15 @@ class Quantizing(MatrixWork):
     """The work of `quantize` at a sublayer, and at the head."""
 
     def __init__(
-        self, run: StageRun[RunOptions], rows: int, choice: Choice, texts: Texts | None = None
+        self,
+        run: StageRun[RunOptions],
+        spec: ModelSpec,
+        rows: int,
+        choice: Choice,
+        texts: Texts | None = None,
     ) -> None:
-        """Begin; texts: what judges blocks that are trained; None: none is."""
-        super().__init__(run, rows, texts)
+        """Begin; see `MatrixWork`."""
+        super().__init__(run, spec, rows, texts)
         self.choice = choice
         if texts is not None:
             self.paired, self.again = range(rows), range(self.rows)
@@ -446,7 +465,8 @@ def quantize(run: StageRun[RunOptions]) -> None:
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     ids, texts = _rows(run)
     head_is_open = not run.folder.valid(HEAD_FILE)
-    work = Quantizing(run, len(ids), read_choice(run.inputs["allocate"]), texts)
+    choice = read_choice(run.inputs["allocate"])
+    work = Quantizing(run, model.spec, len(ids), choice, texts)
     ids = torch.cat([ids, *(texts or {}).values()])
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
@@ -481,7 +501,7 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
         paired = walked if trains else len(paired_rows(rows)) * (config.rounding.correction > 0)
     states = sizes.token * tokens * (walked + paired)
     weight = SUBLAYER_WEIGHT + (CORRECTED_WEIGHT if paired else 0)
-    trained = block_bytes(sizes.spec, tokens) if trains else 0
+    trained = largest_trained(sizes, tokens) if trains else 0
     working = max(sizes.walk_memory(sizes.worked_on(weight), tokens), trained)
     work = sizes.gpu_work(tokens, weight=35, square=5 * FLOAT) + sizes.together(1)
     work = max(work, trained)
@@ -492,6 +512,13 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
         holds="sublayer",
         **sizes.on_gpu(work, states),
     )
+
+
+def largest_trained(sizes: ModelSizes, tokens: int) -> int:
+    """Return the bytes for the largest sublayer that is trained."""
+    spec, limit = sizes.spec, sizes.card.memory if sizes.card else sys.maxsize
+    trained = [s for s in spec.sublayers if trains_within(limit, spec, s, tokens)]
+    return max((block_bytes(spec, s, tokens) for s in trained), default=0)
 
 
 def _options(config: RunOptions) -> dict[str, object]:

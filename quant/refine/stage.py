@@ -69,8 +69,8 @@ class Refining(MatrixWork):
         stored: StoredModel,
         texts: Texts | None = None,
     ) -> None:
-        """Begin; texts: see `MatrixWork`."""
-        super().__init__(run, rows, texts)
+        """Begin; see `MatrixWork`."""
+        super().__init__(run, stored.spec, rows, texts)
         self.stored = stored
 
     def describe(self, path: Path) -> str:

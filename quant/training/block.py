@@ -15,7 +15,7 @@ import torch
 
 from exl2flow.core.options.config import RoundingOptions
 from exl2flow.core.runtime.interrupt import look
-from exl2flow.model import ModelSpec, Sublayer
+from exl2flow.model import ModelSpec, Sublayer, SublayerSpec
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.training.judges import Judges
@@ -27,6 +27,7 @@ STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 SCALE_RATE = 1e-3
 TRAINED_WEIGHT = 44  # bytes: source, codes, what was moved and its best, gradient, moments, decoded
 SCORES = 6  # copies of a row's attention scores
+TRAINING_SHARE = 0.8  # of a GPU's memory, beside the libraries
 FLOAT = 4
 JUDGEMENTS = 8  # in the course of a training
 LEAST_SIZE = 1e-20  # of a state, squared
@@ -57,14 +58,15 @@ class BlockRows:
 
         What follows normalizes states, so an error matters by its share of the state.
         """
-        device = device_of(self.source)
+        source, device = self.source, device_of(self.source)
         hidden = self.states[row : row + 1].to(device, copy=True)
         with torch.no_grad():
-            wanted = self.source(hidden)[0]
+            wanted = source.settled(source(hidden))
             if self.returned is not None:
-                wanted = wanted.lerp_(self.returned[row].to(device), self.strength)
+                returned = source.settled(self.returned[row : row + 1].to(device))
+                wanted = wanted.lerp(returned, self.strength)
             size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
-        error = (sublayer(hidden)[0] - wanted) * size
+        error = (sublayer.settled(sublayer(hidden)) - wanted) * size
         if self.metric is None:
             return error.square().sum()
         return (self.metric.apply(error) * error).sum()
@@ -174,16 +176,21 @@ class _Training:
             linear.bound()
 
 
-def block_bytes(spec: ModelSpec, tokens: int) -> int:
-    """Forecast the memory in bytes that training the largest sublayer needs beside states."""
-    score = max((layer.num_heads for layer in spec.attending), default=0) * tokens**2
-    return max(
-        TRAINED_WEIGHT * sum(p.numel for p in s.projections)
-        + FLOAT * tokens * sum(p.in_features + 3 * p.out_features for p in s.projections)
-        + SCORES * FLOAT * score * s.has_attention
-        for s in spec.sublayers
-        if s.group is None
-    )
+def block_bytes(model: ModelSpec, sublayer: SublayerSpec, tokens: int) -> int:
+    """Forecast the memory in bytes that training a sublayer on rows of `tokens` needs."""
+    score = max((layer.num_heads for layer in model.attending), default=0) * tokens**2
+    read = {p.capture: p for p in sublayer.projections if not p.is_routed or sublayer.group is None}
+    weights = TRAINED_WEIGHT * sum(p.numel for p in sublayer.projections)
+    activations = tokens * sum(p.in_features + 3 * p.out_features for p in read.values())
+    return weights + FLOAT * (activations + SCORES * score * sublayer.has_attention)
+
+
+def trains_within(limit: int, model: ModelSpec, sublayer: SublayerSpec, tokens: int) -> bool:
+    """Tell whether a device, of which tensors may take `limit` bytes, can train a sublayer.
+
+    Depends on shapes and the limit only, so that a run goes on as it began.
+    """
+    return block_bytes(model, sublayer, tokens) <= TRAINING_SHARE * limit
 
 
 def output_metric_of(sublayer: Sublayer, outputs: Sequence[OutputFactor]) -> OutputFactor | None:

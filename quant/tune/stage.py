@@ -126,7 +126,8 @@ def _rows(run: StageRun[ConversionConfig]) -> tuple[torch.Tensor, dict[str, torc
     folder, held_out = run.inputs["tokenize"], run.config.tune.held_out_rows
     training, judging = split_rows(folder, held_out)[0], judging_texts(folder, held_out)
     if "compose" in run.inputs:
-        written = further_rows(run.inputs["compose"], run.config)[len(judging["self-written"]) :]
+        aside = len(judging.get("self-written", ()))
+        written = further_rows(run.inputs["compose"], run.config)[aside:]
         training = torch.cat([training, with_bos(written, resolve(run.config.source))])
     return training, judging
 
