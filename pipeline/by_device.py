@@ -1,4 +1,4 @@
-"""Options whose default depends on what the device holds: the calibration text, trained codes."""
+"""Options whose default depends on what the device holds: text that it writes, trained codes."""
 
 from typing import TypeVar
 
@@ -15,13 +15,14 @@ from exl2flow.quant.walk.needs import FLOAT, HALF, Card
 
 Options = TypeVar("Options", bound=RunOptions)
 
+TRAINING_ROWS = 488  # with most of the default's calibration rows, a million tokens
 ROOM = 0.9  # of memory, for a model that writes or is trained
 CPU_OPERATIONS = 4e12  # of writing on a CPU at most, about ten minutes, and in `best` alone
 
 
 def settled(run: Run, config: Options) -> Options:
     """Return the configuration with all such options settled."""
-    return with_text(run, with_codes(config))
+    return with_text(run, with_rows(with_codes(config)))
 
 
 def with_codes(config: Options) -> Options:
@@ -42,6 +43,19 @@ def with_codes(config: Options) -> Options:
         return config
     tokens = config.tune.tokens or STEP_TOKENS["cpu"]
     tune = config.tune.model_copy(update={"code_rate": 0.0, "rows": 0, "tokens": tokens})
+    return config.model_copy(update={"tune": tune})
+
+
+def with_rows(config: Options) -> Options:
+    """Return a configuration that says how many rows the model writes to be trained on."""
+    if not isinstance(config, SharedOptions) or not config.is_tuned or config.tune.rows is not None:
+        return config
+    try:
+        on_gpu = resolve_device(config.device).type == "cuda"
+        rows = TRAINING_ROWS if on_gpu and _fits(_with(config, "self")) else 0
+    except (Exl2FlowError, OSError):  # the checks to come say what is wrong
+        return config
+    tune = config.tune.model_copy(update={"rows": rows})
     return config.model_copy(update={"tune": tune})
 
 

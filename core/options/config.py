@@ -201,8 +201,13 @@ class RunOptions(SplitModels):
 
     @property
     def training_rows(self) -> int:
-        """Rows that the model writes to be trained on a GPU, if it writes any."""
+        """Rows that the model writes to be trained on."""
         return 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether the model writes rows."""
+        return self.calibration.text == "self" or self.training_rows > 0
 
     @property
     def judges(self) -> tuple[str, ...]:
@@ -278,7 +283,7 @@ class SharedOptions(RunOptions):
     @property
     def training_rows(self) -> int:
         """See `RunOptions`."""
-        return self.tune.rows if self.is_tuned else 0
+        return (self.tune.rows or 0) if self.is_tuned else 0
 
     @property
     def is_tuned(self) -> bool:

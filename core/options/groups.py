@@ -85,6 +85,13 @@ class CalibrationOptions(Options):
             return 0
         return max(1, int(rows * self.share + 0.5))
 
+    @property
+    def written_rows(self) -> int:
+        """The rows that the model writes, which both mixes share."""
+        if self.text != "self":
+            return 0
+        return max(map(self.special_rows, (self.rows, self.measure_rows)))
+
 
 class RopeOptions(Options):
     """Overrides for the rotary position embedding, during conversion only."""
@@ -189,11 +196,11 @@ class TuneOptions(Options):
     tokens: int | None = Field(
         default=None, ge=32, description="tokens per step; empty: 2048 on a CPU, 16384 on a GPU"
     )
-    rows: int = Field(
-        default=488,
+    rows: int | None = Field(
+        default=None,
         ge=0,
-        description="rows to train on that the model writes besides, if it writes any; none on a "
-        "CPU",
+        description="rows to train on that the model writes besides, whatever the calibration "
+        "text; empty: 488 on a GPU that holds the whole model, else 0",
     )
     norm_rate: float = Field(
         default=5e-4,

@@ -45,7 +45,7 @@ def ignored(config: RunOptions, device: str) -> list[str]:
             "`--sensitivity-rows` are for gradients, and `--sensitivity error` takes none",
         ),
         (
-            config.is_split and calibration.text != "self" and not config.writes_sample,
+            config.is_split and not config.writes and not config.writes_sample,
             "`--gpu-split` (`--reserve`, `--devices`) is for a model that writes rows of "
             "`--calibration self` or a sample, and here none does",
         ),

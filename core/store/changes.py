@@ -36,7 +36,6 @@ NAMES = {
     "compose.tokens": "tokens per row that the model writes",
     "compose.span": "tokens per text that the model writes",
     "compose.seed": "`calibration.seed`",
-    "compose.training": "`tune.rows`",
     "compose.openings": "how the texts begin that the model writes",
 }
 

@@ -164,14 +164,10 @@ def distinct_share(ids: torch.Tensor) -> float:
 
 def _options(config: RunOptions) -> dict[str, object]:
     calibration = config.calibration
-    plan = Composition.of(resolve(config.source), calibration)
+    plan = Composition.of(resolve(config.source), calibration, training=config.training_rows)
     begun = origin(config.source, Tokenizer.load(config.source))
     sizes = {"rows": plan.rows, "tokens": plan.tokens, "span": plan.span}
     return {**sizes, "seed": calibration.seed, "openings": begun}
-
-
-def _gpu_options(config: RunOptions) -> dict[str, object]:
-    return {"training": config.training_rows} if config.training_rows else {}
 
 
 class _Card(Protocol):
@@ -205,9 +201,8 @@ COMPOSE: Stage[RunOptions] = Stage(
     schema=2,
     inputs=(),
     options=_options,
-    gpu_options=_gpu_options,
     run=compose,
-    enabled=lambda config: config.calibration.text == "self",
+    enabled=lambda config: config.writes,
     needs=needs,
     is_shared=True,
 )

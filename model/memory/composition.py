@@ -41,12 +41,8 @@ class Composition:
                 the more texts are written at once.
             training: rows that are only trained on.
         """
-        sizes = (
-            (calibration.special_rows(calibration.rows), calibration.row_tokens),
-            (calibration.special_rows(calibration.measure_rows), calibration.measure_row_tokens),
-        )
-        rows = max(count for count, _ in sizes) + training
-        tokens = max(length for _, length in sizes)
+        rows = calibration.written_rows + training
+        tokens = max(calibration.row_tokens, calibration.measure_row_tokens)
         span = min(tokens, spec.max_positions, TEXT_TOKENS)
         in_row = -(-tokens // span)
         text = 2 * sum(attention.kv_width for attention in spec.attending) * span
@@ -66,9 +62,7 @@ class Composition:
     @classmethod
     def of_run(cls, spec: ModelSpec, config: RunOptions, free: int | None) -> "Composition":
         """Plan the rows of a run; `free` bytes of the GPU, None on a CPU."""
-        if free is None:
-            return cls.of(spec, config.calibration)
-        memory = 0 if config.is_split else free
+        memory = 0 if config.is_split or free is None else free
         return cls.of(spec, config.calibration, memory=memory, training=config.training_rows)
 
     @property

@@ -190,10 +190,13 @@ def calibration_in_words(config: RunOptions, spec: ModelSpec, card: Card | None)
     text = f"{options.rows} rows x {options.row_tokens} tokens, {config.rows_in_words}"
     if options.text == "chat":
         text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
-    if options.text == "self":
-        training = config.training_rows if card else 0
-        plan = Composition.of_run(spec, config, card.memory if card else None)
-        text += f"; the model first writes {plan.rows - training} of the rows itself"
-        text += f" and {training} to be trained on" if training else ""
+    if config.writes:
+        plan = Composition.of_run(spec, config, card and card.memory)
+        rows = (
+            (options.written_rows, "of the rows itself"),
+            (config.training_rows, "to be trained on"),
+        )
+        written = " and ".join(f"{count} {use}" for count, use in rows if count)
+        text += f"; the model first writes {written}"
         text += f", as {plan.texts} texts, {plan.at_once} at a time"
     return text

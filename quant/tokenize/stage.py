@@ -98,9 +98,8 @@ def _judging_texts(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str,
 
 def further_rows(folder: Path, config: RunOptions) -> torch.Tensor:
     """Return the rows that the source wrote beyond those of the mixes, int64 (rows, t)."""
-    options = config.calibration
-    used = max(map(options.special_rows, (options.rows, options.measure_rows)))
-    return read_tensors(folder / ROWS_FILE)[COMPOSED][used:, : options.row_tokens].contiguous()
+    options, written = config.calibration, read_tensors(folder / ROWS_FILE)[COMPOSED]
+    return written[options.written_rows :, : options.row_tokens].contiguous()
 
 
 def judging_texts(folder: Path, held_out: int) -> dict[str, torch.Tensor]:

@@ -3,16 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
 from conversions import small_config
+from stage_runs import run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import silent
-from exl2flow.core.store.stage import Pipeline
+from exl2flow.core.store.files import read_tensors
+from exl2flow.core.store.stage import COMPOSED, ROWS_FILE, Pipeline
 from exl2flow.pipeline import by_device
-from exl2flow.pipeline.by_device import with_codes, with_text
+from exl2flow.pipeline.by_device import TRAINING_ROWS, settled, with_codes, with_rows, with_text
 from exl2flow.pipeline.local import RUNS
 from exl2flow.pipeline.stages import STAGES
+from exl2flow.quant.tokenize.stage import further_rows, judging_texts
+from exl2flow.quant.walk.needs import Card
 
 CONVERT = RUNS["convert"]
 ROWS = {"rows": 2, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}
@@ -85,13 +90,47 @@ def test_a_source_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path) -> N
 def test_codes_are_trained_where_memory_suffices(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(**values: object) -> tuple[float, int, int | None]:
+    def trained(**values: object) -> tuple[float, int | None, int | None]:
         config = config_in(source, tmp_path, tune={"steps": 1, **values})
         tune = with_codes(config).tune
         return tune.code_rate, tune.rows, tune.tokens
 
-    assert trained() == (0.15, 488, None)
+    assert trained() == (0.15, None, None)
     monkeypatch.setattr(by_device, "total_memory", lambda device: 1e9)  # of which a pass takes all
     assert trained() == (0, 0, 2048)
     assert trained(tokens=64) == (0, 0, 64)
-    assert trained(steps=0) == (0.15, 488, None)  # nothing is trained at all
+    assert trained(steps=0) == (0.15, None, None)  # nothing is trained at all
+
+
+def test_rows_to_train_on_are_written_on_a_gpu_that_holds_the_model(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(**values: object) -> int | None:
+        return with_rows(config_in(source, tmp_path, "mine.parquet", tune=values)).tune.rows
+
+    assert rows(steps=1) == 0  # a CPU
+    assert rows(steps=1, rows=7) == 7
+    assert rows(steps=0) is None
+    monkeypatch.setattr(by_device, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(by_device.Card, "of", lambda device, limit: Card(name="a", memory=1 << 34))
+    assert rows(steps=1) == TRAINING_ROWS
+    monkeypatch.setattr(by_device.Card, "of", lambda device, limit: Card(name="a", memory=1000))
+    assert rows(steps=1) == 0
+
+
+def test_a_user_s_text_is_mixed_with_rows_that_the_model_writes(
+    source: Path, tmp_path: Path
+) -> None:
+    text = text_parquet(tmp_path / "text.parquet")
+    tune = {"steps": 1, "rows": 6, "tokens": 64, "interval": 1, "held_out_rows": 1}
+    config = settled(CONVERT, config_in(source, tmp_path, str(text), tune=tune))
+
+    pipeline = run_until(config, "tokenize")
+
+    assert config.writes
+    written = read_tensors(pipeline.path("compose") / ROWS_FILE)[COMPOSED]
+    assert len(written) == 6
+    judging = judging_texts(pipeline.path("tokenize"), 1)
+    assert list(judging) == ["calibration", "held-out", "self-written"]
+    assert torch.equal(judging["self-written"][:, 1:], written[:3, 1:64])
+    assert torch.equal(further_rows(pipeline.path("compose"), config), written[:, :64])
