@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from exl2flow.core.errors import Exl2FlowError
-from exl2flow.core.options.config import RunOptions, SharedOptions
+from exl2flow.core.options.config import RunOptions, TrainedOptions
 from exl2flow.core.runtime.memory import available_memory, total_memory
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, resolve
@@ -30,7 +30,7 @@ def with_codes(config: Options) -> Options:
 
     What else is trained needs no more text and steps than on a CPU.
     """
-    if not isinstance(config, SharedOptions) or not config.tune.steps or not config.tune.code_rate:
+    if not isinstance(config, TrainedOptions) or not config.tune.steps or not config.tune.code_rate:
         return config
     try:
         memory = total_memory(device := resolve_device(config.device))
@@ -48,7 +48,11 @@ def with_codes(config: Options) -> Options:
 
 def with_rows(config: Options) -> Options:
     """Return a configuration that says how many rows the model writes to be trained on."""
-    if not isinstance(config, SharedOptions) or not config.is_tuned or config.tune.rows is not None:
+    if (
+        not isinstance(config, TrainedOptions)
+        or not config.is_tuned
+        or config.tune.rows is not None
+    ):
         return config
     try:
         on_gpu = resolve_device(config.device).type == "cuda"

@@ -15,7 +15,7 @@ from exl2flow.quant.compile.stage import COMPILE
 from exl2flow.quant.judge.stage import JUDGE
 from exl2flow.quant.measure.stage import MEASURE
 from exl2flow.quant.quantize.stage import QUANTIZE
-from exl2flow.quant.refine.stage import REFINE
+from exl2flow.quant.refine.stage import REFINE, TUNE_REFINED
 from exl2flow.quant.sensitivity.stage import SENSITIVITY
 from exl2flow.quant.tokenize.stage import TOKENIZE
 from exl2flow.quant.tune.stage import TUNE
@@ -37,6 +37,7 @@ REFINE_STAGES: tuple[Stage[RefinementConfig], ...] = (
     TOKENIZE,
     SENSITIVITY,
     REFINE,
+    TUNE_REFINED,
     JUDGE,
     COMPILE_REFINED,
     VALIDATE,

@@ -236,7 +236,28 @@ class RunOptions(SplitModels):
         return None
 
 
-class SharedOptions(RunOptions):
+class TrainedOptions(RunOptions):
+    """Options of runs whose result can be trained end to end."""
+
+    tune: TuneOptions = TuneOptions()
+
+    @property
+    def training_rows(self) -> int:
+        """See `RunOptions`."""
+        return (self.tune.rows or 0) if self.is_tuned else 0
+
+    @property
+    def is_tuned(self) -> bool:
+        """See `RunOptions`."""
+        return self.tune.steps > 0
+
+    @property
+    def judges(self) -> tuple[str, ...]:
+        """See `RunOptions`."""
+        return ("training",) if self.is_tuned else super().judges
+
+
+class SharedOptions(TrainedOptions):
     """Options that conversions and sweeps share: all but the bits."""
 
     lossy_source: LossySource = False
@@ -255,7 +276,6 @@ class SharedOptions(RunOptions):
     shard_size_mb: Annotated[int, Option("MIB", "Result", rare=True)] = Field(
         default=8192, description="maximum size of an output file in MiB; 0 or less: a single file"
     )
-    tune: TuneOptions = TuneOptions()
     allocate: AllocateOptions = AllocateOptions()
     validate_options: ValidateOptions = ValidateOptions()
 
@@ -281,20 +301,9 @@ class SharedOptions(RunOptions):
         return self.allocate
 
     @property
-    def training_rows(self) -> int:
-        """See `RunOptions`."""
-        return (self.tune.rows or 0) if self.is_tuned else 0
-
-    @property
-    def is_tuned(self) -> bool:
-        """See `RunOptions`."""
-        return self.tune.steps > 0
-
-    @property
     def judges(self) -> tuple[str, ...]:
         """See `RunOptions`."""
-        training = ("training",) if self.is_tuned else super().judges
-        return training + (("allocation",) if self.allocate.rounds else ())
+        return super().judges + (("allocation",) if self.allocate.rounds else ())
 
     @property
     def validation(self) -> ValidateOptions | None:

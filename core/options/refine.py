@@ -5,13 +5,13 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field
 
 from exl2flow.core.options.base import Option
-from exl2flow.core.options.config import ConversionConfig, RunOptions
+from exl2flow.core.options.config import ConversionConfig, TrainedOptions
 from exl2flow.core.options.given import PathField
 from exl2flow.core.options.naming import model_name
 from exl2flow.core.options.validation import ValidateOptions
 
 
-class RefinementConfig(RunOptions):
+class RefinementConfig(TrainedOptions):
     """One refinement: an EXL2 folder in, the same with new codes and scales out.
 
     `source` is the reference.

@@ -34,7 +34,9 @@ from exl2flow.quant.compile.stage import (
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.quantize.routing import EXPERTS, experts_entry
 from exl2flow.quant.quantize.stage import read_report, result_files
+from exl2flow.quant.refine.stage import latest
 from exl2flow.quant.refine.stored_model import StoredModel
+from exl2flow.quant.tune.stage import TUNING_FILE
 
 
 def other_files(model: Path) -> list[Path]:
@@ -62,7 +64,7 @@ def recompile(run: StageRun[RefinementConfig]) -> None:
     stored = StoredModel.open(config, run.device)
     judgement = read_json(run.inputs["judge"] / JUDGEMENT_FILE)
     is_refined = judgement["refined"]
-    matrices = run.inputs["refine"] / "sublayers"
+    matrices = latest(run.inputs) / "sublayers"
     tensors = stored.replaced(matrices) if is_refined else stored.tensors
     files = stored.tensors.files
     others = other_files(config.model)
@@ -92,7 +94,7 @@ def _record(
     """Return how the folder was made: model, reference, options, verdict, errors."""
     config = run.config
     names = result_files(stored.spec)[: None if stored.has_head else -1]
-    reports = [read_report(run.inputs["refine"] / name) for name in names]
+    reports = [read_report(latest(run.inputs) / name) for name in names]
     layers = [report.to_json() for report in reports]
     experts = experts_entry(reports) if judgement["refined"] else {}
     if not judgement["refined"]:
@@ -106,6 +108,7 @@ def _record(
         "options": recorded_options(config, without={"quality"}),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},
+        **({"tuning": read_json(run.inputs["tune"] / TUNING_FILE)} if "tune" in run.inputs else {}),
         "predicted_kl": total_nats(matrices_of(sublayer_reports(layers))),
         **experts,
         "layers": layers,
@@ -149,7 +152,7 @@ def _options(config: RefinementConfig) -> dict[str, object]:
 COMPILE_REFINED: Stage[RefinementConfig] = Stage(
     name="compile",
     schema=1,
-    inputs=("refine", "judge"),
+    inputs=("refine", "tune", "judge"),
     options=_options,
     run=recompile,
     files=lambda config: config.model.glob("*"),

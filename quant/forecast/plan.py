@@ -191,7 +191,7 @@ def calibration_in_words(config: RunOptions, spec: ModelSpec, card: Card | None)
     if options.text == "chat":
         text += f"; {options.special_rows(options.rows)} of the rows are dialogues"
     if config.writes:
-        plan = Composition.of_run(spec, config, card and card.memory)
+        plan = Composition.of_run(spec, config, card.memory if card else None)
         rows = (
             (options.written_rows, "of the rows itself"),
             (config.training_rows, "to be trained on"),

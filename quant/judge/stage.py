@@ -13,9 +13,11 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.reports import JudgementReport
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
+from exl2flow.quant.refine.stage import latest
 from exl2flow.quant.refine.stored_model import StoredModel
-from exl2flow.quant.tokenize.stage import split_rows
-from exl2flow.quant.walk.divergence import mean_divergence
+from exl2flow.quant.tokenize.stage import judging_texts
+from exl2flow.quant.training.judges import Judges
+from exl2flow.quant.walk.divergence import row_divergences
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import advance
@@ -30,8 +32,8 @@ def divergences(
     reference: SourceModel,
     models: Mapping[str, SourceModel],
     rows: torch.Tensor,
-) -> dict[str, float]:
-    """Return the KL divergence of models from a reference in nats per token, by name.
+) -> dict[str, list[float]]:
+    """Return the KL divergence of models from a reference in nats per token, by name and row.
 
     Args:
         run: the stage; ticks and stops after every sublayer, and resumes from saved states.
@@ -59,8 +61,9 @@ def divergences(
             folder.save_states(torch.stack([hidden.cpu() for hidden in states]), spec.index + 1)
         run.stop_if_asked()
     expected, *others = (x[..., : reference.spec.hidden_size] for x in states)
+    wanted = reference.head()
     return {
-        name: mean_divergence(reference.head(), expected, model.head(), hidden)
+        name: row_divergences(wanted, expected, model.head(), hidden)
         for (name, model), hidden in zip(models.items(), others, strict=True)
     }
 
@@ -73,23 +76,32 @@ def judge(run: StageRun[RefinementConfig]) -> None:
     config = run.config
     stored = StoredModel.open(config, run.device)
     total = run.folder.manifest.total = len(stored.spec.sublayers) + 1
-    _, rows = split_rows(run.inputs["tokenize"], config.held_out_rows)
+    folder = run.inputs["tokenize"]
+    judges = Judges(judging_texts(folder, config.held_out_rows))
     models = {
         "before": stored.as_stored(),
-        "after": stored.with_matrices(run.inputs["refine"] / "sublayers"),
+        "after": stored.with_matrices(latest(run.inputs) / "sublayers"),
     }
-    kl = divergences(run, SourceModel.open(config, run.device), models, rows)
-    content = {
-        "rows": len(rows),
-        "tokens": rows.numel(),
+    found = divergences(run, SourceModel.open(config, run.device), models, judges.rows)
+    judges.judgements.extend(found[name] for name in models)
+    kl = {name: judges.mean(index) for index, name in enumerate(models)}
+    content: dict[str, object] = {
+        "rows": len(judges.rows),
+        "tokens": judges.rows.numel(),
         "kl_before": kl["before"],
         "kl_after": kl["after"],
-        "refined": kl["after"] < kl["before"],
+        "refined": judges.best == 1,
     }
+    if len(judges.texts) > 1:
+        content["texts"] = {
+            text: {"kl_before": judges.means(0)[text], "kl_after": after}
+            for text, after in judges.means(1).items()
+        }
     if not content["refined"]:
+        reason = judges.refused() or "no lower divergence"
         run.folder.note(
             f"refining did not help: KL {kl['before']:.5f} -> {kl['after']:.5f} on the rows set "
-            "aside; the old matrices stay"
+            f"aside ({reason}); the old matrices stay"
         )
         log.warning("%s", run.folder.manifest.notes[-1])
     sha256 = write_json(run.folder.path / JUDGEMENT_FILE, content)
@@ -111,7 +123,7 @@ def _options(config: RefinementConfig) -> dict[str, object]:
 JUDGE: Stage[RefinementConfig] = Stage(
     name="judge",
     schema=1,
-    inputs=("tokenize", "refine"),
+    inputs=("tokenize", "refine", "tune"),
     options=_options,
     run=judge,
     files=lambda config: config.model.glob("*"),

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.kernels import get_ops
+from exl2flow.model import Linear
 from exl2flow.model.config.sublayer_spec import NormSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.files.weights import TensorFiles
@@ -229,6 +230,23 @@ class TrainedLinear:
         """Return the current matrix in stored form, on the CPU."""
         bias = None if self.start_bias is None else padded(self.start_bias.detach())
         return self.rounded().pack(bias).to("cpu")
+
+
+class FixedLinear:
+    """A fixed linear map kept in the dtype of its file and widened on each use."""
+
+    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+        self._weight = linear.weight.to(dtype)
+        self.bias = linear.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight fp32 (n, k)."""
+        return self._weight.float()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (…, k) to (…, n)."""
+        return functional.linear(x, self.weight, self.bias)
 
 
 class TrainedNorm:

@@ -8,18 +8,17 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch.nn import functional
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.runtime.memory import limit_of
-from exl2flow.model import Linear, Sublayer, TensorFiles, build_embedding
+from exl2flow.model import Sublayer, TensorFiles, build_embedding
 from exl2flow.model.files.gptq import is_gptq
 from exl2flow.model.layers.experts import entering
 from exl2flow.quant.training.judges import Judges, from_flat
 from exl2flow.quant.training.row_order import RowOrder
-from exl2flow.quant.training.trainable import adam, rate_share
+from exl2flow.quant.training.trainable import FixedLinear, adam, rate_share
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -28,23 +27,6 @@ KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are reco
 KEPT_SHARE = 0.1  # ... or this share of a GPU's memory, if that is more
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
-
-
-class NarrowLinear:
-    """A fixed linear map kept in the dtype of its file and widened on each use."""
-
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
-        self._weight = linear.weight.to(dtype)
-        self.bias = linear.bias
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The weight fp32 (n, k)."""
-        return self._weight.float()
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (…, k) to (…, n)."""
-        return functional.linear(x, self.weight, self.bias)
 
 
 class Reference:
@@ -60,12 +42,12 @@ class Reference:
             built = source.sublayer(sublayer)
             for p in sublayer.projections:
                 stored_as = _stored_as(tensors, p.key, otherwise=DECODED)
-                built.linears[p.name] = NarrowLinear(built.linears[p.name], stored_as)
+                built.linears[p.name] = FixedLinear(built.linears[p.name], stored_as)
             self.sublayers.append(built)
         head = source.head()
         in_gptq = is_gptq(spec.head.key, tensors)
         stored_as = _stored_as(tensors, spec.head.key, otherwise=DECODED if in_gptq else dtype)
-        self.head = head.with_linear(NarrowLinear(head.linear, stored_as))
+        self.head = head.with_linear(FixedLinear(head.linear, stored_as))
 
     @torch.no_grad()
     def hidden(self, ids: torch.Tensor) -> torch.Tensor:

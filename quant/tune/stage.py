@@ -11,11 +11,13 @@ import logging
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from exl2flow.core.errors import ReconstructionMismatch
-from exl2flow.core.options.config import ConversionConfig, TuneOptions
+from exl2flow.core.options.config import ConversionConfig, TrainedOptions, TuneOptions
 from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
@@ -43,6 +45,8 @@ from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
 from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
 from exl2flow.quant.walk.walk import STATE_FILES
+
+Options = TypeVar("Options", bound=TrainedOptions)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +80,7 @@ def tune_memory(spec: ModelSpec, options: TuneOptions, memory: int | None = None
     )
 
 
-def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
+def needs(config: TrainedOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage, which trains plain tensors, and codes too if they have a rate.
 
     Scales are negligible.
@@ -97,31 +101,43 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
     )
 
 
+def tune(run: StageRun[ConversionConfig]) -> None:
+    """Tune what `quantize` made; see `train`."""
+    source = SourceModel.open(run.config, run.device, gradients=True)
+    train(run, source, source, "quantize")
+
+
 @tensor_cores()
 @torch.enable_grad()  # an earlier stage may have left gradients off
-def tune(run: StageRun[ConversionConfig]) -> None:
-    """Write replacements for all files of `quantize`, and the tuned plain tensors.
+def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: str) -> None:
+    """Write replacements for all files of a stage, and the tuned plain tensors.
+
+    Args:
+        run: of `tune`.
+        source: what the model should say.
+        own: with the norms and the embedding that are trained, and the source's weights.
+        stage: that made the matrices.
 
     Raises:
         NotEnoughRows: the calibration rows hold less than two rows of text.
         ReconstructionMismatch: a packed matrix does not decode to the one that was judged.
     """
-    spec = resolve(run.config.source)
+    matrices = run.inputs[stage]
+    made = [name for name in result_files(own.spec) if (matrices / name).exists()]
     run.folder.manifest.total = run.config.tune.steps
-    if not all(map(run.folder.valid, [*tuned_files(spec), TUNING_FILE])):
-        source = SourceModel.open(run.config, run.device, gradients=True)
-        model = TunedModel(source, run.inputs["quantize"], run.config.tune)
+    if not all(map(run.folder.valid, [*made, PLAIN_FILE, TUNING_FILE])):
+        model = TunedModel(own, matrices, run.config.tune)
         training, judging = _rows(run)
         work = Distillation(source, model, run.config.tune, training=training, judging=judging)
         with repeatable_attention(source.device):
             distill(run, work)
         work.recall_best()
-        write_results(run, model, work)
+        write_results(run, matrices, model, work)
     run.folder.manifest.cursor = run.folder.manifest.total
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
 
 
-def _rows(run: StageRun[ConversionConfig]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _rows(run: StageRun[Options]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the rows to train on, int64 (rows, t), and by text the ones that only judge."""
     folder, held_out = run.inputs["tokenize"], run.config.tune.held_out_rows
     training, judging = split_rows(folder, held_out)[0], judging_texts(folder, held_out)
@@ -132,7 +148,7 @@ def _rows(run: StageRun[ConversionConfig]) -> tuple[torch.Tensor, dict[str, torc
     return training, judging
 
 
-def distill(run: StageRun[ConversionConfig], work: Distillation) -> None:
+def distill(run: StageRun[Options], work: Distillation) -> None:
     """Train up to the last step, saving the state from time to time."""
     saved = run.folder.load_states()
     if saved is not None:
@@ -154,13 +170,16 @@ def distill(run: StageRun[ConversionConfig], work: Distillation) -> None:
         run.stop_if_asked()
 
 
-def write_results(run: StageRun[ConversionConfig], model: TunedModel, work: Distillation) -> None:
+def write_results(
+    run: StageRun[Options], matrices: Path, model: TunedModel, work: Distillation
+) -> None:
     """Commit the files of all sublayers and the head, the plain tensors, and the judgements."""
     for sublayer in model.sublayers:
         linears = [(p, sublayer.linears[p.name]) for p in sublayer.spec.projections]
-        _write_linears(run, sublayer_file(sublayer.spec), linears)
+        _write_linears(run, matrices, sublayer_file(sublayer.spec), linears)
         run.stop_if_asked()
-    _write_linears(run, HEAD_FILE, [(model.spec.head, model.head)])
+    if isinstance(model.head, TrainedLinear):
+        _write_linears(run, matrices, HEAD_FILE, [(model.spec.head, model.head)])
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
     sha256 = write_json(run.folder.path / TUNING_FILE, work.report())
@@ -172,10 +191,13 @@ def write_results(run: StageRun[ConversionConfig], model: TunedModel, work: Dist
 
 
 def _write_linears(
-    run: StageRun[ConversionConfig], name: str, linears: list[tuple[ProjectionSpec, TrainedLinear]]
+    run: StageRun[Options],
+    matrices: Path,
+    name: str,
+    linears: list[tuple[ProjectionSpec, TrainedLinear]],
 ) -> None:
-    """Write a file like that of `quantize`, with its report."""
-    report = read_report(run.inputs["quantize"] / name)
+    """Write a file like that among the matrices, with its report."""
+    report = read_report(matrices / name)
     digests: dict[str, str] = {}
     tensors: dict[str, torch.Tensor] = {}
     for projection, linear in linears:
@@ -188,16 +210,18 @@ def _write_linears(
             )
         digests[projection.name] = reconstruction_digest(matrix)
         tensors |= packed.to_tensors(projection.key)
-    matrices = tuple(replace(item, sha256=digests[item.name]) for item in report.matrices)
-    metadata = {"report": json.dumps(replace(report, matrices=matrices).to_json())}
+    renewed = tuple(replace(item, sha256=digests[item.name]) for item in report.matrices)
+    metadata = {"report": json.dumps(replace(report, matrices=renewed).to_json())}
     run.folder.commit(name, write_tensors(run.folder.path / name, tensors, metadata=metadata))
 
 
-def _options(config: ConversionConfig) -> dict[str, object]:
+def tune_options(config: TrainedOptions) -> dict[str, object]:
+    """Return the options that the fingerprint knows."""
     return {"tune": config.tune.model_dump(), "rope": config.rope.model_dump()}
 
 
-def _gpu_options(config: ConversionConfig) -> dict[str, object]:
+def tune_gpu_options(config: TrainedOptions) -> dict[str, object]:
+    """Return the ones that only matter on a GPU."""
     limit = {} if config.max_memory is None else {"max_memory": config.max_memory}
     return {"step_tokens": config.tune.tokens or STEP_TOKENS["cuda"], **limit}
 
@@ -206,8 +230,8 @@ TUNE: Stage[ConversionConfig] = Stage(
     name="tune",
     schema=3,
     inputs=("compose", "tokenize", "quantize"),
-    options=_options,
-    gpu_options=_gpu_options,
+    options=tune_options,
+    gpu_options=tune_gpu_options,
     run=tune,
     enabled=lambda config: config.tune.steps > 0,
     needs=needs,

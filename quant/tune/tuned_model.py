@@ -12,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import read_tensors
-from exl2flow.model import ProjectionSpec, SublayerSpec
+from exl2flow.model import Linear, ProjectionSpec, SublayerSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.layers.decoder import Head, build_embedding, capped, divergence_terms, placed
 from exl2flow.model.layers.experts import entering
 from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.training.trainable import (
+    FixedLinear,
     Parameter,
     Rates,
     TrainedLinear,
@@ -90,15 +91,15 @@ class TunedModel:
         ]
         head = source.head()
         self.final_norm = TrainedNorm(self.spec.final_norm, head.final_norm, source.tensors, rates)
-        tensors = read_tensors(quantized / HEAD_FILE)
-        weight = head.linear.weight
-        self.head = read_linear(source.spec.head, tensors, rates, source.device, weight)
+        self.head = _read_head(source.spec.head, head.linear, rates, quantized / HEAD_FILE)
 
     @property
     def parameters(self) -> list[Parameter]:
         """The trained parameters, in a fixed order."""
         parameters = [p for sublayer in self.sublayers for p in sublayer.parameters]
-        parameters += [self.final_norm.parameter, *self.head.parameters]
+        parameters.append(self.final_norm.parameter)
+        if isinstance(self.head, TrainedLinear):
+            parameters += self.head.parameters
         if self.embedding_rate:
             parameters.append(sized(self.embedding, self.embedding_rate))
         return parameters
@@ -108,7 +109,8 @@ class TunedModel:
         for sublayer in self.sublayers:
             for linear in sublayer.linears.values():
                 linear.bound()
-        self.head.bound()
+        if isinstance(self.head, TrainedLinear):
+            self.head.bound()
 
     def hidden(self, ids: torch.Tensor, *, checkpointed: bool = False) -> torch.Tensor:
         """Return the states before the final norm, (b, t, hidden), of token ids (b, t).
@@ -171,6 +173,16 @@ class TunedModel:
         logits = capped(self.head(normed).float(), self.spec.logit_softcap)
         log_probs = torch.log_softmax(logits, dim=-1)
         return divergence_terms(expected, log_probs).sum()
+
+
+def _read_head(
+    projection: ProjectionSpec, linear: Linear, rates: Rates, path: Path
+) -> TrainedLinear | FixedLinear:
+    """Return the head of a file; as it is if there is none, because it is not quantized."""
+    if not path.exists():
+        return FixedLinear(linear, torch.float16)
+    weight = linear.weight
+    return read_linear(projection, read_tensors(path), rates, weight.device, weight)
 
 
 def rates_of(options: TuneOptions) -> Rates:

@@ -18,7 +18,15 @@ def logit_bytes(tokens: int, vocab_size: int) -> int:
 def mean_divergence(
     reference: Head, expected: torch.Tensor, head: Head, found: torch.Tensor
 ) -> float:
-    """Return the mean KL divergence in nats of predictions from final states.
+    """Return the mean over rows of `row_divergences`."""
+    rows = row_divergences(reference, expected, head, found)
+    return sum(rows) / len(rows)
+
+
+def row_divergences(
+    reference: Head, expected: torch.Tensor, head: Head, found: torch.Tensor
+) -> list[float]:
+    """Return the KL divergence in nats of predictions from final states, by row.
 
     Args:
         reference: head of the source.
@@ -27,7 +35,7 @@ def mean_divergence(
         found: the final states that it reads, fp32 (rows, t, hidden).
     """
     device = reference.linear.weight.device
-    parts = [
+    return [
         divergence(
             reference,
             reference.normed(x[None].to(device))[0],
@@ -36,7 +44,6 @@ def mean_divergence(
         )
         for x, y in zip(expected, found, strict=True)
     ]
-    return sum(parts) / len(parts)
 
 
 def divergence(reference: Head, expected: torch.Tensor, head: Head, found: torch.Tensor) -> float:

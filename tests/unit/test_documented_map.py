@@ -72,7 +72,7 @@ def test_the_map_shows_stages_in_the_order_in_which_they_run() -> None:
     folders = [folder for folder in drawn() if folder.startswith("quant/")]
     for stages in (STAGES, REFINE_STAGES):
         homes = [stage.run.__module__.split(".") for stage in stages]
-        order = [f"quant/{home[2]}" for home in homes if home[1] == "quant"]
+        order = list(dict.fromkeys(f"quant/{home[2]}" for home in homes if home[1] == "quant"))
 
         assert [folder for folder in folders if folder in order] == order
 

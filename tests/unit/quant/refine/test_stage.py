@@ -20,6 +20,7 @@ from exl2flow.pipeline.stages import REFINE_STAGES
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.refine.stage import hessian_rows
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
+from exl2flow.quant.tune.stage import TUNING_FILE
 
 DOWN = "model.layers.0.mlp.down_proj"
 CHANGING = 3  # of a matrix's five tensors: codes, scale codes, maxima
@@ -215,3 +216,38 @@ def test_head_with_spare_columns_is_kept_as_it_is(refined: Refined, tmp_path: Pa
     folder = StageFolder.load(pipeline.path("refine"), pipeline.refs["refine"].fingerprint)
     assert folder is not None
     assert folder.manifest.notes == ["lm_head: 352 columns, kept as they are"]
+
+
+@pytest.mark.parametrize("head", ["quantized", "dense"])
+def test_refining_with_training_lifts_a_file_of_another_program(head: str, tmp_path: Path) -> None:
+    source, model = rough_model(tmp_path, num_hidden_layers=1)
+    if head == "dense":
+        path = model / "model.safetensors"
+        tensors = {n: t for n, t in load_file(path).items() if not n.startswith("lm_head.")}
+        weight = load_file(source / "model.safetensors")["lm_head.weight"].half()
+        save_file(tensors | {"lm_head.weight": weight}, path)
+    disguise(model)
+    config = refinement(
+        source,
+        model,
+        tmp_path / "out",
+        rounding={"rounds": 1, "sweeps": 1, "block_steps": 4},
+        tune={"steps": 4, "tokens": 64, "interval": 2, "scale_rate": 1e-2},
+    )
+
+    pipeline = refine_until(config, "compile")
+
+    layers = read_json(config.out / RECORD_FILE)["layers"]
+    assert all(layer["trained"] <= 1.0 for layer in layers if layer["name"] != "lm_head")
+    tuning = read_json(pipeline.path("tune") / TUNING_FILE)
+    assert set(tuning["texts"]) == {"calibration", "held-out"}
+    judgement = read_json(pipeline.path("judge") / JUDGEMENT_FILE)
+    assert judgement["refined"]
+    assert set(judgement["texts"]) == set(tuning["texts"])
+    old, new, made = (
+        TensorFiles(f) for f in (model, config.out, pipeline.path("tune") / "sublayers")
+    )
+    same = {name for name in old.names if torch.equal(old.read(name), new.read(name))}
+    assert set(old.names) - same <= fitted(old.names)
+    for name in fitted(old.names):
+        assert torch.equal(new.read(name), made.read(name))
