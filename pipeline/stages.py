@@ -15,7 +15,8 @@ from exl2flow.quant.compile.stage import COMPILE
 from exl2flow.quant.judge.stage import JUDGE
 from exl2flow.quant.measure.stage import MEASURE
 from exl2flow.quant.quantize.stage import QUANTIZE
-from exl2flow.quant.refine.stage import REFINE, TUNE_REFINED
+from exl2flow.quant.refine.stage import REFINE
+from exl2flow.quant.refine.tuned import TUNE_REFINED
 from exl2flow.quant.sensitivity.stage import SENSITIVITY
 from exl2flow.quant.tokenize.stage import TOKENIZE
 from exl2flow.quant.tune.stage import TUNE

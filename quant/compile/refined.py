@@ -34,8 +34,8 @@ from exl2flow.quant.compile.stage import (
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.quantize.routing import EXPERTS, experts_entry
 from exl2flow.quant.quantize.stage import read_report, result_files
-from exl2flow.quant.refine.stage import latest
 from exl2flow.quant.refine.stored_model import StoredModel
+from exl2flow.quant.refine.tuned import latest
 from exl2flow.quant.tune.stage import TUNING_FILE
 
 

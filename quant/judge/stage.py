@@ -13,8 +13,8 @@ from exl2flow.core.options.refine import RefinementConfig
 from exl2flow.core.reports import JudgementReport
 from exl2flow.core.store.files import write_json
 from exl2flow.core.store.stage import Stage, StageRun
-from exl2flow.quant.refine.stage import latest
 from exl2flow.quant.refine.stored_model import StoredModel
+from exl2flow.quant.refine.tuned import latest
 from exl2flow.quant.tokenize.stage import judging_texts
 from exl2flow.quant.training.judges import Judges
 from exl2flow.quant.walk.divergence import row_divergences

@@ -42,8 +42,6 @@ from exl2flow.quant.rounding.hessian import (
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
 from exl2flow.quant.tokenize.stage import judging_texts, unjudged_rows
 from exl2flow.quant.training.block import Texts
-from exl2flow.quant.tune.stage import needs as tune_needs
-from exl2flow.quant.tune.stage import train, tune_gpu_options, tune_options
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.pinned import made_to_fit
 from exl2flow.quant.walk.source_model import SourceModel
@@ -250,20 +248,6 @@ def refine_model(run: StageRun[RefinementConfig]) -> None:
     run.tick(total, total, "refined")
 
 
-def tune_refined(run: StageRun[RefinementConfig]) -> None:
-    """Train the refined matrices end to end; norms, biases and the embedding stay."""
-    source = SourceModel.open(run.config, run.device, gradients=True)
-    tune = run.config.tune.model_copy(update={"norm_rate": 0.0, "embedding_rate": 0.0})
-    fixed = replace(run, config=run.config.model_copy(update={"tune": tune}))
-    own = StoredModel.open(run.config, run.device).with_reference()
-    train(fixed, source, own, "refine")
-
-
-def latest(inputs: Mapping[str, Path]) -> Path:
-    """Return the folder of the matrices: trained ones if there are."""
-    return inputs.get("tune", inputs["refine"])
-
-
 def _options(config: RefinementConfig) -> dict[str, object]:
     memory = config.work_dir_root / DIGESTS_FILE
     return {
@@ -273,18 +257,6 @@ def _options(config: RefinementConfig) -> dict[str, object]:
         "held_out_rows": config.held_out_rows,
     }
 
-
-TUNE_REFINED: Stage[RefinementConfig] = Stage(
-    name="tune",
-    schema=1,
-    inputs=("compose", "tokenize", "refine"),
-    options=tune_options,
-    gpu_options=tune_gpu_options,
-    run=tune_refined,
-    enabled=lambda config: config.is_tuned,
-    needs=tune_needs,
-    removable=True,
-)
 
 REFINE: Stage[RefinementConfig] = Stage(
     name="refine",

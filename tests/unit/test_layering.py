@@ -273,7 +273,8 @@ def test_only_its_command_imports_the_http_server() -> None:
 
 
 def test_every_stage_is_found_by_its_name() -> None:
-    variants = {"exl2flow.quant.compile.refined"}  # what `refine` compiles
+    # what `refine` trains and compiles
+    variants = {"exl2flow.quant.refine.tuned", "exl2flow.quant.compile.refined"}
     for stage in {*STAGES, *REFINE_STAGES}:
         home = stage.run.__module__
         assert home in variants or home.endswith(f".{stage.name}.stage"), home
