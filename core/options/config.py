@@ -63,7 +63,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "standard": {},
     "best": {
         "sensitivity": {"rows": 32, "block": 1024},
-        "rounding": {"rounds": 4, "block_steps": 150},
+        "rounding": {"rounds": 4, "block_steps": 100},
         "allocate": {"rounds": 1},
         "tune": {"steps": 300},
     },

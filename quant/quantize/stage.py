@@ -6,7 +6,6 @@ the digest of every reconstruction, which `compile` checks after writing.
 """
 
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -68,9 +67,11 @@ from exl2flow.quant.training.block import (
     Texts,
     block_bytes,
     output_metric_of,
+    row_bytes,
     train_block,
     trains_within,
 )
+from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.pinned import made_to_fit
@@ -191,8 +192,9 @@ class MatrixWork(SublayerWork):
         """
         if self.texts is None:
             return rounded, None
-        limit, spec = limit_of(device_of(sublayer)), sublayer.spec
-        if not trains_within(limit, self.spec, spec, states.shape[1]):
+        device, spec, tokens = device_of(sublayer), sublayer.spec, states.shape[1]
+        limit = limit_of(device) if device.type == "cuda" else None
+        if not trains_within(limit, self.spec, spec, tokens):
             self.folder.note(f"{spec.name}: not trained, which takes too much memory")
             return rounded, None
         last = [p.name for p in sublayer.spec.projections if p.is_last]
@@ -205,6 +207,7 @@ class MatrixWork(SublayerWork):
             strength=self.options.correction,
             metric=output_metric_of(sublayer, outputs),
             texts=self.texts,
+            at_once=max(1, kept_in(limit) // row_bytes(self.spec, spec, tokens)),
         )
         return train_block(rounded, rows, self.options)
 
@@ -516,9 +519,9 @@ def needs(config: RunOptions, sizes: ModelSizes, *, corrects: bool = True) -> Ne
 
 def largest_trained(sizes: ModelSizes, tokens: int) -> int:
     """Return the bytes for the largest sublayer that is trained."""
-    spec, limit = sizes.spec, sizes.card.memory if sizes.card else sys.maxsize
+    spec, limit = sizes.spec, sizes.card.memory if sizes.card else None
     trained = [s for s in spec.sublayers if trains_within(limit, spec, s, tokens)]
-    return max((block_bytes(spec, s, tokens) for s in trained), default=0)
+    return max((block_bytes(spec, s, tokens, limit) for s in trained), default=0)
 
 
 def _options(config: RunOptions) -> dict[str, object]:

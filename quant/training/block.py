@@ -7,7 +7,7 @@ mends a part of the errors of earlier sublayers, as far as corrected targets do.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from exl2flow.model import ModelSpec, Sublayer, SublayerSpec
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.training.judges import Judges
+from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.row_order import RowOrder
 from exl2flow.quant.training.trainable import Rates, TrainedLinear, adam, rate_share
 from exl2flow.quant.walk.source_model import device_of, repeatable_attention
@@ -44,6 +45,7 @@ class BlockRows:
     and returned: what the source's own become, if known, both fp32 (rows, t, hidden).
     strength: how far to go from the source's output for `states` to `returned`, 0 to 1.
     metric: of errors in the output, or None. texts: what judges, whose rows are the last ones.
+    at_once: rows of a forward and backward pass.
     """
 
     source: Sublayer
@@ -52,24 +54,25 @@ class BlockRows:
     strength: float
     metric: OutputFactor | None
     texts: Texts
+    at_once: int = 1
 
-    def loss(self, sublayer: Sublayer, row: int) -> torch.Tensor:
-        """Return the error of a row's outputs in the metric, over the size of each token, ().
+    def errors(self, sublayer: Sublayer, rows: Sequence[int]) -> torch.Tensor:
+        """Return the error of each row's outputs in the metric, over the size of tokens, (rows,).
 
         What follows normalizes states, so an error matters by its share of the state.
         """
         source, device = self.source, device_of(self.source)
-        hidden = self.states[row : row + 1].to(device, copy=True)
+        places = torch.tensor(rows, device=self.states.device)
+        hidden = self.states[places].to(device)
         with torch.no_grad():
             wanted = source.settled(source(hidden))
             if self.returned is not None:
-                returned = source.settled(self.returned[row : row + 1].to(device))
+                returned = source.settled(self.returned[places].to(device))
                 wanted = wanted.lerp(returned, self.strength)
             size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
         error = (sublayer.settled(sublayer(hidden)) - wanted) * size
-        if self.metric is None:
-            return error.square().sum()
-        return (self.metric.apply(error) * error).sum()
+        weighed = error if self.metric is None else self.metric.apply(error)
+        return (weighed * error).flatten(1).sum(1)
 
 
 def train_block(
@@ -148,9 +151,9 @@ class _Training:
         """Add the errors of the rows that judge."""
         self._hold()
         judging = range(self.training, len(self.rows.states))
-        found = [self.rows.loss(self.sublayer, row) for row in judging]
+        found = [self.rows.errors(self.sublayer, rows) for rows in self._passes(judging)]
         self._bound()
-        self.judges.judgements.append(torch.stack(found).tolist())
+        self.judges.judgements.append(torch.cat(found).tolist())
 
     @torch.enable_grad()
     def _advance(self, step: int) -> None:
@@ -160,12 +163,17 @@ class _Training:
             group["lr"] = parameter.rate * share
         self.optimizer.zero_grad(set_to_none=True)
         self._hold()
-        for row in self.order(step):
-            look()
-            loss = self.rows.loss(self.sublayer, row)
+        for rows in self._passes(self.order(step)):
+            loss = self.rows.errors(self.sublayer, rows).sum()
             (loss / (self.judges.mean(0) or 1.0)).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self._bound()
+
+    def _passes(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Yield rows as they pass the sublayer together."""
+        for begin in range(0, len(rows), self.rows.at_once):
+            look()
+            yield rows[begin : begin + self.rows.at_once]
 
     def _hold(self) -> None:
         for linear in self.linears.values():
@@ -176,21 +184,30 @@ class _Training:
             linear.bound()
 
 
-def block_bytes(model: ModelSpec, sublayer: SublayerSpec, tokens: int) -> int:
-    """Forecast the memory in bytes that training a sublayer on rows of `tokens` needs."""
+def row_bytes(model: ModelSpec, sublayer: SublayerSpec, tokens: int) -> int:
+    """Forecast the bytes of activations that a backward pass over a row of a sublayer needs."""
     score = max((layer.num_heads for layer in model.attending), default=0) * tokens**2
-    read = {p.capture: p for p in sublayer.projections if not p.is_routed or sublayer.group is None}
+    readers = [p for p in sublayer.projections if not p.is_routed]
+    width = sum(p.in_features + 3 * p.out_features for p in readers or sublayer.projections)
+    return FLOAT * (tokens * width + SCORES * score * sublayer.has_attention)
+
+
+def block_bytes(
+    model: ModelSpec, sublayer: SublayerSpec, tokens: int, memory: int | None = None
+) -> int:
+    """Forecast the bytes that training a sublayer needs, of `memory` of a GPU; None: a CPU."""
     weights = TRAINED_WEIGHT * sum(p.numel for p in sublayer.projections)
-    activations = tokens * sum(p.in_features + 3 * p.out_features for p in read.values())
-    return weights + FLOAT * (activations + SCORES * score * sublayer.has_attention)
+    return weights + max(kept_in(memory), row_bytes(model, sublayer, tokens))
 
 
-def trains_within(limit: int, model: ModelSpec, sublayer: SublayerSpec, tokens: int) -> bool:
-    """Tell whether a device, of which tensors may take `limit` bytes, can train a sublayer.
+def trains_within(limit: int | None, model: ModelSpec, sublayer: SublayerSpec, tokens: int) -> bool:
+    """Tell whether a GPU can train a sublayer, if tensors may take `limit` bytes; None: a CPU.
 
     Depends on shapes and the limit only, so that a run goes on as it began.
     """
-    return block_bytes(model, sublayer, tokens) <= TRAINING_SHARE * limit
+    if limit is None:
+        return True
+    return block_bytes(model, sublayer, tokens, limit) <= TRAINING_SHARE * limit
 
 
 def output_metric_of(sublayer: Sublayer, outputs: Sequence[OutputFactor]) -> OutputFactor | None:

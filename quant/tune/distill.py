@@ -12,19 +12,17 @@ import torch
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime.interrupt import look
-from exl2flow.core.runtime.memory import limit_of
 from exl2flow.model import Sublayer, TensorFiles, build_embedding
 from exl2flow.model.files.gptq import is_gptq
 from exl2flow.model.layers.experts import entering
 from exl2flow.quant.training.judges import Judges, from_flat
+from exl2flow.quant.training.kept import kept_room
 from exl2flow.quant.training.row_order import RowOrder
 from exl2flow.quant.training.trainable import FixedLinear, adam, rate_share
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
 DECODED = torch.float16  # values of matrices in GPTQ form
-KEPT_BYTES = 1 << 30  # of activations kept for the backward pass; more are recomputed ...
-KEPT_SHARE = 0.1  # ... or this share of a GPU's memory, if that is more
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
 
@@ -63,16 +61,6 @@ def _stored_as(tensors: TensorFiles, key: str, *, otherwise: torch.dtype) -> tor
     """Return the dtype that a file stores a weight in; `otherwise`: if it has none of that name."""
     name = f"{key}.weight"
     return tensors.dtype(name) if name in tensors else otherwise
-
-
-def kept_room(device: torch.device) -> int:
-    """Return how many bytes of activations are kept on a device for the backward pass."""
-    return kept_in(None if device.type == "cpu" else limit_of(device))
-
-
-def kept_in(memory: int | None) -> int:
-    """Return the same, given the memory of a GPU that tensors may take; None: a CPU."""
-    return max(KEPT_BYTES, int(KEPT_SHARE * (memory or 0)))
 
 
 class Distillation:

@@ -39,8 +39,9 @@ from exl2flow.quant.quantize.stage import (
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tokenize.stage import further_rows, judging_texts, split_rows
+from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.trainable import TrainedLinear
-from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation, kept_in
+from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation
 from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
 from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention

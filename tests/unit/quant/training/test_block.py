@@ -30,6 +30,7 @@ from exl2flow.quant.rounding.hessian import MixedHessian, factor
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.training import block
 from exl2flow.quant.training.block import BlockRows, block_bytes, train_block, trains_within
+from exl2flow.quant.training.kept import KEPT_BYTES
 from exl2flow.quant.walk.source_model import SourceModel
 
 COARSE = QuantParams(bit_widths=(3,), proportions=(1.0,), group_sizes=(32,))
@@ -77,7 +78,7 @@ def test_training_lowers_the_error_on_rows_that_it_has_not_seen(sublayer: Sublay
     rounded, rows = to_nearest_codes(sublayer), rows_of(sublayer)
     before = dict(sublayer.linears)
 
-    trained, score = train_block(rounded, rows, OPTIONS)
+    trained, score = train_block(rounded, replace(rows, at_once=3), OPTIONS)
 
     assert score < 0.95
     assert sublayer.linears == before
@@ -99,19 +100,19 @@ def test_training_that_does_not_help_leaves_the_matrices(sublayer: Sublayer) -> 
 
 
 def test_the_metric_and_the_source_s_own_states_decide_what_is_wanted(sublayer: Sublayer) -> None:
-    rows, row = rows_of(sublayer), 0
+    rows = rows_of(sublayer)
     hidden = rows.states.shape[-1]
     blocks = torch.eye(32).repeat(hidden // 32, 1, 1)
     returned = torch.zeros_like(rows.states)
 
     plain, double = (
-        replace(rows, metric=OutputFactor(blocks=scale * blocks, columns=hidden)).loss(
-            replace_output(sublayer), row
+        replace(rows, metric=OutputFactor(blocks=scale * blocks, columns=hidden)).errors(
+            replace_output(sublayer), [0, 2]
         )
         for scale in (1.0, 2.0)
     )
-    same = rows.loss(sublayer, row)
-    other = replace(rows, returned=returned, strength=0.5).loss(sublayer, row)
+    same = rows.errors(sublayer, [1])
+    other = replace(rows, returned=returned, strength=0.5).errors(sublayer, [1])
 
     torch.testing.assert_close(double, 2 * plain)
     assert float(same) == 0
@@ -167,19 +168,30 @@ def test_what_does_not_fit_stays_as_it_was_rounded(
     pipeline, spec = Pipeline(config, STAGES, device="cpu"), resolve(config.source)
     for name in ("tokenize", "sensitivity", "measure", "allocate"):
         shutil.copytree(quantized.path(name), pipeline.path(name))
-    limit = max(block_bytes(spec, s, 64) for s in spec.sublayers)  # a share of it is for training
-    monkeypatch.setattr(stage, "limit_of", lambda device: limit)
+    small = [s for s in spec.sublayers if s.group is None]
+    monkeypatch.setattr(stage, "trains_within", lambda limit, model, s, tokens: s in small)
 
     pipeline.run("quantize", progress=silent)
 
-    small = [s for s in spec.sublayers if trains_within(limit, spec, s, 64)]
-    assert 0 < len(small) < len(spec.sublayers)
     for s in spec.sublayers:
         trained = read_report(pipeline.path("quantize") / sublayer_file(s)).trained
         assert (trained is not None) == (s in small)
     notes = read_json(pipeline.path("quantize") / "manifest.json")["notes"]
     left = [note for note in notes if note.endswith(": not trained, which takes too much memory")]
     assert len(left) == len(spec.sublayers) - len(small)
+
+
+def test_memory_decides_what_is_trained_on_a_gpu(config: ConversionConfig) -> None:
+    spec = resolve(config.source)
+    s = spec.sublayers[0]
+    limit = 40 * 10**9
+
+    needed = block_bytes(spec, s, 2048, limit)
+
+    assert needed > 44 * sum(p.numel for p in s.projections)
+    assert trains_within(limit, spec, s, 2048)
+    assert not trains_within(int(0.5 * KEPT_BYTES), spec, s, 2048)
+    assert trains_within(None, spec, s, 2048)
 
 
 def test_a_run_that_lost_results_makes_them_again(quantized: Pipeline) -> None:
