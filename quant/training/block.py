@@ -211,6 +211,10 @@ def trains_within(limit: int | None, model: ModelSpec, sublayer: SublayerSpec, t
 
 
 def output_metric_of(sublayer: Sublayer, outputs: Sequence[OutputFactor]) -> OutputFactor | None:
-    """Return the metric of a sublayer's output, given those of its last projections."""
-    is_plain = "after" not in sublayer.norms and len(outputs) == 1
-    return outputs[0] if is_plain else None
+    """Return the metric of a sublayer's output, given those of its last projections; None: none.
+
+    A norm after these is in the way, and experts have their own gradients each. What attention and
+    the MLP of a parallel block add has the same gradient.
+    """
+    is_plain = "after" not in sublayer.norms and sublayer.spec.group is None
+    return outputs[0] if outputs and is_plain else None
