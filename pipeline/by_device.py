@@ -1,9 +1,10 @@
 """Options whose default depends on what the device holds: text that it writes, trained codes."""
 
+import logging
 from typing import TypeVar
 
 from exl2flow.core.errors import Exl2FlowError
-from exl2flow.core.options.config import RunOptions, TrainedOptions
+from exl2flow.core.options.config import RunOptions, TrainedOptions, TuneOptions
 from exl2flow.core.runtime.memory import available_memory, total_memory
 from exl2flow.kernels import resolve_device
 from exl2flow.model import Composition, resolve
@@ -14,6 +15,8 @@ from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.needs import FLOAT, HALF, Card
 
 Options = TypeVar("Options", bound=RunOptions)
+
+log = logging.getLogger(__name__)
 
 TRAINING_ROWS = 488  # with most of the default's calibration rows, a million tokens
 ROOM = 0.9  # of memory, for a model that writes or is trained
@@ -26,24 +29,39 @@ def settled(run: Run, config: Options) -> Options:
 
 
 def with_codes(config: Options) -> Options:
-    """Return a configuration that trains codes only where memory suffices for them.
+    """Return a configuration that trains end to end only what memory suffices for.
 
-    What else is trained needs no more text and steps than on a CPU.
+    Without codes, training needs no more text and steps than on a CPU. Where the whole model does
+    not fit, it is left out, with a warning: sublayers are trained one by one anyway.
     """
-    if not isinstance(config, TrainedOptions) or not config.tune.steps or not config.tune.code_rate:
+    if not isinstance(config, TrainedOptions) or not config.tune.steps:
         return config
-    try:
-        memory = total_memory(device := resolve_device(config.device))
-        limit = int(min(memory, config.max_memory or memory))
-        card = limit if device.type == "cuda" else None
-        needed, room = tune_memory(resolve(config.source), config.tune, card), ROOM * memory
-    except (Exl2FlowError, OSError):  # the checks to come say what is wrong
-        return config
-    if needed < min(room, config.max_memory or needed + 1):
-        return config
-    tokens = config.tune.tokens or STEP_TOKENS["cpu"]
-    tune = config.tune.model_copy(update={"code_rate": 0.0, "rows": 0, "tokens": tokens})
+    plain = {"code_rate": 0.0, "rows": 0, "tokens": config.tune.tokens or STEP_TOKENS["cpu"]}
+    for change in ({}, plain):
+        tune = config.tune.model_copy(update=change)
+        try:
+            needed, room = _training(config, tune)
+        except (Exl2FlowError, OSError):  # the checks to come say what is wrong
+            return config
+        if needed < room:
+            return config.model_copy(update={"tune": tune})
+    log.warning(
+        "remedy=no training end to end, which needs %.1f GB of the device's memory; %.1f GB may "
+        "be used",
+        needed / 1e9,
+        room / 1e9,
+    )
+    tune = config.tune.model_copy(update={"steps": 0})
     return config.model_copy(update={"tune": tune})
+
+
+def _training(config: TrainedOptions, tune: TuneOptions) -> tuple[int, float]:
+    """Return the bytes that training end to end needs, and those that it may use."""
+    device = resolve_device(config.device)
+    memory = total_memory(device)
+    usable = min(ROOM * memory, config.max_memory or memory)
+    card = int(usable) if device.type == "cuda" else None
+    return tune_memory(resolve(config.source), tune, card), usable
 
 
 def with_rows(config: Options) -> Options:

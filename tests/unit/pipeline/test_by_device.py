@@ -8,15 +8,17 @@ from conversions import small_config
 from stage_runs import run_until, text_parquet
 from tiny import make_tiny
 
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig, TuneOptions
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_tensors
 from exl2flow.core.store.stage import COMPOSED, ROWS_FILE, Pipeline
+from exl2flow.model import resolve
 from exl2flow.pipeline import by_device
 from exl2flow.pipeline.by_device import TRAINING_ROWS, settled, with_codes, with_rows, with_text
 from exl2flow.pipeline.local import RUNS
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.tokenize.stage import further_rows, judging_texts
+from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.walk.needs import Card
 
 CONVERT = RUNS["convert"]
@@ -87,19 +89,27 @@ def test_a_source_that_cannot_be_read_is_left_to_the_checks(tmp_path: Path) -> N
     assert text_of(config_in(tmp_path / "nowhere", tmp_path)) == "standard"
 
 
-def test_codes_are_trained_where_memory_suffices(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_memory_suffices_for_is_trained(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def trained(**values: object) -> tuple[float, int | None, int | None]:
+    def trained(**values: object) -> tuple[int, float, int | None, int | None]:
         config = config_in(source, tmp_path, tune={"steps": 1, **values})
         tune = with_codes(config).tune
-        return tune.code_rate, tune.rows, tune.tokens
+        return tune.steps, tune.code_rate, tune.rows, tune.tokens
 
-    assert trained() == (0.15, None, None)
-    monkeypatch.setattr(by_device, "total_memory", lambda device: 1e9)  # of which a pass takes all
-    assert trained() == (0, 0, 2048)
-    assert trained(tokens=64) == (0, 0, 64)
-    assert trained(steps=0) == (0.15, None, None)  # nothing is trained at all
+    plain, codes = (tune_memory(resolve(source), TuneOptions(code_rate=rate)) for rate in (0, 0.15))
+    assert trained() == (1, 0.15, None, None)
+    between = (plain + codes) / 2 / by_device.ROOM
+    monkeypatch.setattr(by_device, "total_memory", lambda device: between)
+    assert trained() == (1, 0, 0, 2048)
+    assert trained(tokens=64) == (1, 0, 0, 64)
+    assert not caplog.messages
+    monkeypatch.setattr(by_device, "total_memory", lambda device: plain)
+    assert trained() == (0, 0.15, None, None)
+    assert f"no training end to end, which needs {plain / 1e9:.1f} GB of the device" in caplog.text
 
 
 def test_rows_to_train_on_are_written_on_a_gpu_that_holds_the_model(
