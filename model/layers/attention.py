@@ -224,7 +224,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
     if q.is_cuda and q.dtype == torch.float32:  # its fused kernels know no groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_common = count == positions and count % COMMON_TOKENS == 0
-    with nullcontext() if is_common or not q.is_cuda else sdpa_kernel(WITHOUT_PLANS):
+    keeps_choice = is_common or not q.is_cuda or q.requires_grad  # a caller's, for its gradients
+    with nullcontext() if keeps_choice else sdpa_kernel(WITHOUT_PLANS):
         return scaled_dot_product_attention(
             q,
             k,

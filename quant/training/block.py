@@ -70,7 +70,9 @@ class BlockRows:
                 returned = source.settled(self.returned[places].to(device))
                 wanted = wanted.lerp(returned, self.strength)
             size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
-        error = (sublayer.settled(sublayer(hidden)) - wanted) * size
+        with repeatable_attention(device):  # the source's is, without gradients
+            output = sublayer.settled(sublayer(hidden))
+        error = (output - wanted) * size
         weighed = error if self.metric is None else self.metric.apply(error)
         return (weighed * error).flatten(1).sum(1)
 

@@ -8,6 +8,7 @@ import torch
 from exl2flow.kernels import AttentionRule
 from exl2flow.model.layers import attention, blockwise
 from exl2flow.model.layers.attention import FAR_STEP, NEAR_STEP, attend
+from exl2flow.quant.walk.source_model import repeatable_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -100,3 +101,20 @@ def test_what_all_tokens_of_a_piece_see_is_attended_to_apart(
     assert found.stride() == q.stride()
     torch.testing.assert_close(found.cpu().float(), exact, atol=2e-3, rtol=2e-3)  # fp16 weights
     assert torch.equal(attend(q, k, v, rule), found)
+
+
+@pytest.mark.parametrize("count", [96, 256])
+def test_gradients_are_the_same_again_at_any_length(count: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((2, heads, count, 64) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda") for shape in shapes)
+    found = []
+
+    for _ in range(8):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        with repeatable_attention(q.device):
+            y = attend(*inputs, AttentionRule(scale=0.125))
+        found.append(torch.autograd.grad(y.square().sum(), inputs))
+
+    for again in found[1:]:
+        assert all(map(torch.equal, again, found[0]))
