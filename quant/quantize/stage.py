@@ -100,6 +100,11 @@ def read_report(path: Path) -> SublayerReport:
     return SublayerReport.from_json(json.loads(read_metadata(path)["report"]))
 
 
+def trained_in_log(report: SublayerReport) -> str:
+    """Return what training did to a sublayer's error; empty: nothing."""
+    return "" if report.trained is None else f" trained={report.trained:.3f}"
+
+
 class MatrixWork(SublayerWork):
     """Base for work whose results are the matrices of each sublayer, and of the head.
 
@@ -277,8 +282,7 @@ class Quantizing(MatrixWork):
         """See `SublayerWork`."""
         report = read_report(path)
         figures = f"bpw={words.bits(report.bpw)} rel_err={words.error(report.rel_err)}"
-        trained = "" if report.trained is None else f" trained={report.trained:.3f}"
-        return figures + trained + experts_in_log(report)
+        return figures + trained_in_log(report) + experts_in_log(report)
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: round, pack, and advance the states quantized."""

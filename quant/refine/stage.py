@@ -27,6 +27,7 @@ from exl2flow.quant.quantize.stage import (
     read_report,
     row_errors,
     summary,
+    trained_in_log,
 )
 from exl2flow.quant.quantize.stored_form import Packed, Unchanged, storing
 from exl2flow.quant.refine.improvement import Improvement, improve, params_of
@@ -78,7 +79,8 @@ class Refining(MatrixWork):
         report = read_report(path)
         before = mapping(report.before).get("rel_err")
         change = f"{words.error(before)}->{words.error(report.rel_err)}"
-        return f"bpw={words.bits(report.bpw)} rel_err={change}{experts_in_log(report)}"
+        more = trained_in_log(report) + experts_in_log(report)
+        return f"bpw={words.bits(report.bpw)} rel_err={change}{more}"
 
     def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
