@@ -63,6 +63,8 @@ def _unused(config: RunOptions) -> Iterator[tuple[str, str]]:
         yield "calibration", "share"
     if config.calibration.file is not None:
         yield "calibration", "seed"
+    if not config.rounding.block_steps:
+        yield "rounding", "block_rate"
     if config.sensitivity.kind == "error":
         yield from (
             ("sensitivity", name) for name in SensitivityOptions.model_fields if name != "kind"

@@ -105,7 +105,9 @@ def _record(
     weights = sum(layer["bits"] / layer["bpw"] for layer in decoder)
     return {
         **made_from(run, files),
-        "options": recorded_options(config, without={"quality"}),
+        "options": recorded_options(
+            config, without={"quality"} if config.is_tuned else {"quality", "tune"}
+        ),
         "allocation": {"bpw": sum(layer["bits"] for layer in decoder) / weights},
         "refinement": {"model": str(stored.folder.resolve()), **judgement},
         **({"tuning": read_json(run.inputs["tune"] / TUNING_FILE)} if "tune" in run.inputs else {}),
