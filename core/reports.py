@@ -420,18 +420,31 @@ class CarriedReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningReport:
-    """A distillation: steps, and divergences on rows held back, in nats."""
+    """A distillation: steps, and divergences on rows held back, in nats.
+
+    texts: text → divergences before and after on its rows; refused: why a lower one was not taken.
+    """
 
     steps: float | None
     first_kl: float | None
     best_kl: float | None
+    texts: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    refused: str = ""
 
     @classmethod
     def from_json(cls, value: object) -> Self | None:
         """Read the entry of a record or a report; None without one."""
         known = mapping(value)
+        if not known:
+            return None
+        found = {text: mapping(kl) for text, kl in mapping(known.get("texts")).items()}
+        texts = {
+            text: (json_number(kl.get("first_kl")), json_number(kl.get("best_kl")))
+            for text, kl in found.items()
+        }
         names = ("steps", "first_kl", "best_kl")
-        return cls(**{name: json_number(known.get(name)) for name in names}) if known else None
+        divergences = {name: json_number(known.get(name)) for name in names}
+        return cls(**divergences, texts=texts, refused=str(known.get("refused") or ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

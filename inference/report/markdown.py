@@ -92,12 +92,17 @@ def _tuning(report: Report) -> list[str]:
     tuning = report.tuning
     if tuning is None:
         return []
-    return [
+    texts = tuning.texts or {"calibration": (tuning.first_kl, tuning.best_kl)}
+    changes = ", ".join(
+        f"{text} {words.divergence(first)} → {words.divergence(best)}"
+        for text, (first, best) in texts.items()
+    )
+    lines = [
         "",
-        f"Tuned in {tuning.steps} steps: KL divergence on held-back calibration rows "
-        f"{words.divergence(tuning.first_kl)} → {words.divergence(tuning.best_kl)}. "
+        f"Tuned in {tuning.steps} steps: KL divergence on held-back rows by text: {changes}. "
         "Estimates and errors below are from before tuning.",
     ]
+    return lines + ([f"A lower divergence was {tuning.refused}."] if tuning.refused else [])
 
 
 def _costly(costs: Sequence[MatrixReport]) -> list[str]:

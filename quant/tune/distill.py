@@ -137,6 +137,7 @@ class Distillation:
             "first_kl": means[0],
             "best_kl": means[best],
             "judgements": [list(pair) for pair in zip(steps, means, strict=True)],
+            "refused": judges.refused(),
             "texts": {
                 text: {"rows": len(self.judges.texts[text]), "first_kl": first, "best_kl": last}
                 for (text, first), last in zip(

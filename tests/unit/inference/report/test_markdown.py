@@ -163,7 +163,13 @@ def test_a_cost_that_is_unknown_hides_the_ranking(priced: dict[str, Any]) -> Non
 
 def test_rows_of_calibration_and_tuning_are_told(report: dict[str, Any]) -> None:
     rows = {"kinds": {"web": 3, "code": 1}, "notes": ["a dialogue was cut"]}
-    tuning = {"steps": 40, "first_kl": 0.5, "best_kl": 0.25}
+    tuning = {
+        "steps": 40,
+        "first_kl": 0.5,
+        "best_kl": 0.25,
+        "refused": "not taken, because held-out text got worse",
+        "texts": {"held-out": {"rows": 4, "first_kl": 0.75, "best_kl": 0.7}},
+    }
     told = {
         "calibration_rows": {"dataset": "(chat)", "quantize": rows, "measure": rows},
         "tuning": tuning,
@@ -173,4 +179,5 @@ def test_rows_of_calibration_and_tuning_are_told(report: dict[str, Any]) -> None
 
     assert "Calibrated on 4 rows of `(chat)`: web 3, code 1." in text
     assert "Note: a dialogue was cut." in text
-    assert "0.50000 → 0.25000" in text
+    assert "held-back rows by text: held-out 0.75000 → 0.70000." in text
+    assert "A lower divergence was not taken, because held-out text got worse." in text
