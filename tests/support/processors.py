@@ -44,7 +44,7 @@ QUICK = (
     "unit/engine/adapters/test_slots.py",
     "unit/inference/bench/test_batch.py",
     *(f"unit/quant/rounding/test_{name}.py" for name in ("descent", "error_feedback", "hessian")),
-    "unit/quant/tune/test_trainable.py",
+    "unit/quant/training/test_trainable.py",
 )
 # the stages that quantize a model, and texts of many steps
 LONG = (

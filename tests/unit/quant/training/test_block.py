@@ -9,7 +9,7 @@ import pytest
 import torch
 from conversions import small_config
 from roundings import to_nearest
-from stage_runs import calibrated_on, run_until, text_parquet
+from stage_runs import calibrated_on, foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
 
 from exl2flow.core.options.config import ConversionConfig, RoundingOptions
@@ -139,7 +139,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
     return small_config(
         source,
         root / "out",
-        bpw=4.5,
+        bpw=5.5,
+        measurement=foreign_measurement(root / "measurement.json", resolve(source)),
         calibration=calibrated_on(text_parquet(root / "text.parquet"), (12, 64), (1, 64)),
         rounding={"rounds": 1, "sweeps": 1, "block_steps": 8},
     )
@@ -166,7 +167,7 @@ def test_what_does_not_fit_stays_as_it_was_rounded(
 ) -> None:
     config = quantized.config.model_copy(update={"work_root": tmp_path})
     pipeline, spec = Pipeline(config, STAGES, device="cpu"), resolve(config.source)
-    for name in ("tokenize", "sensitivity", "measure", "allocate"):
+    for name in ("tokenize", "sensitivity", "allocate"):
         shutil.copytree(quantized.path(name), pipeline.path(name))
     small = [s for s in spec.sublayers if s.group is None]
     monkeypatch.setattr(stage, "trains_within", lambda limit, model, s, tokens: s in small)
