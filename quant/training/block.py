@@ -104,12 +104,9 @@ def train_block(
         for p in sublayer.spec.projections
     }
     sublayer.linears = dict(linears)
-    training = _Training(sublayer, linears, rows, options.block_steps)
-    with repeatable_attention(device_of(rows.source)):
-        judges = training.run()
-    return {name: linear.rounded() for name, linear in linears.items()}, judges.scores()[
-        judges.best
-    ]
+    judges = _Training(sublayer, linears, rows, options.block_steps).run()
+    score = judges.scores()[judges.best]
+    return {name: linear.rounded() for name, linear in linears.items()}, score
 
 
 class _Training:
