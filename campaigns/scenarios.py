@@ -83,7 +83,7 @@ class Material:
         where, rest = ["--out", str(plain.out)], words[4:]
         match name:
             case "best":
-                words += ["--quality", "best"]
+                words += ["--quality", "best", "--calibration", "self"]
             case "sweep":
                 words = ["sweep", str(source), *where, "--bpw", "3,5", *rest]
             case "refine":

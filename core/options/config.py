@@ -242,6 +242,11 @@ class TrainedOptions(RunOptions):
     tune: TuneOptions = TuneOptions()
 
     @property
+    def held_out(self) -> int:
+        """See `RunOptions`."""
+        return self.tune.held_out_rows if self.is_tuned else HELD_OUT_ROWS
+
+    @property
     def training_rows(self) -> int:
         """See `RunOptions`."""
         return (self.tune.rows or 0) if self.is_tuned else 0

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from exl2flow.core.options.config import HELD_OUT_ROWS, TARGETS, AllocateOptions, ConversionConfig
+from exl2flow.core.options.config import TARGETS, AllocateOptions, ConversionConfig
 from exl2flow.core.options.ignored import has_costs_in_nats, objective_read
 from exl2flow.core.store.files import digest, read_json, write_json
 from exl2flow.core.store.need import Need
@@ -89,7 +89,7 @@ def improve(
     """
     config = run.config
     check_measured(config, measurement)
-    training, held_out = split_rows(run.inputs["tokenize"], HELD_OUT_ROWS)
+    training, held_out = split_rows(run.inputs["tokenize"], run.config.held_out)
     trials = Trials(
         SourceModel.open(config, run.device),
         run.inputs["sensitivity"],
@@ -224,7 +224,7 @@ def needs(config: ConversionConfig, sizes: ModelSizes) -> Need | None:
     if not config.allocate.rounds:
         return None
     rows, tokens = config.calibration.rows, config.calibration.row_tokens
-    judging = judging_rows(HELD_OUT_ROWS, rows)
+    judging = judging_rows(config.held_out, rows)
     training = rows - judging
     seen = len(range(0, training, max(1, training // HESSIAN_ROWS)))
     states = sizes.token * tokens * (2 * seen + (3 + len(sizes.spec.sublayers)) * judging)

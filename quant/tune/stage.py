@@ -140,7 +140,7 @@ def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: 
 
 def _rows(run: StageRun[Options]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the rows to train on, int64 (rows, t), and by text the ones that only judge."""
-    folder, held_out = run.inputs["tokenize"], run.config.tune.held_out_rows
+    folder, held_out = run.inputs["tokenize"], run.config.held_out
     training, judging = split_rows(folder, held_out)[0], judging_texts(folder, held_out)
     if "compose" in run.inputs:
         aside = len(judging.get("self-written", ()))
