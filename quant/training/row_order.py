@@ -10,8 +10,8 @@ class RowOrder:
     """
 
     def __init__(self, rows: int, together: int, *, seed: int) -> None:
-        """Take the number of rows, and of those in each step."""
-        self.rows, self.together, self.seed = rows, together, seed
+        """Take the number of rows, and of those in each step: all at most."""
+        self.rows, self.together, self.seed = rows, min(together, rows), seed
 
     def __call__(self, step: int) -> list[int]:
         """Return the indices of a step's rows."""

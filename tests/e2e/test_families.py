@@ -104,7 +104,8 @@ def test_family_converts_with_gradients_and_tuning(name: str, tmp_path: Path) ->
     tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
     source = make_checkpoint(name, tmp_path / "model")
     rows = {"rows": 4, "row_tokens": 64, "measure_rows": 1, "measure_row_tokens": 64}  # 2 of text
-    config = small_config(source, tmp_path / "out", tune=tune, calibration=rows)
+    rounding = {"block_steps": 2}
+    config = small_config(source, tmp_path / "out", tune=tune, calibration=rows, rounding=rounding)
 
     run_locally(config)
 

@@ -40,9 +40,8 @@ def test_family_converts_and_runs(name: str, tmp_path: Path) -> None:
     tune = {"steps": 2, "tokens": 32, "interval": 1, "held_out_rows": 1}
     source = make_checkpoint(name, tmp_path / "model", dtype=torch.float16)
     rows = CalibrationOptions(rows=4, row_tokens=64, measure_rows=1, measure_row_tokens=64)
-    config = small_config(
-        source, tmp_path / "out", bpw=7.0, device="cuda", tune=tune, calibration=rows
-    )
+    options = {"tune": tune, "calibration": rows, "rounding": {"block_steps": 2}}
+    config = small_config(source, tmp_path / "out", bpw=7.0, device="cuda", **options)
     with torch.inference_mode(False):
         run_locally(config)
     ids = torch.arange(24)[None] * 7 % VOCAB_SIZE

@@ -22,9 +22,13 @@ pytestmark = pytest.mark.gpu
 LIMITED = Path(__file__).parents[1] / "support" / "limited.py"
 
 
-def test_no_stage_takes_more_memory_than_the_plan_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block_steps", [0, 2])
+def test_no_stage_takes_more_memory_than_the_plan_says(block_steps: int, tmp_path: Path) -> None:
     source = make_tiny("llama", tmp_path / "model")
-    config = small_config(source, tmp_path / "out", device="cuda", quality="standard")
+    rounding = {"block_steps": block_steps}
+    config = small_config(
+        source, tmp_path / "out", device="cuda", quality="standard", rounding=rounding
+    )
     plan = preflight(config, STAGES, anew=True)
     assert plan.card is not None
     assert plan.card.name == torch.cuda.get_device_name()

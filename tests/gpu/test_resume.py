@@ -50,7 +50,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_in(folder: Path, source: Path) -> ConversionConfig:
-    return small_config(source, folder / "out", device="cuda", bpw=4.0, quality="standard")
+    rounding = {"block_steps": 4}
+    return small_config(
+        source, folder / "out", device="cuda", bpw=4.0, quality="standard", rounding=rounding
+    )
 
 
 @pytest.fixture(scope="module")

@@ -11,3 +11,4 @@ def test_rows_follow_from_the_step_alone() -> None:
     taken = [row for step in first for row in step]
     assert sorted(taken) == sorted([*range(5)] * 2)
     assert sorted(taken[:5]) == [*range(5)]  # all of them before any comes again
+    assert sorted(RowOrder(3, 8, seed=0)(1)) == [0, 1, 2]  # no row twice in a step
