@@ -90,7 +90,7 @@ def test_a_given_measurement_needs_no_measuring(source: Path, tmp_path: Path) ->
     assert "measure" not in needs_of(source, measurement=path)
 
 
-def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
+def test_refining_neither_measures_nor_allots(source: Path) -> None:
     config = RefinementConfig(
         source=source, model=source, out=source.parent / "out", quality="best", device="cpu"
     )
@@ -99,6 +99,7 @@ def test_refining_neither_measures_nor_allots_nor_tunes(source: Path) -> None:
         "tokenize",
         "sensitivity",
         "refine",
+        "tune",
         "compile",
     ]
 

@@ -18,7 +18,7 @@ from exl2flow.quant.walk.pinned import BYTES
 TIGHT = "1GiB"  # nothing of it is left for tensors
 AMPLE = "24GB"
 WALKS = {"sensitivity", "measure", "allocate", "quantize"}
-REFINING = {"sensitivity", "refine", "judge"}
+REFINING = {"sensitivity", "refine", "tune", "judge"}
 
 
 @pytest.fixture(scope="module")
