@@ -56,7 +56,7 @@ def with_codes(config: Options) -> Options:
 
 
 def _training(config: TrainedOptions, tune: TuneOptions) -> tuple[int, float]:
-    """Return the bytes that training end to end needs, and those that it may use."""
+    """Return how many bytes training end to end needs, and how many it may use."""
     device = resolve_device(config.device)
     memory = total_memory(device)
     usable = min(ROOM * memory, config.max_memory or memory)

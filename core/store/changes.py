@@ -30,6 +30,8 @@ NAMES = {
     "tokenize.file": "`calibration.text`",
     "tokenize.own": "`calibration.text`",
     "compile.dataset": "`calibration.text`",
+    "tokenize.judging": "the built-in held-out text",
+    "tokenize.further": "`tune.rows`",
     "tokenize.dialogues": "the built-in dialogues",
     "tokenize.template": "the model's chat template",
     "compose.rows": "how many rows the model writes",

@@ -13,7 +13,7 @@ import torch
 
 from exl2flow.core import words
 from exl2flow.core.options.refine import RefinementConfig
-from exl2flow.core.reports import MatrixReport, SublayerReport, mapping
+from exl2flow.core.reports import Json, MatrixReport, SublayerReport, mapping
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
@@ -30,7 +30,7 @@ from exl2flow.quant.quantize.stage import (
     trained_in_log,
 )
 from exl2flow.quant.quantize.stored_form import Packed, Unchanged, storing
-from exl2flow.quant.refine.improvement import Improvement, improve, params_of
+from exl2flow.quant.refine.improvement import improve, params_of
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, near, padded_weight
@@ -53,11 +53,11 @@ KEPT = "kept"  # report of a matrix that is not refined
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """A replacement of a stored matrix, trained if it is; nats: that the stored one costs."""
+    """A replacement of a stored matrix, trained if it is; params, figures: for its report."""
 
-    improvement: Improvement
     matrix: RoundedMatrix
-    nats: float | None
+    params: str
+    figures: Json
 
 
 class Refining(MatrixWork):
@@ -104,7 +104,8 @@ class Refining(MatrixWork):
             item = self.factor(members[0], hessian, factors)
             for p in members:
                 fisher = factors.get(p.name)
-                refined[p.name] = self._refine(before[p.name], weights[p.name], item, fisher)
+                old, weight = before[p.name], weights[p.name]
+                refined[p.name] = self._refine(old, weight, item, hessian, fisher)
         trained = self._train(sublayer, refined, factors, states)
         packed = []
         for p in sublayer.spec.projections:
@@ -136,7 +137,7 @@ class Refining(MatrixWork):
         factors = self.read_factors("head")
         item = self.factor(projection, hessian, factors)
         old, fisher = self.stored.matrix(projection), factors.get(projection.name)
-        refined = self._refine(old, head.linear, item, fisher)
+        refined = self._refine(old, head.linear, item, hessian, fisher)
         self.store_head(self._packed(projection, old, head.linear, refined, hessian, fisher))
 
     def _refine(
@@ -144,6 +145,7 @@ class Refining(MatrixWork):
         stored: QuantizedMatrix,
         linear: Linear,
         item: HessianFactor,
+        hessian: torch.Tensor,
         factors: Factors | None,
     ) -> Refined | None:
         """Return the replacement of a stored matrix; None: it has more columns than needed."""
@@ -154,8 +156,18 @@ class Refining(MatrixWork):
         old = RoundedMatrix.of(stored, values.device)
         factors = factors and factors.to(values.device)
         improvement = improve(old, weight, item, self.output_metric(factors), self.options)
-        nats = None if factors is None else estimate(old.dequantize(), factors, less=values)
-        return Refined(improvement=improvement, matrix=improvement.matrix, nats=nats)
+        decoded = old.dequantize()
+        figures = {
+            "start": improvement.start,
+            "losses": dict(improvement.losses),
+            "before": {
+                "rel_err": float(relative_error(hessian, values, decoded)),
+                "nats": None if factors is None else estimate(decoded, factors, less=values),
+                "loss": improvement.before,
+            },
+        }
+        params = str(params_of(old.groups) or "")
+        return Refined(matrix=improvement.matrix, params=params, figures=figures)
 
     def _train(
         self,
@@ -182,23 +194,18 @@ class Refining(MatrixWork):
         hessian: torch.Tensor,
         factors: Factors | None,
     ) -> Packed:
-        """Return a matrix in its stored form with its report, unchanged if there is no other."""
-        values = near(padded_weight(linear), linear)
+        """Return what replaces a stored matrix, with its report; without a replacement, itself."""
         if refined is None:
+            values = near(padded_weight(linear), linear)
             return self._kept(projection, stored, values, hessian)
-        old = RoundedMatrix.of(stored, values.device)
-        figures = {
-            "start": refined.improvement.start,
-            "losses": dict(refined.improvement.losses),
-            "before": {
-                "rel_err": float(relative_error(hessian, values, old.dequantize())),
-                "nats": refined.nats,
-                "loss": refined.improvement.before,
-            },
-        }
-        params = str(params_of(old.groups) or "")
         return Packed(
-            projection, linear, refined.matrix, hessian, factors, params=params, refined=figures
+            projection,
+            linear,
+            refined.matrix,
+            hessian,
+            factors,
+            params=refined.params,
+            refined=refined.figures,
         )
 
     def _kept(

@@ -86,7 +86,7 @@ def tokenize(run: StageRun[RunOptions]) -> None:
 def _judging_texts(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
     """Return rows of other texts than the calibration's, by `JUDGING` and the text.
 
-    The ones that the source wrote, if it writes, follow those that are used otherwise.
+    Of the rows that the source writes, the first ones beyond those of the mixes judge.
     """
     options, spec, count = run.config.calibration, resolve(run.config.source), HELD_OUT_ROWS
     texts = {"held-out": held_out_rows(tokenizer, rows=count, row_tokens=options.row_tokens)}

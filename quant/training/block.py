@@ -22,6 +22,7 @@ from exl2flow.quant.training.judges import Judges
 from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.row_order import RowOrder
 from exl2flow.quant.training.trainable import Rates, TrainedLinear, adam, rate_share
+from exl2flow.quant.walk.needs import FLOAT
 from exl2flow.quant.walk.source_model import device_of, repeatable_attention
 
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -29,7 +30,6 @@ SCALE_RATE = 1e-3
 TRAINED_WEIGHT = 44  # bytes: source, codes, what was moved and its best, gradient, moments, decoded
 SCORES = 6  # copies of a row's attention scores
 TRAINING_SHARE = 0.8  # of a GPU's memory, beside the libraries
-FLOAT = 4
 JUDGEMENTS = 8  # in the course of a training
 LEAST_SIZE = 1e-20  # of a state, squared
 
@@ -164,7 +164,8 @@ class _Training:
         self._hold()
         for rows in self._passes(self.order(step)):
             loss = self.rows.errors(self.sublayer, rows).sum()
-            (loss / (self.judges.mean(0) or 1.0)).backward()  # type: ignore[no-untyped-call]
+            loss = loss / (self.judges.mean(0) or 1.0)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         self.optimizer.step()
         self._bound()
 
