@@ -18,7 +18,7 @@ Options = TypeVar("Options", bound=RunOptions)
 
 log = logging.getLogger(__name__)
 
-TRAINING_ROWS = 488  # with most of the default's calibration rows, a million tokens
+TRAINING_ROWS = 988  # two million tokens
 ROOM = 0.9  # of memory, for a model that writes or is trained
 CPU_OPERATIONS = 4e12  # of writing on a CPU at most, about ten minutes, and in `best` alone
 

@@ -166,7 +166,7 @@ class RoundingOptions(Options):
         "returns, after rounding; 0: none",
     )
     block_rate: float = Field(
-        default=0.05,
+        default=0.1,
         gt=0,
         description="rate of those codes times the root of `block_steps`, in code units",
     )
@@ -200,7 +200,7 @@ class TuneOptions(Options):
         default=None,
         ge=0,
         description="rows to train on that the model writes besides, whatever the calibration "
-        "text; empty: 488 on a GPU that holds the whole model, else 0",
+        "text; empty: 988 on a GPU that holds the whole model, else 0",
     )
     norm_rate: float = Field(
         default=5e-4,

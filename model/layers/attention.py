@@ -17,6 +17,7 @@ from exl2flow.model.config.sublayer_spec import SublayerSpec
 from exl2flow.model.layers.blockwise import attend_in_blocks
 from exl2flow.model.layers.cache import LayerCache
 from exl2flow.model.layers.fuse import Products, product_of
+from exl2flow.model.layers.fused_gradients import attend_with_gradients, knows_gradients
 from exl2flow.model.layers.linear import Linear, narrowed
 from exl2flow.model.layers.norms import Norm
 from exl2flow.model.layers.rope import RopeTable, rope_table
@@ -221,11 +222,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRul
         from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler: 2 s
 
         mask = causal_lower_right(count, positions)
+    with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if with_gradients and is_causal and knows_gradients(q, k, v):
+        return attend_with_gradients(q, k, v, rule.scale)
     if q.is_cuda and q.dtype == torch.float32:  # its fused kernels know no groups of heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     is_common = count == positions and count % COMMON_TOKENS == 0
-    keeps_choice = is_common or not q.is_cuda or q.requires_grad  # a caller's, for its gradients
-    with nullcontext() if keeps_choice else sdpa_kernel(WITHOUT_PLANS):
+    kernels = [SDPBackend.MATH] if with_gradients else [] if is_common else WITHOUT_PLANS
+    with sdpa_kernel(kernels) if kernels and q.is_cuda else nullcontext():
         return scaled_dot_product_attention(
             q,
             k,

@@ -14,7 +14,6 @@ from exl2flow.quant.sensitivity.fisher import FactorSum, Sums
 from exl2flow.quant.walk.source_model import (
     device_of,
     non_finite_share,
-    repeatable_attention,
 )
 
 LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
@@ -54,7 +53,7 @@ def sublayer_backward(
     for row in range(len(states)):
         look()
         hidden = states[row : row + 1].detach().clone().to(device).requires_grad_()
-        with torch.enable_grad(), repeatable_attention(device):
+        with torch.enable_grad():
             output = sublayer(hidden)
             outputs = [tap.put for tap in taps.values()]
             pull = (output * gradient[row : row + 1].to(device)).sum()

@@ -18,12 +18,13 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import ModelSpec, Sublayer, SublayerSpec
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.sensitivity.fisher import OutputFactor
+from exl2flow.quant.training.descent import Descent
 from exl2flow.quant.training.judges import Judges
 from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.row_order import RowOrder
-from exl2flow.quant.training.trainable import Rates, TrainedLinear, adam, rate_share
+from exl2flow.quant.training.trainable import Rates, TrainedLinear
 from exl2flow.quant.walk.needs import FLOAT
-from exl2flow.quant.walk.source_model import device_of, repeatable_attention
+from exl2flow.quant.walk.source_model import device_of
 
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 SCALE_RATE = 1e-3
@@ -70,9 +71,7 @@ class BlockRows:
                 returned = source.settled(self.returned[places].to(device))
                 wanted = wanted.lerp(returned, self.strength)
             size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
-        with repeatable_attention(device):  # the source's is, without gradients
-            output = sublayer.settled(sublayer(hidden))
-        error = (output - wanted) * size
+        error = (sublayer.settled(sublayer(hidden)) - wanted) * size
         weighed = error if self.metric is None else self.metric.apply(error)
         return (weighed * error).flatten(1).sum(1)
 
@@ -119,9 +118,8 @@ class _Training:
         rows: BlockRows,
         steps: int,
     ) -> None:
-        self.sublayer, self.linears, self.rows, self.steps = sublayer, linears, rows, steps
-        self.parameters = [p for linear in linears.values() for p in linear.parameters]
-        self.optimizer = adam(self.parameters)
+        self.sublayer, self.linears, self.rows = sublayer, linears, rows
+        self.descent = Descent([p for linear in linears.values() for p in linear.parameters], steps)
         self.judges = Judges(rows.texts)
         count, tokens = rows.states.shape[:2]
         self.training = count - len(self.judges.rows)
@@ -130,43 +128,36 @@ class _Training:
 
     def run(self) -> Judges:
         """Do all steps, recall the best values, and return the judgements."""
-        values = [p.value for p in self.parameters]
         self._judge()
-        best = [value.detach().clone() for value in values]
-        interval = max(1, self.steps // JUDGEMENTS)
-        for step in range(self.steps):
-            self._advance(step)
-            if (step + 1) % interval == 0 or step + 1 == self.steps:
+        interval, steps = max(1, self.descent.steps // JUDGEMENTS), self.descent.steps
+        while self.descent.done < steps:
+            self._advance()
+            if self.descent.done % interval == 0 or self.descent.done == steps:
                 self._judge()
-                if self.judges.best == len(self.judges.judgements) - 1:
-                    best = [value.detach().clone() for value in values]
-        with torch.no_grad():
-            for value, kept in zip(values, best, strict=True):
-                value.copy_(kept)
+        self.descent.recall()
         return self.judges
 
     @torch.no_grad()
     def _judge(self) -> None:
-        """Add the errors of the rows that judge."""
-        self._hold()
+        """Add the errors of the rows that judge, and keep the values if they are the best."""
         judging = range(self.training, len(self.rows.states))
+        self._hold()
         found = [self.rows.errors(self.sublayer, rows) for rows in self._passes(judging)]
         self._bound()
         self.judges.judgements.append(torch.cat(found).tolist())
+        if self.judges.best == len(self.judges.judgements) - 1:
+            self.descent.keep()
 
     @torch.enable_grad()
-    def _advance(self, step: int) -> None:
+    def _advance(self) -> None:
         """Do a step; gradients are divided by the first error."""
-        share = rate_share(step, self.steps)
-        for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
-            group["lr"] = parameter.rate * share
-        self.optimizer.zero_grad(set_to_none=True)
+        self.descent.forget_gradients()
         self._hold()
-        for rows in self._passes(self.order(step)):
+        for rows in self._passes(self.order(self.descent.done)):
             loss = self.rows.errors(self.sublayer, rows).sum()
             loss = loss / (self.judges.mean(0) or 1.0)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        self.optimizer.step()
+        self.descent.step()
         self._bound()
 
     def _passes(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:

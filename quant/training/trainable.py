@@ -7,8 +7,6 @@ gradient of the matrix. A code begins half way from its centre to the source's w
 its cell, so that the file that is trained first decodes to what it was.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,10 +99,6 @@ class Rates:
 
 HALF_WAY = 0.5  # of the way from a code's centre to the source's weight
 CELL = 0.49  # from a centre to where rounding gives another code
-BETAS = (0.9, 0.99)
-EPSILON = 1e-12  # gradients of single embedding entries are tiny
-WARM_UP = 0.05  # share of the steps in which the rates rise
-LEAST_RATE = 0.02  # share of the rates at the last step
 
 
 class TrainedLinear:
@@ -315,18 +309,3 @@ def _members(place: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """
     groups = torch.split(torch.argsort(place), sizes.tolist())  # in-features in the file's order
     return pad_sequence(list(groups), batch_first=True, padding_value=len(place))
-
-
-def adam(parameters: Sequence[Parameter]) -> torch.optim.Adam:
-    """Return the optimizer of parameters, each at its own rate."""
-    groups = [{"params": [p.value], "lr": p.rate} for p in parameters]
-    return torch.optim.Adam(groups, betas=BETAS, eps=EPSILON)
-
-
-def rate_share(step: int, steps: int) -> float:
-    """Return the multiplier of the rates at a step: linear warm-up, then half a cosine."""
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    angle = math.pi * (step - warm) / max(1, steps - warm)
-    return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(angle)) / 2

@@ -15,10 +15,11 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Sublayer, TensorFiles, build_embedding
 from exl2flow.model.files.gptq import is_gptq
 from exl2flow.model.layers.experts import entering
+from exl2flow.quant.training.descent import Descent
 from exl2flow.quant.training.judges import Judges, from_flat
 from exl2flow.quant.training.kept import kept_room
 from exl2flow.quant.training.row_order import RowOrder
-from exl2flow.quant.training.trainable import FixedLinear, adam, rate_share
+from exl2flow.quant.training.trainable import FixedLinear
 from exl2flow.quant.tune.tuned_model import TunedModel
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -64,7 +65,7 @@ def _stored_as(tensors: TensorFiles, key: str, *, otherwise: torch.dtype) -> tor
 
 
 class Distillation:
-    """A training run: its step, Adam's moments, the judgements, and the best values so far."""
+    """A training run: its steps, the judgements, and the best values so far."""
 
     def __init__(
         self,
@@ -95,20 +96,15 @@ class Distillation:
         self.judges = Judges(judging)
         self.judging = self.judges.rows.to(self.device)
         self.judging_states = [self.reference.hidden(row[None])[0] for row in self.judging]
-        self.parameters = model.parameters
-        self.values = [p.value for p in self.parameters]
-        self.optimizer = adam(self.parameters)
-        for value in self.values:  # allocated now, for `restore`
-            self.optimizer.state[value] = {
-                "step": torch.zeros(()),
-                "exp_avg": torch.zeros_like(value, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(value, requires_grad=False),
-            }
-        self.step = 0
-        self.best = [value.detach().clone() for value in self.values]
+        self.descent = Descent(model.parameters, options.steps)
         room, row = kept_room(self.device), training.shape[1]
         self.checkpointed = model.kept_bytes(row) > room
         self.together = max(1, room // model.kept_bytes(row))  # rows of a backward pass
+
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self.descent.done
 
     @property
     def finished(self) -> bool:
@@ -148,11 +144,7 @@ class Distillation:
 
     def advance(self) -> None:
         """Do one step, after the first judgement."""
-        share = rate_share(self.step, self.options.steps)
-        distance = math.sqrt(self.judges.mean(0) / RATED_KL)
-        for group, parameter in zip(self.optimizer.param_groups, self.parameters, strict=True):
-            group["lr"] = parameter.rate * share * (1.0 if parameter.is_code else distance)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.descent.forget_gradients()
         rows = self.training[self.order(self.step)].to(self.device)
         for ids in torch.split(rows, self.together):
             look()
@@ -162,9 +154,8 @@ class Distillation:
             for hidden, target in zip(states, targets, strict=True):
                 loss = loss + self.model.divergence(hidden, self.reference.head, target)
             (loss / len(rows)).backward()  # type: ignore[no-untyped-call]  # torch's own
-        self.optimizer.step()
+        self.descent.step(distance=math.sqrt(self.judges.mean(0) / RATED_KL))
         self.model.bound()
-        self.step += 1
 
     def judge_when_due(self) -> bool:
         """Judge at every interval and after the last step; return whether it did."""
@@ -191,18 +182,11 @@ class Distillation:
                 "rows set aside; check the source, or try other calibration data"
             )
         if self._stale == 0:
-            for best, value in zip(self.best, self.values, strict=True):
-                best.copy_(value)
-
-    @torch.no_grad()
-    def recall_best(self) -> None:
-        """Put the best values back into the model."""
-        for best, value in zip(self.best, self.values, strict=True):
-            value.copy_(best)
+            self.descent.keep()
 
     def state(self) -> torch.Tensor:
         """Return everything that a step changes except `step` itself, fp32 on the CPU."""
-        flat = [tensor.detach().reshape(-1).cpu() for tensor in self._changing()]
+        flat = [tensor.detach().reshape(-1).cpu() for tensor in self.descent.changing]
         judged = [kl for judgement in self.judges.judgements for kl in judgement]
         return torch.cat([*flat, torch.tensor(judged)])  # they are fp32 already
 
@@ -210,17 +194,8 @@ class Distillation:
     def restore(self, step: int, state: torch.Tensor) -> None:
         """Continue from a `state` saved after a step."""
         begin = 0
-        for tensor in self._changing():
+        for tensor in self.descent.changing:
             tensor.copy_(state[begin : begin + tensor.numel()].view(tensor.shape))
             begin += tensor.numel()
-        for value in self.values:
-            self.optimizer.state[value]["step"].fill_(step)
+        self.descent.resume(step)
         self.judges = from_flat(self.judges.texts, state[begin:].tolist())
-        self.step = step
-
-    def _changing(self) -> list[torch.Tensor]:
-        """Return the tensors of a saved state, in order."""
-        moments = [
-            self.optimizer.state[v][m] for m in ("exp_avg", "exp_avg_sq") for v in self.values
-        ]
-        return [*self.values, *moments, *self.best]

@@ -44,7 +44,7 @@ from exl2flow.quant.training.trainable import TrainedLinear
 from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation
 from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
 from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
-from exl2flow.quant.walk.source_model import SourceModel, repeatable_attention
+from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import STATE_FILES
 
 Options = TypeVar("Options", bound=TrainedOptions)
@@ -130,9 +130,8 @@ def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: 
         model = TunedModel(own, matrices, run.config.tune)
         training, judging = _rows(run)
         work = Distillation(source, model, run.config.tune, training=training, judging=judging)
-        with repeatable_attention(source.device):
-            distill(run, work)
-        work.recall_best()
+        distill(run, work)
+        work.descent.recall()
         write_results(run, matrices, model, work)
     run.folder.manifest.cursor = run.folder.manifest.total
     run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
@@ -145,8 +144,18 @@ def _rows(run: StageRun[Options]) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     if "compose" in run.inputs:
         aside = len(judging.get("self-written", ()))
         written = further_rows(run.inputs["compose"], run.config)[aside:]
+        if run.config.calibration.file:
+            training = repeated(training, len(written))
         training = torch.cat([training, with_bos(written, resolve(run.config.source))])
     return training, judging
+
+
+def repeated(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return rows (n, t) as often as brings them nearest to `count`, but all of them.
+
+    What a person gave weighs as much as what the model wrote besides.
+    """
+    return rows.repeat(max(1, round(count / len(rows))), 1)
 
 
 def distill(run: StageRun[Options], work: Distillation) -> None:

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import RunOptions
@@ -260,11 +259,6 @@ def relative_distance(output: torch.Tensor, expected: torch.Tensor) -> torch.Ten
 def device_of(sublayer: Sublayer) -> torch.device:
     """Return the device of a sublayer's weights."""
     return next(iter(sublayer.linears.values())).weight.device
-
-
-def repeatable_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context in which the gradients of attention on a device are deterministic."""
-    return nullcontext() if device.type == "cpu" else sdpa_kernel(SDPBackend.MATH)
 
 
 class StatesCheck:

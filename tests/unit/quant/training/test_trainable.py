@@ -6,7 +6,7 @@ import torch
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.model import QuantizedMatrix, QuantParams
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
-from exl2flow.quant.training.trainable import Rates, TrainedLinear, fits_half, rate_share
+from exl2flow.quant.training.trainable import Rates, TrainedLinear, fits_half
 
 PARAMS = QuantParams(bit_widths=(4, 3), proportions=(0.4, 0.6), group_sizes=(32, 64))
 RATES = Rates(scale=3e-3, norm=2e-3, code=0.1)
@@ -121,12 +121,3 @@ def test_gradients_are_those_of_the_unrounded_formula(linear: TrainedLinear) -> 
 def test_a_weight_too_large_for_fp16_is_refused() -> None:
     with pytest.raises(NonFiniteState, match=r"`model\.norm\.weight` does not fit fp16"):
         fits_half(torch.tensor([1.0, 70_000.0]), "model.norm.weight")
-
-
-def test_rates_rise_and_fall() -> None:
-    shares = [rate_share(step, 100) for step in range(100)]
-
-    assert shares[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert shares[5:] == sorted(shares[5:], reverse=True)
-    assert 0.02 < shares[-1] < 0.03
-    assert [rate_share(0, 1), rate_share(0, 2)] == [1.0, 1.0]

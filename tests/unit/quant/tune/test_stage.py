@@ -31,6 +31,7 @@ from exl2flow.quant.tune.stage import (
     PLAIN_FILE,
     TUNE,
     TUNING_FILE,
+    repeated,
     tune_memory,
     tuned_files,
 )
@@ -347,7 +348,7 @@ def test_checkpointed_gradients_are_those_of_kept_activations(work: Distillation
     for checkpointed in (False, True):
         hidden = work.model.hidden(ids, checkpointed=checkpointed)[0]
         loss = work.model.divergence(hidden, work.reference.head, target)
-        gradients.append(torch.autograd.grad(loss, work.values))
+        gradients.append(torch.autograd.grad(loss, work.descent.values))
 
     for kept, again in zip(*gradients, strict=True):
         assert torch.equal(kept, again)
@@ -375,6 +376,15 @@ def test_rows_that_share_text_with_a_judge_are_left_out() -> None:
 
     assert found[:, 0].tolist() == [0, 101, 300, 500]  # 137 and 263 share 37 tokens
     assert torch.equal(rows_apart(held_out, held_out), held_out)
+
+
+@pytest.mark.parametrize(("count", "copies"), [(0, 1), (4, 1), (5, 2), (30, 10)])
+def test_text_that_a_person_gave_weighs_as_much_as_what_the_model_wrote(
+    count: int, copies: int
+) -> None:
+    rows = torch.arange(12).view(3, 4)
+
+    assert torch.equal(repeated(rows, count), torch.cat([rows] * copies))
 
 
 def test_a_single_row_of_text_is_too_few(tmp_path: Path) -> None:
