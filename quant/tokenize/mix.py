@@ -197,15 +197,33 @@ def _long_enough(kind: str, streams: Callable[[str], Stream], length: int) -> St
     return Stream(ids, stream.starts)
 
 
-def _rows_of_file(path: Path, tokenizer: Tokenizer, request: RowRequest) -> CalibrationRows:
-    """Concatenate the records' tokens without BOS and EOS and cut them into rows."""
-    count, length = request.rows, request.row_tokens
+def further_file_rows(
+    path: Path, tokenizer: Tokenizer, *, after: int, rows: int, row_tokens: int
+) -> torch.Tensor:
+    """Return whole rows of a file behind its first `after` ones, int64 (at most `rows`, t)."""
+    ids = _ids_of_file(path, tokenizer, most=(after + rows) * row_tokens)
+    count = max(0, min(rows, len(ids) // row_tokens - after))
+    begin = after * row_tokens
+    return torch.tensor(ids[begin : begin + count * row_tokens], dtype=torch.int64).view(
+        count, row_tokens
+    )
+
+
+def _ids_of_file(path: Path, tokenizer: Tokenizer, *, most: int) -> list[int]:
+    """Return the records' tokens without BOS and EOS, `most` of them or a record more."""
     ids: list[int] = []
     for values in records(path, None):
         look()
         ids += tokenizer.encode(" ".join(values))
-        if len(ids) >= count * length:
+        if len(ids) >= most:
             break
+    return ids
+
+
+def _rows_of_file(path: Path, tokenizer: Tokenizer, request: RowRequest) -> CalibrationRows:
+    """Cut the file's tokens into rows."""
+    count, length = request.rows, request.row_tokens
+    ids = _ids_of_file(path, tokenizer, most=count * length)
     if len(ids) < length:
         raise NotEnoughRows(
             f"`{path}` has {len(ids)} tokens, one row needs {length} and {count} rows need "

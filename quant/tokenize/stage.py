@@ -1,5 +1,6 @@
 """The tokenize stage: calibration text → token rows for measuring and for quantizing."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from exl2flow.quant.tokenize.mix import (
     CalibrationRows,
     RowRequest,
     calibration_rows,
+    further_file_rows,
     held_out_rows,
     joined,
 )
@@ -34,6 +36,8 @@ from exl2flow.quant.walk.needs import TOKEN, ModelSizes
 
 SHARED_TOKENS = 32  # two rows with a common run of this length share text
 JUDGING = "judging "  # before a text's name: its rows, which only judge
+FURTHER = "further text"  # rows of a user's file that are only trained on
+FURTHER_ROWS = 1024  # of them at most
 NO_TEXT = ("random", "noise")  # kinds of rows that are not text
 
 
@@ -76,7 +80,7 @@ def tokenize(run: StageRun[RunOptions]) -> None:
         for note in calibration.notes:
             run.folder.note(f"{mix} rows: {note}")
     if run.config.judges:
-        tensors |= _judging_texts(run, tokenizer)
+        tensors |= _judging_texts(run, tokenizer) | _further_text(run, tokenizer)
     run.folder.commit(KINDS_FILE, write_json(run.folder.path / KINDS_FILE, kinds))
     sha256 = write_tensors(run.folder.path / ROWS_FILE, tensors)
     run.folder.commit(ROWS_FILE, sha256, cursor=1)
@@ -94,6 +98,39 @@ def _judging_texts(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str,
         written = further_rows(run.inputs["compose"], run.config)
         texts["self-written"] = written[: judging_rows(count, len(written))]
     return {f"{JUDGING}{text}": with_bos(x, spec) for text, x in texts.items() if len(x)}
+
+
+def _further_text(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
+    """Return rows of a user's file behind those of the mixes, to train on, by `FURTHER`."""
+    options, spec = run.config.calibration, resolve(run.config.source)
+    if options.file is None or "training" not in run.config.judges:
+        return {}
+    tokens = options.row_tokens
+    used = max(options.rows * tokens, options.measure_rows * options.measure_row_tokens)
+    rows = further_file_rows(
+        options.file,
+        tokenizer,
+        after=math.ceil(used / tokens),
+        rows=FURTHER_ROWS,
+        row_tokens=tokens,
+    )
+    check_ids(rows, spec)
+    return {FURTHER: with_bos(rows, spec)} if len(rows) else {}
+
+
+def training_rows(folder: Path, held_out: int) -> torch.Tensor:
+    """Return the rows of text to train on, int64 (rows, t): those of `split_rows`, and others.
+
+    Args:
+        folder: stage folder of `tokenize`.
+        held_out: rows of the calibration text to hold out, at most half of them.
+
+    Raises:
+        NotEnoughRows: there are fewer than two rows of text.
+    """
+    training, judges = split_rows(folder, held_out)
+    more = read_tensors(folder / ROWS_FILE).get(FURTHER)
+    return training if more is None else torch.cat([training, rows_apart(more, judges)])
 
 
 def further_rows(folder: Path, config: RunOptions) -> torch.Tensor:
@@ -246,7 +283,10 @@ def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: the ids of all rows, in memory twice."""
     rows = config.calibration
-    ids = TOKEN * (rows.rows * rows.row_tokens + rows.measure_rows * rows.measure_row_tokens)
+    trains_on_file = "training" in config.judges and rows.file is not None
+    further = FURTHER_ROWS if trains_on_file else 0
+    quantizing = (rows.rows + further) * rows.row_tokens
+    ids = TOKEN * (quantizing + rows.measure_rows * rows.measure_row_tokens)
     return Need(memory_bytes=2 * ids, kept_bytes=ids)
 
 
@@ -261,6 +301,8 @@ def _options(config: RunOptions) -> dict[str, object]:
         options["single"] = "text"  # it was noise
     if calibration.special_rows(1):
         options |= {"text": calibration.text, "share": calibration.share}
+    if "training" in config.judges and calibration.file is not None:
+        options["further_text"] = FURTHER_ROWS
     if config.judges:
         options["judging"] = digest(calibration_data.heldout())
         options["further"] = config.training_rows

@@ -38,7 +38,7 @@ from exl2flow.quant.quantize.stage import (
     sublayer_file,
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
-from exl2flow.quant.tokenize.stage import further_rows, judging_texts, split_rows
+from exl2flow.quant.tokenize.stage import further_rows, judging_texts, training_rows
 from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.trainable import TrainedLinear
 from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation
@@ -140,7 +140,7 @@ def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: 
 def _rows(run: StageRun[Options]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the rows to train on, int64 (rows, t), and by text the ones that only judge."""
     folder, held_out = run.inputs["tokenize"], run.config.held_out
-    training, judging = split_rows(folder, held_out)[0], judging_texts(folder, held_out)
+    training, judging = training_rows(folder, held_out), judging_texts(folder, held_out)
     if "compose" in run.inputs:
         aside = len(judging.get("self-written", ()))
         written = further_rows(run.inputs["compose"], run.config)[aside:]

@@ -4,13 +4,15 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.errors import ChatTemplateError, SourceModelError
-from exl2flow.core.options.config import PRESETS, ConversionConfig, SensitivityOptions
+from exl2flow.core.options.config import PRESETS, ConversionConfig, SensitivityOptions, TuneOptions
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.files import read_json, read_tensors, write_json, write_tensors
 from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
@@ -18,7 +20,14 @@ from exl2flow.inference.compose.stage import COMPOSE
 from exl2flow.model import Tokenizer
 from exl2flow.quant.sensitivity.stage import spread_rows
 from exl2flow.quant.tokenize.mix import RowRequest, calibration_rows, row_counts
-from exl2flow.quant.tokenize.stage import TOKENIZE, load_rows, split_rows, unjudged_rows
+from exl2flow.quant.tokenize.stage import (
+    FURTHER,
+    TOKENIZE,
+    load_rows,
+    split_rows,
+    training_rows,
+    unjudged_rows,
+)
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 BOS = 0
@@ -172,6 +181,32 @@ def test_no_row_that_judges_is_used_for_factors_hessians_or_costs(
 
     assert [len(rows) for rows in used[:2]] == [count, 115 - held_out]
     assert all(tokens(rows).isdisjoint(tokens(judges)) for rows in used)
+
+
+@pytest.mark.parametrize(("count", "is_longer"), [(60, False), (900, True)])
+def test_a_user_s_further_text_is_only_trained_on(
+    source: Path, count: int, is_longer: bool
+) -> None:
+    words = [f"{number:05d}" for number in range(count)]
+    text = source.parent / "mine.parquet"
+    pq.write_table(pa.table({"text": [" ".join(words)]}), text)
+    config = config_of(source, text=text)
+    config = config.model_copy(update={"tune": TuneOptions(steps=1)})
+    pipeline = Pipeline(config, (TOKENIZE,), device="cpu")
+
+    pipeline.run("tokenize", progress=silent)
+
+    folder = pipeline.path("tokenize")
+    ids = Tokenizer.load(source).encode(" ".join(words))
+    rows = training_rows(folder, 2)
+    used = split_rows(folder, 2)[0]
+    assert torch.equal(rows[: len(used)], used)
+    assert len(rows) - len(used) == max(0, len(ids) // 64 - 7)
+    assert (FURTHER in read_tensors(folder / ROWS_FILE)) == is_longer
+    for place, row in enumerate(rows[len(used) :], 7):
+        assert row.tolist() == ids[64 * place : 64 * (place + 1)]
+    untrained = tokenized(source, text=text)
+    assert FURTHER not in read_tensors(untrained.path("tokenize") / ROWS_FILE)
 
 
 def test_rows_that_share_text_with_a_judge_are_used_for_nothing(tmp_path: Path) -> None:
