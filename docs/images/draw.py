@@ -42,6 +42,7 @@ from exl2flow.quant.rounding.hessian import HessianFactor, collect_hessians, fac
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.tokenize.stage import split_rows
+from exl2flow.quant.tune.stage import TUNING_FILE
 from exl2flow.quant.walk.divergence import divergence
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import advance
@@ -399,6 +400,24 @@ def draw_allocation(demo: Demo, axes: Axes) -> None:
     axes.legend(ncols=4, loc="upper right")
 
 
+def draw_training(demo: Demo, axes: Axes) -> None:
+    """The divergence on the rows that judge while scales, or scales and codes, are trained."""
+    settings = (("scales and norms", 0.0, "#b5482f"), ("and codes", 0.15, "#2e8b57"))
+    steps, tokens = 200, 2048
+    for label, rate, colour in settings:
+        tune = {"steps": steps, "tokens": tokens, "rows": 400, "interval": 20, "code_rate": rate}
+        values = demo.config.model_dump() | {"target_bytes": None, "bpw": 3.0, "tune": tune}
+        folder = run_until(open_pipeline(ConversionConfig(**values), STAGES), "tune")
+        found = read_json(folder / TUNING_FILE)["judgements"]
+        weights = sum(p.numel for s in demo.model.spec.sublayers for p in s.projections)
+        shown = [(step * tokens / weights, kl / found[0][1]) for step, kl in found]
+        print(label, [f"{x:.3f}: {y:.3f}" for x, y in shown])
+        axes.plot(*zip(*shown, strict=True), "o-", color=colour, markersize=4, label=label)
+    axes.set_xlabel("tokens per weight")
+    axes.set_ylabel("KL divergence over the first")
+    axes.legend(loc="upper right")
+
+
 FIGURES: dict[str, tuple[Callable[[Demo, Axes], None], tuple[float, float]]] = {
     "estimate": (draw_estimate, (5.0, 3.8)),
     "columns": (draw_columns, (6.0, 3.4)),
@@ -406,6 +425,7 @@ FIGURES: dict[str, tuple[Callable[[Demo, Axes], None], tuple[float, float]]] = {
     "refine": (draw_refine, (6.0, 3.4)),
     "correction": (draw_correction, (6.0, 3.2)),
     "allocation": (draw_allocation, (6.0, 3.6)),
+    "training": (draw_training, (6.0, 3.2)),
 }
 
 
