@@ -4,12 +4,14 @@ Connections end on which a client does not make progress, and the oldest idle on
 A service manager is told how the server is, by the protocol of sd_notify(3).
 """
 
+import asyncio
 import json
 import math
 import signal
 import socket
 import time
 from contextlib import suppress
+from itertools import count
 from types import FrameType
 from typing import Literal, NamedTuple
 
@@ -44,7 +46,14 @@ class _Seen(NamedTuple):
 
 
 class Connection(H11Protocol):
-    """A connection as the server looks at it."""
+    """A connection as the server looks at it; `number` counts them in the order of arrival."""
+
+    _numbers = count()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `H11Protocol`."""
+        super().connection_made(transport)
+        self.number = next(self._numbers)
 
     def send_400_response(self, msg: str) -> None:
         """See `H11Protocol`: answer what is not HTTP in our form."""
@@ -127,7 +136,7 @@ class _Server(uvicorn.Server):
         now, before, connections = time.monotonic(), self._seen, self.server_state.connections
         ours = [one for one in connections if isinstance(one, Connection)]
         self._seen = {one: one.seen(before.get(one), now) for one in ours}
-        rows = sorted(self._seen.items(), key=lambda row: row[1].since)
+        rows = sorted(self._seen.items(), key=lambda row: (row[1].since, row[0].number))
         ended = [one for one, seen in rows if now - seen.since > LIMITS.get(seen.state, math.inf)]
         idle = [one for one, seen in rows if seen.state in ("headers", "idle")]
         for one in {*ended, *idle[: max(0, len(rows) - MOST_CONNECTIONS)]}:
