@@ -32,6 +32,7 @@ NAMES = {
     "compile.dataset": "`calibration.text`",
     "tokenize.judging": "the built-in held-out text",
     "tokenize.further": "`tune.rows`",
+    "tokenize.further_text": "rows of `calibration.text` that are only trained on",
     "tokenize.dialogues": "the built-in dialogues",
     "tokenize.template": "the model's chat template",
     "compose.rows": "how many rows the model writes",

@@ -16,7 +16,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from exl2flow.model.layers.linear import narrowed
 
-LEAST_GRADIENT = 1e-30
+LEAST_GRADIENT = 1e-30  # by which gradients of zero are divided
 
 
 def knows_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

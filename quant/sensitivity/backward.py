@@ -11,10 +11,7 @@ from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Head, Linear, Sublayer
 from exl2flow.quant.sensitivity.fisher import FactorSum, Sums
-from exl2flow.quant.walk.source_model import (
-    device_of,
-    non_finite_share,
-)
+from exl2flow.quant.walk.source_model import device_of, non_finite_share
 
 LOGIT_ELEMENTS = 1 << 26  # logits held at a time; 256 MiB
 

@@ -103,7 +103,7 @@ def _judging_texts(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str,
 def _further_text(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
     """Return rows of a user's file behind those of the mixes, to train on, by `FURTHER`."""
     options, spec = run.config.calibration, resolve(run.config.source)
-    if options.file is None or "training" not in run.config.judges:
+    if options.file is None or not _trains_on_file(run.config):
         return {}
     tokens = options.row_tokens
     used = max(options.rows * tokens, options.measure_rows * options.measure_row_tokens)
@@ -116,6 +116,11 @@ def _further_text(run: StageRun[RunOptions], tokenizer: Tokenizer) -> dict[str, 
     )
     check_ids(rows, spec)
     return {FURTHER: with_bos(rows, spec)} if len(rows) else {}
+
+
+def _trains_on_file(config: RunOptions) -> bool:
+    """Tell whether more of a user's file is trained on than calibrates."""
+    return "training" in config.judges and config.calibration.file is not None
 
 
 def training_rows(folder: Path, held_out: int) -> torch.Tensor:
@@ -283,8 +288,7 @@ def composed_rows(folder: Path, request: RowRequest) -> CalibrationRows:
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: the ids of all rows, in memory twice."""
     rows = config.calibration
-    trains_on_file = "training" in config.judges and rows.file is not None
-    further = FURTHER_ROWS if trains_on_file else 0
+    further = FURTHER_ROWS if _trains_on_file(config) else 0
     quantizing = (rows.rows + further) * rows.row_tokens
     ids = TOKEN * (quantizing + rows.measure_rows * rows.measure_row_tokens)
     return Need(memory_bytes=2 * ids, kept_bytes=ids)
@@ -301,7 +305,7 @@ def _options(config: RunOptions) -> dict[str, object]:
         options["single"] = "text"  # it was noise
     if calibration.special_rows(1):
         options |= {"text": calibration.text, "share": calibration.share}
-    if "training" in config.judges and calibration.file is not None:
+    if _trains_on_file(config):
         options["further_text"] = FURTHER_ROWS
     if config.judges:
         options["judging"] = digest(calibration_data.heldout())

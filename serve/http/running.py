@@ -50,7 +50,7 @@ class Connection(H11Protocol):
 
     _numbers = count()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         """See `H11Protocol`."""
         super().connection_made(transport)
         self.number = next(self._numbers)
