@@ -1,7 +1,8 @@
 """Options whose default depends on what the device holds: text that it writes, trained codes."""
 
 import logging
-from typing import TypeVar
+import math
+from typing import Any, TypeVar
 
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import RunOptions, TrainedOptions, TuneOptions
@@ -12,6 +13,7 @@ from exl2flow.pipeline.run import Run
 from exl2flow.quant.forecast.plan import base_memory, begun_pipeline
 from exl2flow.quant.tune.distill import STEP_TOKENS
 from exl2flow.quant.tune.stage import tune_memory
+from exl2flow.quant.tune.windows import windows
 from exl2flow.quant.walk.needs import FLOAT, HALF, Card
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -36,13 +38,11 @@ def with_codes(config: Options) -> Options:
     """
     if not isinstance(config, TrainedOptions) or not config.tune.steps:
         return config
-    plain = {"code_rate": 0.0, "rows": 0, "tokens": config.tune.tokens or STEP_TOKENS["cpu"]}
-    for change in ({}, plain):
-        tune = config.tune.model_copy(update=change)
-        try:
-            needed, room = _training(config, tune)
-        except (Exl2FlowError, OSError):  # the checks to come say what is wrong
-            return config
+    try:
+        found = [(_training(config, tune), tune) for tune in _possible(config)]
+    except (Exl2FlowError, OSError):  # the checks to come say what is wrong
+        return config
+    for (needed, room), tune in found:
         if needed < room:
             return config.model_copy(update={"tune": tune})
     log.warning(
@@ -55,13 +55,28 @@ def with_codes(config: Options) -> Options:
     return config.model_copy(update={"tune": tune})
 
 
+def _possible(config: TrainedOptions) -> list[TuneOptions]:
+    """Return the ways to train, the best first: the whole model, windows of layers, without codes.
+
+    Windows are as few as possible, and about as long as each other.
+    """
+    options, spec = config.tune, resolve(config.source)
+    layers = len(windows(spec, 1))
+    lengths = dict.fromkeys(math.ceil(layers / count) for count in range(2, layers + 1))
+    plain = {"code_rate": 0.0, "rows": 0, "tokens": options.tokens or STEP_TOKENS["cpu"]}
+    parts = [{"layers": length, "rows": 0} for length in lengths] if options.layers is None else []
+    changes: list[dict[str, Any]] = [{}, *parts, plain]
+    return [options.model_copy(update=change) for change in changes]
+
+
 def _training(config: TrainedOptions, tune: TuneOptions) -> tuple[int, float]:
     """Return how many bytes training end to end needs, and how many it may use."""
     device = resolve_device(config.device)
     memory = total_memory(device)
     usable = min(ROOM * memory, config.max_memory or memory)
     card = int(usable) if device.type == "cuda" else None
-    return tune_memory(resolve(config.source), tune, card), usable
+    tokens = config.calibration.row_tokens
+    return tune_memory(resolve(config.source), tune, tokens, card), usable
 
 
 def with_rows(config: Options) -> Options:

@@ -193,8 +193,18 @@ class TuneOptions(Options):
     """
 
     steps: int = Field(default=0, ge=0, description="steps of training; 0: none")
+    layers: int | None = Field(
+        default=None,
+        ge=0,
+        description="layers that are trained together, to return what the source's return; 0: the "
+        "whole model, to say what the source says; empty: 0 where memory suffices, else as many as "
+        "fit",
+    )
     tokens: int | None = Field(
-        default=None, ge=32, description="tokens per step; empty: 2048 on a CPU, 16384 on a GPU"
+        default=None,
+        ge=32,
+        description="tokens per step; empty: 2048 on a CPU, 16384 on a GPU, 8192 there if a few "
+        "layers are trained together",
     )
     rows: int | None = Field(
         default=None,
@@ -225,6 +235,10 @@ class TuneOptions(Options):
         default=20, ge=1, description="evaluations without improvement before stopping"
     )
     seed: int = Field(default=0, ge=0, description="seed of the order of rows")
+
+    def fingerprinted(self) -> dict[str, object]:
+        """Return the options that the stage's fingerprint knows."""
+        return self.model_dump(exclude=None if self.layers else {"layers"})
 
 
 class AllocateOptions(Options):

@@ -83,13 +83,16 @@ class _Attended(torch.autograd.Function):
 
 @contextmanager
 def _repeatable() -> Iterator[None]:
-    """Ask torch for kernels that add in a fixed order."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
+    """Ask torch for kernels that add in a fixed order.
+
+    `torch.use_deterministic_algorithms` would import its compiler, which takes seconds.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error")
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.set_deterministic_debug_mode(before)
 
 
 @cache

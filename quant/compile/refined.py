@@ -36,7 +36,7 @@ from exl2flow.quant.quantize.routing import EXPERTS, experts_entry
 from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.refine.tuned import latest
-from exl2flow.quant.tune.stage import TUNING_FILE
+from exl2flow.quant.tune.written import TUNING_FILE
 
 
 def other_files(model: Path) -> list[Path]:

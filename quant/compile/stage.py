@@ -86,7 +86,7 @@ from exl2flow.quant.quantize.stage import (
 )
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.training.trainable import fits_half
-from exl2flow.quant.tune.stage import TUNING_FILE
+from exl2flow.quant.tune.written import TUNING_FILE
 from exl2flow.quant.walk.needs import HALF, ModelSizes
 
 log = logging.getLogger(__name__)

@@ -207,6 +207,7 @@ class MatrixWork(SublayerWork):
         outputs = [factors[name].output.damped(damping) for name in last if factors]
         rows = BlockRows(
             source=sublayer,
+            device=device,
             states=states,
             returned=returned,
             strength=self.options.correction,
@@ -214,7 +215,7 @@ class MatrixWork(SublayerWork):
             texts=self.texts,
             at_once=max(1, kept_in(limit) // row_bytes(self.spec, spec, tokens)),
         )
-        return train_block(rounded, rows, self.options)
+        return train_block(rounded, sublayer, rows, self.options)
 
     def store_head(self, packed: Packed) -> None:
         """Write the head's matrix and its report, and commit the file."""

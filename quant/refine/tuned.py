@@ -30,8 +30,8 @@ def latest(inputs: Mapping[str, Path]) -> Path:
 
 TUNE_REFINED: Stage[RefinementConfig] = Stage(
     name="tune",
-    schema=1,
-    inputs=("compose", "tokenize", "refine"),
+    schema=2,
+    inputs=("compose", "tokenize", "sensitivity", "refine"),
     options=tune_options,
     gpu_options=tune_gpu_options,
     run=tune_refined,

@@ -1,15 +1,16 @@
-"""Train the codes and scales of one sublayer to return what the source returns.
+"""Train the codes and scales of a sublayer, or of several, to return what the source returns.
 
 A layer's output says thousands of numbers about each token, so far fewer tokens are needed than to
-train a whole model. The sublayer reads states of the quantized model. What it should return lies
-between what the source's sublayer returns for them and what it returned for the source's own: it
-mends a part of the errors of earlier sublayers, as far as corrected targets do.
+train a whole model. The sublayers read states of the quantized model. What they should return lies
+between what the source's return for them and what these returned for the source's own states: they
+mend a part of the errors of earlier sublayers, as far as corrected targets do.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,7 +25,6 @@ from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.row_order import RowOrder
 from exl2flow.quant.training.trainable import Rates, TrainedLinear
 from exl2flow.quant.walk.needs import FLOAT
-from exl2flow.quant.walk.source_model import device_of
 
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 SCALE_RATE = 1e-3
@@ -38,18 +38,30 @@ LEAST_SIZE = 1e-20  # of a state, squared
 Texts = Mapping[str, torch.Tensor]  # text → rows, int64 (rows, t)
 
 
+class Block(Protocol):
+    """A sublayer, or what is called like one."""
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map hidden states to the next hidden states, (b, t, hidden)."""
+
+    def settled(self, states: torch.Tensor) -> torch.Tensor:
+        """See `Sublayer`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
-    """What a sublayer is trained on.
+    """What a block is trained on.
 
-    source: the sublayer with the source's weights. states: that enter it, of the quantized model,
-    and returned: what the source's own become, if known, both fp32 (rows, t, hidden).
+    source: the block with the source's weights, on `device`. states: that enter it, of the
+    quantized model, and returned: what the source's own become, if known, both fp32
+    (rows, t, hidden).
     strength: how far to go from the source's output for `states` to `returned`, 0 to 1.
     metric: of errors in the output, or None. texts: what judges, whose rows are the last ones.
     at_once: rows of a forward and backward pass.
     """
 
-    source: Sublayer
+    source: Block
+    device: torch.device
     states: torch.Tensor
     returned: torch.Tensor | None
     strength: float
@@ -57,12 +69,12 @@ class BlockRows:
     texts: Texts
     at_once: int = 1
 
-    def errors(self, sublayer: Sublayer, rows: Sequence[int]) -> torch.Tensor:
+    def errors(self, block: Block, rows: Sequence[int]) -> torch.Tensor:
         """Return the error of each row's outputs in the metric, over the size of tokens, (rows,).
 
         What follows normalizes states, so an error matters by its share of the state.
         """
-        source, device = self.source, device_of(self.source)
+        source, device = self.source, self.device
         places = torch.tensor(rows, device=self.states.device)
         hidden = self.states[places].to(device)
         with torch.no_grad():
@@ -71,13 +83,16 @@ class BlockRows:
                 returned = source.settled(self.returned[places].to(device))
                 wanted = wanted.lerp(returned, self.strength)
             size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
-        error = (sublayer.settled(sublayer(hidden)) - wanted) * size
+        error = (block.settled(block(hidden)) - wanted) * size
         weighed = error if self.metric is None else self.metric.apply(error)
         return (weighed * error).flatten(1).sum(1)
 
 
 def train_block(
-    rounded: Mapping[str, RoundedMatrix], rows: BlockRows, options: RoundingOptions
+    rounded: Mapping[str, RoundedMatrix],
+    source: Sublayer,
+    rows: BlockRows,
+    options: RoundingOptions,
 ) -> tuple[dict[str, RoundedMatrix], float]:
     """Return the trained matrices by projection, and their error over the one before.
 
@@ -86,10 +101,11 @@ def train_block(
 
     Args:
         rounded: the matrices by projection.
+        source: the sublayer with the source's weights.
         rows: to train on, of which some judge.
         options: of rounding.
     """
-    sublayer, source = copy(rows.source), rows.source.linears
+    sublayer = copy(source)
     code = options.block_rate / math.sqrt(options.block_steps)
     rates = Rates(scale=SCALE_RATE, norm=0.0, code=code)
     linears = {
@@ -97,15 +113,31 @@ def train_block(
             rounded[p.name],
             rates,
             out_features=p.out_features,
-            bias=source[p.name].bias,
-            towards=source[p.name].weight,
+            bias=source.linears[p.name].bias,
+            towards=source.linears[p.name].weight,
         )
         for p in sublayer.spec.projections
     }
     sublayer.linears = dict(linears)
-    judges = _Training(sublayer, linears, rows, options.block_steps).run()
+    judges = train(sublayer, [*linears.values()], rows, options.block_steps)
     score = judges.scores()[judges.best]
     return {name: linear.rounded() for name, linear in linears.items()}, score
+
+
+def train(
+    block: Block,
+    linears: Sequence[TrainedLinear],
+    rows: BlockRows,
+    steps: int,
+    *,
+    tokens: int | None = None,
+) -> Judges:
+    """Train the linears of a block, recall the best of their values, and return the judgements.
+
+    `tokens` of a step: those of `STEP_TOKENS` if None.
+    """
+    tokens = tokens or STEP_TOKENS[rows.device.type]
+    return _Training(block, linears, rows, steps, tokens).run()
 
 
 class _Training:
@@ -113,17 +145,18 @@ class _Training:
 
     def __init__(
         self,
-        sublayer: Sublayer,
-        linears: Mapping[str, TrainedLinear],
+        block: Block,
+        linears: Sequence[TrainedLinear],
         rows: BlockRows,
         steps: int,
+        step_tokens: int,
     ) -> None:
-        self.sublayer, self.linears, self.rows = sublayer, linears, rows
-        self.descent = Descent([p for linear in linears.values() for p in linear.parameters], steps)
+        self.block, self.linears, self.rows = block, linears, rows
+        self.descent = Descent([p for linear in linears for p in linear.parameters], steps)
         self.judges = Judges(rows.texts)
         count, tokens = rows.states.shape[:2]
         self.training = count - len(self.judges.rows)
-        together = max(1, STEP_TOKENS[device_of(rows.source).type] // tokens)
+        together = max(1, step_tokens // tokens)
         self.order = RowOrder(self.training, together, seed=0)
 
     def run(self) -> Judges:
@@ -142,7 +175,7 @@ class _Training:
         """Add the errors of the rows that judge, and keep the values if they are the best."""
         judging = range(self.training, len(self.rows.states))
         self._hold()
-        found = [self.rows.errors(self.sublayer, rows) for rows in self._passes(judging)]
+        found = [self.rows.errors(self.block, rows) for rows in self._passes(judging)]
         self._bound()
         self.judges.judgements.append(torch.cat(found).tolist())
         if self.judges.best == len(self.judges.judgements) - 1:
@@ -154,24 +187,24 @@ class _Training:
         self.descent.forget_gradients()
         self._hold()
         for rows in self._passes(self.order(self.descent.done)):
-            loss = self.rows.errors(self.sublayer, rows).sum()
+            loss = self.rows.errors(self.block, rows).sum()
             loss = loss / (self.judges.mean(0) or 1.0)
             loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         self.descent.step()
         self._bound()
 
     def _passes(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Yield rows as they pass the sublayer together."""
+        """Yield rows as they pass the block together."""
         for begin in range(0, len(rows), self.rows.at_once):
             look()
             yield rows[begin : begin + self.rows.at_once]
 
     def _hold(self) -> None:
-        for linear in self.linears.values():
+        for linear in self.linears:
             linear.hold()
 
     def _bound(self) -> None:
-        for linear in self.linears.values():
+        for linear in self.linears:
             linear.bound()
 
 

@@ -58,6 +58,28 @@ class Judges:
         first, now = self.means(0), self.means(judgement)
         return ", ".join(f"{text} {first[text]:.4f} -> {now[text]:.4f}" for text in now)
 
+    def report(self, steps: Sequence[int]) -> dict[str, object]:
+        """Return the judgements as JSON, given the steps after which each was made."""
+        best, means = self.best, [self.mean(i) for i in range(len(self.judgements))]
+        before, after = self.means(0), self.means(best)
+        return {
+            "steps": steps[-1],
+            "best_step": steps[best],
+            "first_kl": means[0],
+            "best_kl": means[best],
+            "judgements": [list(pair) for pair in zip(steps, means, strict=True)],
+            "refused": self.refused(),
+            "texts": {
+                text: {"rows": len(rows), "first_kl": before[text], "best_kl": after[text]}
+                for text, rows in self.texts.items()
+            },
+        }
+
+    def outcome(self, summary: str) -> str:
+        """Return in words, after a summary, what became of each text, and what was not taken."""
+        note, refused = f"{summary} ({self.in_words(self.best)})", self.refused()
+        return f"{note}; {refused}" if refused else note
+
     def refused(self) -> str:
         """Return in words why a judgement of a lower score is not taken; empty: none is lower."""
         scores = [self._score(i) for i in range(len(self.judgements))]

@@ -124,23 +124,8 @@ class Distillation:
 
     def report(self) -> dict[str, object]:
         """Return the judgements as JSON: nats per token on the rows that judge."""
-        interval, judges = self.options.interval, self.judges
-        steps = [min(i * interval, self.step) for i in range(len(judges.judgements))]
-        best, means = judges.best, [judges.mean(i) for i in range(len(steps))]
-        return {
-            "steps": self.step,
-            "best_step": steps[best],
-            "first_kl": means[0],
-            "best_kl": means[best],
-            "judgements": [list(pair) for pair in zip(steps, means, strict=True)],
-            "refused": judges.refused(),
-            "texts": {
-                text: {"rows": len(self.judges.texts[text]), "first_kl": first, "best_kl": last}
-                for (text, first), last in zip(
-                    judges.means(0).items(), judges.means(best).values(), strict=True
-                )
-            },
-        }
+        count = len(self.judges.judgements)
+        return self.judges.report([min(i * self.options.interval, self.step) for i in range(count)])
 
     def advance(self) -> None:
         """Do one step, after the first judgement."""

@@ -6,17 +6,13 @@ which may be the initial one. A run that was killed resumes from its last saved 
 same bytes.
 """
 
-import json
 import logging
 import math
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.options.config import ConversionConfig, TrainedOptions, TuneOptions
 from exl2flow.core.store.files import write_json, write_tensors
 from exl2flow.core.store.need import Need
@@ -25,7 +21,6 @@ from exl2flow.kernels import tensor_cores
 from exl2flow.model import (
     CanonicalTensors,
     ModelSpec,
-    ProjectionSpec,
     resolve,
     with_bos,
 )
@@ -33,27 +28,25 @@ from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import plain_tensors
 from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
-    read_report,
+    JUDGING_ROWS,
     result_files,
     sublayer_file,
 )
-from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tokenize.stage import further_rows, judging_texts, training_rows
 from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.trainable import TrainedLinear
 from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation
 from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
+from exl2flow.quant.tune.windows import train_windows, window_bytes, windows
+from exl2flow.quant.tune.written import TUNING_FILE, Options, write_linears
 from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import STATE_FILES
-
-Options = TypeVar("Options", bound=TrainedOptions)
 
 log = logging.getLogger(__name__)
 
 PLAIN_FILE = "sublayers/plain.safetensors"  # norms and embedding, fp16, under the source's names
 SAVED = 4  # numbers per trained one in a saved state: value, two moments, best value
-TUNING_FILE = "tuning.json"  # the judgements
 
 
 def tuned_files(spec: ModelSpec) -> list[str]:
@@ -61,12 +54,24 @@ def tuned_files(spec: ModelSpec) -> list[str]:
     return [*result_files(spec), PLAIN_FILE]
 
 
-def tune_memory(spec: ModelSpec, options: TuneOptions, memory: int | None = None) -> int:
+def tune_memory(
+    spec: ModelSpec, options: TuneOptions, tokens: int, memory: int | None = None
+) -> int:
     """Forecast the device memory in bytes that tuning needs, of `memory` of a GPU; None: a CPU.
 
-    The whole source as its files store it, the codes of the whole model, Adam's state, the matrices
-    of one sublayer and the head, a step's logits, and the activations.
+    That of a window of layers, or: the whole source as its files store it, the codes of the whole
+    model, Adam's state, the matrices of one sublayer and the head, a step's logits, and the
+    activations.
+
+    Args:
+        spec: of the model.
+        options: of training.
+        tokens: of a row.
+        memory: see above.
     """
+    if options.layers:
+        parts = windows(spec, options.layers)
+        return max(window_bytes(spec, window, tokens, memory) for window in parts)
     tensors = CanonicalTensors(spec)
     sizes = [sum(p.numel for p in s.projections) for s in spec.sublayers]
     head = spec.head.numel
@@ -86,13 +91,24 @@ def needs(config: TrainedOptions, sizes: ModelSizes) -> Need:
 
     Scales are negligible.
     """
-    options, spec = config.tune, sizes.spec
+    options, spec, tokens = config.tune, sizes.spec, config.calibration.row_tokens
+    memory = sizes.card.memory if sizes.card else None
+    working = tune_memory(spec, options, tokens, memory)
+    if options.layers:
+        rows = 2 * config.calibration.rows + 3 * JUDGING_ROWS
+        states = sizes.token * tokens * rows
+        return Need(
+            memory_bytes=states + max(states, working),
+            kept_bytes=sizes.packed,
+            passing_bytes=STATE_FILES * states,
+            holds="sublayer",
+            **sizes.on_gpu(working, states),
+        )
     plain = sum(map(math.prod, plain_tensors(spec).values()))
     trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)
     if options.code_rate:
         trained += decoder_numel(spec) + spec.head.numel
-    memory = sizes.card.memory if sizes.card else None
-    state, working = SAVED * FLOAT * trained, tune_memory(spec, options, memory)
+    state = SAVED * FLOAT * trained
     return Need(
         memory_bytes=state + (0 if sizes.card else working),
         kept_bytes=sizes.packed + HALF * plain,
@@ -123,18 +139,25 @@ def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: 
         NotEnoughRows: the calibration rows hold less than two rows of text.
         ReconstructionMismatch: a packed matrix does not decode to the one that was judged.
     """
-    matrices = run.inputs[stage]
-    made = [name for name in result_files(own.spec) if (matrices / name).exists()]
-    run.folder.manifest.total = run.config.tune.steps
-    if not all(map(run.folder.valid, [*made, PLAIN_FILE, TUNING_FILE])):
-        model = TunedModel(own, matrices, run.config.tune)
-        training, judging = _rows(run)
-        work = Distillation(source, model, run.config.tune, training=training, judging=judging)
+    folder, options = run.folder, run.config.tune
+    training, judging = _rows(run)
+    if options.layers:
+        training = training[: run.config.calibration.rows]
+        train_windows(run, source, own, stage, training=training, judging=judging)
+    elif not all(map(folder.valid, [*_replaced(run, own.spec, stage), PLAIN_FILE, TUNING_FILE])):
+        folder.manifest.total = options.steps
+        model = TunedModel(own, run.inputs[stage], options)
+        work = Distillation(source, model, options, training=training, judging=judging)
         distill(run, work)
         work.descent.recall()
-        write_results(run, matrices, model, work)
-    run.folder.manifest.cursor = run.folder.manifest.total
-    run.tick(run.folder.manifest.total, run.folder.manifest.total, "tuned")
+        write_results(run, run.inputs[stage], model, work)
+    total = folder.manifest.cursor = folder.manifest.total
+    run.tick(total, total, "tuned")
+
+
+def _replaced(run: StageRun[Options], spec: ModelSpec, stage: str) -> list[str]:
+    """Return the files of a stage that are there; a head may not be quantized."""
+    return [name for name in result_files(spec) if (run.inputs[stage] / name).exists()]
 
 
 def _rows(run: StageRun[Options]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -185,49 +208,22 @@ def write_results(
 ) -> None:
     """Commit the files of all sublayers and the head, the plain tensors, and the judgements."""
     for sublayer in model.sublayers:
-        linears = [(p, sublayer.linears[p.name]) for p in sublayer.spec.projections]
-        _write_linears(run, matrices, sublayer_file(sublayer.spec), linears)
+        name, projections = sublayer_file(sublayer.spec), sublayer.spec.projections
+        write_linears(run, matrices, name, projections, sublayer.linears)
         run.stop_if_asked()
     if isinstance(model.head, TrainedLinear):
-        _write_linears(run, matrices, HEAD_FILE, [(model.spec.head, model.head)])
+        head = model.spec.head
+        write_linears(run, matrices, HEAD_FILE, [head], {head.name: model.head})
     plain = model.plain_tensors()
     run.folder.commit(PLAIN_FILE, write_tensors(run.folder.path / PLAIN_FILE, plain))
     sha256 = write_json(run.folder.path / TUNING_FILE, work.report())
-    judges = work.judges
-    note = f"tuned: {work.summary} ({judges.in_words(judges.best)})"
-    refused = judges.refused()
-    run.folder.note(f"{note}; {refused}" if refused else note)  # stored with the last commit
+    run.folder.note(work.judges.outcome(f"tuned: {work.summary}"))  # stored with the last commit
     run.folder.commit(TUNING_FILE, sha256)
-
-
-def _write_linears(
-    run: StageRun[Options],
-    matrices: Path,
-    name: str,
-    linears: list[tuple[ProjectionSpec, TrainedLinear]],
-) -> None:
-    """Write a file like that among the matrices, with its report."""
-    report = read_report(matrices / name)
-    digests: dict[str, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for projection, linear in linears:
-        packed = linear.export()
-        matrix = packed.to(linear.device).dequantize()
-        if not torch.equal(matrix[:, : projection.out_features].float(), linear.decode()[0]):
-            raise ReconstructionMismatch(
-                f"the tuned tensors of `{projection.key}` do not decode to the matrix that was "
-                "judged; this is a defect of exl2flow: report it with the model's name"
-            )
-        digests[projection.name] = reconstruction_digest(matrix)
-        tensors |= packed.to_tensors(projection.key)
-    renewed = tuple(replace(item, sha256=digests[item.name]) for item in report.matrices)
-    metadata = {"report": json.dumps(replace(report, matrices=renewed).to_json())}
-    run.folder.commit(name, write_tensors(run.folder.path / name, tensors, metadata=metadata))
 
 
 def tune_options(config: TrainedOptions) -> dict[str, object]:
     """Return the options that the fingerprint knows."""
-    return {"tune": config.tune.model_dump(), "rope": config.rope.model_dump()}
+    return {"tune": config.tune.fingerprinted(), "rope": config.rope.model_dump()}
 
 
 def tune_gpu_options(config: TrainedOptions) -> dict[str, object]:
@@ -238,8 +234,8 @@ def tune_gpu_options(config: TrainedOptions) -> dict[str, object]:
 
 TUNE: Stage[ConversionConfig] = Stage(
     name="tune",
-    schema=3,
-    inputs=("compose", "tokenize", "quantize"),
+    schema=4,
+    inputs=("compose", "tokenize", "sensitivity", "quantize"),
     options=tune_options,
     gpu_options=tune_gpu_options,
     run=tune,

@@ -100,7 +100,9 @@ def test_what_memory_suffices_for_is_trained(
         tune = with_codes(config).tune
         return tune.steps, tune.code_rate, tune.rows, tune.tokens
 
-    plain, codes = (tune_memory(resolve(source), TuneOptions(code_rate=rate)) for rate in (0, 0.15))
+    plain, codes = (
+        tune_memory(resolve(source), TuneOptions(code_rate=rate), 64) for rate in (0, 0.15)
+    )
     assert trained() == (1, 0.15, None, None)
     between = (plain + codes) / 2 / by_device.ROOM
     monkeypatch.setattr(by_device, "total_memory", lambda device: between)
@@ -110,6 +112,25 @@ def test_what_memory_suffices_for_is_trained(
     monkeypatch.setattr(by_device, "total_memory", lambda device: plain)
     assert trained() == (0, 0.15, None, None)
     assert f"no training end to end, which needs {plain / 1e9:.1f} GB of the device" in caplog.text
+
+
+def test_as_many_layers_as_fit_are_trained_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tiny("llama", tmp_path / "tiny", num_hidden_layers=7)
+
+    def layers(memory: float, **values: object) -> int | None:
+        monkeypatch.setattr(by_device, "total_memory", lambda device: memory / by_device.ROOM + 1)
+        config = config_in(source, tmp_path, tune={"steps": 1, **values})
+        return with_codes(config).tune.layers
+
+    def needed(together: int | None) -> int:
+        return tune_memory(resolve(source), TuneOptions(layers=together), 64)
+
+    assert layers(needed(None)) is None
+    assert [layers(needed(n)) for n in (4, 3, 2, 1)] == [4, 3, 2, 1]
+    assert layers(needed(4) - 2) == 3  # 5 and 6 are no shorter than 4 and 3, which are as many
+    assert layers(needed(2), layers=2) == 2
 
 
 def test_rows_to_train_on_are_written_on_a_gpu_that_holds_the_model(

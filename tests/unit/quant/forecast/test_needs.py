@@ -133,7 +133,7 @@ def test_a_gpu_too_small_to_tune_on_is_refused(
 ) -> None:
     cuda = torch.device("cuda")
     config = config_of(source, tune={"steps": 1})
-    need = tune_memory(resolve(source), config.tune)
+    need = tune_memory(resolve(source), config.tune, config.calibration.row_tokens)
     card = Card(name="small", memory=need)
     monkeypatch.setattr(Card, "of", lambda device, limit: card)
     monkeypatch.setattr(preflight_module, "resolve_device", lambda device: cuda)

@@ -20,7 +20,7 @@ from exl2flow.pipeline.stages import REFINE_STAGES
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
 from exl2flow.quant.refine.stage import hessian_rows
 from exl2flow.quant.tokenize.stage import load_rows, split_rows
-from exl2flow.quant.tune.stage import TUNING_FILE
+from exl2flow.quant.tune.written import TUNING_FILE
 
 DOWN = "model.layers.0.mlp.down_proj"
 CHANGING = 3  # of a matrix's five tensors: codes, scale codes, maxima

@@ -70,7 +70,13 @@ def rows_of(sublayer: Sublayer, metric: OutputFactor | None = None) -> BlockRows
     states = torch.randn(ROWS, TOKENS, 8) @ torch.randn(8, hidden)
     texts = {"own": torch.zeros(JUDGING // 2, TOKENS), "other": torch.zeros(JUDGING // 2, TOKENS)}
     return BlockRows(
-        source=sublayer, states=states, returned=None, strength=0.0, metric=metric, texts=texts
+        source=sublayer,
+        device=states.device,
+        states=states,
+        returned=None,
+        strength=0.0,
+        metric=metric,
+        texts=texts,
     )
 
 
@@ -78,7 +84,7 @@ def test_training_lowers_the_error_on_rows_that_it_has_not_seen(sublayer: Sublay
     rounded, rows = to_nearest_codes(sublayer), rows_of(sublayer)
     before = dict(sublayer.linears)
 
-    trained, score = train_block(rounded, replace(rows, at_once=3), OPTIONS)
+    trained, score = train_block(rounded, sublayer, replace(rows, at_once=3), OPTIONS)
 
     assert score < 0.95
     assert sublayer.linears == before
@@ -91,7 +97,9 @@ def test_training_lowers_the_error_on_rows_that_it_has_not_seen(sublayer: Sublay
 def test_training_that_does_not_help_leaves_the_matrices(sublayer: Sublayer) -> None:
     rounded, rows = to_nearest_codes(sublayer), rows_of(sublayer)
 
-    trained, score = train_block(rounded, rows, OPTIONS.model_copy(update={"block_rate": 1e3}))
+    trained, score = train_block(
+        rounded, sublayer, rows, OPTIONS.model_copy(update={"block_rate": 1e3})
+    )
 
     assert score == 1.0
     for name, matrix in trained.items():

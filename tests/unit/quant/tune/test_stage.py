@@ -30,12 +30,12 @@ from exl2flow.quant.tune.distill import Distillation
 from exl2flow.quant.tune.stage import (
     PLAIN_FILE,
     TUNE,
-    TUNING_FILE,
     repeated,
     tune_memory,
     tuned_files,
 )
 from exl2flow.quant.tune.tuned_model import TunedModel
+from exl2flow.quant.tune.written import TUNING_FILE
 from exl2flow.quant.walk.source_model import SourceModel
 
 LAST = ("tune", "compile", "validate")
@@ -399,7 +399,7 @@ def test_memory_covers_the_source_and_grows_with_what_is_trained(quantized: Pipe
     spec = resolve(quantized.config.source)
     weights = sum(p.in_features * p.out_features for s in spec.sublayers for p in s.projections)
 
-    plain, codes = (tune_memory(spec, TuneOptions(code_rate=rate)) for rate in (0, 0.01))
+    plain, codes = (tune_memory(spec, TuneOptions(code_rate=rate), 64) for rate in (0, 0.01))
 
     assert plain > 5 * weights
     assert codes - plain >= 20 * weights
