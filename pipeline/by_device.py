@@ -56,16 +56,17 @@ def with_codes(config: Options) -> Options:
 
 
 def _possible(config: TrainedOptions) -> list[TuneOptions]:
-    """Return the ways to train, the best first: the whole model, windows of layers, without codes.
+    """Return the ways to train, the best first: all of the model, without codes, layers together.
 
-    Windows are as few as possible, and about as long as each other.
+    Windows of layers are as few as possible, and about as long as each other. Those of one layer
+    bring nothing that training its sublayers has not (docs/concepts/quality.md 7).
     """
     options, spec = config.tune, resolve(config.source)
     layers = len(windows(spec, 1))
-    lengths = dict.fromkeys(math.ceil(layers / count) for count in range(2, layers + 1))
+    lengths = dict.fromkeys(math.ceil(layers / count) for count in range(2, layers))
     plain = {"code_rate": 0.0, "rows": 0, "tokens": options.tokens or STEP_TOKENS["cpu"]}
     parts = [{"layers": length, "rows": 0} for length in lengths] if options.layers is None else []
-    changes: list[dict[str, Any]] = [{}, *parts, plain]
+    changes: list[dict[str, Any]] = [{}, plain, *parts]
     return [options.model_copy(update=change) for change in changes]
 
 

@@ -66,6 +66,7 @@ from exl2flow.quant.training.block import (
     BlockRows,
     Texts,
     block_bytes,
+    corrected_output,
     output_metric_of,
     row_bytes,
     train_block,
@@ -206,11 +207,9 @@ class MatrixWork(SublayerWork):
         damping = self.options.output_damping
         outputs = [factors[name].output.damped(damping) for name in last if factors]
         rows = BlockRows(
-            source=sublayer,
             device=device,
             states=states,
-            returned=returned,
-            strength=self.options.correction,
+            wanted=corrected_output(sublayer, returned, self.options.correction),
             metric=output_metric_of(sublayer, outputs),
             texts=self.texts,
             at_once=max(1, kept_in(limit) // row_bytes(self.spec, spec, tokens)),

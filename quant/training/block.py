@@ -7,7 +7,7 @@ mend a part of the errors of earlier sublayers, as far as corrected targets do.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,23 +48,22 @@ class Block(Protocol):
         """See `Sublayer`."""
 
 
+Wanted = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRows:
     """What a block is trained on.
 
-    source: the block with the source's weights, on `device`. states: that enter it, of the
-    quantized model, and returned: what the source's own become, if known, both fp32
-    (rows, t, hidden).
-    strength: how far to go from the source's output for `states` to `returned`, 0 to 1.
-    metric: of errors in the output, or None. texts: what judges, whose rows are the last ones.
-    at_once: rows of a forward and backward pass.
+    device: of the block. states: that enter it, of the quantized model, fp32 (rows, t, hidden).
+    wanted: what the block should return, given states of some rows, on its device, and the places
+    of these rows. metric: of errors in the output, or None. texts: what judges, whose rows are the
+    last ones. at_once: rows of a forward and backward pass.
     """
 
-    source: Block
     device: torch.device
     states: torch.Tensor
-    returned: torch.Tensor | None
-    strength: float
+    wanted: Wanted
     metric: OutputFactor | None
     texts: Texts
     at_once: int = 1
@@ -74,18 +73,33 @@ class BlockRows:
 
         What follows normalizes states, so an error matters by its share of the state.
         """
-        source, device = self.source, self.device
         places = torch.tensor(rows, device=self.states.device)
-        hidden = self.states[places].to(device)
+        hidden = self.states[places].to(self.device)
         with torch.no_grad():
-            wanted = source.settled(source(hidden))
-            if self.returned is not None:
-                returned = source.settled(self.returned[places].to(device))
-                wanted = wanted.lerp(returned, self.strength)
+            wanted = self.wanted(hidden, places)
             size = wanted.square().mean(-1, keepdim=True).clamp_(min=LEAST_SIZE).rsqrt_()
         error = (block.settled(block(hidden)) - wanted) * size
         weighed = error if self.metric is None else self.metric.apply(error)
         return (weighed * error).flatten(1).sum(1)
+
+
+def corrected_output(source: Block, returned: torch.Tensor | None, strength: float) -> Wanted:
+    """Return what a block should return: what the source's does, corrected for earlier errors.
+
+    Args:
+        source: the block with the source's weights.
+        returned: what the source's own states become, fp32 (rows, t, hidden), if known.
+        strength: how far to go from the source's output to `returned`, 0 to 1.
+    """
+
+    def wanted(hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        output = source.settled(source(hidden))
+        if returned is None:
+            return output
+        own = source.settled(returned[places].to(output.device))
+        return output.lerp(own, strength)
+
+    return wanted
 
 
 def train_block(

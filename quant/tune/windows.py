@@ -48,7 +48,7 @@ Window = Sequence[SublayerSpec]
 
 log = logging.getLogger(__name__)
 
-FIXED_WEIGHT = 14  # bytes: source as such and beside codes, codes, one expert decoded
+FIXED_WEIGHT = 10  # bytes: source, codes, one expert decoded
 
 
 def windows(spec: ModelSpec, layers: int) -> list[Window]:
@@ -75,7 +75,7 @@ def window_bytes(spec: ModelSpec, window: Window, tokens: int, memory: int | Non
 class _Chain:
     """Sublayers called like one; for the backward pass, only states between them are kept."""
 
-    def __init__(self, sublayers: Sequence[Sublayer | TunedSublayer], hidden_size: int) -> None:
+    def __init__(self, sublayers: Sequence[TunedSublayer], hidden_size: int) -> None:
         self.sublayers, self.hidden_size = sublayers, hidden_size
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -195,22 +195,19 @@ class Windows:
         Returns:
             The error on the rows that judge over the one before.
         """
-        options, rounding = self.run.config.tune, self.run.config.rounding
+        options = self.run.config.tune
         code = options.code_rate / math.sqrt(options.steps)
         rates = Rates(scale=options.scale_rate, norm=0.0, code=code)
-        sources = [self.source.sublayer(spec) for spec in window]
         trained = [TunedSublayer(self.own, spec, rates, self.matrices) for spec in window]
         linears = [each for s in trained if s.spec.group is None for each in s.linears.values()]
         spec, device, tokens = self.own.spec, self.own.device, self.rows.shape[1]
         limit = limit_of(device) if device.type == "cuda" else None
         row = max(row_bytes(spec, sublayer, tokens) for sublayer in window)
         rows = BlockRows(
-            source=_Chain(sources, spec.hidden_size),
             device=device,
             states=own,
-            returned=returned,
-            strength=rounding.correction,
-            metric=self._metric(sources[-1]),
+            wanted=lambda hidden, places: returned[places].to(device),
+            metric=self._metric(trained[-1].built),
             texts=self.texts,
             at_once=max(1, kept_in(limit) // row),
         )
@@ -222,7 +219,7 @@ class Windows:
         return judges.scores()[judges.best]
 
     def _metric(self, last: Sublayer) -> OutputFactor | None:
-        """Return the metric of errors behind a window, given the source's last sublayer of it."""
+        """Return the metric of errors behind a window, given its last sublayer."""
         factors = self.factors.read(last.spec.index) if self.factors else {}
         damping = self.run.config.rounding.output_damping
         outputs = [

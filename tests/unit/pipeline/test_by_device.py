@@ -128,9 +128,10 @@ def test_as_many_layers_as_fit_are_trained_together(
         return tune_memory(resolve(source), TuneOptions(layers=together), 64)
 
     assert layers(needed(None)) is None
-    assert [layers(needed(n)) for n in (4, 3, 2, 1)] == [4, 3, 2, 1]
-    assert layers(needed(4) - 2) == 3  # 5 and 6 are no shorter than 4 and 3, which are as many
-    assert layers(needed(2), layers=2) == 2
+    assert [layers(needed(n)) for n in (4, 3, 2)] == [4, 3, 2]
+    assert layers(needed(4) - 2) == 3  # 6 and 5 make as many windows as 4 does
+    assert layers(needed(2) - 2) is None
+    assert layers(needed(1), layers=1) == 1
 
 
 def test_rows_to_train_on_are_written_on_a_gpu_that_holds_the_model(

@@ -29,7 +29,13 @@ from exl2flow.quant.rounding.error_feedback import (
 from exl2flow.quant.rounding.hessian import MixedHessian, factor
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.training import block
-from exl2flow.quant.training.block import BlockRows, block_bytes, train_block, trains_within
+from exl2flow.quant.training.block import (
+    BlockRows,
+    block_bytes,
+    corrected_output,
+    train_block,
+    trains_within,
+)
 from exl2flow.quant.training.kept import KEPT_BYTES
 from exl2flow.quant.walk.source_model import SourceModel
 
@@ -70,11 +76,9 @@ def rows_of(sublayer: Sublayer, metric: OutputFactor | None = None) -> BlockRows
     states = torch.randn(ROWS, TOKENS, 8) @ torch.randn(8, hidden)
     texts = {"own": torch.zeros(JUDGING // 2, TOKENS), "other": torch.zeros(JUDGING // 2, TOKENS)}
     return BlockRows(
-        source=sublayer,
         device=states.device,
         states=states,
-        returned=None,
-        strength=0.0,
+        wanted=corrected_output(sublayer, None, 0.0),
         metric=metric,
         texts=texts,
     )
@@ -120,7 +124,8 @@ def test_the_metric_and_the_source_s_own_states_decide_what_is_wanted(sublayer: 
         for scale in (1.0, 2.0)
     )
     same = rows.errors(sublayer, [1])
-    other = replace(rows, returned=returned, strength=0.5).errors(sublayer, [1])
+    halfway = corrected_output(sublayer, returned, 0.5)
+    other = replace(rows, wanted=halfway).errors(sublayer, [1])
 
     torch.testing.assert_close(double, 2 * plain)
     assert float(same) == 0
