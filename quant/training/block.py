@@ -38,8 +38,8 @@ LEAST_SIZE = 1e-20  # of a state, squared
 Texts = Mapping[str, torch.Tensor]  # text → rows, int64 (rows, t)
 
 
-class Block(Protocol):
-    """A sublayer, or what is called like one."""
+class Trainee(Protocol):
+    """What is trained: a sublayer, or what is called like one."""
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map hidden states to the next hidden states, (b, t, hidden)."""
@@ -68,7 +68,7 @@ class BlockRows:
     texts: Texts
     at_once: int = 1
 
-    def errors(self, block: Block, rows: Sequence[int]) -> torch.Tensor:
+    def errors(self, block: Trainee, rows: Sequence[int]) -> torch.Tensor:
         """Return the error of each row's outputs in the metric, over the size of tokens, (rows,).
 
         What follows normalizes states, so an error matters by its share of the state.
@@ -83,7 +83,7 @@ class BlockRows:
         return (weighed * error).flatten(1).sum(1)
 
 
-def corrected_output(source: Block, returned: torch.Tensor | None, strength: float) -> Wanted:
+def corrected_output(source: Trainee, returned: torch.Tensor | None, strength: float) -> Wanted:
     """Return what a block should return: what the source's does, corrected for earlier errors.
 
     Args:
@@ -139,7 +139,7 @@ def train_block(
 
 
 def train(
-    block: Block,
+    block: Trainee,
     linears: Sequence[TrainedLinear],
     rows: BlockRows,
     steps: int,
@@ -159,7 +159,7 @@ class _Training:
 
     def __init__(
         self,
-        block: Block,
+        block: Trainee,
         linears: Sequence[TrainedLinear],
         rows: BlockRows,
         steps: int,

@@ -41,11 +41,11 @@ class Descent:
         """Free the gradients of the last step."""
         self._adam.zero_grad(set_to_none=True)
 
-    def step(self, *, distance: float = 1.0) -> None:
-        """Follow the gradients; `distance` scales the rates of all parameters but codes."""
+    def step(self, *, distance: float = 1.0, codes: float = 1.0) -> None:
+        """Follow the gradients; `codes` scales the rates of codes, `distance` all others."""
         share = rate_share(self.done, self.steps)
         for group, parameter in zip(self._adam.param_groups, self.parameters, strict=True):
-            group["lr"] = parameter.rate * share * (1.0 if parameter.is_code else distance)
+            group["lr"] = parameter.rate * share * (codes if parameter.is_code else distance)
         self._adam.step()
         self.done += 1
 
@@ -60,6 +60,15 @@ class Descent:
         """Put the best values back."""
         for best, value in zip(self.best, self.values, strict=True):
             value.copy_(best)
+
+    @torch.no_grad()
+    def begin_again(self) -> None:
+        """Go back to the best values, and forget all that was learnt about the gradients."""
+        self.recall()
+        for value in self.values:
+            for name in ("exp_avg", "exp_avg_sq"):
+                self._adam.state[value][name].zero_()
+        self.resume(0)
 
     def resume(self, done: int) -> None:
         """Continue after a step; `changing` has been restored."""

@@ -26,6 +26,8 @@ from exl2flow.quant.walk.source_model import SourceModel
 DECODED = torch.float16  # values of matrices in GPTQ form
 STEP_TOKENS = {"cpu": 2048, "cuda": 16384}
 RATED_KL = 0.25  # nats for which the rates are meant; they scale with the root of the divergence
+ATTEMPTS = 2  # courses of steps, until one lowers the divergence
+SLOWER = 1 / 3  # of the codes' rate in the next one
 
 
 class Reference:
@@ -96,20 +98,30 @@ class Distillation:
         self.judges = Judges(judging)
         self.judging = self.judges.rows.to(self.device)
         self.judging_states = [self.reference.hidden(row[None])[0] for row in self.judging]
-        self.descent = Descent(model.parameters, options.steps)
+        self.attempt, self.descent = 0, Descent(model.parameters, options.steps)
         room, row = kept_room(self.device), training.shape[1]
         self.checkpointed = model.kept_bytes(row) > room
         self.together = max(1, room // model.kept_bytes(row))  # rows of a backward pass
 
     @property
     def step(self) -> int:
-        """The steps that are done."""
-        return self.descent.done
+        """The steps that are done, of all attempts."""
+        return self.attempt * self.options.steps + self.descent.done
+
+    @property
+    def total(self) -> int:
+        """The steps up to the end of this attempt."""
+        return (self.attempt + 1) * self.options.steps
 
     @property
     def finished(self) -> bool:
-        """Tell whether all steps are done, or `patience` judgements brought no improvement."""
-        return self.step >= self.options.steps or self._stale >= self.options.patience
+        """Tell whether all steps are done, or `patience` judgements brought no improvement.
+
+        If all steps brought none, and codes are trained, another attempt follows.
+        """
+        is_last = self.judges.best > 0 or self.attempt == ATTEMPTS - 1
+        is_over = self.step >= self.total and (is_last or not self.options.code_rate)
+        return is_over or self._stale >= self.options.patience
 
     @property
     def _stale(self) -> int:
@@ -124,11 +136,16 @@ class Distillation:
 
     def report(self) -> dict[str, object]:
         """Return the judgements as JSON: nats per token on the rows that judge."""
-        count = len(self.judges.judgements)
-        return self.judges.report([min(i * self.options.interval, self.step) for i in range(count)])
+        steps, interval = self.options.steps, self.options.interval
+        of_attempt = [min(step, steps) for step in range(interval, steps + interval, interval)]
+        places = [attempt * steps + step for attempt in range(ATTEMPTS) for step in of_attempt]
+        return self.judges.report([0, *places][: len(self.judges.judgements)])
 
     def advance(self) -> None:
-        """Do one step, after the first judgement."""
+        """Do one step, after the first judgement; begin again if all steps were in vain."""
+        if self.step >= self.total:
+            self.attempt += 1
+            self.descent.begin_again()
         self.descent.forget_gradients()
         rows = self.training[self.order(self.step)].to(self.device)
         for ids in torch.split(rows, self.together):
@@ -139,12 +156,13 @@ class Distillation:
             for hidden, target in zip(states, targets, strict=True):
                 loss = loss + self.model.divergence(hidden, self.reference.head, target)
             (loss / len(rows)).backward()  # type: ignore[no-untyped-call]  # torch's own
-        self.descent.step(distance=math.sqrt(self.judges.mean(0) / RATED_KL))
+        distance = math.sqrt(self.judges.mean(0) / RATED_KL)
+        self.descent.step(distance=distance, codes=SLOWER**self.attempt)
         self.model.bound()
 
     def judge_when_due(self) -> bool:
         """Judge at every interval and after the last step; return whether it did."""
-        is_due = self.step % self.options.interval == 0 or self.step >= self.options.steps
+        is_due = self.descent.done % self.options.interval == 0 or self.step >= self.total
         if is_due:
             self.judge()
         return is_due
@@ -182,5 +200,6 @@ class Distillation:
         for tensor in self.descent.changing:
             tensor.copy_(state[begin : begin + tensor.numel()].view(tensor.shape))
             begin += tensor.numel()
-        self.descent.resume(step)
+        self.attempt = max(0, step - 1) // self.options.steps
+        self.descent.resume(step - self.attempt * self.options.steps)
         self.judges = from_flat(self.judges.texts, state[begin:].tolist())

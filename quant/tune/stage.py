@@ -141,11 +141,12 @@ def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: 
     """
     folder, options = run.folder, run.config.tune
     training, judging = _rows(run)
+    if any(sublayer.group is not None for sublayer in own.spec.sublayers):
+        folder.note("experts were trained in their layers at most, not end to end")
     if options.layers:
         training = training[: run.config.calibration.rows]
         train_windows(run, source, own, stage, training=training, judging=judging)
     elif not all(map(folder.valid, [*_replaced(run, own.spec, stage), PLAIN_FILE, TUNING_FILE])):
-        folder.manifest.total = options.steps
         model = TunedModel(own, run.inputs[stage], options)
         work = Distillation(source, model, options, training=training, judging=judging)
         distill(run, work)
@@ -188,10 +189,12 @@ def distill(run: StageRun[Options], work: Distillation) -> None:
         work.restore(*saved)
     elif not work.judges.judgements:
         work.judge()
-    run.tick(work.step, run.folder.manifest.total)
+    run.folder.manifest.total = work.total
+    run.tick(work.step, work.total)
     while not work.finished:
         begun = time.monotonic()
         work.advance()
+        run.folder.manifest.total = work.total
         is_judged = work.judge_when_due()
         is_last = work.finished or run.stop.signum is not None
         if is_last or run.folder.states_are_due():
@@ -199,7 +202,7 @@ def distill(run: StageRun[Options], work: Distillation) -> None:
             run.folder.save_states(work.state(), work.step)
         if is_judged:
             log.info("step=%d %s elapsed=%.1fs", work.step, work.summary, time.monotonic() - begun)
-            run.tick(work.step, run.folder.manifest.total, work.summary)
+            run.tick(work.step, work.total, work.summary)
         run.stop_if_asked()
 
 

@@ -271,8 +271,9 @@ def test_tuning_that_does_not_help_leaves_the_model_as_it_was(
         assert torch.equal(tensor, source.read(name).half())
 
 
-@pytest.mark.parametrize(("act", "error"), [(crash, Crash), (interrupt, Interrupted)])
-@pytest.mark.parametrize("step", [4, 12])
+@pytest.mark.parametrize(
+    ("act", "error", "step"), [(crash, Crash, 4), (interrupt, Interrupted, 12)]
+)
 def test_a_resumed_run_gives_the_same_bytes(
     tuned: Pipeline,
     untuned: Callable[..., Pipeline],
@@ -298,6 +299,29 @@ def test_a_resumed_run_gives_the_same_bytes(
 
     assert steps == list(range(STEPS))
     assert results(pipeline) == results(tuned)
+
+
+def test_training_in_vain_is_tried_again_with_smaller_steps(
+    untuned: Callable[..., Pipeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
+    made = []
+    for disturbed in (False, True):
+        pipeline = untuned(code_rate=0.5, tokens=256)
+        if disturbed:
+            with pytest.raises(Crash):
+                pipeline.run("tune", progress=after(STEPS + 4, crash))
+        pipeline.run("tune", progress=silent)
+        made.append(results(pipeline))
+        report = read_json(pipeline.path("tune") / TUNING_FILE)
+        shutil.rmtree(tmp_path)
+
+    first = report["first_kl"]
+    steps, found = zip(*report["judgements"], strict=True)
+    assert steps == (0, 4, 8, 12, 16, 20, 24)
+    assert min(found[1:4]) > first > min(found[4:]) == report["best_kl"]
+    assert report["best_step"] > STEPS
+    assert made[0] == made[1]
 
 
 def test_a_kill_after_the_last_result_keeps_the_note(
