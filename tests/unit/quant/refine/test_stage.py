@@ -218,8 +218,10 @@ def test_head_with_spare_columns_is_kept_as_it_is(refined: Refined, tmp_path: Pa
     assert folder.manifest.notes == ["lm_head: 352 columns, kept as they are"]
 
 
-@pytest.mark.parametrize("head", ["quantized", "dense"])
-def test_refining_with_training_lifts_a_file_of_another_program(head: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("head", "layers"), [("quantized", None), ("dense", 1)])
+def test_refining_with_training_lifts_a_file_of_another_program(
+    head: str, layers: int | None, tmp_path: Path
+) -> None:
     source, model = rough_model(tmp_path, num_hidden_layers=1)
     if head == "dense":
         path = model / "model.safetensors"
@@ -232,13 +234,13 @@ def test_refining_with_training_lifts_a_file_of_another_program(head: str, tmp_p
         model,
         tmp_path / "out",
         rounding={"rounds": 1, "sweeps": 1, "block_steps": 4},
-        tune={"steps": 4, "tokens": 64, "interval": 2, "scale_rate": 1e-2},
+        tune={"steps": 4, "tokens": 64, "interval": 2, "scale_rate": 1e-2, "layers": layers},
     )
 
     pipeline = refine_until(config, "compile")
 
-    layers = read_json(config.out / RECORD_FILE)["layers"]
-    assert all(layer["trained"] <= 1.0 for layer in layers if layer["name"] != "lm_head")
+    blocks = read_json(config.out / RECORD_FILE)["layers"]
+    assert all(block["trained"] <= 1.0 for block in blocks if block["name"] != "lm_head")
     tuning = read_json(pipeline.path("tune") / TUNING_FILE)
     assert set(tuning["texts"]) == {"calibration", "held-out"}
     judgement = read_json(pipeline.path("judge") / JUDGEMENT_FILE)
