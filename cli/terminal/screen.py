@@ -109,10 +109,10 @@ def summary(counts: ChatStatistics) -> str:
         f"first after {counts.first_token_seconds:.2f} s",
         f"{counts.tokens_per_second:.1f} tokens/s",
     ]
-    if counts.drafted:
-        share = counts.accepted / max(1, counts.answer_tokens)
-        of_drafted = counts.accepted / counts.drafted
-        parts.append(f"draft tokens accepted {of_drafted:.0%}, {share:.0%} of the answer")
+    if counts.drafts:
+        rates = (f"{kind} {made / drafted:.0%}" for kind, (drafted, made) in counts.drafts.items())
+        parts.append(f"draft tokens accepted: {', '.join(rates)}")
+        parts.append(f"{counts.answer_tokens / max(1, counts.steps):.2f} tokens a step")
     return "; ".join(parts)
 
 

@@ -111,13 +111,17 @@ def complete(
                 "tokens_per_second": round(speed, 2),
                 "drafted_tokens": counts.drafted_tokens,
                 "accepted_tokens": counts.accepted_tokens,
+                "drafts": {kind: [*pair] for kind, pair in counts.drafts.items()},
+                "steps": counts.steps,
             }
         )
         return
-    drafted = f", {counts.accepted_tokens} of {counts.drafted_tokens} draft tokens accepted"
+    kinds = (f"{made} of {n} by {kind}" for kind, (n, made) in counts.drafts.items())
+    drafted = f", draft tokens accepted: {', '.join(kinds)}"
+    drafted += f", {counts.tokens_per_step:.2f} tokens a step"
     say(
         f"{len(ids)} tokens in {seconds:.1f} s, {speed:.1f} tokens/s, stopped by {event.reason}, "
-        f"seed {request.seed}{drafted if counts.drafted_tokens else ''}",
+        f"seed {request.seed}{drafted if counts.drafts else ''}",
         style="dim",
     )
 

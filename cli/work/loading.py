@@ -7,7 +7,7 @@ from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
-from exl2flow.engine import Draft, LoadedModel, NgramDraft, PromptCache, load_model
+from exl2flow.engine import Draft, HybridDraft, LoadedModel, NgramDraft, PromptCache, load_model
 from exl2flow.engine.cache.page_files import clear
 from exl2flow.engine.drafts import Drafter
 from exl2flow.engine.filters import GrammarFilter
@@ -62,19 +62,13 @@ def load(
 
 
 def load_draft(options: LoadOptions, model: LoadedModel) -> Drafter | None:
-    """Return what proposes draft tokens, on the device of the model's head.
-
-    Raises:
-        ConfigError: two would.
-    """
-    if options.draft is not None and options.ngram:
-        raise ConfigError("`--draft` and `--ngram` are two drafts; give one")
-    if options.draft is None and not options.ngram:
-        return None
+    """Return what proposes draft tokens, on the device of the model's head."""
+    tokens = {} if options.draft_tokens is None else {"tokens": options.draft_tokens}
     if options.draft is None:
-        return NgramDraft(tokens=options.draft_tokens)
-    draft = load_model(options.draft, device=str(model.decoder.placement.head))
-    return Draft(model=draft, tokens=options.draft_tokens)
+        return NgramDraft(**tokens) if options.ngram else None
+    loaded = load_model(options.draft, device=str(model.decoder.placement.head))
+    draft = Draft(model=loaded, **tokens)
+    return HybridDraft(other=draft, copies=NgramDraft(**tokens)) if options.ngram else draft
 
 
 def prompt_cache(options: LoadOptions) -> PromptCache:

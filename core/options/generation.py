@@ -116,10 +116,15 @@ class LoadOptions(PlacementOptions):
         default=None, description="folder of a draft model with the same vocabulary"
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
-        default=False, description="draft tokens by n-grams of the text so far"
+        default=False,
+        description="draft tokens copied from the text so far; with a draft model, where the text "
+        "repeats itself",
     )
-    draft_tokens: Annotated[int, Option("N", DRAFTS, rare=True)] = Field(
-        default=4, ge=1, le=7, description="most draft tokens per step"
+    draft_tokens: Annotated[int | None, Option("N", DRAFTS, rare=True)] = Field(
+        default=None,
+        ge=1,
+        le=7,
+        description="most draft tokens per step; empty: 4 of a draft model, 7 of n-grams",
     )
 
 

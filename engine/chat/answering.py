@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator as Generated
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event as Flag
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from exl2flow.core.requests.conversation import Answer
 from exl2flow.core.requests.request import Filter, Request
 from exl2flow.engine.chat.history import Reader
 from exl2flow.engine.generate import Event, Generator
+from exl2flow.engine.generate.event import summed
 from exl2flow.model.text.thoughts import Splitter
 
 End = Literal["complete", "limit", "overflow", "closed"]
@@ -56,15 +57,18 @@ class _Either(Flag):
 
 @dataclass(slots=True, kw_only=True)
 class ChatStatistics:
-    """Tokens and times of the last answer; cached: context tokens that were not read again."""
+    """Tokens and times of the last answer; cached: context tokens that were not read again.
+
+    steps, drafts: see `Statistics`.
+    """
 
     context_tokens: int = 0
     cached_tokens: int = 0
     answer_tokens: int = 0
     first_token_seconds: float = 0.0
     tokens_per_second: float = 0.0
-    drafted: int = 0
-    accepted: int = 0
+    steps: int = 0
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class Answering:
         if self._is_first:
             statistics.cached_tokens = event.statistics.cached_tokens
         statistics.answer_tokens = self.count
-        statistics.drafted += event.statistics.drafted_tokens
-        statistics.accepted += event.statistics.accepted_tokens
+        statistics.steps += event.statistics.steps
+        statistics.drafts = summed([statistics.drafts, event.statistics.drafts])
         if self.count > 1 and now > self._first:
             statistics.tokens_per_second = (self.count - 1) / (now - self._first)

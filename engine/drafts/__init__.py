@@ -1,15 +1,19 @@
 """Speculative decoding: draft tokens that one pass verifies; the text stays the same."""
 
-from exl2flow.engine.drafts.acceptance_rate import AcceptanceRate
+from exl2flow.engine.drafts.acceptance_rate import Acceptance
+from exl2flow.engine.drafts.hybrid import HybridDraft
 from exl2flow.engine.drafts.model import Draft
 from exl2flow.engine.drafts.ngram import NgramDraft
-from exl2flow.engine.drafts.proposer import Drafter, DraftRequest, SharedSlots
+from exl2flow.engine.drafts.proposer import Drafter, DraftRequest, Kind, Proposal, SharedSlots
 
 __all__ = [
-    "AcceptanceRate",
+    "Acceptance",
     "Draft",
     "DraftRequest",
     "Drafter",
+    "HybridDraft",
+    "Kind",
     "NgramDraft",
+    "Proposal",
     "SharedSlots",
 ]

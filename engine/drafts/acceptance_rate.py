@@ -1,9 +1,8 @@
-"""The acceptance rate of draft tokens, and how many are worth proposing."""
+"""Acceptance rates of draft tokens by their kind, and how many are worth proposing."""
 
 import math
-from dataclasses import dataclass
-
-from exl2flow.engine.drafts.proposer import MOST_DRAFTED
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 WORTH = 0.25
 DECAY = 0.9  # of earlier counts, per step
@@ -25,7 +24,7 @@ class AcceptanceRate:
     def tokens(self) -> int:
         """The number n of tokens to draft: at rate p, the largest with p^n ≥ `WORTH`, or 1."""
         rate = min(self._accepted / self._verified, 0.99)
-        return max(1, min(MOST_DRAFTED, int(math.log(WORTH) / math.log(max(rate, 0.01)))))
+        return max(1, int(math.log(WORTH) / math.log(max(rate, 0.01))))
 
     def note(self, drafted: int, accepted: int) -> None:
         """Update the acceptance rate; draft tokens after the first mismatch are not evidence."""
@@ -33,3 +32,19 @@ class AcceptanceRate:
         self.accepted += accepted
         self._accepted = DECAY * self._accepted + accepted
         self._verified = DECAY * self._verified + min(drafted, accepted + 1)
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Acceptance rates of a text by the kind of draft."""
+
+    rates: defaultdict[str, AcceptanceRate] = field(
+        default_factory=lambda: defaultdict(AcceptanceRate)
+    )
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Kind → draft tokens, and accepted ones."""
+        return {
+            kind: (rate.drafted, rate.accepted) for kind, rate in self.rates.items() if rate.drafted
+        }

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from operator import ne
+from weakref import WeakKeyDictionary
 
 import torch
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
-from exl2flow.engine.drafts.proposer import MOST_DRAFTED, DraftRequest, SharedSlots, check
+from exl2flow.engine.drafts.proposer import (
+    MOST_DRAFTED,
+    DraftRequest,
+    Kind,
+    Proposal,
+    SharedSlots,
+    check,
+)
 from exl2flow.engine.loading.load import LoadedModel, check_loaded
 from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import bucket
@@ -75,6 +83,7 @@ class ModelProposer:
             spec, pages=pages, form=form, placement=placement, page_tokens=page_tokens
         )
         self._angles = RopeTables.of(spec, slots.tables.shape[1] * page_tokens, device)
+        self._read = WeakKeyDictionary[object, int]()  # tokens of each text that are stored
         self._ids = torch.zeros(size, 2 + draft.tokens, dtype=torch.int64, device=device)
         self._proposed = torch.zeros(size, draft.tokens, 2, dtype=torch.float64, device=device)
 
@@ -89,17 +98,25 @@ class ModelProposer:
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)
 
-    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
+    def see(self, requests: Mapping[int, DraftRequest]) -> None:
+        """Note texts that go on without this model; what they add is read when it is asked."""
+        for request in requests.values():
+            read = self._read.get(request.owner, len(request.ids) - 1)
+            self._read[request.owner] = min(read, len(request.ids))
+
+    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         """Return the likeliest tokens of each slot, fewer where the model is unsure.
 
         The first pass takes the last two tokens of each text: if all draft tokens were accepted,
         the keys of the last one are still missing. Texts without draft tokens follow it, too.
         """
+        self._catch_up(requests)
         slots, drafts = max(requests) + 1, {slot: list[int]() for slot in requests}
+        most = {slot: self._most(request) for slot, request in requests.items()}
         last = [requests[slot].ids[-2:] if slot in requests else (0,) for slot in range(slots)]
         pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
         self._ids[:slots, :2] = on_device(pairs, self._ids.device)
-        going, position = {slot for slot, request in requests.items() if request.most}, 0
+        going, position = {slot for slot in requests if most[slot]}, 0
         self._pass(slots, position)
         while going:
             proposed = self._proposed[:slots, position].tolist()
@@ -107,10 +124,26 @@ class ModelProposer:
             for slot in going:
                 drafts[slot].append(int(proposed[slot][0]))
             position += 1
-            going = {slot for slot in going if position < requests[slot].most}
+            going = {slot for slot in going if position < most[slot]}
             if going:
                 self._pass(slots, position)
-        return drafts
+        return {slot: Proposal(ids, Kind.MODEL) for slot, ids in drafts.items()}
+
+    def _most(self, request: DraftRequest) -> int:
+        return min(request.most(Kind.MODEL), self._proposed.shape[1])
+
+    def _catch_up(self, requests: Mapping[int, DraftRequest]) -> None:
+        """Read the tokens of texts that grew without this model, all but the last two."""
+        self.see(requests)
+        ids, segments = list[int](), list[Segment]()
+        for request in requests.values():
+            begin, end = self._read[request.owner], len(request.ids) - 2
+            if begin < end:
+                ids += request.ids[begin:end]
+                segments.append(Segment(pages=tuple(request.pages), begin=begin, end=end))
+            self._read[request.owner] = len(request.ids)
+        if segments:
+            self.read(on_device(torch.tensor([ids]), self._ids.device), segments)
 
     def _pass(self, slots: int, position: int) -> None:
         batch = min(bucket(slots), len(self._ids))

@@ -1,70 +1,69 @@
-"""Draft tokens from n-grams: the tokens after an earlier occurrence of the last few."""
+"""Draft tokens from n-grams: the tokens after an earlier occurrence of the end of a text."""
 
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from exl2flow.engine.drafts.proposer import MOST_DRAFTED, DraftRequest, check
+from exl2flow.engine.drafts.proposer import (
+    MOST_DRAFTED,
+    DraftRequest,
+    Kind,
+    Proposal,
+    check,
+)
+from exl2flow.engine.drafts.suffixes import Match, SuffixAutomaton
 
-WIDTH = array("q").itemsize
 SHORTEST = 2  # tokens that must have occurred; one alone is a bad guide
-REREAD = 64  # tokens at the end of a text that a rewind may have exchanged
+COPIED = 20  # tokens after which a text copies: as many as may be are proposed at once
+READ = 1024  # tokens of a text that are looked at before a step, so that long prompts hold none up
 
 
 @dataclass(frozen=True, slots=True)
 class NgramDraft:
-    """Proposes the tokens that followed the latest occurrence of a text's last n tokens.
+    """Proposes what followed the latest occurrence of the longest end of a text that has one.
 
-    tokens: the most draft tokens per step; longest: the first n to look for; then fewer, down to
-    two. Raises `ConfigError` for a number out of range.
+    tokens: the most draft tokens per step. Raises `ConfigError` for a number out of range.
     """
 
-    tokens: int = 4
-    longest: int = 4
+    tokens: int = MOST_DRAFTED
+    model = None
 
     def __post_init__(self) -> None:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
-        check("longest", self.longest, SHORTEST, REREAD)
 
     def start(self, *_: object) -> "NgramProposer":
-        return NgramProposer(self.longest)
+        return NgramProposer(self.tokens)
 
 
 class NgramProposer:
-    """Keeps the ids of each text as bytes, which `bytearray.rfind` searches fast."""
+    """Keeps a suffix automaton of each text."""
 
     decoder = None
     stored = ()
 
-    def __init__(self, longest: int) -> None:
-        self._longest = longest
-        self._texts = WeakKeyDictionary[object, bytearray]()
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._texts = WeakKeyDictionary[object, SuffixAutomaton]()
 
     def read(self, *_: object) -> None: ...
     def copy(self, *_: object) -> None: ...
 
-    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
-        return {slot: self._draft(request) for slot, request in requests.items()}
+    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
+        return {
+            slot: self.continued(request, self.match(request)) for slot, request in requests.items()
+        }
 
-    def _draft(self, request: DraftRequest) -> list[int]:
-        if not request.most:
-            return []
-        text = self._texts.setdefault(request.owner, bytearray())
-        unchanged = max(0, min(len(text) // WIDTH, len(request.ids)) - REREAD)
-        text[unchanged * WIDTH :] = array("q", request.ids[unchanged:]).tobytes()
-        if (begin := self._earlier(text)) is None:
-            return []
-        period = array("q", bytes(text[begin : begin + request.most * WIDTH]))
-        return [period[i % len(period)] for i in range(request.most)]  # it may repeat itself
+    def match(self, request: DraftRequest) -> Match:
+        """Return the longest end of a text that occurred before; none while it is being read."""
+        text = self._texts.setdefault(request.owner, SuffixAutomaton())
+        is_read = text.follow(request.ids, most=READ)
+        return text.match if is_read else Match(0, 0)
 
-    def _earlier(self, text: bytearray) -> int | None:
-        """Return the byte after the latest earlier occurrence of the text's last tokens."""
-        for count in range(min(self._longest, len(text) // WIDTH - 1), SHORTEST - 1, -1):
-            size = count * WIDTH
-            end, last = len(text) - WIDTH, bytes(text[-size:])
-            while (begin := text.rfind(last, 0, end)) >= 0:
-                if begin % WIDTH == 0:
-                    return begin + size
-                end = begin + size - 1
-        return None
+    def continued(self, request: DraftRequest, match: Match) -> Proposal:
+        """Return what followed; it may repeat itself."""
+        if match.length < SHORTEST:
+            return Proposal([], Kind.NGRAM)
+        most = request.limit if match.length >= COPIED else request.most(Kind.NGRAM)
+        most = min(most, self._tokens)
+        period = request.ids[match.end : match.end + most]
+        return Proposal([period[i % len(period)] for i in range(most)], Kind.NGRAM)

@@ -1,6 +1,7 @@
 """Interfaces of speculative decoding: proposers, and the slots that they share."""
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import PagedCache
 from exl2flow.engine.cache.views import Segment
+from exl2flow.engine.drafts.acceptance_rate import Acceptance
 from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
 from exl2flow.kernels.cuda.graphs import GraphPool
@@ -25,12 +27,36 @@ class SharedSlots(NamedTuple):
     graphs: GraphPool
 
 
+class Kind(StrEnum):
+    """What proposed draft tokens."""
+
+    MODEL = "model"
+    NGRAM = "ngram"
+
+
 class DraftRequest(NamedTuple):
-    """Asks for up to `most` draft tokens after a text's ids; `owner` identifies the text."""
+    """Asks for draft tokens after a text's ids.
+
+    owner: identifies the text; pages: of its cache; limit: the most draft tokens that can be
+    verified; acceptance: of the text's draft tokens so far.
+    """
 
     owner: object
     ids: Sequence[int]
-    most: int
+    pages: Sequence[int]
+    limit: int
+    acceptance: Acceptance
+
+    def most(self, kind: Kind) -> int:
+        """Return how many draft tokens of a kind are worth proposing, `limit` at most."""
+        return min(self.limit, self.acceptance.rates[kind].tokens)
+
+
+class Proposal(NamedTuple):
+    """Draft tokens, and what proposed them."""
+
+    ids: Sequence[int]
+    kind: Kind
 
 
 class Proposer(Protocol):
@@ -50,15 +76,20 @@ class Proposer(Protocol):
     def copy(self, pages: torch.Tensor) -> None:
         """Follow the copy of pages, int64 (2, n): sources and targets."""
 
-    def propose(self, requests: Mapping[int, DraftRequest]) -> Mapping[int, Sequence[int]]:
-        """Return the draft tokens of each slot."""
+    def propose(self, requests: Mapping[int, DraftRequest]) -> Mapping[int, Proposal]:
+        """Return draft tokens for each slot."""
 
 
 class Drafter(Protocol):
-    """Options of speculative decoding; `tokens`: the most draft tokens per text and step."""
+    """Options of speculative decoding.
+
+    tokens: the most draft tokens per text and step; model: that proposes them, if one does.
+    """
 
     @property
     def tokens(self) -> int: ...
+    @property
+    def model(self) -> LoadedModel | None: ...
     def start(self, model: LoadedModel, slots: SharedSlots) -> Proposer: ...
 
 

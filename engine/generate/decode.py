@@ -78,7 +78,7 @@ class Decode:
         self._scheduler.close_gaps()
         jobs = [job for job in self._scheduler.running if job.is_decoding and job.wants_more]
         slots = self._scheduler.top if jobs else 0
-        step_jobs = [StepJob(job, draft) for job, draft in self._drafted(jobs, slots)]
+        step_jobs = [*self._drafted(jobs, slots)]
         if step_jobs:
             drafts = {slot: one.draft for one in step_jobs for slot in one.slots}
             self._device_slots.forward(slots, drafts)
@@ -88,22 +88,31 @@ class Decode:
             job.launched += 1
         return step_jobs, slots
 
-    def _drafted(self, jobs: Sequence[Job], slots: int) -> Iterator[tuple[Job, list[int]]]:
+    def _drafted(self, jobs: Sequence[Job], slots: int) -> Iterator[StepJob]:
         """Yield the jobs with draft tokens."""
         if self._device_slots.proposer is None or not jobs:
-            yield from ((job, []) for job in jobs)
+            yield from (StepJob(job, []) for job in jobs)
             return
         limit = self._device_slots.max_drafts(slots)
         requests = {
-            s.slot: DraftRequest(s, s.ids, job.max_drafts(limit) if s is job.lead else 0)
+            s.slot: DraftRequest(
+                owner=s,
+                ids=s.ids,
+                pages=s.held.pages,
+                limit=job.max_drafts(limit) if s is job.lead else 0,
+                acceptance=job.acceptance,
+            )
             for job in jobs
             for s in job.sequences
         }
-        drafts = self._device_slots.proposer.propose(requests)
+        proposals = self._device_slots.proposer.propose(requests)
         vocabulary = range(self._device_slots.sampler.vocab_size)
         for job in jobs:
-            draft = [*takewhile(vocabulary.__contains__, drafts[job.lead.slot])]
-            yield job, draft[: self._scheduler.reserve_ahead(job, len(draft))]
+            proposal = proposals[job.lead.slot]
+            draft = [*takewhile(vocabulary.__contains__, proposal.ids)]
+            yield StepJob(
+                job, draft[: self._scheduler.reserve_ahead(job, len(draft))], kind=proposal.kind
+            )
 
     def _sample(self, step_jobs: list[StepJob], slots: int) -> _Launched | None:
         """Launch the samples of a forward pass, one draft position of all jobs after the other."""
@@ -216,7 +225,9 @@ class Decode:
         tokens = [result.token(slot, top, own_top) for result in results]
         pairs = zip(tokens, step_job.draft, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
-        job.acceptance.note(len(step_job.draft), accepted)
+        job.steps += 1
+        if step_job.draft:
+            job.acceptance.rates[step_job.kind].note(len(step_job.draft), accepted)
         for token, mask in zip(tokens[: accepted + 1], step_job.masks, strict=False):
             before = len(job.output.ids)
             job.draws.popleft()

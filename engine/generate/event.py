@@ -1,7 +1,8 @@
 """Events of a running request: new text, progress, why it ended, statistics."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from exl2flow.core.requests.request import Request
@@ -56,21 +57,46 @@ class Statistics:
     """Tokens and pages, summed over sequences, and times.
 
     hits: the cached tokens by tier: "gpu" is the cache itself, then "ram" and "disk"; new_tokens:
-    includes the stop token, not the healed one; drafted, accepted: tokens that a draft proposed,
-    and those of them that the model chose, too; waiting: until the first pass over the prompt;
-    prompt: from then to the first token; text: from the first token to the last.
+    includes the stop token, not the healed one; drafts: kind of draft → tokens that it proposed,
+    and those of them that the model chose, too; steps: that made the tokens; waiting: until the
+    first pass over the prompt; prompt: from then to the first token; text: from the first token to
+    the last.
     """
 
     prompt_tokens: int
     cached_tokens: int
     cached_pages: int
     new_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
     waiting_seconds: float
     prompt_seconds: float
     text_seconds: float
+    steps: int = 0
+    drafts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     hits: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def drafted_tokens(self) -> int:
+        """Draft tokens of all kinds."""
+        return sum(drafted for drafted, _ in self.drafts.values())
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Those of them that the model chose, too."""
+        return sum(accepted for _, accepted in self.drafts.values())
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens of a step on average, 0 without steps."""
+        return self.new_tokens / self.steps if self.steps else 0.0
+
+
+def summed(counts: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str, tuple[int, int]]:
+    """Return the sums of several texts' `drafts`."""
+    total = dict[str, tuple[int, int]]()
+    for kind, (drafted, accepted) in chain.from_iterable(one.items() for one in counts):
+        before = total.get(kind, (0, 0))
+        total[kind] = before[0] + drafted, before[1] + accepted
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

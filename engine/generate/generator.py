@@ -24,7 +24,7 @@ from exl2flow.core.requests.text_options import TextOptions, refuse_unknown
 from exl2flow.engine.adapters import adapters_of
 from exl2flow.engine.cache.page_pool import PagePool
 from exl2flow.engine.cache.paged import PagedCache, cache_format, fitting, pages_of, reserve
-from exl2flow.engine.drafts import Draft, Drafter
+from exl2flow.engine.drafts import Drafter
 from exl2flow.engine.filters import Combined
 from exl2flow.engine.generate.decode import Decode
 from exl2flow.engine.generate.device_slots import DeviceSlots
@@ -54,7 +54,8 @@ def _check_kinds(draft: object, keep: object) -> None:
     """Raise `ConfigError` for an argument of a type that cannot be used."""
     if draft is not None and not hasattr(draft, "start"):
         raise ConfigError(
-            f"`draft` is {draft!r}; give a `Draft` with a loaded model, or an `NgramDraft`"
+            f"`draft` is {draft!r}; give a `Draft` with a loaded model, an `NgramDraft`, or a "
+            "`HybridDraft` of both"
         )
     if keep is not None and not isinstance(keep, PromptCache):
         raise ConfigError(f"`keep` is {keep!r}; give a `PromptCache`")
@@ -89,7 +90,8 @@ def _reserved(
     name = cache or exact_format(placement.head)
     form = cache_format(name, placement.head)
     if tokens is None:
-        models = [model, draft.model] if isinstance(draft, Draft) else [model]
+        drafting = None if draft is None else draft.model
+        models = [model] if drafting is None else [model, drafting]
         placements = [(one.spec, one.decoder.placement) for one in models]
         others = () if model.team is None else model.team.free()
         tokens = fitting(model.max_tokens, placements, name, slots, others, page_tokens)
@@ -133,7 +135,8 @@ class Generator:
                 fit in the free memory.
             slots: sequences that run at once.
             chunk: prompt tokens per pass (chunked prefill), a multiple of `page_tokens`.
-            draft: a `Draft` or an `NgramDraft` (speculative decoding); texts do not depend on it.
+            draft: a `Draft`, an `NgramDraft`, or a `HybridDraft` of both (speculative decoding);
+                texts do not depend on it.
             keep: where pages go that the cache has no room for, and all of them with `close`; how
                 much memory snapshots of states may take.
             page_tokens: of a page of the cache; kernels for GPUs know only 256.
@@ -154,7 +157,7 @@ class Generator:
         keep, pool = keep or PromptCache(), PagePool(self.pages, page_tokens=page_tokens)
         states = SequenceStates(store.states, pool, nbytes=keep.states)
         self._scheduler = Scheduler(self._device_slots, pool, states, slots=slots)
-        drafting = draft.model if isinstance(draft, Draft) else None
+        drafting = None if draft is None else draft.model
         self._tiers = keep.start(model, self._device_slots, drafting)
         loader = None if self._tiers is None else PageLoader(self._tiers, self._scheduler)
         pool.below = self._tiers

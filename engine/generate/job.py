@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from exl2flow.core.requests.request import Request
 from exl2flow.engine.adapters import Used, salt_of
 from exl2flow.engine.cache.prefix_tree import SequencePages
-from exl2flow.engine.drafts import AcceptanceRate
+from exl2flow.engine.drafts import Acceptance
 from exl2flow.engine.filters import Combined
 from exl2flow.engine.generate.event import Event, Statistics, Token
 from exl2flow.engine.generate.failures import ENDS_PROGRAM, as_text_error
@@ -86,10 +86,10 @@ class Job:
         self.random = random.Random(Ranks.new_seed() if request.seed is None else request.seed)
         skip_draws(self.random, request.drawn)
         self.error: Exception | None = None
-        self.launched = self.skips = 0
+        self.launched = self.skips = self.steps = 0
         self.is_decoding = self.is_done = self.is_stale = self.is_stepwise = False
         self.slot_mask, self.constraint = FREE, constraint
-        self.acceptance = AcceptanceRate()
+        self.acceptance = Acceptance()
         self.draws = deque[float]()  # of samples that were not read yet
         self.mu: float | None = None
         self._times = [time.monotonic()]  # queued, started, first token, last token
@@ -158,7 +158,7 @@ class Job:
         if waits or self.is_stepwise or self.output.healing is not None:
             return 0  # a sample, or what Mirostat learned from it, may be taken back
         left = self.output.max_new_tokens - self.output.new_tokens - 1
-        return max(0, min(self.acceptance.tokens, limit, left))
+        return max(0, min(limit, left))
 
     def draw(self, position: int) -> float:
         """Return the draw for a draft position of the step that was launched last."""
@@ -211,8 +211,8 @@ class Job:
             cached_tokens=self._cached[0],
             cached_pages=self._cached[1],
             new_tokens=max(self.output.new_tokens, 0),
-            drafted_tokens=self.acceptance.drafted,
-            accepted_tokens=self.acceptance.accepted,
+            drafts=self.acceptance.counts,
+            steps=self.steps,
             waiting_seconds=started - queued,
             prompt_seconds=first - started,
             text_seconds=last - first,

@@ -40,12 +40,12 @@ NO_MASK = TokenMask()
 class StepJob:
     """A job in a step.
 
-    slot: the one that samples; draft: ids to verify; masks: of the first sample, and of the one
-    after each id of the draft; is_masked: whether one of them rules ids out.
+    slot: the one that samples; draft: ids to verify; kind: of draft; masks: of the first sample,
+    and of the one after each id of the draft; is_masked: whether one of them rules ids out.
     """
 
-    def __init__(self, job: Job, draft: list[int]) -> None:
-        self.job, self.slot, self.draft = job, job.lead.slot, draft
+    def __init__(self, job: Job, draft: list[int], *, kind: str = "") -> None:
+        self.job, self.slot, self.draft, self.kind = job, job.lead.slot, draft, kind
         self.slots = [s.slot for s in job.sequences]
         self.masks: list[TokenMask] = []
         self.is_masked = False

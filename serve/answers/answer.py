@@ -12,6 +12,7 @@ from exl2flow.core.requests.request import Request
 from exl2flow.engine.chat import CallArguments, CallBegin, ToolFormat, ToolParser, ToolText
 from exl2flow.engine.chat.tool_events import CallEnd, ToolEvent
 from exl2flow.engine.generate import Event, Job
+from exl2flow.engine.generate.event import summed
 from exl2flow.model.text.thoughts import Splitter
 
 WRITE_SECONDS = 0.02  # between two writes of a stream
@@ -199,6 +200,7 @@ class RunningAnswer:
         prompt, new = sum(map(len, self.plan.prompts)), sum(c.new_tokens for c in counts)
         accepted = sum(c.accepted_tokens for c in counts)
         cached = sum(min(c.cached_tokens, c.prompt_tokens) for c in counts[:: self.plan.n])
+        drafts = summed(c.drafts for c in counts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -208,5 +210,10 @@ class RunningAnswer:
                 "reasoning_tokens": sum(choice.reasoning_tokens for choice in self.choices),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(c.drafted_tokens for c in counts) - accepted,
+                "decode_steps": sum(c.steps for c in counts),
+                "drafts": {
+                    kind: {"drafted": drafted, "accepted": chosen}
+                    for kind, (drafted, chosen) in drafts.items()
+                },
             },
         }

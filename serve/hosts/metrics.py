@@ -11,6 +11,7 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from exl2flow.engine.chat import all_tool_formats
+from exl2flow.engine.drafts import Kind
 from exl2flow.engine.generate.event import Reason
 from exl2flow.serve.answers.answer import BROKEN, RunningAnswer
 from exl2flow.serve.answers.fields import HARMLESS
@@ -29,6 +30,7 @@ TIERS = ("gpu", "ram", "disk")  # where parts of prompts are found
 # values of labels that are known before they are counted
 KNOWN = {
     "tier": TIERS,
+    "draft": tuple(Kind),
     "finished_reason": get_args(Reason),
     "format": tuple(all_tool_formats()),
     "parsed": ("True", "False"),
@@ -116,6 +118,9 @@ class Metrics:
                     self.add(name, getattr(one, source))
             for tier in TIERS:
                 self.add("prefix_cache_hits", one.hits[tier], tier=tier)
+            for kind, (drafted, accepted) in one.drafts.items():
+                self.add("spec_decode_num_draft_tokens", drafted, draft=kind)
+                self.add("spec_decode_num_accepted_tokens", accepted, draft=kind)
             between = one.text_seconds / max(one.new_tokens - 1, 1)
             self.add("inter_token_latency_seconds", between)
         for end in answer.ends.values():

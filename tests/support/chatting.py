@@ -92,8 +92,6 @@ class Fake:
             cached_tokens=0,
             cached_pages=0,
             new_tokens=made,
-            drafted_tokens=0,
-            accepted_tokens=0,
             waiting_seconds=0.0,
             prompt_seconds=0.0,
             text_seconds=0.0,

@@ -17,7 +17,10 @@ def test_the_program_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     [program] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(program, names)
-    (_, ngrams), (drafted, accepted) = map(names["accepted"], names["drafts"])
+    (ngrams, _), (model, per_step), (both, _) = map(names["accepted"], names["drafts"])
 
-    assert ngrams >= 0
+    assert {*ngrams} <= {"ngram"}
+    assert {*both} <= {"ngram", "model"}
+    drafted, accepted = model["model"]
     assert drafted >= accepted > 0
+    assert per_step > 1

@@ -295,9 +295,9 @@ def _tensor(values: Sequence[Any]) -> torch.Tensor | None:
 def native_draft(
     model: ExLlamaV2 | None, ngram: int | None, tokens: int, least: float = 0.0
 ) -> Draft | NgramDraft | None:
-    """Return our draft: by a model, by passages of up to `ngram` tokens, or none."""
+    """Return our draft: by a model, by n-grams, whose length does not matter here, or none."""
     if ngram is not None:
-        return NgramDraft(tokens=tokens, longest=max(ngram, 2))
+        return NgramDraft(tokens=tokens)
     return None if model is None else Draft(model=model.native, tokens=tokens, least=least)
 
 

@@ -13,12 +13,14 @@ from small_pages import PAGE_TOKENS, small_generator
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.engine.drafts import AcceptanceRate, DraftRequest
+from exl2flow.engine.drafts import Acceptance, DraftRequest, Kind, Proposal, hybrid
+from exl2flow.engine.drafts.suffixes import REVERTIBLE, SuffixAutomaton
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import (
     Draft,
     Event,
     Generator,
+    HybridDraft,
     LoadedModel,
     NgramDraft,
     Request,
@@ -112,7 +114,7 @@ class Oracle:
     texts: list[list[int]]
     right: float
     tokens: int
-    decoder = None
+    decoder = model = None
 
     def start(self, *_: object) -> "Oracle":
         self._random = random.Random(0)
@@ -122,8 +124,11 @@ class Oracle:
 
     def copy(self, *_: object) -> None: ...
 
-    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
-        return {slot: self._guess([*one.ids], one.most) for slot, one in wanted.items()}
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
+        return {
+            slot: Proposal(self._guess([*one.ids], one.most(Kind.MODEL)), Kind.MODEL)
+            for slot, one in wanted.items()
+        }
 
     def _guess(self, ids: list[int], most: int) -> list[int]:
         for text in self.texts:
@@ -178,7 +183,7 @@ def test_texts_that_were_sent_back_do_not_depend_on_guesses(pages: int, model: L
 
 
 def test_texts_do_not_depend_on_ngrams(model: LoadedModel, expected: list[list[Event]]) -> None:
-    draft = NgramDraft(tokens=7, longest=2)
+    draft = NgramDraft(tokens=7)
 
     found = run(Generator(model, tokens=8192, slots=16, draft=draft), requests())
 
@@ -242,11 +247,15 @@ def test_wrong_guesses_leave_no_trace_in_the_cache(model: LoadedModel) -> None:
     torch.testing.assert_close(*logits, **bound)
 
 
-def test_ngrams_go_on_as_they_did() -> None:
-    guesses = NgramDraft(longest=3).start()
+def proposed(guesses: object, ids: list[int], limit: int = 4) -> list[int]:
+    """Return the draft tokens for a text, of which none were verified before."""
+    request = DraftRequest(owner=guesses, ids=ids, pages=(), limit=limit, acceptance=Acceptance())
+    return [*guesses.propose({0: request})[0].ids]  # type: ignore[attr-defined]  # a proposer
 
-    def after(ids: list[int], most: int = 4) -> list[int]:
-        return guesses.propose({0: DraftRequest(guesses, ids, most)})[0]
+
+def test_ngrams_go_on_as_they_did() -> None:
+    def after(ids: list[int], limit: int = 4) -> list[int]:
+        return proposed(NgramDraft().start(), ids, limit)
 
     assert after([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1, 2]
     assert after([1, 2, 9, 7, 2, 8, 6, 1, 2]) == [9, 7, 2, 8]  # the longest, not the latest
@@ -256,28 +265,90 @@ def test_ngrams_go_on_as_they_did() -> None:
     assert after([5, 6, 5]) == []  # one token is a bad guide
     assert after([1, 2, 3]) == []
     assert after([1]) == []
-    assert after([2**8, 2**9, 2**10, 1, 2]) == []  # bytes that look like ids are none
     assert after([1, 2, 1], 0) == []
 
 
+def test_a_text_that_copies_is_drafted_as_far_as_may_be() -> None:
+    doubtful = Acceptance()
+    for _ in range(20):
+        doubtful.rates[Kind.NGRAM].note(7, 0)
+
+    def after(copied: int) -> int:
+        guesses = NgramDraft().start()
+        ids = [*range(100), *range(copied)]
+        request = DraftRequest(guesses, ids, (), 7, doubtful)
+        return len(guesses.propose({0: request})[0].ids)
+
+    assert [after(copied) for copied in (1, 2, 19, 20, 50)] == [0, 1, 1, 7, 7]
+
+
 def test_ngrams_follow_a_text_that_was_cut_back() -> None:
-    guesses = NgramDraft(longest=2).start()
+    guesses = NgramDraft().start()
     ids = [*range(100), 7, 8]
-    assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [9, 10]
+    assert proposed(guesses, ids, 2) == [9, 10]
 
     ids[-2:] = [20, 21, 22]
 
-    assert guesses.propose({0: DraftRequest(guesses, ids, 2)})[0] == [23, 24]
+    assert proposed(guesses, ids, 2) == [23, 24]
 
 
-def test_acceptance_rate_follows_the_accepted_tokens() -> None:
-    good, bad = AcceptanceRate(), AcceptanceRate()
+def test_long_prompts_are_looked_at_piece_by_piece() -> None:
+    guesses, ids = NgramDraft().start(), [*range(1500), 7, 8]
+
+    assert proposed(guesses, ids, 2) == []
+    assert proposed(guesses, ids, 2) == [9, 10]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_end_that_occurred_before_is_found(seed: int) -> None:
+    """Also after tokens were taken back, more of them than are remembered."""
+    chance, text, ids = random.Random(seed), SuffixAutomaton(), list[int]()
+    for _ in range(60):
+        if chance.random() < 0.2 and ids:
+            del ids[-chance.randint(1, REVERTIBLE + 6) :]
+        ids += [chance.randrange(3) for _ in range(chance.randint(0, 4))]
+
+        assert text.follow(ids, most=len(ids))
+
+        places = {
+            count: [e for e in range(count, len(ids)) if ids[e - count : e] == ids[-count:]]
+            for count in range(1, len(ids))
+        }
+        longest = max((count for count, ends in places.items() if ends), default=0)
+        assert text.match.length == longest
+        assert not longest or text.match.end in places[longest]
+
+
+def test_acceptance_rates_follow_the_accepted_tokens() -> None:
+    acceptance = Acceptance()
+    good, bad = (acceptance.rates[kind] for kind in ("model", "ngram"))
     for _ in range(20):
-        good.note(good.tokens, good.tokens)
+        good.note(min(good.tokens, 7), min(good.tokens, 7))
         bad.note(bad.tokens, 0)
 
-    assert (good.tokens, bad.tokens) == (7, 1)
-    assert bad.drafted > bad.accepted == 0
+    assert good.tokens >= 7
+    assert bad.tokens == 1
+    assert acceptance.counts["ngram"] == (bad.drafted, 0)
+
+
+def test_copies_and_a_model_take_turns(
+    model: LoadedModel, expected: list[list[Event]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft model has read what was copied meanwhile: it is the model, so it is right."""
+    monkeypatch.setattr(hybrid, "LONG", 2)
+    draft = HybridDraft(other=Draft(model=model, tokens=3, least=0.0))
+    generator = Generator(model, tokens=8192, slots=16, draft=draft)
+
+    found = run(generator, requests())
+    [events] = run(generator, [Request(STORY, settings=GREEDY, stops=(), max_new_tokens=150)])
+
+    assert [*map(seen, found)] == [*map(seen, expected)]
+    counts = events[-1].statistics
+    assert counts is not None
+    drafted, accepted = counts.drafts[Kind.MODEL]
+    assert accepted == drafted > 0
+    assert counts.drafts[Kind.NGRAM][0] > 10
+    assert counts.steps * 2 < counts.new_tokens
 
 
 def test_many_texts_are_drafted_less(model: LoadedModel) -> None:
@@ -294,7 +365,5 @@ def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:
         Generator(model, tokens=512, draft=Draft(model=other))
     with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
         NgramDraft(tokens=8)
-    with pytest.raises(ConfigError, match="`longest` of a draft is 1"):
-        NgramDraft(longest=1)
     with pytest.raises(ConfigError, match="`least` of a draft is"):
         Draft(model=model, least=1.5)
