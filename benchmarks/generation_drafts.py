@@ -11,7 +11,7 @@ import torch
 from generation_jobs import GREEDY
 
 from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
-from exl2flow.engine.drafts import Drafter, DraftRequest
+from exl2flow.engine.drafts import Drafter, DraftKind, DraftRequest, Proposal
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.generate.draft_positions import restored
 from exl2flow.engine.sampling import Kind
@@ -31,7 +31,7 @@ class Known:
     text: Sequence[int]
     right: float
     tokens: int = 4
-    decoder = None
+    decoder = model = None
 
     def start(self, *_: object) -> "Known":
         self._random = random.Random(0)
@@ -41,14 +41,13 @@ class Known:
 
     def copy(self, *_: object) -> None: ...
 
-    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, list[int]]:
-        return {
-            slot: [
-                token if self._random.random() < self.right else 5
-                for token in self.text[len(one.ids) : len(one.ids) + one.most]
-            ]
-            for slot, one in wanted.items()
-        }
+    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
+        return {slot: Proposal(self._guess(one), DraftKind.MODEL) for slot, one in wanted.items()}
+
+    def _guess(self, wanted: DraftRequest) -> list[int]:
+        end = len(wanted.ids) + min(self.tokens, wanted.most(DraftKind.MODEL))
+        known = self.text[len(wanted.ids) : end]
+        return [token if self._random.random() < self.right else 5 for token in known]
 
 
 @torch.inference_mode()

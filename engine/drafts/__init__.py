@@ -4,15 +4,15 @@ from exl2flow.engine.drafts.acceptance_rate import Acceptance
 from exl2flow.engine.drafts.hybrid import HybridDraft
 from exl2flow.engine.drafts.model import Draft
 from exl2flow.engine.drafts.ngram import NgramDraft
-from exl2flow.engine.drafts.proposer import Drafter, DraftRequest, Kind, Proposal, SharedSlots
+from exl2flow.engine.drafts.proposer import Drafter, DraftKind, DraftRequest, Proposal, SharedSlots
 
 __all__ = [
     "Acceptance",
     "Draft",
+    "DraftKind",
     "DraftRequest",
     "Drafter",
     "HybridDraft",
-    "Kind",
     "NgramDraft",
     "Proposal",
     "SharedSlots",

@@ -44,7 +44,7 @@ class Acceptance:
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Kind → draft tokens, and accepted ones."""
+        """DraftKind → draft tokens, and accepted ones."""
         return {
             kind: (rate.drafted, rate.accepted) for kind, rate in self.rates.items() if rate.drafted
         }

@@ -18,8 +18,8 @@ from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
+    DraftKind,
     DraftRequest,
-    Kind,
     Proposal,
     SharedSlots,
     check,
@@ -127,10 +127,10 @@ class ModelProposer:
             going = {slot for slot in going if position < most[slot]}
             if going:
                 self._pass(slots, position)
-        return {slot: Proposal(ids, Kind.MODEL) for slot, ids in drafts.items()}
+        return {slot: Proposal(ids, DraftKind.MODEL) for slot, ids in drafts.items()}
 
     def _most(self, request: DraftRequest) -> int:
-        return min(request.most(Kind.MODEL), self._proposed.shape[1])
+        return min(request.most(DraftKind.MODEL), self._proposed.shape[1])
 
     def _catch_up(self, requests: Mapping[int, DraftRequest]) -> None:
         """Read the tokens of texts that grew without this model, all but the last two."""

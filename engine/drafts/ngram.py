@@ -6,8 +6,8 @@ from weakref import WeakKeyDictionary
 
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
+    DraftKind,
     DraftRequest,
-    Kind,
     Proposal,
     check,
 )
@@ -62,8 +62,8 @@ class NgramProposer:
     def continued(self, request: DraftRequest, match: Match) -> Proposal:
         """Return what followed; it may repeat itself."""
         if match.length < SHORTEST:
-            return Proposal([], Kind.NGRAM)
-        most = request.limit if match.length >= COPIED else request.most(Kind.NGRAM)
+            return Proposal([], DraftKind.NGRAM)
+        most = request.limit if match.length >= COPIED else request.most(DraftKind.NGRAM)
         most = min(most, self._tokens)
         period = request.ids[match.end : match.end + most]
-        return Proposal([period[i % len(period)] for i in range(most)], Kind.NGRAM)
+        return Proposal([period[i % len(period)] for i in range(most)], DraftKind.NGRAM)

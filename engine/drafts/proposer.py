@@ -27,7 +27,7 @@ class SharedSlots(NamedTuple):
     graphs: GraphPool
 
 
-class Kind(StrEnum):
+class DraftKind(StrEnum):
     """What proposed draft tokens."""
 
     MODEL = "model"
@@ -47,7 +47,7 @@ class DraftRequest(NamedTuple):
     limit: int
     acceptance: Acceptance
 
-    def most(self, kind: Kind) -> int:
+    def most(self, kind: DraftKind) -> int:
         """Return how many draft tokens of a kind are worth proposing, `limit` at most."""
         return min(self.limit, self.acceptance.rates[kind].tokens)
 
@@ -56,7 +56,7 @@ class Proposal(NamedTuple):
     """Draft tokens, and what proposed them."""
 
     ids: Sequence[int]
-    kind: Kind
+    kind: DraftKind
 
 
 class Proposer(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from exl2flow.engine.chat import all_tool_formats
-from exl2flow.engine.drafts import Kind
+from exl2flow.engine.drafts import DraftKind
 from exl2flow.engine.generate.event import Reason
 from exl2flow.serve.answers.answer import BROKEN, RunningAnswer
 from exl2flow.serve.answers.fields import HARMLESS
@@ -30,7 +30,7 @@ TIERS = ("gpu", "ram", "disk")  # where parts of prompts are found
 # values of labels that are known before they are counted
 KNOWN = {
     "tier": TIERS,
-    "draft": tuple(Kind),
+    "draft": tuple(DraftKind),
     "finished_reason": get_args(Reason),
     "format": tuple(all_tool_formats()),
     "parsed": ("True", "False"),

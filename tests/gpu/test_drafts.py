@@ -11,6 +11,7 @@ from exl2flow.inference import (
     Draft,
     Event,
     Generator,
+    HybridDraft,
     LoadedModel,
     NgramDraft,
     Request,
@@ -54,10 +55,11 @@ def ids_of(events: list[Event]) -> list[int]:
 
 
 def drafts(model: LoadedModel) -> list[Drafter]:
-    return [NgramDraft(), NgramDraft(tokens=7, longest=2), Draft(model=model, tokens=3, least=0.0)]
+    other = Draft(model=model, tokens=3, least=0.0)
+    return [NgramDraft(), NgramDraft(tokens=3), other, HybridDraft(other=other)]
 
 
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", range(4))
 def test_recorded_steps_draft_what_launched_ones_do(model: LoadedModel, which: int) -> None:
     hot = SamplingSettings(temperature=1.5, repetition_penalty=1.1)
     requests = [
@@ -77,7 +79,7 @@ def test_recorded_steps_draft_what_launched_ones_do(model: LoadedModel, which: i
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("which", range(4))
 def test_greedy_texts_are_those_without_guesses(model: LoadedModel, which: int, slots: int) -> None:
     requests = [
         Request([9, 5, 7 + i], settings=GREEDY, stops=(), max_new_tokens=150, logits=True)

@@ -13,7 +13,7 @@ from small_pages import PAGE_TOKENS, small_generator
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.engine.drafts import Acceptance, DraftRequest, Kind, Proposal, hybrid
+from exl2flow.engine.drafts import Acceptance, DraftKind, DraftRequest, Proposal, hybrid
 from exl2flow.engine.drafts.suffixes import REVERTIBLE, SuffixAutomaton
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import (
@@ -126,7 +126,7 @@ class Oracle:
 
     def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         return {
-            slot: Proposal(self._guess([*one.ids], one.most(Kind.MODEL)), Kind.MODEL)
+            slot: Proposal(self._guess([*one.ids], one.most(DraftKind.MODEL)), DraftKind.MODEL)
             for slot, one in wanted.items()
         }
 
@@ -271,7 +271,7 @@ def test_ngrams_go_on_as_they_did() -> None:
 def test_a_text_that_copies_is_drafted_as_far_as_may_be() -> None:
     doubtful = Acceptance()
     for _ in range(20):
-        doubtful.rates[Kind.NGRAM].note(7, 0)
+        doubtful.rates[DraftKind.NGRAM].note(7, 0)
 
     def after(copied: int) -> int:
         guesses = NgramDraft().start()
@@ -345,9 +345,9 @@ def test_copies_and_a_model_take_turns(
     assert [*map(seen, found)] == [*map(seen, expected)]
     counts = events[-1].statistics
     assert counts is not None
-    drafted, accepted = counts.drafts[Kind.MODEL]
+    drafted, accepted = counts.drafts[DraftKind.MODEL]
     assert accepted == drafted > 0
-    assert counts.drafts[Kind.NGRAM][0] > 10
+    assert counts.drafts[DraftKind.NGRAM][0] > 10
     assert counts.steps * 2 < counts.new_tokens
 
 
