@@ -39,7 +39,7 @@ from exl2flow.quant.tune.distill import STEP_TOKENS, Distillation
 from exl2flow.quant.tune.tuned_model import LOGIT_BYTES, TunedModel
 from exl2flow.quant.tune.windows import train_windows, window_bytes, windows
 from exl2flow.quant.tune.written import TUNING_FILE, Options, write_linears
-from exl2flow.quant.walk.needs import FLOAT, HALF, ModelSizes
+from exl2flow.quant.walk.needs import FLOAT, HALF, LIBRARIES, ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import STATE_FILES
 
@@ -102,7 +102,8 @@ def needs(config: TrainedOptions, sizes: ModelSizes) -> Need:
             kept_bytes=sizes.packed,
             passing_bytes=STATE_FILES * states,
             holds="sublayer",
-            **sizes.on_gpu(working, states),
+            pinned_bytes=states if sizes.card else 0,
+            gpu_memory_bytes=min(LIBRARIES + working, memory) if memory else 0,
         )
     plain = sum(map(math.prod, plain_tensors(spec).values()))
     trained = plain - (0 if options.embedding_rate else spec.vocab_size * spec.hidden_size)

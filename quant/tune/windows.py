@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -118,7 +119,9 @@ class Windows:
             training: rows to train on, int64 (rows, t).
             judging: text → rows that only judge, int64 (rows, t).
         """
-        self.run, self.source, self.own, self.matrices = run, source, own, matrices
+        # a window takes all of a GPU that it may, so states are in main memory
+        self.source, self.own = (replace(model, keeps_states=False) for model in (source, own))
+        self.run, self.matrices = run, matrices
         self.texts, self.judges = judging, Judges(judging)
         self.rows = torch.cat([training, self.judges.rows])
         factors = run.inputs.get("sensitivity")

@@ -17,9 +17,11 @@ from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.quantize.stage import HEAD_FILE, result_files
+from exl2flow.quant.tune.stage import TUNE as TUNE_STAGE
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.tune.windows import window_bytes, windows
 from exl2flow.quant.tune.written import TUNING_FILE
+from exl2flow.quant.walk.needs import FLOAT, Card, ModelSizes
 
 LAYERS = 2
 TUNE = {"layers": 1, "steps": 8, "tokens": 64, "rows": 0}
@@ -102,6 +104,22 @@ def test_windows_are_whole_layers(tmp_path: Path) -> None:
     sizes = [tune_memory(spec, TuneOptions(layers=n), 64) for n in (1, 2, 3)]
     assert sizes == sorted(set(sizes))
     assert sizes[1] == window_bytes(spec, parts[0], 64)
+
+
+def test_states_wait_in_main_memory_beside_a_gpu(quantized: Pipeline) -> None:
+    config, spec = quantized.config, resolve(quantized.config.source)
+    assert TUNE_STAGE.needs is not None
+
+    card = Card(name="small", memory=1 << 31)
+    alone, beside = (
+        TUNE_STAGE.needs(config, ModelSizes(spec, where, packed=1, factors=0))
+        for where in (None, card)
+    )
+
+    states = FLOAT * spec.hidden_size * config.calibration.row_tokens * config.calibration.rows
+    assert alone.pinned_bytes == alone.gpu_memory_bytes == 0
+    assert alone.memory_bytes > beside.pinned_bytes > 2 * states
+    assert tune_memory(spec, config.tune, 64, 1 << 31) < beside.gpu_memory_bytes < 1 << 31
 
 
 def test_the_model_comes_closer_to_its_source(tuned: Pipeline) -> None:
