@@ -155,7 +155,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ConversionConfig:
         bpw=5.5,
         measurement=foreign_measurement(root / "measurement.json", resolve(source)),
         calibration=calibrated_on(text_parquet(root / "text.parquet"), (12, 64), (1, 64)),
-        rounding={"rounds": 1, "sweeps": 1, "block_steps": 8},
+        rounding={"rounds": 1, "sweeps": 1, "block_steps": 2},
     )
 
 

@@ -307,7 +307,7 @@ def test_training_in_vain_is_tried_again_with_smaller_steps(
     monkeypatch.setattr(store, "STATES_INTERVAL_SECONDS", 0.0)
     made = []
     for disturbed in (False, True):
-        pipeline = untuned(code_rate=0.5, tokens=256)
+        pipeline = untuned(code_rate=0.5, tokens=128)
         if disturbed:
             with pytest.raises(Crash):
                 pipeline.run("tune", progress=after(STEPS + 4, crash))
