@@ -117,8 +117,7 @@ class LoadOptions(PlacementOptions):
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
         default=False,
-        description="draft tokens copied from the text so far; with a draft model, where the text "
-        "repeats itself",
+        description="draft tokens by n-grams; also with `draft`",
     )
     draft_tokens: Annotated[int | None, Option("N", DRAFTS, rare=True)] = Field(
         default=None,
