@@ -16,6 +16,7 @@ from exl2flow.model.config.family import (
     Experts,
     Family,
     HeadNorms,
+    MtpNames,
     Multipliers,
     NopeRule,
     Packing,
@@ -698,6 +699,7 @@ QWEN3_NEXT = replace(
     has_state=True,
     packed_state=True,
     has_gate=True,
+    mtp=MtpNames("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
     carried=("mtp.",),
     experts=QWEN3_NEXT_EXPERTS,
     defaults=(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from exl2flow.kernels import Scores
 
@@ -24,6 +25,18 @@ class Multipliers(StrEnum):
     COHERE = "cohere"  # `logit_scale`
     GRANITE = "granite"  # `embedding_multiplier`, `residual_multiplier`, `logits_scaling`
     MINICPM = "minicpm"  # `scale_emb`, `scale_depth`, `dim_model_base`
+
+
+class MtpNames(NamedTuple):
+    """Names of an MTP block: what precedes all, its first two norms, and what joins their outputs.
+
+    The embedding is joined first, and the state is that behind the model's final norm.
+    """
+
+    prefix: str
+    embedding_norm: str
+    state_norm: str
+    joint: str
 
 
 class WindowRule(StrEnum):
@@ -223,6 +236,7 @@ class Family:
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     packed_heads: bool = False  # fused rows are groups: queries of a key head, key head, value head
     is_transposed: bool = False  # linears of layers are stored as (in, out)
+    mtp: MtpNames | None = None  # of a block that predicts one token more
     carried: tuple[str, ...] = ()  # beginnings of names that EXL2 files keep as stored: towers
     apart: tuple[str, ...] = ()  # beginnings of names that nothing needs
     left_out: tuple[str, ...] = (  # endings of names that nothing needs

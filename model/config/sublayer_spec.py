@@ -9,16 +9,17 @@ from exl2flow.kernels import RouterRule
 from exl2flow.model.config.delta_spec import PlainTensor
 
 SublayerKind = Literal["attention", "delta", "mlp", "parallel", "experts"]
-Role = Literal["q", "k", "v", "o", "qkv", "z", "out", "gate", "up", "down", "head"]
+Role = Literal["q", "k", "v", "o", "qkv", "z", "out", "gate", "up", "down", "head", "joint"]
 ROUTED = "experts."  # begins names of projections in a sublayer
-NormRole = Literal["before", "after", "q", "k", "final"]
+NormRole = Literal["before", "after", "q", "k", "final", "embedding", "state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSpec:
     """One norm.
 
-    role: what it normalizes: a sublayer's input or output, queries, keys, the head's input.
+    role: what it normalizes: a sublayer's input or output, queries, keys, the head's input, what an
+        MTP block joins.
     key: its name, without `.weight`.
     shape: of its weight: (d,), or (heads, head_dim) where each head has its own.
     centered: it subtracts the mean (LayerNorm).
