@@ -257,6 +257,9 @@ GLM4_MOE = Family(
     experts=replace(SIGMOID_EXPERTS, default_count=128),
     drafting_key="num_nextn_predict_layers",
     default_drafting=1,
+    mtp=MtpNames(
+        "enorm", "hnorm", "eh_proj", "shared_head.norm", is_layer=True, reads_normed=False
+    ),
     default_norm_eps=1e-5,
     defaults=(("norm_topk_prob", True),),
 )
@@ -699,7 +702,7 @@ QWEN3_NEXT = replace(
     has_state=True,
     packed_state=True,
     has_gate=True,
-    mtp=MtpNames("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
+    mtp=MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
     carried=("mtp.",),
     experts=QWEN3_NEXT_EXPERTS,
     defaults=(

@@ -28,15 +28,18 @@ class Multipliers(StrEnum):
 
 
 class MtpNames(NamedTuple):
-    """Names of an MTP block: what precedes all, its first two norms, and what joins their outputs.
+    """Names of an MTP block: its first two norms, what joins their outputs, its last norm.
 
-    The embedding is joined first, and the state is that behind the model's final norm.
+    The embedding is joined first. is_layer: it is stored as a layer behind the model's last one,
+    else under `mtp.`. reads_normed: the state that it reads is that behind the model's final norm.
     """
 
-    prefix: str
     embedding_norm: str
     state_norm: str
     joint: str
+    final_norm: str = "norm"
+    is_layer: bool = False
+    reads_normed: bool = True
 
 
 class WindowRule(StrEnum):

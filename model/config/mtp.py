@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from exl2flow.model.config.spec import ModelSpec, expected_tensors
 from exl2flow.model.config.sublayer_spec import NormSpec, ProjectionSpec
 
+PREFIX = "mtp."  # of the names here
+
 
 @dataclass(frozen=True, kw_only=True)
 class MtpSpec:
@@ -17,12 +19,14 @@ class MtpSpec:
 
     layer: the model with that layer alone, the block's final norm, and the model's head.
     joint: reads the normed embedding, then the normed state.
+    reads_normed: whether that is the state behind the model's final norm.
     """
 
     layer: ModelSpec
     embedding_norm: NormSpec
     state_norm: NormSpec
     joint: ProjectionSpec
+    reads_normed: bool
 
     @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
@@ -37,30 +41,49 @@ class MtpSpec:
 
 
 def mtp_of(spec: ModelSpec) -> MtpSpec | None:
-    """Return the block that a model of this family may have; None: it has none."""
+    """Return the block that files of a model may have; None: a model like this has none.
+
+    Names begin with `mtp.`, also of a block that is stored as a layer.
+    """
     row = spec.family.mtp
-    if row is None:
+    if row is None or (row.is_layer and not spec.drafting_layers):
         return None
-    family = replace(spec.family, prefix=row.prefix, carried=(), mtp=None)
-    layer = replace(
+    behind, layer = f"{spec.layers_key}{spec.num_layers}.", f"{PREFIX}layers.0."
+    renames = {
+        f"{behind}{row.embedding_norm}.": f"{PREFIX}{row.embedding_norm}.",
+        f"{behind}{row.state_norm}.": f"{PREFIX}{row.state_norm}.",
+        f"{behind}{row.joint}.": f"{PREFIX}{row.joint}.",
+        f"{behind}{row.final_norm}.": f"{PREFIX}norm.",
+        behind: layer,
+    }
+    family = replace(
+        spec.family,
+        prefix=PREFIX,
+        renames=(*spec.family.renames, *(renames.items() if row.is_layer else ())),
+        carried=(),
+        mtp=None,
+    )
+    alone = replace(
         spec,
         family=family,
         num_layers=1,
         attentions=spec.attending[:1],
         mlps=spec.mlps[-1:],
+        drafting_layers=0,
     )
-    final, hidden = layer.final_norm, spec.hidden_size
+    final, hidden = alone.final_norm, spec.hidden_size
     return MtpSpec(
-        layer=layer,
-        embedding_norm=replace(final, role="embedding", key=f"{row.prefix}{row.embedding_norm}"),
-        state_norm=replace(final, role="state", key=f"{row.prefix}{row.state_norm}"),
+        layer=alone,
+        embedding_norm=replace(final, role="embedding", key=f"{PREFIX}{row.embedding_norm}"),
+        state_norm=replace(final, role="state", key=f"{PREFIX}{row.state_norm}"),
         joint=ProjectionSpec(
             name=row.joint,
-            key=f"{row.prefix}{row.joint}",
+            key=f"{PREFIX}{row.joint}",
             role="joint",
             in_features=2 * hidden,
             out_features=hidden,
             has_bias=False,
             capture="joined",
         ),
+        reads_normed=row.reads_normed,
     )

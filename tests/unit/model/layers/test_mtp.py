@@ -1,6 +1,6 @@
 """MTP blocks against transformers', one token behind the model's and chained."""
 
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +8,24 @@ import pytest
 import torch
 from checkpoints import make_checkpoint, reference_model
 from safetensors.torch import load_file, save_file
+from tiny import make_tiny
 from transformers.modeling_layers import MtpModel
 
 from exl2flow.model import CanonicalTensors, build_embedding, build_head, resolve
 from exl2flow.model.config.mtp import mtp_of
 from exl2flow.model.layers.mtp import build_mtp
 
-NAMES = {
-    "enorm.": "pre_fc_norm_embedding.",
-    "hnorm.": "pre_fc_norm_hidden.",
-    "eh_proj.": "fc.",
-    "mtp_block.": "layers.0.",
-    "post_norm.": "norm.",
+QWEN = {
+    "enorm.": "mtp.pre_fc_norm_embedding.",
+    "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.",
+    "mtp_block.": "mtp.layers.0.",
+    "post_norm.": "mtp.norm.",
+}
+GLM = {
+    "post_norm.": "model.layers.2.shared_head.norm.",
+    "mtp_block.": "model.layers.2.",
+    "": "model.layers.2.",
 }
 TOKENS, DEPTH = 12, 4
 
@@ -28,37 +34,41 @@ def with_block(name: str, folder: Path) -> tuple[Path, Any, MtpModel]:
     """Write a checkpoint with a block; return it, and transformers' model and block."""
     source = make_checkpoint(name, folder)
     model = reference_model(name, source)
-    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    is_layer = name == "glm4-moe"
+    model.config.num_mtp_layers = 1
+    if not is_layer:
+        model.config.mtp_layer_types = ["full_attention"]
     block = MtpModel(model, 1).eval()
     generator = torch.Generator().manual_seed(1)
     tensors = load_file(source / "model.safetensors")
-    for key, parameter in block.layers[0].named_parameters():
+    layer = block.layers[0]
+    for key, parameter in [*layer.named_parameters(), *layer.named_buffers()]:
         with torch.no_grad():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 parameter.add_(0.1 * noise)
             else:
                 parameter.copy_(noise * noise.shape[-1] ** -0.5)
-        tensors |= {f"mtp.{n}": t for n, t in stored(key, parameter.detach())}
+        tensors |= stored(key, parameter.detach(), GLM if is_layer else QWEN)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     return source, model, block
 
 
-def stored(key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield names and tensors as published files have them, each expert by itself."""
-    for theirs, ours in NAMES.items():
-        key = ours + key.removeprefix(theirs) if key.startswith(theirs) else key
-    start, _, last = key.rpartition(".")
+def stored(key: str, tensor: torch.Tensor, names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Return a parameter as published files have it, each expert by itself."""
+    begin = next(theirs for theirs in names if key.startswith(theirs))
+    start, _, last = (names[begin] + key.removeprefix(begin)).rpartition(".")
     if tensor.dim() != 3:
-        yield key, tensor.clone()
-        return
+        return {f"{start}.{last}": tensor.clone()}
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-    for expert, matrix in enumerate(tensor):
-        for part, weight in zip(parts, matrix.chunk(len(parts)), strict=True):
-            yield f"{start}.{expert}.{part}.weight", weight.clone()
+    return {
+        f"{start}.{expert}.{part}.weight": weight.clone()
+        for expert, matrix in enumerate(tensor)
+        for part, weight in zip(parts, matrix.chunk(len(parts)), strict=True)
+    }
 
 
-@pytest.mark.parametrize("name", ["qwen3.5-text", "qwen3.5-moe-text", "qwen3-next"])
+@pytest.mark.parametrize("name", ["qwen3.5-text", "qwen3.5-moe-text", "qwen3-next", "glm4-moe"])
 @torch.no_grad()
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     source, model, reference = with_block(name, tmp_path / "model")
@@ -91,11 +101,20 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         ours = torch.cat([ours, states[:, -1:]], dim=1)
 
 
-def test_a_file_has_all_tensors_of_its_block(tmp_path: Path) -> None:
-    source, _, _ = with_block("qwen3.5-text", tmp_path / "model")
+@pytest.mark.parametrize("name", ["qwen3.5-text", "glm4-moe"])
+def test_a_file_has_all_tensors_of_its_block(name: str, tmp_path: Path) -> None:
+    source, _, _ = with_block(name, tmp_path / "model")
     found = mtp_of(resolve(source))
     assert found is not None
 
-    stored = {n: tuple(t.shape) for n, t in load_file(source / "model.safetensors").items()}
+    tensors = CanonicalTensors(found.layer)
 
-    assert found.tensors == {n: s for n, s in stored.items() if n.startswith("mtp.")}
+    ours = {n: tensors.shape(n) for n in tensors.names if n.startswith("mtp.")}
+    assert found.tensors == ours
+
+
+def test_other_models_have_none(tmp_path: Path) -> None:
+    spec = resolve(make_checkpoint("glm4-moe", tmp_path / "model"))
+
+    assert mtp_of(replace(spec, drafting_layers=0)) is None
+    assert mtp_of(resolve(make_tiny("llama", tmp_path / "llama"))) is None
