@@ -211,9 +211,7 @@ class RunningAnswer:
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(c.drafted_tokens for c in counts) - accepted,
                 "decode_steps": sum(c.steps for c in counts),
-                "drafts": {
-                    kind: {"drafted": drafted, "accepted": chosen}
-                    for kind, (drafted, chosen) in drafts.items()
-                },
+                **{f"{kind}_drafted_tokens": pair[0] for kind, pair in drafts.items()},
+                **{f"{kind}_accepted_tokens": pair[1] for kind, pair in drafts.items()},
             },
         }
