@@ -32,6 +32,7 @@ class Known:
     right: float
     tokens: int = 4
     decoder = model = None
+    reads_states = False
 
     def start(self, *_: object) -> "Known":
         self._random = random.Random(0)

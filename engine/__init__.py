@@ -1,7 +1,7 @@
 """The engine that runs models: load them, generate text, converse."""
 
 from exl2flow.engine.adapters import Adapter
-from exl2flow.engine.drafts import Draft, HybridDraft, NgramDraft
+from exl2flow.engine.drafts import Draft, HybridDraft, Mtp, NgramDraft
 from exl2flow.engine.generate import (
     AsyncGenerator,
     Event,
@@ -22,6 +22,7 @@ __all__ = [
     "HybridDraft",
     "Job",
     "LoadedModel",
+    "Mtp",
     "NgramDraft",
     "PromptCache",
     "Request",

@@ -3,6 +3,7 @@
 from exl2flow.engine.drafts.acceptance_rate import Acceptance
 from exl2flow.engine.drafts.hybrid import HybridDraft
 from exl2flow.engine.drafts.model import Draft
+from exl2flow.engine.drafts.mtp import Mtp
 from exl2flow.engine.drafts.ngram import NgramDraft
 from exl2flow.engine.drafts.proposer import Drafter, DraftKind, DraftRequest, Proposal, SharedSlots
 
@@ -13,6 +14,7 @@ __all__ = [
     "DraftRequest",
     "Drafter",
     "HybridDraft",
+    "Mtp",
     "NgramDraft",
     "Proposal",
     "SharedSlots",

@@ -7,6 +7,7 @@ import torch
 
 from exl2flow.engine.cache.views import Segment
 from exl2flow.engine.drafts.model import Draft, ModelProposer
+from exl2flow.engine.drafts.mtp import Mtp, MtpProposer
 from exl2flow.engine.drafts.ngram import NgramDraft, NgramProposer
 from exl2flow.engine.drafts.proposer import DraftRequest, Proposal, SharedSlots
 from exl2flow.engine.loading.load import LoadedModel
@@ -19,7 +20,7 @@ LONG = 8  # tokens that occurred before, after which a copy is likelier than wha
 class HybridDraft:
     """Proposes a copy behind a long match, and what a draft model says elsewhere."""
 
-    other: Draft
+    other: Draft | Mtp
     copies: NgramDraft = field(default_factory=NgramDraft)
 
     @property
@@ -28,9 +29,14 @@ class HybridDraft:
         return max(self.other.tokens, self.copies.tokens)
 
     @property
-    def model(self) -> LoadedModel:
-        """The draft model."""
+    def model(self) -> LoadedModel | None:
+        """The draft model, if there is one."""
         return self.other.model
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether the other kind reads the model's states."""
+        return self.other.reads_states
 
     def start(self, model: LoadedModel, slots: SharedSlots) -> "HybridProposer":
         """Reserve what both need; see `Draft.start`."""
@@ -40,19 +46,19 @@ class HybridDraft:
 class HybridProposer:
     """Asks the draft model only while a text does not copy."""
 
-    def __init__(self, copies: NgramProposer, other: ModelProposer) -> None:
+    def __init__(self, copies: NgramProposer, other: ModelProposer | MtpProposer) -> None:
         self._copies, self._other = copies, other
 
     @property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Decoder | None:
         return self._other.decoder
 
     @property
     def stored(self) -> list[torch.Tensor]:
         return self._other.stored
 
-    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
-        self._other.read(tokens, segments)
+    def read(self, tokens: torch.Tensor, segments: Sequence[Segment], states: torch.Tensor) -> None:
+        self._other.read(tokens, segments, states)
 
     def copy(self, pages: torch.Tensor) -> None:
         self._other.copy(pages)

@@ -44,6 +44,7 @@ class Draft:
     model: LoadedModel
     tokens: int = 4
     least: float = 0.25
+    reads_states = False
 
     def __post_init__(self) -> None:
         check_loaded("model", self.model)
@@ -91,7 +92,12 @@ class ModelProposer:
     def stored(self) -> list[torch.Tensor]:
         return self.cache.tensors
 
-    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
+    def read(
+        self,
+        tokens: torch.Tensor,
+        segments: Sequence[Segment],
+        states: torch.Tensor | None = None,
+    ) -> None:
         view = PromptView(self.cache, segments)
         self.decoder.fill(tokens, view, self._angles.at(view.positions))
 

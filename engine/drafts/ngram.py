@@ -27,6 +27,7 @@ class NgramDraft:
 
     tokens: int = MOST_DRAFTED
     model = None
+    reads_states = False
 
     def __post_init__(self) -> None:
         check("tokens", self.tokens, 1, MOST_DRAFTED)

@@ -19,18 +19,24 @@ MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies
 
 
 class SharedSlots(NamedTuple):
-    """The slots of a generator as runners and draft models share them; see `DeviceSlots`."""
+    """The slots of a generator as runners and draft models share them; see `DeviceSlots`.
+
+    hidden: (slots, 1 + drafts, hidden), states that the last pass left, before the final norm, the
+    first one behind the token that was read first; None if no draft reads them.
+    """
 
     cache: PagedCache
     tables: torch.Tensor
     lengths: torch.Tensor
     graphs: GraphPool
+    hidden: torch.Tensor | None = None
 
 
 class DraftKind(StrEnum):
     """What proposed draft tokens."""
 
     MODEL = "model"
+    MTP = "mtp"
     NGRAM = "ngram"
 
 
@@ -70,8 +76,8 @@ class Proposer(Protocol):
     def stored(self) -> Sequence[torch.Tensor]:
         """The tensors of its cache, if any, which has the pages of the generator's."""
 
-    def read(self, tokens: torch.Tensor, segments: Sequence[Segment]) -> None:
-        """Follow a pass over prompts, int64 (1, t)."""
+    def read(self, tokens: torch.Tensor, segments: Sequence[Segment], states: torch.Tensor) -> None:
+        """Follow a pass over prompts, int64 (1, t); states: of its tokens, if it reads them."""
 
     def copy(self, pages: torch.Tensor) -> None:
         """Follow the copy of pages, int64 (2, n): sources and targets."""
@@ -83,13 +89,16 @@ class Proposer(Protocol):
 class Drafter(Protocol):
     """Options of speculative decoding.
 
-    tokens: the most draft tokens per text and step; model: that proposes them, if one does.
+    tokens: the most draft tokens per text and step; model: that proposes them, if one does;
+    reads_states: whether the proposer needs the model's hidden states.
     """
 
     @property
     def tokens(self) -> int: ...
     @property
     def model(self) -> LoadedModel | None: ...
+    @property
+    def reads_states(self) -> bool: ...
     def start(self, model: LoadedModel, slots: SharedSlots) -> Proposer: ...
 
 

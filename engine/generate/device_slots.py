@@ -85,7 +85,12 @@ class DeviceSlots:
         self.failure: Exception | None = None
         self._ranks = model.ranks
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
-        shared = SharedSlots(cache, self.tables, self.lengths, self.graphs)
+        self._hidden: torch.Tensor | None = None
+        if draft is not None and draft.reads_states:
+            weight = model.decoder.embedding.weight
+            room = slots, 1 + drafts, weight.shape[1]
+            self._hidden = torch.zeros(room, dtype=weight.dtype, device=device)
+        shared = SharedSlots(cache, self.tables, self.lengths, self.graphs, self._hidden)
         self.runner = Runner(
             model,
             shared,
@@ -198,7 +203,8 @@ class DeviceSlots:
 
     def move(self, source: int, target: int) -> None:
         """Move a sequence to a free slot."""
-        for tensor in (self.tables, self.lengths, self.ids):
+        own = () if self._hidden is None else (self._hidden,)
+        for tensor in (self.tables, self.lengths, self.ids, *own):
             tensor[target] = tensor[source]
         if self.cache.states is not None:
             self.cache.states.move(source, target)
@@ -220,10 +226,13 @@ class DeviceSlots:
         ids: of one segment after another; embeddings: (hidden,) for each id from `FIRST_EMBEDDING`
         on, in order; adapters: of each segment; states: return them, else none.
         """
-        hidden = self.runner.read(ids, segments, embeddings, adapters, states=states)
+        states = states or self._hidden is not None
+        found = self.runner.read(ids, segments, embeddings, adapters, states=states)
+        hidden = self.no_hidden if found is None else found
         if self.proposer is not None:
-            self.proposer.read(on_device(torch.tensor([ids]), self.cache.device), segments)
-        return self.no_hidden if hidden is None else hidden
+            tokens = on_device(torch.tensor([ids]), self.cache.device)
+            self.proposer.read(tokens, segments, hidden)
+        return hidden
 
     def copy(self, copy: Copy | None) -> None:
         """Copy a page."""

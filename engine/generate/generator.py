@@ -135,8 +135,8 @@ class Generator:
                 fit in the free memory.
             slots: sequences that run at once.
             chunk: prompt tokens per pass (chunked prefill), a multiple of `page_tokens`.
-            draft: a `Draft`, an `NgramDraft`, or a `HybridDraft` of both (speculative decoding);
-                texts do not depend on it.
+            draft: a `Draft`, an `Mtp`, an `NgramDraft`, or a `HybridDraft` of two (speculative
+                decoding); texts do not depend on it.
             keep: where pages go that the cache has no room for, and all of them with `close`; how
                 much memory snapshots of states may take.
             page_tokens: of a page of the cache; kernels for GPUs know only 256.

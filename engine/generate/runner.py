@@ -17,7 +17,7 @@ from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.engine.loading.team import Counterpart, mirrored
 from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import GraphPool
-from exl2flow.model import KvCache, LayerCache, RopeTables
+from exl2flow.model import Decoder, KvCache, LayerCache, RopeTables
 from exl2flow.model.layers.span import Span
 
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Runner:
             self._places,
             Sequences(slots.tables, slots.lengths, ids),
             decoder=adapters.for_slots,
-            end=lambda decoder, hidden: positions.put(decoder.head(hidden)),
+            end=self._ended(slots.hidden, positions),
             bring=self._bring,
         )
         self._tails: TailPrefill | None = None
@@ -74,6 +74,19 @@ class Runner:
             for place in self._places
             if place.cache.here
         ]
+
+    @staticmethod
+    def _ended(
+        kept: torch.Tensor | None, positions: DraftPositions
+    ) -> Callable[[Decoder, torch.Tensor], None]:
+        """Return what a step does with the last states (slots, tokens, hidden)."""
+
+        def end(decoder: Decoder, hidden: torch.Tensor) -> None:
+            if kept is not None:
+                kept[: hidden.shape[0], : hidden.shape[1]] = hidden
+            positions.put(decoder.head(hidden))
+
+        return end
 
     @mirrored
     def read(

@@ -50,7 +50,7 @@ def samples(registry: CollectorRegistry, model: str) -> dict[str, dict[frozenset
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "tier": TIERS,
-    "draft": ("model", "ngram"),
+    "draft": ("model", "mtp", "ngram"),
     "finished_reason": get_args(Reason),
     "format": tuple(all_tool_formats()),
     "parsed": ("True", "False"),

@@ -115,6 +115,7 @@ class Oracle:
     right: float
     tokens: int
     decoder = model = None
+    reads_states = False
 
     def start(self, *_: object) -> "Oracle":
         self._random = random.Random(0)

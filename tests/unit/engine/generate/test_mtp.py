@@ -1,0 +1,114 @@
+"""Drafts by the model's own block: the same texts, and what the block says of the whole text."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from bounds import near, terms_of
+from mtp_checkpoints import with_block
+from tiny import make_tiny
+
+from exl2flow.core.errors import ConfigError
+from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, hybrid
+from exl2flow.engine.drafts.mtp import MtpProposer
+from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+
+GREEDY = SamplingSettings.greedy()
+HOT = SamplingSettings(temperature=1.5, top_k=0, top_p=0.0)
+
+
+@pytest.fixture(scope="module", params=["qwen3.5-text", "glm4-moe"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    source, _, _ = with_block(request.param, tmp_path_factory.mktemp("mtp") / "model")
+    return load_model(source, device="cpu", max_tokens=512)
+
+
+def requests() -> list[Request]:
+    options: list[dict[str, object]] = [
+        {"settings": GREEDY},
+        {"settings": HOT},
+        {"settings": GREEDY, "banned_strings": ("a", "e")},
+        {"settings": SamplingSettings(cfg_scale=1.5), "prompt": ([5, 6, 7, 8], [6, 7])},
+        {"settings": HOT, "max_new_tokens": 2},
+        {"settings": GREEDY, "prompt": [9]},
+    ]
+    return [
+        Request(**{"prompt": [5, 6, 7, 8 + i], "max_new_tokens": 40, "seed": i, "stops": ()} | more)  # type: ignore[arg-type]  # options by name
+        for i, more in enumerate(options)
+    ]
+
+
+def run(generator: Generator, wanted: list[Request]) -> list[list[Event]]:
+    found = [list[Event]() for _ in wanted]
+    for request, events in zip(wanted, found, strict=True):
+        generator.submit(request, deliver=events.append)
+    while not generator.is_idle:
+        generator.step()
+    assert generator.free_pages == generator.pages
+    return found
+
+
+def ids_of(events: list[Event]) -> list[int]:
+    return [i for event in events for i in event.ids]
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["alone", "with-copies"])
+def test_texts_are_those_without_a_draft(
+    model: LoadedModel, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hybrid, "LONG", 2)
+    mtp = Mtp(tokens=3, least=0.0)
+    draft = HybridDraft(other=mtp) if copies else mtp
+
+    alone, found = (
+        run(Generator(model, tokens=4096, slots=8, draft=one), requests()) for one in (None, draft)
+    )
+
+    assert [*map(ids_of, found)] == [*map(ids_of, alone)]
+    counts = found[0][-1].statistics
+    assert counts is not None
+    assert counts.drafts["mtp"][0] > 0
+
+
+def test_the_block_reads_what_the_text_says(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft token is the likeliest after a pass over the whole text, without a cache."""
+    propose, checked = MtpProposer.propose, list[int]()
+
+    def compared(
+        proposer: MtpProposer, wanted: Mapping[int, DraftRequest]
+    ) -> Mapping[int, Proposal]:
+        found = propose(proposer, wanted)
+        block = proposer._block
+        for slot, request in wanted.items():
+            text = torch.tensor([[*request.ids]])
+            states = proposer._normed(model.decoder.hidden(text[:, :-1]))
+            ids = text[:, 1:]
+            for token in found[slot].ids:
+                made = block.states(ids, states)
+                logits = block.head.logits(made[:, -1])[0]
+                greatest = logits.max()
+                bound = near(logits, terms_of(model.spec, 512))["atol"]
+                assert greatest - logits[token] <= 4 * bound
+                checked.append(token)
+                ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+                states = torch.cat([states, made[:, -1:]], dim=1)
+        return found
+
+    monkeypatch.setattr(MtpProposer, "propose", compared)
+    draft = Mtp(tokens=3, least=0.0)
+
+    run(Generator(model, tokens=2048, slots=2, chunk=256, draft=draft), requests()[:3])
+
+    assert len(checked) > 60
+
+
+def test_models_without_a_block_are_refused(tmp_path: Path) -> None:
+    other = load_model(make_tiny("llama", tmp_path / "tiny"), device="cpu", max_tokens=64)
+
+    with pytest.raises(ConfigError, match=r"has no block that drafts tokens \(MTP\)"):
+        Generator(other, tokens=512, draft=Mtp())
+    with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
+        Mtp(tokens=8)
