@@ -41,7 +41,7 @@ class Mtp:
     """
 
     tokens: int = 3
-    least: float = 0.25
+    least: float = 0.0
     model = None
     reads_states = True
 
