@@ -16,6 +16,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
+from exl2flow.engine.drafts.chain import chained, likeliest
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
     DraftKind,
@@ -117,22 +118,13 @@ class ModelProposer:
         the keys of the last one are still missing. Texts without draft tokens follow it, too.
         """
         self._catch_up(requests)
-        slots, drafts = max(requests) + 1, {slot: list[int]() for slot in requests}
+        slots = max(requests) + 1
         most = {slot: self._most(request) for slot, request in requests.items()}
         last = [requests[slot].ids[-2:] if slot in requests else (0,) for slot in range(slots)]
         pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
         self._ids[:slots, :2] = on_device(pairs, self._ids.device)
-        going, position = {slot for slot in requests if most[slot]}, 0
-        self._pass(slots, position)
-        while going:
-            proposed = self._proposed[:slots, position].tolist()
-            going = {slot for slot in going if proposed[slot][1] >= self._least}
-            for slot in going:
-                drafts[slot].append(int(proposed[slot][0]))
-            position += 1
-            going = {slot for slot in going if position < most[slot]}
-            if going:
-                self._pass(slots, position)
+        run = partial(self._pass, slots)
+        drafts = chained(most, self._proposed, least=self._least, run=run)
         return {slot: Proposal(ids, DraftKind.MODEL) for slot, ids in drafts.items()}
 
     def _most(self, request: DraftRequest) -> int:
@@ -163,11 +155,8 @@ class ModelProposer:
         view = StepView(self.cache, self._slots.tables[:batch], lengths, count=new)
         tokens = ids[:, position + 2 - new : position + 2]
         logits = self.decoder.forward(tokens, view, self._angles.at(view.positions))[:, -1]
-        greatest, best = logits.max(dim=-1)
-        ids[:, position + 2] = best
-        probability = torch.exp(greatest - logits.logsumexp(-1))
-        proposed = torch.stack((best.double(), probability.double()), dim=-1)
-        self._proposed[:batch, position] = proposed
+        self._proposed[:batch, position] = proposed = likeliest(logits)
+        ids[:, position + 2] = proposed[:, 0].long()
 
 
 def check_vocabularies(draft: Tokenizer, model: Tokenizer) -> None:

@@ -15,6 +15,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
+from exl2flow.engine.drafts.chain import chained, likeliest
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
     DraftKind,
@@ -131,7 +132,7 @@ class MtpProposer:
 
     def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         """Return the likeliest tokens of each slot, fewer where the block is unsure."""
-        slots, drafts = max(requests) + 1, {slot: list[int]() for slot in requests}
+        slots = max(requests) + 1
         new = {slot: self._unread(request) for slot, request in requests.items()}
         count = bucket(max(map(len, new.values())))
         count = min(count, self._new.shape[1])
@@ -142,17 +143,8 @@ class MtpProposer:
             tensor = on_device(torch.tensor(values, dtype=target.dtype), target.device)
             (target[:slots, :count] if target.dim() > 1 else target[:slots]).copy_(tensor)
         most = {slot: self._most(request) for slot, request in requests.items()}
-        going, position = {slot for slot in requests if most[slot]}, 0
-        self._pass(slots, count, position)
-        while going:
-            proposed = self._proposed[:slots, position].tolist()
-            going = {slot for slot in going if proposed[slot][1] >= self._least}
-            for slot in going:
-                drafts[slot].append(int(proposed[slot][0]))
-            position += 1
-            going = {slot for slot in going if position < most[slot]}
-            if going:
-                self._pass(slots, 1, position)
+        run = partial(self._pass, slots, count)
+        drafts = chained(most, self._proposed, least=self._least, run=run)
         return {slot: Proposal(ids, DraftKind.MTP) for slot, ids in drafts.items()}
 
     def _unread(self, request: DraftRequest) -> Sequence[int]:
@@ -168,7 +160,7 @@ class MtpProposer:
         return min(request.most(DraftKind.MTP), self._ids.shape[1]) if len(request.ids) > 1 else 0
 
     def _pass(self, slots: int, count: int, position: int) -> None:
-        batch = min(bucket(slots), len(self._ids))
+        batch, count = min(bucket(slots), len(self._ids)), 1 if position else count
         work = partial(self._propose, batch, count, position)
         self._slots.graphs.replay(("mtp", batch, count, position), work)
 
@@ -187,11 +179,8 @@ class MtpProposer:
             states = states.gather(1, rows)
         self._state[:batch] = states
         logits = self._block.head.logits(states)[:, -1]
-        greatest, best = logits.max(dim=-1)
-        self._ids[:batch, position] = best
-        probability = torch.exp(greatest - logits.logsumexp(-1))
-        proposed = torch.stack((best.double(), probability.double()), dim=-1)
-        self._proposed[:batch, position] = proposed
+        self._proposed[:batch, position] = proposed = likeliest(logits)
+        self._ids[:batch, position] = proposed[:, 0].long()
 
 
 def block_of(model: LoadedModel) -> MtpSpec:

@@ -43,6 +43,9 @@ class SuffixAutomaton:
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.ids = array("q")
         self._lengths, self._links = array("q", [0]), array("q", [NONE])
         self._places = array("q", [0])
@@ -58,7 +61,7 @@ class SuffixAutomaton:
         pairs = zip(self.ids[begin:shared], ids[begin:shared], strict=True)
         same = next((i for i, (old, new) in enumerate(pairs, begin) if old != new), shared)
         if len(self.ids) - same > len(self._changes):
-            self.__init__()  # type: ignore[misc]  # everything begins again
+            self._begin()
             same = 0
         while len(self.ids) > same:
             self._take_back()
