@@ -20,7 +20,7 @@ from exl2flow.quant.training.judges import Judges
 from exl2flow.quant.walk.divergence import row_divergences
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.quant.walk.walk import advance
+from exl2flow.quant.walk.walk import advance, save_here
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,7 @@ def divergences(
         for model, hidden in zip(walked, states, strict=True):
             advance(model.sublayer(spec), hidden)
         run.tick(spec.index + 1, len(order) + 1, spec.name)
-        if run.stop.signum is not None or folder.states_are_due():
-            if states[0].is_pinned():
-                torch.cuda.synchronize()  # copies to it may still be running
-            folder.manifest.cursor = spec.index + 1
-            folder.save_states(torch.stack([hidden.cpu() for hidden in states]), spec.index + 1)
-        run.stop_if_asked()
+        save_here(run, states, spec.index + 1, torch.stack)
     expected, *others = (x[..., : reference.spec.hidden_size] for x in states)
     wanted = reference.head()
     return {

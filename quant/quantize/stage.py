@@ -26,7 +26,6 @@ from exl2flow.model import (
     Linear,
     ModelSpec,
     ProjectionSpec,
-    QuantizedLinear,
     Sublayer,
     SublayerSpec,
 )
@@ -40,7 +39,7 @@ from exl2flow.quant.quantize.correction import (
     paired_rows,
 )
 from exl2flow.quant.quantize.routing import experts_in_log
-from exl2flow.quant.quantize.stored_form import Packed, storing
+from exl2flow.quant.quantize.stored_form import Packed, install, storing
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.descent import Metric, refine_together
 from exl2flow.quant.rounding.error_feedback import (
@@ -450,14 +449,6 @@ class Quantizing(MatrixWork):
         for matrix in rounded.values():
             record_stream(matrix.codes, matrix.scale_codes, matrix.max_scales)
         return rounded
-
-
-def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
-    """Put a matrix into a sublayer."""
-    weight = sublayer.linears[projection.name].weight
-    sublayer.linears[projection.name] = QuantizedLinear(
-        matrix, out_features=projection.out_features, dtype=weight.dtype, device=weight.device
-    )
 
 
 @tensor_cores()

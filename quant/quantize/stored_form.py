@@ -1,4 +1,4 @@
-"""Quantized matrices on their way to a file: packed, checked and reported."""
+"""Quantized matrices on their way to a file: packed, checked and reported; and in use."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from exl2flow.core.errors import ReconstructionMismatch
 from exl2flow.core.reports import Json, MatrixReport, SublayerReport
 from exl2flow.core.runtime.background import to_host
 from exl2flow.core.store.files import tensor_bytes, write_tensors
-from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix
+from exl2flow.model import Linear, ProjectionSpec, QuantizedLinear, QuantizedMatrix, Sublayer
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, padded
 from exl2flow.quant.rounding.hessian import relative_error
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
@@ -142,3 +142,19 @@ def storing(
         return write_tensors(path, {name: host[name] for name in stored}, metadata=metadata)
 
     return store
+
+
+def install(sublayer: Sublayer, projection: ProjectionSpec, matrix: QuantizedMatrix) -> None:
+    """Put a matrix into a sublayer."""
+    linear = sublayer.linears[projection.name]
+    sublayer.linears[projection.name] = as_stored(linear, projection, matrix)
+
+
+def as_stored(
+    linear: Linear, projection: ProjectionSpec, matrix: QuantizedMatrix
+) -> QuantizedLinear:
+    """Return a matrix as what takes the place of a linear map, where that is."""
+    weight = linear.weight
+    return QuantizedLinear(
+        matrix, out_features=projection.out_features, dtype=weight.dtype, device=weight.device
+    )

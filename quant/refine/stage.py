@@ -22,14 +22,13 @@ from exl2flow.quant.quantize.routing import experts_in_log
 from exl2flow.quant.quantize.stage import (
     HEAD_FILE,
     MatrixWork,
-    install,
     needs,
     read_report,
     row_errors,
     summary,
     trained_in_log,
 )
-from exl2flow.quant.quantize.stored_form import Packed, Unchanged, storing
+from exl2flow.quant.quantize.stored_form import Packed, Unchanged, install, storing
 from exl2flow.quant.refine.improvement import improve, params_of
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.rounding.coverage import Coverage

@@ -21,10 +21,11 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.runtime.memory import limit_of
 from exl2flow.core.store.files import read_json, read_tensors, write_json
 from exl2flow.core.store.stage import StageRun
-from exl2flow.model import Head, ModelSpec, QuantizedLinear, Sublayer, SublayerSpec
+from exl2flow.model import Head, ModelSpec, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.layers.experts import entering
-from exl2flow.quant.quantize.stage import HEAD_FILE, install, result_files, sublayer_file
+from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
+from exl2flow.quant.quantize.stored_form import as_stored, install
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.training.block import (
@@ -43,7 +44,7 @@ from exl2flow.quant.tune.written import TUNING_FILE, Options, copy_file, write_l
 from exl2flow.quant.walk.divergence import row_divergences
 from exl2flow.quant.walk.needs import FLOAT
 from exl2flow.quant.walk.source_model import SourceModel
-from exl2flow.quant.walk.walk import advance
+from exl2flow.quant.walk.walk import advance, save_here
 
 Window = Sequence[SublayerSpec]
 
@@ -136,13 +137,8 @@ class Windows:
         run.tick(start, len(parts))
         for index in range(start, len(parts)):
             states, detail = self._through(parts[index], states)
-            folder.manifest.cursor = index + 1
             run.tick(index + 1, len(parts), detail)
-            if run.stop.signum is not None or folder.states_are_due():
-                if states[0].is_pinned():
-                    torch.cuda.synchronize()  # copies to it may still be running
-                folder.save_states(torch.cat([group.cpu() for group in states]), index + 1)
-            run.stop_if_asked()
+            save_here(run, states, index + 1, torch.cat)
         source, own, before = states
         count, reference, head = len(before), self.source.head(), self._head()
         for found in (before, own[-count:]):
@@ -239,14 +235,8 @@ class Windows:
             return head
         projection = self.own.spec.head
         matrix = QuantizedMatrix.from_tensors(projection.key, read_tensors(path))
-        weight = head.linear.weight
-        linear = QuantizedLinear(
-            matrix.to(weight.device),
-            out_features=projection.out_features,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        return head.with_linear(linear)
+        matrix = matrix.to(self.own.device)
+        return head.with_linear(as_stored(head.linear, projection, matrix))
 
 
 def train_windows(

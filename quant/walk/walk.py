@@ -7,7 +7,7 @@ not repeated: those sublayers only run forward, from the last saved states or fr
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,6 +152,24 @@ def _walk(
             save_when_due(run, states, spec.index + 1, results, saves, needed=spec.index + 1 < stop)
             begun = time.monotonic()
     return model.entering(states, None) if to_end else None
+
+
+def save_here(
+    run: StageRun[RunOptions],
+    states: Sequence[torch.Tensor],
+    index: int,
+    join: Callable[[list[torch.Tensor]], torch.Tensor],
+) -> None:
+    """Save groups of states, joined, that enter step `index`, if they are due; stop after a signal.
+
+    Unlike `save_when_due` it waits for the disk.
+    """
+    run.folder.manifest.cursor = index
+    if run.stop.signum is not None or run.folder.states_are_due():
+        if states[0].is_pinned():
+            torch.cuda.synchronize()  # copies to it may still be running
+        run.folder.save_states(join([group.cpu() for group in states]), index)
+    run.stop_if_asked()
 
 
 def save_when_due(
