@@ -16,6 +16,7 @@ from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.generate.draft_positions import restored
 from exl2flow.engine.sampling import Kind
 from exl2flow.inference import Event, Generator, LoadedModel, NgramDraft, Request
+from exl2flow.model import ModelSpec, Placement
 
 PROMPTS = (
     "The history of the city begins with",
@@ -31,8 +32,11 @@ class Known:
     text: Sequence[int]
     right: float
     tokens: int = 4
-    decoder = model = None
+    decoder = model = drafted = None
     reads_states = False
+
+    def beside(self, *_: object) -> list[tuple[ModelSpec, Placement]]:
+        return []
 
     def start(self, *_: object) -> "Known":
         self._random = random.Random(0)
@@ -41,6 +45,10 @@ class Known:
     def read(self, *_: object) -> None: ...
 
     def copy(self, *_: object) -> None: ...
+    def follow(self, *_: object) -> None: ...
+
+    def wants(self, wanted: DraftRequest) -> bool:
+        return wanted.most(DraftKind.MODEL) > 0
 
     def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         return {slot: Proposal(self._guess(one), DraftKind.MODEL) for slot, one in wanted.items()}
@@ -65,7 +73,9 @@ def verified(model: LoadedModel, form: str, *, context: int, drafted: int) -> fl
         begun = time.perf_counter()
         steps.forward(1, {0: [6] * drafted})
         with restored(steps.sampler.active) if drafted else nullcontext():
-            steps.positions.prepare([[0.5]] * (1 + drafted), [[6]] * drafted)
+            steps.positions.prepare([[0.5]] * (1 + drafted))
+            if drafted:
+                steps.positions.verify([drafted], steps.ids)
             for place in range(1 + drafted):
                 steps.sample(1, kind, after_draft=place > 0)
         torch.cuda.synchronize()

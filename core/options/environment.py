@@ -22,6 +22,11 @@ def cache_folder() -> Path | None:
     return folder / "exl2flow" if folder.is_absolute() else None
 
 
+def is_tuning() -> bool:
+    """Return whether measurements on this machine decide how it works; see `tuning_file`."""
+    return os.environ.get("EXL2FLOW_TUNING") != "off"
+
+
 def tuning_file() -> Path | None:
     """Return the file that stores tuned kernel launches; None if tuning is off.
 
@@ -29,7 +34,7 @@ def tuning_file() -> Path | None:
     """
     given = os.environ.get("EXL2FLOW_TUNING")
     if given:
-        return None if given == "off" else Path(os.path.expanduser(given))
+        return Path(os.path.expanduser(given)) if is_tuning() else None
     folder = cache_folder()
     return folder / "tuning.json" if folder is not None else None
 

@@ -11,7 +11,7 @@ from exl2flow.engine.drafts.mtp import Mtp, MtpProposer
 from exl2flow.engine.drafts.ngram import NgramDraft, NgramProposer
 from exl2flow.engine.drafts.proposer import DraftRequest, Proposal, SharedSlots
 from exl2flow.engine.loading.load import LoadedModel
-from exl2flow.model import Decoder
+from exl2flow.model import Decoder, ModelSpec, Placement
 
 LONG = 8  # tokens that occurred before, after which a copy is likelier than what a model guesses
 
@@ -38,6 +38,10 @@ class HybridDraft:
         """Whether the other kind reads the model's states."""
         return self.other.reads_states
 
+    def beside(self, model: LoadedModel) -> list[tuple[ModelSpec, Placement]]:
+        """Return what the other kind keeps beside the model."""
+        return self.other.beside(model)
+
     def start(self, model: LoadedModel, slots: SharedSlots) -> "HybridProposer":
         """Reserve what both need; see `Draft.start`."""
         return HybridProposer(self.copies.start(), self.other.start(model, slots))
@@ -48,6 +52,10 @@ class HybridProposer:
 
     def __init__(self, copies: NgramProposer, other: ModelProposer | MtpProposer) -> None:
         self._copies, self._other = copies, other
+
+    @property
+    def drafted(self) -> torch.Tensor | None:
+        return self._other.drafted
 
     @property
     def decoder(self) -> Decoder | None:
@@ -63,6 +71,12 @@ class HybridProposer:
     def copy(self, pages: torch.Tensor) -> None:
         self._other.copy(pages)
 
+    def wants(self, request: DraftRequest) -> bool:
+        return self._copies.wants(request) or self._other.wants(request)
+
+    def follow(self, requests: Mapping[int, DraftRequest]) -> None:
+        self._other.follow(requests)
+
     def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         """Return a copy or the model's tokens for each slot."""
         matches = {slot: self._copies.match(request) for slot, request in requests.items()}
@@ -72,7 +86,7 @@ class HybridProposer:
             if matches[slot].length >= LONG
         }
         if len(found) == len(requests):
-            self._other.see(requests)
+            self._other.follow(requests)
             return found
         others = {
             slot: request._replace(limit=0) if slot in found else request

@@ -16,10 +16,9 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
-from exl2flow.engine.drafts.chain import chained, likeliest
+from exl2flow.engine.drafts.acceptance_rate import DraftKind
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
-    DraftKind,
     DraftRequest,
     Proposal,
     SharedSlots,
@@ -28,7 +27,7 @@ from exl2flow.engine.drafts.proposer import (
 from exl2flow.engine.loading.load import LoadedModel, check_loaded
 from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import bucket
-from exl2flow.model import RopeTables, Tokenizer
+from exl2flow.model import ModelSpec, Placement, RopeTables, Tokenizer
 
 SPARE_IDS = 128  # that one vocabulary may have more than the other
 SHOWN = 20  # characters of a piece
@@ -52,6 +51,10 @@ class Draft:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
         check("least", self.least, 0, 1)
 
+    def beside(self, _: LoadedModel) -> list[tuple[ModelSpec, Placement]]:
+        """Return the draft's model."""
+        return [(self.model.spec, self.model.decoder.placement)]
+
     def start(self, model: LoadedModel, slots: SharedSlots) -> "ModelProposer":
         """Reserve a cache.
 
@@ -73,6 +76,8 @@ class ModelProposer:
     ids: int64 (slots, 2 + tokens), the last two of each text, then draft tokens; proposed: fp64
     (slots, tokens, 2), draft tokens and their probabilities.
     """
+
+    drafted = None
 
     def __init__(self, draft: Draft, slots: SharedSlots) -> None:
         self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least
@@ -105,7 +110,10 @@ class ModelProposer:
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)
 
-    def see(self, requests: Mapping[int, DraftRequest]) -> None:
+    def wants(self, request: DraftRequest) -> bool:
+        return request.most(DraftKind.MODEL) > 0
+
+    def follow(self, requests: Mapping[int, DraftRequest]) -> None:
         """Note texts that go on without this model; what they add is read when it is asked."""
         for request in requests.values():
             read = self._read.get(request.owner, len(request.ids) - 1)
@@ -123,8 +131,18 @@ class ModelProposer:
         last = [requests[slot].ids[-2:] if slot in requests else (0,) for slot in range(slots)]
         pairs = torch.tensor([(ids[0], ids[-1]) for ids in last])
         self._ids[:slots, :2] = on_device(pairs, self._ids.device)
-        run = partial(self._pass, slots)
-        drafts = chained(most, self._proposed, least=self._least, run=run)
+        drafts = {slot: list[int]() for slot in most}
+        going, position = {slot for slot in most if most[slot]}, 0
+        self._pass(slots, position)
+        while going:
+            found = self._proposed[:slots, position].tolist()
+            going = {slot for slot in going if found[slot][1] >= self._least}
+            for slot in going:
+                drafts[slot].append(int(found[slot][0]))
+            position += 1
+            going = {slot for slot in going if position < most[slot]}
+            if going:
+                self._pass(slots, position)
         return {slot: Proposal(ids, DraftKind.MODEL) for slot, ids in drafts.items()}
 
     def _most(self, request: DraftRequest) -> int:
@@ -132,7 +150,7 @@ class ModelProposer:
 
     def _catch_up(self, requests: Mapping[int, DraftRequest]) -> None:
         """Read the tokens of texts that grew without this model, all but the last two."""
-        self.see(requests)
+        self.follow(requests)
         ids, segments = list[int](), list[Segment]()
         for request in requests.values():
             begin, end = self._read[request.owner], len(request.ids) - 2
@@ -155,8 +173,10 @@ class ModelProposer:
         view = StepView(self.cache, self._slots.tables[:batch], lengths, count=new)
         tokens = ids[:, position + 2 - new : position + 2]
         logits = self.decoder.forward(tokens, view, self._angles.at(view.positions))[:, -1]
-        self._proposed[:batch, position] = proposed = likeliest(logits)
-        ids[:, position + 2] = proposed[:, 0].long()
+        greatest, best = logits.max(dim=-1)
+        probability = torch.exp(greatest - logits.logsumexp(-1))
+        self._proposed[:batch, position] = torch.stack((best, probability), dim=-1)
+        ids[:, position + 2] = best
 
 
 def check_vocabularies(draft: Tokenizer, model: Tokenizer) -> None:

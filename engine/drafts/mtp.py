@@ -3,6 +3,9 @@
 The block reads a token and the model's state before it. Those states are left by the model's last
 pass, so what the block stores for accepted tokens comes from the model; behind them it goes on from
 states of its own. A pair of token p and state p - 1 is stored at place p - 1.
+
+All that it reads is on the device: texts, their lengths and states. So the host need not know a
+token before it is drafted from, nor draft tokens before they are verified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,19 +18,18 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
-from exl2flow.engine.drafts.chain import chained, likeliest
+from exl2flow.engine.drafts.acceptance_rate import DraftKind
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
-    DraftKind,
+    ON_DEVICE,
     DraftRequest,
     Proposal,
     SharedSlots,
     check,
 )
 from exl2flow.engine.loading.load import LoadedModel
-from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import bucket
-from exl2flow.model import CanonicalTensors, RopeTables
+from exl2flow.model import CanonicalTensors, ModelSpec, RopeTables
 from exl2flow.model.config.mtp import MtpSpec, mtp_of
 from exl2flow.model.layers.mtp import build_mtp
 from exl2flow.model.layers.placement import Placement
@@ -37,24 +39,26 @@ from exl2flow.model.layers.placement import Placement
 class Mtp:
     """Proposes what the model's own MTP block expects.
 
-    tokens: the most draft tokens per step; least: a token of less probability ends the draft.
-    Raises `ConfigError` for a number out of range.
+    tokens: the most draft tokens per step. Raises `ConfigError` for a number out of range.
     """
 
-    tokens: int = 3
-    least: float = 0.0
+    tokens: int = 4
     model = None
     reads_states = True
 
     def __post_init__(self) -> None:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
-        check("least", self.least, 0, 1)
+
+    def beside(self, model: LoadedModel) -> list[tuple[ModelSpec, Placement]]:
+        """Return the block; raises `ConfigError` as `start` does."""
+        return [(block_of(model).layer, Placement.on(model.decoder.placement.head, 1))]
 
     def start(self, model: LoadedModel, slots: SharedSlots) -> "MtpProposer":
         """Load the block and reserve a cache for it.
 
         Raises:
             ConfigError: the model has no such block, or is split.
+            OutOfDeviceMemory: it does not fit.
         """
         return MtpProposer(self, model, slots)
 
@@ -62,10 +66,7 @@ class Mtp:
 class MtpProposer:
     """The block and its cache, in the slots of a generator.
 
-    new: int64 (slots, 1 + drafts), tokens that the block has not read behind a state of the model;
-    starts: int32 (slots,), their first place; ends: int64 (slots,), the index of the last one;
-    state: (slots, 1, hidden), what the block made last; ids: int64 (slots, drafts), draft tokens;
-    proposed: fp64 (slots, drafts, 2), these and their probabilities.
+    drafted: int64 (slots, drafts), what it proposed last.
     """
 
     decoder = None
@@ -73,7 +74,7 @@ class MtpProposer:
     def __init__(self, draft: Mtp, model: LoadedModel, slots: SharedSlots) -> None:
         found, decoder, device = block_of(model), model.decoder, slots.tables.device
         assert slots.hidden is not None
-        self._slots, self._least, self._hidden = slots, draft.least, slots.hidden
+        self._slots, self._hidden, self._most = slots, slots.hidden, draft.tokens
         self._block = build_mtp(
             found,
             CanonicalTensors(found.layer),
@@ -83,7 +84,8 @@ class MtpProposer:
             device=device,
         )
         self._normed = decoder.head.normed if found.reads_normed else lambda hidden: hidden
-        cache, (size, rows, width) = slots.cache, slots.hidden.shape
+        self._vocabulary = len(decoder.embedding.weight)
+        cache, size = slots.cache, len(slots.hidden)
         self.cache = reserve(
             found.layer,
             pages=cache.pages,
@@ -94,12 +96,7 @@ class MtpProposer:
         places = slots.tables.shape[1] * cache.page_tokens
         self._angles = RopeTables.of(found.layer, places, device)
         self._lengths = WeakKeyDictionary[object, int]()  # of texts at the model's last pass
-        self._new = torch.zeros(size, rows, dtype=torch.int64, device=device)
-        self._starts = torch.zeros(size, dtype=torch.int32, device=device)
-        self._ends = torch.zeros(size, dtype=torch.int64, device=device)
-        self._state = torch.zeros(size, 1, width, dtype=slots.hidden.dtype, device=device)
-        self._ids = torch.zeros(size, draft.tokens, dtype=torch.int64, device=device)
-        self._proposed = torch.zeros(size, draft.tokens, 2, dtype=torch.float64, device=device)
+        self.drafted = torch.zeros(size, draft.tokens, dtype=torch.int64, device=device)
 
     @property
     def stored(self) -> list[torch.Tensor]:
@@ -122,65 +119,73 @@ class MtpProposer:
             self._hidden[segment.slot, 0] = own[-1]
             begin = end
         if moved:
-            view = PromptView(self.cache, moved)
+            view, known = PromptView(self.cache, moved), self._known(torch.cat(ids)[None])
             joined = self._normed(torch.cat(hidden)[None])
-            self._block.states(torch.cat(ids)[None], joined, view, self._angles.at(view.positions))
+            self._block.states(known, joined, view, self._angles.at(view.positions))
 
-    def see(self, requests: Mapping[int, DraftRequest]) -> None:
-        """Follow texts for which nothing is to be proposed now."""
-        self.propose({slot: request._replace(limit=0) for slot, request in requests.items()})
+    def wants(self, request: DraftRequest) -> bool:
+        return self._count(request) > 0
+
+    def follow(self, requests: Mapping[int, DraftRequest]) -> None:
+        self._run(requests, 0)
 
     def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
-        """Return the likeliest tokens of each slot, fewer where the block is unsure."""
-        slots = max(requests) + 1
-        new = {slot: self._unread(request) for slot, request in requests.items()}
-        count = bucket(max(map(len, new.values())))
-        count = min(count, self._new.shape[1])
-        padded = [[*new.get(slot, ()), *[0] * count][:count] for slot in range(slots)]
-        starts = [len(requests[s].ids) - 1 - len(new[s]) if s in new else 0 for s in range(slots)]
-        ends = [len(new[slot]) - 1 if slot in new else 0 for slot in range(slots)]
-        for target, values in ((self._new, padded), (self._starts, starts), (self._ends, ends)):
-            tensor = on_device(torch.tensor(values, dtype=target.dtype), target.device)
-            (target[:slots, :count] if target.dim() > 1 else target[:slots]).copy_(tensor)
-        most = {slot: self._most(request) for slot, request in requests.items()}
-        run = partial(self._pass, slots, count)
-        drafts = chained(most, self._proposed, least=self._least, run=run)
-        return {slot: Proposal(ids, DraftKind.MTP) for slot, ids in drafts.items()}
+        """Propose the likeliest tokens of each slot, which stay on the device."""
+        counts = {slot: self._count(request) for slot, request in requests.items()}
+        self._run(requests, max(counts.values()))
+        return {slot: Proposal([ON_DEVICE] * n, DraftKind.MTP) for slot, n in counts.items()}
 
-    def _unread(self, request: DraftRequest) -> Sequence[int]:
-        """Return the tokens behind states that the model's last pass has left."""
+    def _count(self, request: DraftRequest) -> int:
+        if len(request.ids) < 2:  # there is no state yet
+            return 0
+        return min(request.most(DraftKind.MTP), self._most)
+
+    def _run(self, requests: Mapping[int, DraftRequest], drafts: int) -> None:
+        """Read what texts have got since the model's last pass, and draft behind it."""
+        batch = min(bucket(1 + max(requests)), len(self.drafted))
+        count = bucket(max(self._unread(request) for request in requests.values()))
+        key = batch, min(count, self._hidden.shape[1]), drafts
+        self._slots.graphs.replay(("mtp", *key), partial(self._chain, *key))
+
+    def _unread(self, request: DraftRequest) -> int:
+        """Return at least how many tokens are behind states that the last pass has left."""
         length = len(request.ids)
-        count = length - self._lengths.get(request.owner, length - 1)
+        before = self._lengths.get(request.owner, length)
         self._lengths[request.owner] = length
-        if not 1 <= count <= self._new.shape[1]:  # the text was cut back, or has waited
-            count = 1
-        return request.ids[-min(count, length - 1) :] if length > 1 else request.ids
+        return max(1, length - before)
 
-    def _most(self, request: DraftRequest) -> int:
-        return min(request.most(DraftKind.MTP), self._ids.shape[1]) if len(request.ids) > 1 else 0
+    def _chain(self, batch: int, count: int, drafts: int) -> None:
+        """Run the block over the last `count` tokens, then over its own; repeating changes nothing.
 
-    def _pass(self, slots: int, count: int, position: int) -> None:
-        batch, count = min(bucket(slots), len(self._ids)), 1 if position else count
-        work = partial(self._propose, batch, count, position)
-        self._slots.graphs.replay(("mtp", batch, count, position), work)
+        Rows behind a text's last token repeat it, at places that are written again later.
+        """
+        slots = self._slots
+        begins, lengths = slots.begins[:batch], slots.lengths[:batch]
+        places = begins[:, None] + torch.arange(1, 1 + count, device=begins.device)
+        places = places.clamp(min=0).minimum(lengths[:, None]).long()
+        tokens = slots.history[:batch].gather(1, places)
+        hidden, begins = self._normed(self._hidden[:batch, :count]), begins.clamp(min=0)
+        ends = (lengths - 1 - begins).clamp(0, count - 1)
+        states = self._states(tokens, hidden, begins)
+        states = states.gather(1, ends[:, None, None].expand(-1, 1, states.shape[-1]).long())
+        for position in range(drafts):
+            if position:
+                last = self.drafted[:batch, position - 1 : position]
+                states = self._states(last, states, begins + ends + position)
+            logits = self._block.head.logits(states)[:, -1]
+            self.drafted[:batch, position] = logits.argmax(dim=-1)
 
-    def _propose(self, batch: int, count: int, position: int) -> None:
-        """Append the likeliest token to the draft tokens; repeating it changes nothing."""
-        starts, ends = self._starts[:batch], self._ends[:batch]
-        if position:
-            starts = starts + ends.int() + position
-            tokens, hidden = self._ids[:batch, position - 1 : position], self._state[:batch]
-        else:
-            tokens, hidden = self._new[:batch, :count], self._normed(self._hidden[:batch, :count])
-        view = StepView(self.cache, self._slots.tables[:batch], starts.clamp(min=0), count=count)
-        states = self._block.states(tokens, hidden, view, self._angles.at(view.positions))
-        if not position:
-            rows = ends[:, None, None].expand(-1, 1, states.shape[-1])
-            states = states.gather(1, rows)
-        self._state[:batch] = states
-        logits = self._block.head.logits(states)[:, -1]
-        self._proposed[:batch, position] = proposed = likeliest(logits)
-        self._ids[:batch, position] = proposed[:, 0].long()
+    def _states(
+        self, tokens: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor
+    ) -> torch.Tensor:
+        batch, count = tokens.shape
+        view = StepView(self.cache, self._slots.tables[:batch], starts, count=count)
+        table = self._angles.at(view.positions)
+        return self._block.states(self._known(tokens), hidden, view, table)
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return ids that the embedding has; those of images are read as any token."""
+        return ids.long().clamp(max=self._vocabulary - 1)
 
 
 def block_of(model: LoadedModel) -> MtpSpec:

@@ -4,14 +4,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
+from exl2flow.engine.drafts.acceptance_rate import DraftKind
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
-    DraftKind,
     DraftRequest,
     Proposal,
     check,
 )
 from exl2flow.engine.drafts.suffixes import Match, SuffixAutomaton
+from exl2flow.engine.loading.load import LoadedModel
+from exl2flow.model import ModelSpec, Placement
 
 SHORTEST = 2  # tokens that must have occurred; one alone is a bad guide
 COPIED = 20  # tokens after which a text copies: as many as may be are proposed at once
@@ -32,6 +34,9 @@ class NgramDraft:
     def __post_init__(self) -> None:
         check("tokens", self.tokens, 1, MOST_DRAFTED)
 
+    def beside(self, _: LoadedModel) -> list[tuple[ModelSpec, Placement]]:
+        return []
+
     def start(self, *_: object) -> "NgramProposer":
         return NgramProposer(self.tokens)
 
@@ -39,7 +44,7 @@ class NgramDraft:
 class NgramProposer:
     """Keeps a suffix automaton of each text."""
 
-    decoder = None
+    decoder = drafted = None
     stored = ()
 
     def __init__(self, tokens: int) -> None:
@@ -48,6 +53,10 @@ class NgramProposer:
 
     def read(self, *_: object) -> None: ...
     def copy(self, *_: object) -> None: ...
+    def follow(self, *_: object) -> None: ...
+
+    def wants(self, request: DraftRequest) -> bool:
+        return self._count(request, self.match(request)) > 0
 
     def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         return {
@@ -62,9 +71,12 @@ class NgramProposer:
 
     def continued(self, request: DraftRequest, match: Match) -> Proposal:
         """Return what followed; it may repeat itself."""
-        if match.length < SHORTEST:
-            return Proposal([], DraftKind.NGRAM)
-        most = request.limit if match.length >= COPIED else request.most(DraftKind.NGRAM)
-        most = min(most, self._tokens)
+        most = self._count(request, match)
         period = request.ids[match.end : match.end + most]
         return Proposal([period[i % len(period)] for i in range(most)], DraftKind.NGRAM)
+
+    def _count(self, request: DraftRequest, match: Match) -> int:
+        if match.length < SHORTEST:
+            return 0
+        is_copy = match.length >= COPIED
+        return min(request.limit if is_copy else request.most(DraftKind.NGRAM), self._tokens)

@@ -1,7 +1,6 @@
 """Interfaces of speculative decoding: proposers, and the slots that they share."""
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,42 +8,41 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import PagedCache
 from exl2flow.engine.cache.views import Segment
-from exl2flow.engine.drafts.acceptance_rate import Acceptance
+from exl2flow.engine.drafts.acceptance_rate import Acceptance, AcceptanceRate, DraftKind
+from exl2flow.engine.drafts.costs import StepCosts
 from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.kernels import STEP_TOKENS
 from exl2flow.kernels.cuda.graphs import GraphPool
-from exl2flow.model import Decoder
+from exl2flow.model import Decoder, ModelSpec, Placement
 
 MOST_DRAFTED = STEP_TOKENS - 1  # tokens of one text that a pass verifies
+ON_DEVICE = -1  # stands for a draft token that only the device knows; see `Proposer.drafted`
 
 
 class SharedSlots(NamedTuple):
-    """The slots of a generator as runners and draft models share them; see `DeviceSlots`.
+    """The slots of a generator as runners and proposers share them; see `DeviceSlots`.
 
-    hidden: (slots, 1 + drafts, hidden), states that the last pass left, before the final norm, the
-    first one behind the token that was read first; None if no draft reads them.
+    active: int32 (slots,), 1 where a text takes part; history: int32 (slots, tokens + 1), the ids
+    of texts; begins: int32 (slots,), lengths before the last pass; hidden: (slots, 1 + drafts,
+    hidden), states that it left, before the final norm, the first one behind the token that was
+    read first; None if no draft reads them.
     """
 
     cache: PagedCache
     tables: torch.Tensor
     lengths: torch.Tensor
     graphs: GraphPool
+    active: torch.Tensor
+    history: torch.Tensor
+    begins: torch.Tensor
     hidden: torch.Tensor | None = None
-
-
-class DraftKind(StrEnum):
-    """What proposed draft tokens."""
-
-    MODEL = "model"
-    MTP = "mtp"
-    NGRAM = "ngram"
 
 
 class DraftRequest(NamedTuple):
     """Asks for draft tokens after a text's ids.
 
     owner: identifies the text; pages: of its cache; limit: the most draft tokens that can be
-    verified; acceptance: of the text's draft tokens so far.
+    verified; acceptance: of the text's draft tokens so far; slots: of the step; costs: of steps.
     """
 
     owner: object
@@ -52,14 +50,24 @@ class DraftRequest(NamedTuple):
     pages: Sequence[int]
     limit: int
     acceptance: Acceptance
+    slots: int
+    costs: StepCosts
 
     def most(self, kind: DraftKind) -> int:
         """Return how many draft tokens of a kind are worth proposing, `limit` at most."""
-        return min(self.limit, self.acceptance.rates[kind].tokens)
+        if not self.limit:
+            return 0
+        return self.rate(kind).most(
+            len(self.ids), lambda rate: self.costs.best(self.slots, kind, rate, self.limit)
+        )
+
+    def rate(self, kind: DraftKind) -> AcceptanceRate:
+        """Return the acceptance rate of a kind."""
+        return self.acceptance.rates[kind]
 
 
 class Proposal(NamedTuple):
-    """Draft tokens, and what proposed them."""
+    """Draft tokens, or `ON_DEVICE` for each of them, and what proposed them."""
 
     ids: Sequence[int]
     kind: DraftKind
@@ -67,6 +75,10 @@ class Proposal(NamedTuple):
 
 class Proposer(Protocol):
     """Proposes draft tokens for the slots of one generator."""
+
+    @property
+    def drafted(self) -> torch.Tensor | None:
+        """Draft tokens that the host need not know, int64 (slots, drafts); None: there are none."""
 
     @property
     def decoder(self) -> Decoder | None:
@@ -81,6 +93,12 @@ class Proposer(Protocol):
 
     def copy(self, pages: torch.Tensor) -> None:
         """Follow the copy of pages, int64 (2, n): sources and targets."""
+
+    def wants(self, request: DraftRequest) -> bool:
+        """Return whether it may propose for a text, whose last token may not be known yet."""
+
+    def follow(self, requests: Mapping[int, DraftRequest]) -> None:
+        """Prepare for a step without draft tokens; last tokens may not be known yet."""
 
     def propose(self, requests: Mapping[int, DraftRequest]) -> Mapping[int, Proposal]:
         """Return draft tokens for each slot."""
@@ -99,6 +117,9 @@ class Drafter(Protocol):
     def model(self) -> LoadedModel | None: ...
     @property
     def reads_states(self) -> bool: ...
+    def beside(self, model: LoadedModel) -> list[tuple[ModelSpec, Placement]]:
+        """Return what has a cache of as many pages as the model's."""
+
     def start(self, model: LoadedModel, slots: SharedSlots) -> Proposer: ...
 
 

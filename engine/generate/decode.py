@@ -1,5 +1,6 @@
 """Decode: launch a step for all running jobs, read its tokens one step later."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import torch
 
 from exl2flow.core.errors import InferenceError, TextStuck
 from exl2flow.core.requests.request import Request, Sampled
-from exl2flow.engine.drafts import DraftRequest
+from exl2flow.engine.drafts import ON_DEVICE, DraftKind, DraftRequest, Proposal
+from exl2flow.engine.drafts.costs import StepCosts
 from exl2flow.engine.filters import prepare
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.generate.draft_positions import restored
@@ -37,12 +39,16 @@ class _Launched:
     """A step that the device works on: its jobs, and a result for each draft position.
 
     mu: Mirostat's bounds before it, fp64 (slots,), which a discarded sample must not change; None
-    if no job has any.
+    if no job has any. drafted: int64 (slots, drafts) on the host once it has ended; None if the
+    host knows them. slots: that it took; work: see `DeviceSlots.work`.
     """
 
     step_jobs: list[StepJob]
     results: list[PendingResult]
     mu: torch.Tensor | None
+    drafted: torch.Tensor | None
+    slots: int
+    work: int
 
 
 class Decode:
@@ -51,14 +57,17 @@ class Decode:
     def __init__(self, device_slots: DeviceSlots, scheduler: Scheduler) -> None:
         self._device_slots, self._scheduler = device_slots, scheduler
         self._launched: _Launched | None = None
+        self._costs, self._read_at = StepCosts(device_slots.drafts), 0.0
+        self._work = -1  # of the step before
         scheduler.catch_up = WeakMethod(self.catch_up)
 
     def step(self) -> None:
         """Launch the next step of jobs that need not wait for the last one, then read that."""
-        if self._launched is not None and self._must_wait(self._launched.step_jobs):
+        is_drafting = self._is_drafting()
+        if is_drafting or self._must_wait():
             self.catch_up()
         self._scheduler.reserve_pages()
-        step_jobs, slots = self._forward()
+        step_jobs, slots = self._forward(is_drafting=is_drafting)
         if any(step_job.job.constraint is not None for step_job in step_jobs):
             self.catch_up()  # what a constraint allows follows from the last token
         launched = self._sample(step_jobs, slots)
@@ -68,17 +77,28 @@ class Decode:
         if not self._device_slots.is_asynchronous or is_stepwise:
             self.catch_up()
 
-    def _must_wait(self, step_jobs: list[StepJob]) -> bool:
-        """Return whether the next forward pass depends on the tokens of these jobs."""
-        waits = (one.job.output.waits or one.job.is_stale for one in step_jobs)
-        return self._device_slots.proposer is not None or any(waits)
+    def _must_wait(self) -> bool:
+        """Return whether the next forward pass depends on tokens that were not read yet."""
+        step_jobs = [] if self._launched is None else self._launched.step_jobs
+        return any(one.draft or one.job.output.waits or one.job.is_stale for one in step_jobs)
 
-    def _forward(self) -> tuple[list[StepJob], int]:
+    def _is_drafting(self) -> bool:
+        """Return whether the next step may have draft tokens; last tokens may be unknown yet."""
+        proposer, jobs = self._device_slots.proposer, self._decoding()
+        if proposer is None or not jobs or not self._costs.compares(self._scheduler.top):
+            return False
+        requests = self._requests(jobs, self._scheduler.top)
+        return any([proposer.wants(request) for request in requests.values()])
+
+    def _decoding(self) -> list[Job]:
+        return [job for job in self._scheduler.running if job.is_decoding and job.wants_more]
+
+    def _forward(self, *, is_drafting: bool) -> tuple[list[StepJob], int]:
         """Launch the next forward pass; return the jobs that sample from it, and its slots."""
         self._scheduler.close_gaps()
-        jobs = [job for job in self._scheduler.running if job.is_decoding and job.wants_more]
+        jobs = self._decoding()
         slots = self._scheduler.top if jobs else 0
-        step_jobs = [*self._drafted(jobs, slots)]
+        step_jobs = self._drafted(jobs, slots, is_drafting=is_drafting)
         if step_jobs:
             drafts = {slot: one.draft for one in step_jobs for slot in one.slots}
             self._device_slots.forward(slots, drafts)
@@ -88,31 +108,65 @@ class Decode:
             job.launched += 1
         return step_jobs, slots
 
-    def _drafted(self, jobs: Sequence[Job], slots: int) -> Iterator[StepJob]:
-        """Yield the jobs with draft tokens."""
-        if self._device_slots.proposer is None or not jobs:
-            yield from (StepJob(job, []) for job in jobs)
-            return
+    def _requests(self, jobs: Sequence[Job], slots: int) -> dict[int, DraftRequest]:
         limit = self._device_slots.max_drafts(slots)
-        requests = {
+        return {
             s.slot: DraftRequest(
                 owner=s,
                 ids=s.ids,
                 pages=s.held.pages,
                 limit=job.max_drafts(limit) if s is job.lead else 0,
                 acceptance=job.acceptance,
+                slots=slots,
+                costs=self._costs,
             )
             for job in jobs
             for s in job.sequences
         }
-        proposals = self._device_slots.proposer.propose(requests)
-        vocabulary = range(self._device_slots.sampler.vocab_size)
-        for job in jobs:
-            proposal = proposals[job.lead.slot]
-            draft = [*takewhile(vocabulary.__contains__, proposal.ids)]
-            yield StepJob(
-                job, draft[: self._scheduler.reserve_ahead(job, len(draft))], kind=proposal.kind
-            )
+
+    def _drafted(self, jobs: Sequence[Job], slots: int, *, is_drafting: bool) -> list[StepJob]:
+        """Return the jobs with draft tokens."""
+        proposer = self._device_slots.proposer
+        if proposer is None or not jobs:
+            return [StepJob(job, []) for job in jobs]
+        requests = self._requests(jobs, slots)
+        if not is_drafting:
+            proposer.follow(requests)
+            return [StepJob(job, []) for job in jobs]
+        proposals = proposer.propose(requests)
+        own = [proposals[job.lead.slot] for job in jobs]
+        step_jobs = [
+            StepJob(job, [*proposal.ids], kind=proposal.kind)
+            for job, proposal in zip(jobs, self._known(jobs, own), strict=True)
+        ]
+        most = self._worth(step_jobs, slots)
+        for one in step_jobs:
+            del one.draft[self._scheduler.reserve_ahead(one.job, min(most, len(one.draft))) :]
+        return step_jobs
+
+    def _known(self, jobs: Sequence[Job], proposals: Sequence[Proposal]) -> Iterator[Proposal]:
+        """Yield proposals with the ids that the host must know, up to one that no text may hold."""
+        vocabulary, ids = range(self._device_slots.sampler.vocab_size), None
+        for job, proposal in zip(jobs, proposals, strict=True):
+            found = proposal.ids
+            if ON_DEVICE in found[:1]:
+                if not job.reads_drafts:
+                    yield proposal
+                    continue
+                if ids is None:
+                    assert self._device_slots.proposer is not None
+                    assert self._device_slots.proposer.drafted is not None
+                    ids = self._device_slots.proposer.drafted.tolist()
+                found = ids[job.lead.slot][: len(found)]
+            yield proposal._replace(ids=[*takewhile(vocabulary.__contains__, found)])
+
+    def _worth(self, step_jobs: Sequence[StepJob], slots: int) -> int:
+        """Return the draft tokens at which a step of several texts should end."""
+        drafting = [one for one in step_jobs if one.draft]
+        if len(drafting) < 2:
+            return self._device_slots.drafts
+        texts = [(one.rate.rate, len(one.draft)) for one in drafting]
+        return self._costs.shared(slots, _kind_of(drafting), texts)
 
     def _sample(self, step_jobs: list[StepJob], slots: int) -> _Launched | None:
         """Launch the samples of a forward pass, one draft position of all jobs after the other."""
@@ -135,7 +189,10 @@ class Decode:
                 copied = [slot for slot, request in requests if request.logits or request.hooks]
                 own = self._own(requests, sampled)
                 results.append(PendingResult(sampled, self._device_slots.logits, copied, own))
-        return _Launched(step_jobs, results, mu)
+        drafted = None
+        if any(ON_DEVICE in one.draft[:1] for one in step_jobs):
+            drafted = self._device_slots.ids[:, 1:count].to("cpu", non_blocking=True, copy=True)
+        return _Launched(step_jobs, results, mu, drafted, slots, self._device_slots.work)
 
     def _own(
         self, requests: Sequence[tuple[int, Request]], sampled: SampledTokens
@@ -148,14 +205,15 @@ class Decode:
 
     def _prepare(self, step_jobs: list[StepJob], slots: int, count: int) -> None:
         """Copy the draws of all draft positions, and the draft tokens, to the device."""
-        draws = [[0.0] * slots for _ in range(count)]
-        drafted = [[-1] * slots for _ in range(count - 1)]
+        draws, counts = [[0.0] * slots for _ in range(count)], [0] * slots
         for one in step_jobs:
             for position in range(len(one.masks)):
                 draws[position][one.slot] = one.job.draw(position)
-                for slot in one.slots if position else ():
-                    drafted[position - 1][slot] = one.draft[position - 1]
-        self._device_slots.positions.prepare(draws, drafted)
+            for slot in one.slots:
+                counts[slot] = len(one.masks) - 1
+        self._device_slots.positions.prepare(draws)
+        if count > 1:
+            self._device_slots.positions.verify(counts, self._device_slots.ids)
 
     def _plan(self, step_job: StepJob) -> bool:
         """Compute the masks of a job; False: the job has ended."""
@@ -207,10 +265,21 @@ class Decode:
         for result in launched.results:
             result.wait()
         self._device_slots.check_ranks()  # results without a lost one mean nothing
+        self._note(launched)
         for step_job in launched.step_jobs:
             if not step_job.job.is_done:
                 step_job.job.launched -= 1
                 self._read(step_job, launched)
+
+    def _note(self, launched: _Launched) -> None:
+        """Note the time since the results of the step before, if only this one was run in it."""
+        now, before = time.perf_counter(), self._read_at
+        self._read_at, work = now, self._work
+        self._work = launched.work
+        drafting = [one for one in launched.step_jobs if one.draft]
+        if work == launched.work == self._device_slots.work:
+            most = max([len(one.draft) for one in drafting], default=0)
+            self._costs.note(launched.slots, _kind_of(drafting), most, now - before)
 
     def _read(self, step_job: StepJob, launched: _Launched) -> None:
         """Hand the tokens of a step to a job, up to the first one that is not its draft token."""
@@ -223,11 +292,14 @@ class Decode:
             return
         results, own_top = launched.results[: len(step_job.masks)], job.request.top_tokens
         tokens = [result.token(slot, top, own_top) for result in results]
-        pairs = zip(tokens, step_job.draft, strict=False)
+        draft = step_job.draft
+        if ON_DEVICE in draft[:1] and launched.drafted is not None:
+            draft = launched.drafted[slot, : len(draft)].tolist()
+        pairs = zip(tokens, draft, strict=False)
         accepted = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
         job.steps += 1
-        if step_job.draft:
-            job.acceptance.rates[step_job.kind].note(len(step_job.draft), accepted)
+        if draft:
+            step_job.rate.note(len(job.lead.ids), len(draft), accepted)
         for token, mask in zip(tokens[: accepted + 1], step_job.masks, strict=False):
             before = len(job.output.ids)
             job.draws.popleft()
@@ -297,6 +369,12 @@ class Decode:
             logs = own_probabilities(row, ids, top=0, vocab_size=row.shape[1]).logs
             own = float(logs.exp()), *own[1:]
         return token._replace(id=seen.sampled_token, probability=None, own=own)
+
+
+def _kind_of(drafting: Sequence[StepJob]) -> str:
+    """Return the kind of a step's draft tokens, of several that which costs more."""
+    kinds = [one.kind for one in drafting if one.kind is not None]
+    return max(kinds, key=DraftKind.NGRAM.__ne__, default="")
 
 
 def _top(request: Request) -> int:

@@ -19,7 +19,8 @@ from exl2flow.engine.adapters import AdapterSlots, Used
 from exl2flow.engine.cache.page_pool import Copy
 from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.engine.cache.views import Segment
-from exl2flow.engine.drafts import Drafter, SharedSlots
+from exl2flow.engine.drafts import ON_DEVICE, Drafter, SharedSlots
+from exl2flow.engine.drafts.costs import COUNTS, step_tokens
 from exl2flow.engine.generate.draft_positions import DraftPositions
 from exl2flow.engine.generate.runner import Runner
 from exl2flow.engine.loading.load import LoadedModel
@@ -37,7 +38,6 @@ from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
 DRAFTED_ROWS = 32  # most rows of a step with drafts: more cost more than they save
-COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
 HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
 # kernels keep sums and counters beside the weights; a stream of each device
 _STREAMS = WeakKeyDictionary[Decoder, tuple[int, ...]]()
@@ -48,7 +48,7 @@ class DeviceSlots:
 
     tables: int32 (slots, pages); lengths: int32 (slots,), tokens whose keys and values are stored;
     ids: int64 (slots, 1 + drafts), the token after those, then draft tokens; logits: fp32
-    (slots, v), from which was sampled last.
+    (slots, v), from which was sampled last; begins: int32 (slots,), lengths before the last pass.
     Idle slots write to the cache's spare page. drafts: the most per slot; proposer: makes them.
     failure: after which the device may be in any state.
     """
@@ -69,6 +69,7 @@ class DeviceSlots:
         shape = (slots, pages_of(max_tokens + drafts, cache.page_tokens))
         self.tables = torch.full(shape, cache.spare, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=device)
+        self.begins = torch.zeros(slots, dtype=torch.int32, device=device)
         self.ids = torch.zeros(slots, 1 + drafts, dtype=torch.int64, device=device)
         self.positions = DraftPositions(slots, width, drafts, device)
         self._tokenizer = model.tokenizer
@@ -83,6 +84,7 @@ class DeviceSlots:
         idle = partial(self.positions.idle, self.sampler.active)
         self.graphs = GraphPool(idle, records=records, device=device)
         self.failure: Exception | None = None
+        self._reads = 0
         self._ranks = model.ranks
         self._adapters = AdapterSlots(model.decoder, slots, self.graphs.forget)
         self._hidden: torch.Tensor | None = None
@@ -90,7 +92,16 @@ class DeviceSlots:
             weight = model.decoder.embedding.weight
             room = slots, 1 + drafts, weight.shape[1]
             self._hidden = torch.zeros(room, dtype=weight.dtype, device=device)
-        shared = SharedSlots(cache, self.tables, self.lengths, self.graphs, self._hidden)
+        shared = SharedSlots(
+            cache,
+            self.tables,
+            self.lengths,
+            self.graphs,
+            self.sampler.active,
+            self.sampler.history,
+            self.begins,
+            self._hidden,
+        )
         self.runner = Runner(
             model,
             shared,
@@ -154,6 +165,11 @@ class DeviceSlots:
                     "on that one, or load the model once more"
                 )
 
+    @property
+    def work(self) -> int:
+        """A number that other work than decode steps changes: prompts that are read, recordings."""
+        return self._reads + self.graphs.recorded
+
     def enter(
         self,
         slot: int,
@@ -174,6 +190,7 @@ class DeviceSlots:
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""
         self.lengths[slot].fill_(len(ids) - 1)  # an assignment would wait for the device
+        self.begins[slot].fill_(len(ids) - 2)
         self.ids[slot, 0].fill_(ids[-1])
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
@@ -204,7 +221,7 @@ class DeviceSlots:
     def move(self, source: int, target: int) -> None:
         """Move a sequence to a free slot."""
         own = () if self._hidden is None else (self._hidden,)
-        for tensor in (self.tables, self.lengths, self.ids, *own):
+        for tensor in (self.tables, self.lengths, self.begins, self.ids, *own):
             tensor[target] = tensor[source]
         if self.cache.states is not None:
             self.cache.states.move(source, target)
@@ -226,6 +243,7 @@ class DeviceSlots:
         ids: of one segment after another; embeddings: (hidden,) for each id from `FIRST_EMBEDDING`
         on, in order; adapters: of each segment; states: return them, else none.
         """
+        self._reads += 1
         states = states or self._hidden is not None
         found = self.runner.read(ids, segments, embeddings, adapters, states=states)
         hidden = self.no_hidden if found is None else found
@@ -246,16 +264,28 @@ class DeviceSlots:
     def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
         """Compute the logits after the last token of each of the first slots, and after its draft.
 
-        drafts: draft tokens by slot.
+        drafts: draft tokens by slot, or `ON_DEVICE` for each of those that the proposer keeps.
         """
         drafts = drafts or {}
-        longest = max(map(len, drafts.values()), default=0)
-        count = min(1 + self.drafts, next(count for count in COUNTS if count > longest))
-        if longest:
-            lists = [drafts.get(slot, ()) for slot in range(slots)]
-            padded = torch.tensor([[*ids, *[0] * (count - 1 - len(ids))] for ids in lists])
-            self.ids[:slots, 1:count] = on_device(padded, self.cache.device)
+        count = step_tokens(max(map(len, drafts.values()), default=0), self.drafts)
+        if count > 1:
+            self._put(slots, {slot: ids for slot, ids in drafts.items() if ids}, count - 1)
         self.runner.forward(self._batch_size(slots), count)
+
+    def _put(self, slots: int, drafts: Mapping[int, Sequence[int]], most: int) -> None:
+        """Write draft tokens behind the last token of each slot."""
+        known = {slot: ids for slot, ids in drafts.items() if ids[0] != ON_DEVICE}
+        if len(known) < len(drafts):
+            assert self.proposer is not None
+            assert self.proposer.drafted is not None
+            own = self.proposer.drafted[:slots, :most]
+            self.ids[:slots, 1 : 1 + own.shape[1]] = own
+        if known:
+            padded = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in known.values()])
+            rows, padded = (
+                on_device(x, self.cache.device) for x in (torch.tensor([*known]), padded)
+            )
+            self.ids[:, 1 : 1 + most].index_copy_(0, rows, padded)
 
     def sample(self, slots: int, kind: Kind, *, after_draft: bool = False) -> SampledTokens:
         """Sample a token for each of the first slots; the next call overwrites the result.

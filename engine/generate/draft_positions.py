@@ -22,14 +22,20 @@ class DraftPositions:
         self._drafted = torch.zeros(drafts, slots, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def prepare(
-        self, draws: Sequence[Sequence[float]], drafted: Sequence[Sequence[int]] = ()
-    ) -> None:
-        """Set draws (positions, slots), and draft tokens (positions - 1, slots), -1 for none."""
-        for tensor, lists in ((self._draws, draws), (self._drafted, drafted)):
-            if lists:
-                values = on_device(torch.tensor(lists, dtype=tensor.dtype), tensor.device)
-                tensor[: len(lists), : values.shape[1]] = values
+    def prepare(self, draws: Sequence[Sequence[float]]) -> None:
+        """Set draws (positions, slots)."""
+        values = on_device(torch.tensor(draws, dtype=torch.float64), self._draws.device)
+        self._draws[: len(draws), : values.shape[1]] = values
+
+    def verify(self, counts: Sequence[int], ids: torch.Tensor) -> None:
+        """Set how many draft tokens each slot has, of ids int64 (slots, 1 + drafts).
+
+        The first of these is the last token of a slot; its draft tokens come behind it.
+        """
+        ends = on_device(torch.tensor(counts), ids.device)[:, None]
+        is_drafted = torch.arange(max(counts), device=ids.device) < ends
+        slots, most = is_drafted.shape
+        self._drafted[:most, :slots] = ids[:slots, 1 : 1 + most].where(is_drafted, -1).T
 
     def put(self, logits: torch.Tensor) -> None:
         """Store the logits (slots, positions, v) of a forward pass; a head may lack some ids."""

@@ -90,9 +90,7 @@ def _reserved(
     name = cache or exact_format(placement.head)
     form = cache_format(name, placement.head)
     if tokens is None:
-        drafting = None if draft is None else draft.model
-        models = [model] if drafting is None else [model, drafting]
-        placements = [(one.spec, one.decoder.placement) for one in models]
+        placements = [(model.spec, placement), *([] if draft is None else draft.beside(model))]
         others = () if model.team is None else model.team.free()
         tokens = fitting(model.max_tokens, placements, name, slots, others, page_tokens)
     return reserve(

@@ -160,6 +160,11 @@ class Job:
         left = self.output.max_new_tokens - self.output.new_tokens - 1
         return max(0, min(limit, left))
 
+    @property
+    def reads_drafts(self) -> bool:
+        """Whether the host must know draft tokens before they are verified."""
+        return self.constraint is not None or self.output.has_cut or len(self.sequences) > 1
+
     def draw(self, position: int) -> float:
         """Return the draw for a draft position of the step that was launched last."""
         index = self.launched - 1 + position

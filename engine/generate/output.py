@@ -91,6 +91,11 @@ class Output:
         """Whether text is held back that a banned string may cut."""
         return bool(self._bans and self._pending)
 
+    @property
+    def has_cut(self) -> bool:
+        """Whether what may follow depends on what was cut."""
+        return bool(self._cut)
+
     def cut(self, drafted: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Return the rest of every banned passage whose beginning was generated again."""
         repeated = [(ids, (*self.ids[at:], *drafted)) for at, ids in self._cut]

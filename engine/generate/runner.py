@@ -63,7 +63,7 @@ class Runner:
             self._places,
             Sequences(slots.tables, slots.lengths, ids),
             decoder=adapters.for_slots,
-            end=self._ended(slots.hidden, positions),
+            end=self._ended(slots, positions),
             bring=self._bring,
         )
         self._tails: TailPrefill | None = None
@@ -77,13 +77,20 @@ class Runner:
 
     @staticmethod
     def _ended(
-        kept: torch.Tensor | None, positions: DraftPositions
+        slots: SharedSlots, positions: DraftPositions
     ) -> Callable[[Decoder, torch.Tensor], None]:
-        """Return what a step does with the last states (slots, tokens, hidden)."""
+        """Return what a step does with the last states (slots, tokens, hidden).
+
+        Of texts that take part, it keeps them for drafts that read them.
+        """
 
         def end(decoder: Decoder, hidden: torch.Tensor) -> None:
-            if kept is not None:
-                kept[: hidden.shape[0], : hidden.shape[1]] = hidden
+            if slots.hidden is not None:
+                batch, count, _ = hidden.shape
+                begins, kept = slots.begins[:batch], slots.hidden[:batch, :count]
+                is_active = slots.active[:batch] > 0
+                begins.copy_(torch.where(is_active, slots.lengths[:batch], begins))
+                kept.copy_(torch.where(is_active[:, None, None], hidden, kept))
             positions.put(decoder.head(hidden))
 
         return end

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from exl2flow.engine.drafts.acceptance_rate import AcceptanceRate, DraftKind
 from exl2flow.engine.filters import Allowed, Combined
 from exl2flow.engine.generate.bans import allowed_by
 from exl2flow.engine.generate.job import FREE, Job, Mask
@@ -40,15 +41,22 @@ NO_MASK = TokenMask()
 class StepJob:
     """A job in a step.
 
-    slot: the one that samples; draft: ids to verify; kind: of draft; masks: of the first sample,
-    and of the one after each id of the draft; is_masked: whether one of them rules ids out.
+    slot: the one that samples; draft: ids to verify, or `ON_DEVICE` for each; kind: of draft;
+    masks: of the first sample, and of the one after each id of the draft; is_masked: whether one of
+    them rules ids out.
     """
 
-    def __init__(self, job: Job, draft: list[int], *, kind: str = "") -> None:
+    def __init__(self, job: Job, draft: list[int], *, kind: DraftKind | None = None) -> None:
         self.job, self.slot, self.draft, self.kind = job, job.lead.slot, draft, kind
         self.slots = [s.slot for s in job.sequences]
         self.masks: list[TokenMask] = []
         self.is_masked = False
+
+    @property
+    def rate(self) -> AcceptanceRate:
+        """The acceptance rate of the text's draft tokens of this kind."""
+        assert self.kind is not None
+        return self.job.acceptance.rates[self.kind]
 
     def plan(self) -> None:
         """Compute the masks, once the last token is known, and cut the draft where the text ends.

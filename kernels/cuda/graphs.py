@@ -59,7 +59,10 @@ class CudaGraph(Generic[T]):
 
 
 class GraphPool:
-    """CUDA graphs by key, in one pool of memory; work that cannot be captured is launched."""
+    """CUDA graphs by key, in one pool of memory; work that cannot be captured is launched.
+
+    recorded: how often something was to be recorded.
+    """
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class GraphPool:
         device: torch.device,
     ) -> None:
         """`idle` makes a context in which work may run without changing any sequence."""
-        self.records = records
+        self.records, self.recorded = records, 0
         self._idle, self._device = idle, device
         self._graphs: dict[tuple[Hashable, ...], CudaGraph[Any]] = {}
         self._launched = set[tuple[Hashable, ...]]()  # keys of what could not be recorded
@@ -86,6 +89,7 @@ class GraphPool:
         """Record work unless its key has a recording, or could not be recorded before."""
         if self.is_launched(key) or key in self._graphs:
             return
+        self.recorded += 1
         is_cuda = self._device.type == "cuda"
         here = torch.cuda.device(self._device) if is_cuda else nullcontext()  # owns the stream
         try:

@@ -3,7 +3,9 @@
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.drafts import Acceptance, DraftKind, DraftRequest, Proposal, hybrid
+from exl2flow.engine.drafts.costs import StepCosts
 from exl2flow.engine.drafts.suffixes import REVERTIBLE, SuffixAutomaton
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.inference import (
@@ -114,8 +117,11 @@ class Oracle:
     texts: list[list[int]]
     right: float
     tokens: int
-    decoder = model = None
+    decoder = model = drafted = None
     reads_states = False
+
+    def beside(self, *_: object) -> list[Any]:
+        return []
 
     def start(self, *_: object) -> "Oracle":
         self._random = random.Random(0)
@@ -124,6 +130,10 @@ class Oracle:
     def read(self, *_: object) -> None: ...
 
     def copy(self, *_: object) -> None: ...
+    def follow(self, *_: object) -> None: ...
+
+    def wants(self, request: DraftRequest) -> bool:
+        return request.most(DraftKind.MODEL) > 0
 
     def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
         return {
@@ -139,6 +149,7 @@ class Oracle:
         return [self._random.randrange(400) for _ in range(most)]
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
     ("slots", "right", "tokens"),
     [
@@ -164,6 +175,7 @@ def test_texts_do_not_depend_on_guesses(
     assert [*map(seen, found)] == [seen(known) for _, known in pairs]
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("pages", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_texts_that_were_sent_back_do_not_depend_on_guesses(pages: int, model: LoadedModel) -> None:
     wanted = [
@@ -183,6 +195,7 @@ def test_texts_that_were_sent_back_do_not_depend_on_guesses(pages: int, model: L
     assert [*map(seen, found)] == [*map(seen, known)]
 
 
+@pytest.mark.usefixtures("eager")
 def test_texts_do_not_depend_on_ngrams(model: LoadedModel, expected: list[list[Event]]) -> None:
     draft = NgramDraft(tokens=7)
 
@@ -191,6 +204,7 @@ def test_texts_do_not_depend_on_ngrams(model: LoadedModel, expected: list[list[E
     assert [*map(seen, found)] == [*map(seen, expected)]
 
 
+@pytest.mark.usefixtures("eager")
 def test_texts_do_not_depend_on_a_recorded_draft_model(
     model: LoadedModel, expected: list[list[Event]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +251,7 @@ def test_guesses_are_counted(model: LoadedModel, expected: list[list[Event]]) ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("eager")
 def test_wrong_guesses_leave_no_trace_in_the_cache(model: LoadedModel) -> None:
     request = Request(STORY, settings=COOL, seed=1, stops=(), max_new_tokens=300, logits=True)
     logits = list[torch.Tensor]()
@@ -250,8 +265,20 @@ def test_wrong_guesses_leave_no_trace_in_the_cache(model: LoadedModel) -> None:
 
 def proposed(guesses: object, ids: list[int], limit: int = 4) -> list[int]:
     """Return the draft tokens for a text, of which none were verified before."""
-    request = DraftRequest(owner=guesses, ids=ids, pages=(), limit=limit, acceptance=Acceptance())
-    return [*guesses.propose({0: request})[0].ids]  # type: ignore[attr-defined]  # a proposer
+    asked = request_for(guesses, ids, limit, Acceptance())
+    return [*guesses.propose({0: asked})[0].ids]  # type: ignore[attr-defined]  # a proposer
+
+
+def request_for(owner: object, ids: list[int], limit: int, acceptance: Acceptance) -> DraftRequest:
+    return DraftRequest(
+        owner=owner,
+        ids=ids,
+        pages=(),
+        limit=limit,
+        acceptance=acceptance,
+        slots=1,
+        costs=StepCosts(limit),
+    )
 
 
 def test_ngrams_go_on_as_they_did() -> None:
@@ -272,15 +299,14 @@ def test_ngrams_go_on_as_they_did() -> None:
 def test_a_text_that_copies_is_drafted_as_far_as_may_be() -> None:
     doubtful = Acceptance()
     for _ in range(20):
-        doubtful.rates[DraftKind.NGRAM].note(7, 0)
+        doubtful.rates[DraftKind.NGRAM].note(1000, 7, 0)
 
     def after(copied: int) -> int:
         guesses = NgramDraft().start()
         ids = [*range(100), *range(copied)]
-        request = DraftRequest(guesses, ids, (), 7, doubtful)
-        return len(guesses.propose({0: request})[0].ids)
+        return len(guesses.propose({0: request_for(guesses, ids, 7, doubtful)})[0].ids)
 
-    assert [after(copied) for copied in (1, 2, 19, 20, 50)] == [0, 1, 1, 7, 7]
+    assert [after(copied) for copied in (1, 2, 19, 20, 50)] == [0, 0, 0, 7, 7]
 
 
 def test_ngrams_follow_a_text_that_was_cut_back() -> None:
@@ -320,16 +346,41 @@ def test_the_longest_end_that_occurred_before_is_found(seed: int) -> None:
         assert not longest or text.match.end in places[longest]
 
 
-def test_acceptance_rates_follow_the_accepted_tokens() -> None:
-    acceptance = Acceptance()
-    good, bad = (acceptance.rates[kind] for kind in ("model", "ngram"))
-    for _ in range(20):
-        good.note(min(good.tokens, 7), min(good.tokens, 7))
-        bad.note(bad.tokens, 0)
+def test_what_is_accepted_decides_how_much_is_drafted() -> None:
+    acceptance, costs = Acceptance(), StepCosts(7)
+    good, bad = (acceptance.rates[kind] for kind in (DraftKind.MODEL, DraftKind.NGRAM))
+    lengths = list[int]()
+    for length in range(2000):
+        more = good.most(length, lambda rate: costs.best(1, DraftKind.MODEL, rate, 7))
+        good.note(length, more, more)
+        if most := bad.most(length, lambda rate: costs.best(1, DraftKind.NGRAM, rate, 7)):
+            bad.note(length, most, 0)
+            lengths.append(length)
 
-    assert good.tokens >= 7
-    assert bad.tokens == 1
+    assert more == 7
+    assert len(lengths) < 45  # it is off soon, and tries again now and then
+    assert max(right - left for left, right in pairwise(lengths)) == 512
     assert acceptance.counts["ngram"] == (bad.drafted, 0)
+
+    bad.note(2000 + 512, 1, 1)
+    assert bad.most(2513, lambda rate: costs.best(1, DraftKind.NGRAM, rate, 7)) == 1
+
+
+def test_measured_steps_decide_how_much_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL2FLOW_TUNING", "on")
+    costs = StepCosts(7)
+    assert [costs.compares(1) for _ in range(6)] == [False] * 4 + [True] * 2
+    assert costs.best(1, DraftKind.MODEL, 0.7, 7) == 3  # by its rows
+
+    costs.note(1, "", 0, 10.0)
+    for most in (1, 2, 3, 7):
+        costs.note(1, DraftKind.MODEL, most, 30.0)
+    assert costs.best(1, DraftKind.MODEL, 0.6, 7) == 0  # 2.5 tokens in the time of 3
+    for _ in range(9):
+        costs.note(1, DraftKind.MODEL, 1, 11.0)
+    assert costs.best(1, DraftKind.MODEL, 0.6, 7) == 1
+    assert costs.shared(2, DraftKind.MODEL, [(0.9, 3), (0.2, 1)]) == 3
+    assert costs.shared(2, DraftKind.MODEL, [(0.3, 7), (0.2, 1)]) == 1
 
 
 def test_copies_and_a_model_take_turns(
