@@ -17,6 +17,7 @@ from exl2flow.core.options.serving import LISTEN, ServeOptions
 
 if TYPE_CHECKING:
     from exl2flow.engine import PromptCache
+    from exl2flow.engine.drafts import Drafter
     from exl2flow.serve.hosts.model_host import ModelHost
     from exl2flow.serve.hosts.reloading import Configuration
 
@@ -127,7 +128,10 @@ def _run(model: Path, configuration: "Configuration") -> None:
 def _absolute(options: ServeOptions) -> ServeOptions:
     """Return options whose paths are absolute, so that messages for clients can leave them out."""
     rows = ((name, value) for name, value in options if name != "model")
+    paths: dict[str, Path | str]
     paths = {name: value.absolute() for name, value in rows if isinstance(value, Path)}
+    if options.draft_folder is not None:
+        paths |= {"draft": str(options.draft_folder.absolute())}
     return options.model_copy(update=paths | {"lora": [one.absolute() for one in options.lora]})
 
 
@@ -141,18 +145,17 @@ def _of_any(options: ServeOptions) -> ServeOptions:
 
 def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost":
     from exl2flow.cli.options.chat import of_model
-    from exl2flow.cli.work.loading import load, load_draft
+    from exl2flow.cli.work.loading import load, with_own_draft
     from exl2flow.engine import Adapter, Generator
     from exl2flow.engine.chat import choose_format
     from exl2flow.serve.hosts.model_host import ModelHost
 
     began = time.monotonic()
     loaded = load(model, options, slots=options.slots, tokens=options.tokens)
-    draft = load_draft(options, loaded)
     fmt, why = choose_format(model, loaded.tokenizer, options.format)
     is_known = bool(options.format is not None or fmt.marks or fmt.tokens is not None)
 
-    def make() -> Generator:
+    def make(draft: Drafter | None) -> Generator:
         return Generator(
             loaded,
             cache=options.cache,
@@ -165,7 +168,7 @@ def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost
 
     host = ModelHost(
         loaded,
-        make,
+        with_own_draft(options, loaded, make),
         options,
         fmt=fmt if is_known else None,
         defaults=of_model(model),

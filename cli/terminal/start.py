@@ -16,12 +16,13 @@ from exl2flow.cli.terminal.conversation_file import reserved
 from exl2flow.cli.terminal.input import Typed
 from exl2flow.cli.terminal.loop import Chat
 from exl2flow.cli.terminal.screen import Screen, summary
-from exl2flow.cli.work.loading import filters_of, load, load_draft, prompt_cache
+from exl2flow.cli.work.loading import filters_of, load, prompt_cache, with_own_draft
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.chat import ChatFiles
 from exl2flow.core.store.files import digest_of, make_private_folder
 from exl2flow.engine import Adapter, Generator
 from exl2flow.engine.chat import Piece, Session, all_formats, choose_format
+from exl2flow.engine.drafts import Drafter
 from exl2flow.model import ChatTemplate, Message, resolve
 
 STATE = ("XDG_STATE_HOME", ".local/state")
@@ -116,11 +117,11 @@ def _begun(
     filters, keep = filters_of(shared), prompt_cache(shared)
     loaded = load(model, shared, slots=1)
     format, why = choose_format(model, loaded.tokenizer, chat.format)
-    draft = load_draft(shared, loaded)
 
-    def generator() -> Generator:
+    def made(draft: Drafter | None) -> Generator:
         return Generator(loaded, cache=shared.cache, slots=1, draft=draft, keep=keep)
 
+    generator = with_own_draft(shared, loaded, made)
     # before the file is read
     with nullcontext() if wanted is None else reserved(wanted) as file:
         before = wanted if resume and wanted is not None and wanted.is_file() else None

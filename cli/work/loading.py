@@ -1,15 +1,29 @@
 """Load model, draft model and filters for commands that generate; its imports take seconds."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from exl2flow.cli.output.console import say
 from exl2flow.core import words
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import ConfigError, OutOfDeviceMemory
 from exl2flow.core.options.generation import LoadOptions, ModelOptions, PlacementOptions
 from exl2flow.core.requests.request import Filter
-from exl2flow.engine import Draft, HybridDraft, LoadedModel, NgramDraft, PromptCache, load_model
+from exl2flow.engine import (
+    Draft,
+    Generator,
+    HybridDraft,
+    LoadedModel,
+    Mtp,
+    NgramDraft,
+    PromptCache,
+    load_model,
+)
 from exl2flow.engine.cache.page_files import clear
 from exl2flow.engine.drafts import Drafter
+from exl2flow.engine.drafts.mtp import has_block
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.engine.loading.layer_split import Split, numbers
 from exl2flow.pipeline.devices import choose_allocator
@@ -52,7 +66,7 @@ def load(
     return load_model(
         model,
         device=options.device,
-        placement=split_of(options, tokens=tokens, slots=slots, draft=options.draft),
+        placement=split_of(options, tokens=tokens, slots=slots, draft=options.draft_folder),
         tensor_parallel=shared_by(options),
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
@@ -64,11 +78,39 @@ def load(
 def load_draft(options: LoadOptions, model: LoadedModel) -> Drafter | None:
     """Return what proposes draft tokens, on the device of the model's head."""
     tokens = {} if options.draft_tokens is None else {"tokens": options.draft_tokens}
-    if options.draft is None:
-        return NgramDraft(**tokens) if options.ngram else None
-    loaded = load_model(options.draft, device=str(model.decoder.placement.head))
-    draft = Draft(model=loaded, **tokens)
-    return HybridDraft(other=draft, copies=NgramDraft(**tokens)) if options.ngram else draft
+    copies = NgramDraft(**tokens) if options.ngram else None
+    other: Draft | Mtp | None = None
+    if options.draft == "mtp":
+        other = Mtp(**tokens)
+    elif options.draft_folder is not None:
+        device = str(model.decoder.placement.head)
+        other = Draft(model=load_model(options.draft_folder, device=device), **tokens)
+    if copies is None or other is None:
+        return copies or other
+    return HybridDraft(other=other, copies=copies)
+
+
+def with_own_draft(
+    options: LoadOptions, model: LoadedModel, make: Callable[[Drafter | None], Generator]
+) -> Callable[[], Generator]:
+    """Return what makes a generator that drafts with the model's own MTP block, if it may.
+
+    Where there is no memory for the block, that is said, and texts come without it.
+    """
+    asked_for = load_draft(options, model)
+    if options.draft is not None or not has_block(model):
+        return partial(make, asked_for)
+    own = load_draft(options.model_copy(update={"draft": "mtp"}), model)
+
+    def attempt() -> Generator:
+        try:
+            return make(own)
+        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
+            cause = words.cause(error)
+        say(f"warning: the MTP block is left out, texts come slower: {cause}", style="yellow")
+        return make(asked_for)
+
+    return attempt
 
 
 def prompt_cache(options: LoadOptions) -> PromptCache:

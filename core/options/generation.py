@@ -18,6 +18,7 @@ from exl2flow.core.options.base import (
 )
 
 MODEL: Final = "Model and cache"
+DRAFT_WORDS = ("mtp", "none")  # instead of a folder; one of that name is `./mtp`
 DRAFTS: Final = "Speculative decoding (same text)"
 
 
@@ -112,8 +113,10 @@ class LoadOptions(PlacementOptions):
         le=MOST_STRETCH,
         description="YaRN factor, instead of the model's own way to stretch",
     )
-    draft: Annotated[Path | None, Option("MODEL", DRAFTS)] = Field(
-        default=None, description="folder of a draft model with the same vocabulary"
+    draft: Annotated[str | None, Option("MODEL|mtp|none", DRAFTS)] = Field(
+        default=None,
+        description="folder of a draft model with the same vocabulary, or the model's own block "
+        "for it, mtp; empty: mtp for `chat` and `serve` if there is one",
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
         default=False,
@@ -123,8 +126,14 @@ class LoadOptions(PlacementOptions):
         default=None,
         ge=1,
         le=7,
-        description="most draft tokens per step; empty: 4 of a draft model, 7 of n-grams",
+        description="most draft tokens per step; empty: 4 of a model, 7 of n-grams",
     )
+
+    @property
+    def draft_folder(self) -> Path | None:
+        """The folder of a draft model."""
+        is_word = self.draft is None or self.draft in DRAFT_WORDS
+        return None if is_word else Path(self.draft or "").expanduser()
 
 
 class SlotOptions(LoadOptions):

@@ -188,18 +188,32 @@ class MtpProposer:
         return ids.long().clamp(max=self._vocabulary - 1)
 
 
+def has_block(model: LoadedModel) -> bool:
+    """Return whether a model has a block that runs here; see `block_of`."""
+    return not _missing(model)
+
+
 def block_of(model: LoadedModel) -> MtpSpec:
     """Return the block of a model that lies whole on one device.
 
     Raises:
         ConfigError: it has none, or is divided.
     """
-    found, placement = mtp_of(model.spec), model.decoder.placement
+    if why := _missing(model):
+        raise ConfigError(why)
+    found = mtp_of(model.spec)
+    assert found is not None
+    return found
+
+
+def _missing(model: LoadedModel) -> str:
+    """Return why a model drafts nothing by itself; empty: it does."""
+    found = mtp_of(model.spec)
     if found is None or not {*found.tensors} <= {*CanonicalTensors(found.layer).names}:
-        raise ConfigError(
+        return (
             f"`{model.spec.source_dir}` has no block that drafts tokens (MTP); use n-grams, or a "
             "smaller model"
         )
-    if placement.is_split or model.ranks is not None or model.team is not None:
-        raise ConfigError("an MTP block runs on one GPU; load the whole model there")
-    return found
+    if model.decoder.placement.is_split or model.ranks is not None or model.team is not None:
+        return "an MTP block runs on one GPU; load the whole model there"
+    return ""
