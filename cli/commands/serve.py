@@ -155,7 +155,7 @@ def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost
     fmt, why = choose_format(model, loaded.tokenizer, options.format)
     is_known = bool(options.format is not None or fmt.marks or fmt.tokens is not None)
 
-    def make(draft: Drafter | None) -> Generator:
+    def make(draft: "Drafter | None") -> Generator:
         return Generator(
             loaded,
             cache=options.cache,

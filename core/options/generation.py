@@ -115,8 +115,7 @@ class LoadOptions(PlacementOptions):
     )
     draft: Annotated[str | None, Option("MODEL|mtp|none", DRAFTS)] = Field(
         default=None,
-        description="folder of a draft model with the same vocabulary, or the model's own block "
-        "for it, mtp; empty: mtp for `chat` and `serve` if there is one",
+        description="a draft model's folder, or mtp: the model's own block (default in chat, serve)",
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
         default=False,

@@ -92,16 +92,7 @@ class DeviceSlots:
             weight = model.decoder.embedding.weight
             room = slots, 1 + drafts, weight.shape[1]
             self._hidden = torch.zeros(room, dtype=weight.dtype, device=device)
-        shared = SharedSlots(
-            cache,
-            self.tables,
-            self.lengths,
-            self.graphs,
-            self.sampler.active,
-            self.sampler.history,
-            self.begins,
-            self._hidden,
-        )
+        shared = self._shared()
         self.runner = Runner(
             model,
             shared,
@@ -118,6 +109,18 @@ class DeviceSlots:
         self.proposer = None if draft is None else draft.start(model, shared)
         self.no_hidden = model.decoder.embedding.weight[:0].to(device)  # of no tokens
         self.check_stream()
+
+    def _shared(self) -> SharedSlots:
+        return SharedSlots(
+            cache=self.cache,
+            tables=self.tables,
+            lengths=self.lengths,
+            graphs=self.graphs,
+            active=self.sampler.active,
+            history=self.sampler.history,
+            begins=self.begins,
+            hidden=self._hidden,
+        )
 
     @property
     def logits(self) -> torch.Tensor:

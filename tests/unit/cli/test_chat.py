@@ -264,7 +264,7 @@ def test_resuming_nothing_begins_anew_and_says_so(folder: Path) -> None:
         ((), "", "standard input is empty", 2),
         (("--format", "chatlm"), "x", "chatml", None),
         (("--temperature", -1), "x", "`--temperature` is -1;", 2),
-        (("--draft", "none"), "x", "none", 1),
+        (("--draft", "missing"), "x", "missing", 1),
         (("--profile", "fast"), "x", "cannot read the profiles", 2),
         (("--remember",), "x", "`--remember` goes with `--profile`", 2),
         (("--json-schema", "none.json"), "x", "cannot read `none.json`", 2),
