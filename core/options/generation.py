@@ -113,9 +113,9 @@ class LoadOptions(PlacementOptions):
         le=MOST_STRETCH,
         description="YaRN factor, instead of the model's own way to stretch",
     )
-    draft: Annotated[str | None, Option("MODEL|mtp|none", DRAFTS)] = Field(
+    draft: Annotated[str | None, Option("MODEL|mtp", DRAFTS)] = Field(
         default=None,
-        description="a draft model's folder, or mtp: the model's own block (default in chat, serve)",
+        description="folder of a draft model; mtp: the model's own block, default in chat, serve",
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
         default=False,
