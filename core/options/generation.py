@@ -115,7 +115,7 @@ class LoadOptions(PlacementOptions):
     )
     draft: Annotated[str | None, Option("MODEL|mtp", DRAFTS)] = Field(
         default=None,
-        description="folder of a draft model; mtp: the model's own block, default in chat, serve",
+        description="folder of a draft model; mtp: the own block",
     )
     ngram: Annotated[bool, Option(panel=DRAFTS)] = Field(
         default=False,
