@@ -29,7 +29,7 @@ from exl2flow.kernels import on_device
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import CanonicalTensors, RopeTables
 from exl2flow.model.config.mtp import MtpSpec, mtp_of
-from exl2flow.model.layers.mtp import build_mtp
+from exl2flow.model.layers.mtp import build_mtp, is_complete
 from exl2flow.model.layers.placement import Placement
 
 
@@ -190,7 +190,7 @@ def block_of(model: LoadedModel) -> MtpSpec:
         ConfigError: it has none, or is divided.
     """
     found, placement = mtp_of(model.spec), model.decoder.placement
-    if found is None or not {*found.tensors} <= {*CanonicalTensors(found.layer).names}:
+    if found is None or not is_complete(found, CanonicalTensors(found.layer)):
         raise ConfigError(
             f"`{model.spec.source_dir}` has no block that drafts tokens (MTP); use n-grams, or a "
             "smaller model"

@@ -29,6 +29,11 @@ class MtpSpec:
     reads_normed: bool
 
     @property
+    def projections(self) -> tuple[ProjectionSpec, ...]:
+        """All matrices: the joint, then those of the layer."""
+        return (self.joint, *self.layer.projections)
+
+    @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Name → shape of the block's dense tensors; embedding and head are the model's."""
         hidden = self.layer.hidden_size
