@@ -3,15 +3,14 @@
 The block is no part of the model's spec: its matrices are allocated, and counted, apart.
 """
 
-from dataclasses import replace
-
 import torch
 
+from exl2flow.core import words
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.files import Layout, safetensors_header
 from exl2flow.model import CanonicalTensors, ModelSpec, resolve
-from exl2flow.model.config.mtp import PREFIX, MtpSpec, mtp_of
+from exl2flow.model.config.mtp import MtpSpec, carrying_block, mtp_of, without_block
 from exl2flow.model.files.exl2 import QuantParams, padded_columns, quantized_layout
 from exl2flow.model.layers.mtp import is_complete
 from exl2flow.quant.allocate.layout import FORMAT_METADATA, Choice, plain_layout, tensor_bytes
@@ -44,28 +43,13 @@ def quantized_block(config: RunOptions, spec: ModelSpec | None = None) -> MtpSpe
 
 
 def stored_spec(config: RunOptions, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a source, whose family carries of its block what the output keeps of it.
-
-    A block that lacks tensors is carried as far as the family does, unless it is dropped.
-    """
+    """Return the spec of a source that carries of its block what the output keeps as stored."""
     if config.block is None or mtp_of(spec) is None:
         return spec
     form = config.block.block
     if form == "quantize" and block_in(spec) is None:
-        return spec
-    carried = tuple(start for start in spec.family.carried if start != PREFIX)
-    if form == "keep":
-        carried = (*_stored_starts(spec), *carried)
-    family = replace(spec.family, carried=carried, apart=(PREFIX, *spec.family.apart))
-    return replace(spec, family=family)
-
-
-def _stored_starts(spec: ModelSpec) -> tuple[str, ...]:
-    """Return beginnings of the names of a block's tensors in the files."""
-    if spec.family.mtp is None or not spec.family.mtp.is_layer:
-        return (PREFIX,)
-    behind = range(spec.num_layers, spec.num_layers + spec.drafting_layers)
-    return (PREFIX, *(f"{spec.layers_key}{layer}." for layer in behind))
+        return spec  # as much of it as the family carries
+    return carrying_block(spec) if form == "keep" else without_block(spec)
 
 
 def block_options(config: RunOptions) -> dict[str, object]:
@@ -120,3 +104,17 @@ def block_bytes(config: RunOptions, spec: ModelSpec) -> int:
 def block_numel(found: MtpSpec) -> int:
     """Return the weights of a block's matrices, padding included."""
     return sum(map(stored_elements, found.projections))
+
+
+def block_in_words(config: RunOptions, spec: ModelSpec) -> str:
+    """Return what a run makes of a source's block; empty if there is none."""
+    if config.block is None or block_in(spec) is None:
+        return ""
+    match config.block.block:
+        case "quantize":
+            size = words.size(block_bytes(config, spec))
+            return f"{config.block.bpw:g} bits per weight, counted apart, about {size}"
+        case "keep":
+            return "kept as it is"
+        case "drop":
+            return "left out"

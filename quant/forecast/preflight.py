@@ -28,7 +28,7 @@ from exl2flow.model.files.source_tensors import (
     unused_tensors,
 )
 from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
-from exl2flow.quant.allocate.block import stored_spec
+from exl2flow.quant.allocate.block import block_in_words, stored_spec
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.gpu_fit import check_gpu, gpu_fits
@@ -176,6 +176,7 @@ def _plan(
         unused=unused_tensors(spec),
         not_quantized=(len(carried_tensors(stored)), carried_bytes(stored)),
         download_bytes=outline.download_bytes if outline else 0,
+        block=block_in_words(config, spec),
     )
 
 
