@@ -59,6 +59,8 @@ def block_options(config: RunOptions) -> dict[str, object]:
     try:
         spec = resolve(config.source)
         has_block = block_in(spec) is not None
+        if config.block.block != "quantize":  # of a part of one, too
+            has_block = mtp_of(spec) is not None
     except Exl2FlowError:  # who reads the source says so
         return {}
     return {"mtp": config.block.block} if has_block else {}
