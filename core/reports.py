@@ -467,6 +467,7 @@ class Report:
     """A validation: the model's score on held-out and calibration text, how it was made, verdict.
 
     predicted_kl: sum of the costs of all matrices, before tuning. prefer: of the allocation.
+    block_bpw: bits per weight of the model's own block that drafts tokens (MTP), if quantized.
     """
 
     model: str
@@ -481,6 +482,7 @@ class Report:
     tuning: TuningReport | None = None
     calibration_rows: CalibrationReport | None = None
     not_quantized: CarriedReport | None = None
+    block_bpw: float | None = None
     experts: ExpertsReport = field(default_factory=ExpertsReport)
     sample: str = ""
     warnings: tuple[str, ...] = ()
@@ -512,6 +514,7 @@ class Report:
             tuning=TuningReport.from_json(value.get("tuning")),
             calibration_rows=CalibrationReport.from_json(value.get("calibration_rows")),
             not_quantized=CarriedReport.from_json(value.get("not_quantized")),
+            block_bpw=json_number(value.get("mtp_bpw")),
             experts=ExpertsReport.from_json(value.get("experts")),
             sample=_text(value.get("sample")) or "",
             warnings=_texts(value.get("warnings")),

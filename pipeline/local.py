@@ -27,6 +27,7 @@ from exl2flow.pipeline.stages import (
     ALL_STAGES,
     MEASURE_STAGES,
     REFINE_STAGES,
+    SHARED_STAGES,
     STAGES,
     run_in_order,
 )
@@ -46,7 +47,7 @@ def _make_in_turn(config: SweepConfig, stop: StopRequest) -> dict[str, BaseExcep
         try:
             with labelled(name):
                 pipeline = open_pipeline(conversion, STAGES)
-                run_in_order(pipeline, done=[stage.name for stage in MEASURE_STAGES])
+                run_in_order(pipeline, done=[stage.name for stage in SHARED_STAGES])
                 result_of(pipeline)
         except Interrupted:
             raise
@@ -104,7 +105,7 @@ RUNS = {
         stages=STAGES,
         whole=STAGES,
         make=_make_sweep,
-        shared=MEASURE_STAGES,
+        shared=SHARED_STAGES,
         check=check_runner,
         show=lambda steps, config, sweep: steps.show(config, sweep),
     ),

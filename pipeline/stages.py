@@ -14,6 +14,7 @@ from exl2flow.quant.compile.refined import COMPILE_REFINED
 from exl2flow.quant.compile.stage import COMPILE
 from exl2flow.quant.judge.stage import JUDGE
 from exl2flow.quant.measure.stage import MEASURE
+from exl2flow.quant.mtp.stage import MTP
 from exl2flow.quant.quantize.stage import QUANTIZE
 from exl2flow.quant.refine.stage import REFINE
 from exl2flow.quant.refine.tuned import TUNE_REFINED
@@ -29,10 +30,12 @@ STAGES: tuple[Stage[ConversionConfig], ...] = (
     ALLOCATE,
     QUANTIZE,
     TUNE,
+    MTP,
     COMPILE,
     VALIDATE,
 )
-MEASURE_STAGES: tuple[Stage[Any], ...] = tuple(stage for stage in STAGES if stage.is_shared)
+SHARED_STAGES: tuple[Stage[Any], ...] = tuple(stage for stage in STAGES if stage.is_shared)
+MEASURE_STAGES = SHARED_STAGES[: SHARED_STAGES.index(MEASURE) + 1]
 REFINE_STAGES: tuple[Stage[RefinementConfig], ...] = (
     COMPOSE,
     TOKENIZE,

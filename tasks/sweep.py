@@ -25,13 +25,13 @@ from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
 from exl2flow.inference.validate.stage import check_verdict
 from exl2flow.pipeline.conversion import open_pipeline
-from exl2flow.pipeline.stages import MEASURE_STAGES, STAGES
+from exl2flow.pipeline.stages import SHARED_STAGES, STAGES
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.stage import run_stages
 
 log = logging.getLogger(__name__)
 
-SHARED = tuple(stage.name for stage in MEASURE_STAGES)
+SHARED = tuple(stage.name for stage in SHARED_STAGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ def convert(*, config: ConversionConfig, switches: FlowSwitches) -> None:
     """Convert a Hugging Face model into an EXL2 model.
 
     Stages: tokenize, sensitivity, measure, allocate, quantize, compile, validate; some options add
-    compose before tokenize, tune after quantize. Each resumes where it stopped and is kept in the
-    work root.
+    compose before tokenize, tune after quantize; a block for drafts (MTP) adds mtp before compile.
+    Each resumes where it stopped and is kept in the work root.
     """
     run_command("convert", config, switches)

@@ -229,6 +229,7 @@ def _summary(contents: ModelContents) -> list[tuple[str, str]]:
         ("model", str(contents.folder)),
         ("architecture", contents.architecture or "unknown"),
         ("bits per weight", f"{words.bits(contents.bpw)} in the layers{stated}"),
+        *([("MTP block", _block(contents.block_bpw))] if contents.block_bpw else []),
         (
             "quantized",
             f"{sum(p.numel for p in contents.parts) / 1e6:.1f} M weights, {words.size(quantized)}",
@@ -238,6 +239,10 @@ def _summary(contents: ModelContents) -> list[tuple[str, str]]:
         *_divergence(contents),
         *_experts(contents),
     ]
+
+
+def _block(bpw: float) -> str:
+    return f"{words.bits(bpw)} bits per weight, counted apart"
 
 
 def _divergence(contents: ModelContents) -> list[tuple[str, str]]:

@@ -23,6 +23,7 @@ from exl2flow.core.options.groups import AllocateOptions as AllocateOptions
 from exl2flow.core.options.groups import CalibrationOptions as CalibrationOptions
 from exl2flow.core.options.groups import Experts as Experts
 from exl2flow.core.options.groups import FitOptions as FitOptions
+from exl2flow.core.options.groups import MtpOptions as MtpOptions
 from exl2flow.core.options.groups import Objective as Objective
 from exl2flow.core.options.groups import Preference as Preference
 from exl2flow.core.options.groups import RopeOptions as RopeOptions
@@ -180,6 +181,11 @@ class RunOptions(SplitModels):
         return AllocateOptions()
 
     @property
+    def block(self) -> MtpOptions | None:
+        """The options of an MTP block; None: the run leaves it to others."""
+        return None
+
+    @property
     def fixed_head_bits(self) -> int | None:
         """The head's bits, None if the allocation chooses them."""
         return DEFAULT_HEAD_BITS
@@ -282,6 +288,7 @@ class SharedOptions(TrainedOptions):
         default=8192, description="maximum size of an output file in MiB; 0 or less: a single file"
     )
     allocate: AllocateOptions = AllocateOptions()
+    mtp: MtpOptions = MtpOptions()
     validate_options: ValidateOptions = ValidateOptions()
 
     @model_validator(mode="after")
@@ -304,6 +311,11 @@ class SharedOptions(TrainedOptions):
     def allocation(self) -> AllocateOptions:
         """See `RunOptions`."""
         return self.allocate
+
+    @property
+    def block(self) -> MtpOptions | None:
+        """See `RunOptions`."""
+        return self.mtp
 
     @property
     def judges(self) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ ScaleSearch = Literal["grid", "column"]
 Objective = Literal["log", "sum", "power"]
 Preference = Literal["quality", "speed"]
 Experts = Literal["each", "layer"]
+BlockForm = Literal["quantize", "keep", "drop"]
 # Schema of a size for forms: pydantic's own nests choices, which forms show without names
 SIZE_CHOICES: list[JsonValue] = [
     {"type": "string", "pattern": r"^\s*(\d*\.?\d+)\s*(\w+)?"},
@@ -264,6 +265,22 @@ class AllocateOptions(Options):
     )
     rounds: int = Field(
         default=0, ge=0, description="further rounds, which try whole allocations and correct them"
+    )
+
+
+class MtpOptions(Options):
+    """What becomes of a model's own block that drafts tokens (MTP); others are not affected."""
+
+    block: Annotated[BlockForm, Option("quantize|keep|drop", "Result", flag="mtp")] = Field(
+        default="quantize",
+        description="the model's own block that drafts tokens (MTP), where it has one; quantize: "
+        "with `mtp-bpw`; keep: as it is stored; drop: left out",
+    )
+    bpw: Annotated[float, Option("BITS", "Result", flag="mtp-bpw")] = Field(
+        default=4.0,
+        ge=2,
+        le=8,
+        description="average bits per weight of that block's matrices, which `bpw` does not count",
     )
 
 

@@ -31,7 +31,7 @@ from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import CanonicalTensors, ModelSpec, RopeTables
 from exl2flow.model.config.mtp import MtpSpec, mtp_of
-from exl2flow.model.layers.mtp import build_mtp
+from exl2flow.model.layers.mtp import build_mtp, is_complete
 from exl2flow.model.layers.placement import Placement
 
 
@@ -209,7 +209,7 @@ def block_of(model: LoadedModel) -> MtpSpec:
 def _missing(model: LoadedModel) -> str:
     """Return why a model drafts nothing by itself; empty: it does."""
     found = mtp_of(model.spec)
-    if found is None or not {*found.tensors} <= {*CanonicalTensors(found.layer).names}:
+    if found is None or not is_complete(found, CanonicalTensors(found.layer)):
         return (
             f"`{model.spec.source_dir}` has no block that drafts tokens (MTP); use n-grams, or a "
             "smaller model"

@@ -183,6 +183,12 @@ def _facts(bitrates: Sequence[Bitrate], origin: Origin) -> str:
     if any(carried.values()):
         apart = {branch: _apart(known) for branch, known in carried.items()}
         rows.append({"": "not quantized", **apart})
+    if any(bitrate.record.block_bpw for bitrate in bitrates):
+        known = {bitrate.branch: bitrate.record.block_bpw for bitrate in bitrates}
+        cells = {
+            branch: "none" if bpw is None else words.bits(bpw) for branch, bpw in known.items()
+        }
+        rows.append({"": "bits per weight of the MTP block", **cells})
     for name, path in paths.items():
         cells = {b.branch: _found({**b.spec.config, **b.record.content}, path) for b in bitrates}
         if name in DIGESTS:

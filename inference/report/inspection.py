@@ -26,6 +26,7 @@ from exl2flow.core.runtime.collection import uncollected
 from exl2flow.inference.report.blocks import block_name, by_block, is_group
 from exl2flow.inference.report.record import Record, read_object, read_record
 from exl2flow.model import QuantizedMatrix, TensorFiles
+from exl2flow.model.config.mtp import PREFIX
 from exl2flow.model.files.exl2 import is_quantized, tensor_names
 
 EXPERTS = ".experts."  # in the names of an expert's matrices
@@ -108,13 +109,17 @@ class PartContents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContents:
-    """A whole folder. `layers`: quantized parts of layers; `others`: parts such as the head."""
+    """A whole folder. `layers`: quantized parts of layers; `others`: parts such as the head.
+
+    block: quantized parts of the model's own block that drafts tokens (MTP).
+    """
 
     folder: Path
     architecture: str | None
     declared: Json
     layers: tuple[PartContents, ...]
     others: tuple[PartContents, ...]
+    block: tuple[PartContents, ...]
     plain_bytes: int
     file_bytes: int
     record: Record | None
@@ -122,7 +127,7 @@ class ModelContents:
     @property
     def parts(self) -> tuple[PartContents, ...]:
         """All quantized parts, layers first."""
-        return (*self.layers, *self.others)
+        return (*self.layers, *self.others, *self.block)
 
     @property
     def matrices(self) -> tuple[MatrixContents, ...]:
@@ -132,8 +137,14 @@ class ModelContents:
     @property
     def bpw(self) -> float:
         """Bits per weight of the layers, as `--bpw` counts them; of all if no layer has any."""
-        parts = self.layers or self.others
+        parts = self.layers or self.others or self.block
         return sum(p.bits for p in parts) / sum(p.numel for p in parts)
+
+    @property
+    def block_bpw(self) -> float | None:
+        """Bits per weight of the block, as `--mtp-bpw` counts them; None: it is not quantized."""
+        numel = sum(p.numel for p in self.block)
+        return sum(p.bits for p in self.block) / numel if numel else None
 
     def to_json(self) -> Json:
         """Return everything as JSON."""
@@ -157,6 +168,8 @@ class ModelContents:
             "file_bytes": self.file_bytes,
             "layers": [part.to_json() for part in self.layers],
             "others": [part.to_json() for part in self.others],
+            **({"mtp_bpw": self.block_bpw} if self.block else {}),
+            **({"mtp": [part.to_json() for part in self.block]} if self.block else {}),
         }
 
 
@@ -179,17 +192,19 @@ def inspect_model(folder: Path) -> ModelContents:
             f"`{folder}` holds no EXL2 matrices; convert it first with `exl2flow convert`"
         )
     record = read_record(folder)
-    reports = record.layers if record else ()
+    reports = (*record.layers, *record.block) if record else ()
     members = _members(quantized, reports)
     parts = _parts(members, tensors, reports)
+    model = [part for part in parts if not part.name.startswith(PREFIX)]
     config = read_object(folder / "config.json")
     stored = sum(tensors.nbytes(name) for name in tensors.names)
     return ModelContents(
         folder=folder,
         architecture=_first_text(config.get("architectures")),
         declared=mapping(config.get("quantization_config")),
-        layers=tuple(part for part in parts if _layer_index(part.name) is not None),
-        others=tuple(part for part in parts if _layer_index(part.name) is None),
+        layers=tuple(part for part in model if _layer_index(part.name) is not None),
+        others=tuple(part for part in model if _layer_index(part.name) is None),
+        block=tuple(part for part in parts if part not in model),
         plain_bytes=stored - sum(part.bits for part in parts) // 8,
         file_bytes=sum(path.stat().st_size for path in tensors.files),
         record=record,

@@ -38,6 +38,7 @@ def render_markdown(report: Report) -> str:
         f"The model is in `{report.model}`.",
         *_preference(report),
         *_not_quantized(report),
+        *_block(report),
         *_calibration_rows(report),
         *_tuning(report),
         *_costly(matrices_of(report.layers)),
@@ -74,6 +75,14 @@ def _not_quantized(report: Report) -> list[str]:
         return []
     held = f"{apart.tensors} tensors, {words.size(apart.bytes or 0)}"
     return ["", f"Not quantized, as in the source: {apart.parts} ({held})."]
+
+
+def _block(report: Report) -> list[str]:
+    """Give the bitrate of a block that drafts tokens."""
+    if report.block_bpw is None:
+        return []
+    bits = words.bits(report.block_bpw)
+    return ["", f"The block that drafts tokens (MTP) has {bits} bits per weight, counted apart."]
 
 
 def _calibration_rows(report: Report) -> list[str]:

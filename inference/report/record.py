@@ -31,6 +31,8 @@ class Record:
     series: quality preset, plus the head's bits, the preference and the choice for experts where
     they differ from the preset's default.
     predicted_kl: sum of the costs of all final matrices, before any tuning.
+    block: reports on its own block that drafts tokens (MTP), if that is quantized; block_bpw: its
+    bits per weight.
     score: validation's fields of `Score` for these very files; calibration: the same for the
     calibration text.
     """
@@ -44,6 +46,8 @@ class Record:
     calibrated_on: CalibrationReport | None = None
     not_quantized: CarriedReport | None = None
     experts: ExpertsReport = field(default_factory=ExpertsReport)
+    block: tuple[SublayerReport, ...] = ()
+    block_bpw: float | None = None
     score: Json | None = None
     calibration: Json | None = None
 
@@ -52,7 +56,7 @@ class Record:
         """Read a record and the scores beside it, which may be of an earlier model there."""
         if scores is None or scores.get("fingerprint") != content.get("fingerprint"):
             scores = {}
-        experts = mapping(content.get("experts"))
+        experts, block = mapping(content.get("experts")), mapping(content.get("mtp"))
         return cls(
             content=content,
             layers=sublayer_reports(content.get("layers")),
@@ -63,6 +67,8 @@ class Record:
             calibrated_on=CalibrationReport.from_json(content.get("calibration")),
             not_quantized=CarriedReport.from_json(content.get("not_quantized")),
             experts=ExpertsReport.from_json(experts),
+            block=sublayer_reports(block.get("layers")),
+            block_bpw=number(block.get("bpw")),
             score=_score(mapping(scores.get("score"))),
             calibration=_score(mapping(scores.get("calibration"))),
         )

@@ -204,6 +204,7 @@ def _report(run: StageRun[ModelOptions]) -> None:
         "tuning": record.get("tuning"),
         "calibration_rows": record.get("calibration"),
         "not_quantized": record.get("not_quantized"),
+        **({"mtp_bpw": record["mtp"]["bpw"]} if "mtp" in record else {}),
         "source_bytes": weights_size(config.source),
         "score": asdict(score),
         "calibration": None if cross_check is None else asdict(cross_check),

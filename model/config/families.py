@@ -260,6 +260,7 @@ GLM4_MOE = Family(
     mtp=MtpNames(
         "enorm", "hnorm", "eh_proj", "shared_head.norm", is_layer=True, reads_normed=False
     ),
+    carried=("mtp.",),
     default_norm_eps=1e-5,
     defaults=(("norm_topk_prob", True),),
 )

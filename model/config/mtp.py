@@ -29,6 +29,11 @@ class MtpSpec:
     reads_normed: bool
 
     @property
+    def projections(self) -> tuple[ProjectionSpec, ...]:
+        """All matrices: the joint, then those of the layer."""
+        return (self.joint, *self.layer.projections)
+
+    @property
     def tensors(self) -> Mapping[str, tuple[int, ...]]:
         """Name → shape of the block's dense tensors; embedding and head are the model's."""
         hidden = self.layer.hidden_size
@@ -87,3 +92,18 @@ def mtp_of(spec: ModelSpec) -> MtpSpec | None:
         ),
         reads_normed=row.reads_normed,
     )
+
+
+def without_block(spec: ModelSpec) -> ModelSpec:
+    """Return a model whose EXL2 files carry nothing of its block."""
+    row = spec.family
+    carried = tuple(start for start in row.carried if start != PREFIX)
+    return replace(spec, family=replace(row, carried=carried, apart=(PREFIX, *row.apart)))
+
+
+def carrying_block(spec: ModelSpec) -> ModelSpec:
+    """Return a model whose EXL2 files carry its block as stored, also one stored as a layer."""
+    row = spec.family
+    behind = range(spec.num_layers, spec.num_layers + spec.drafting_layers)
+    layers = tuple(f"{spec.layers_key}{layer}." for layer in behind)
+    return replace(spec, family=replace(row, carried=(*row.carried, *layers)))

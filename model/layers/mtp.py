@@ -1,6 +1,6 @@
 """A block that predicts one token more than its model, in use."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -8,7 +8,7 @@ from exl2flow.model.config.mtp import MtpSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.cache import KvCache
 from exl2flow.model.layers.decoder import Embedding, Head
-from exl2flow.model.layers.linear import Linear, made_linear, read_part
+from exl2flow.model.layers.linear import Linear, is_packed, made_linear, read_part
 from exl2flow.model.layers.norms import Norm, load_norm
 from exl2flow.model.layers.rope import RopeTables
 from exl2flow.model.layers.span import Span
@@ -35,7 +35,7 @@ class MtpBlock:
         """Assemble a block; `norms`: of the embedding and of the state."""
         self.spec, self.embedding, self.head = spec, embedding, head
         self._norms, self._joint = norms, joint
-        device = joint.weight.device
+        device = embedding.weight.device
         self._span = Span(spec.layer, sublayers, device=device, layers=range(1))
 
     def states(
@@ -60,6 +60,12 @@ class MtpBlock:
         return self.head.normed(self._span(joined, start=table or 0, cache=cache))
 
 
+def is_complete(spec: MtpSpec, names: Container[str]) -> bool:
+    """Return whether files have all tensors of a block, its matrices in any form that is read."""
+    packed = {f"{p.key}.weight" for p in spec.projections if is_packed(p.key, names)}
+    return all(name in packed or name in names for name in spec.tensors)
+
+
 def build_mtp(
     spec: MtpSpec,
     tensors: TensorFiles,
@@ -75,7 +81,7 @@ def build_mtp(
         MissingTensor: one of its tensors is absent.
         TensorShapeError: a tensor contradicts the config.
     """
-    layer = spec.layer
+    layer, packed = spec.layer, torch.device(device).type == "cuda"
     part = read_part(tensors, spec.joint, dtype=dtype, device=device, gptq=layer.gptq_label)
     before = load_norm(tensors, spec.embedding_norm, dtype=dtype, device=device)
     behind = load_norm(tensors, spec.state_norm, dtype=dtype, device=device)
@@ -84,9 +90,9 @@ def build_mtp(
         spec,
         embedding=embedding,
         norms=(before, behind),
-        joint=made_linear(part, dtype=dtype, device=device),
+        joint=made_linear(part, dtype=dtype, device=device, packed=packed),
         sublayers=[
-            build_sublayer(layer, sublayer, tensors, dtype=dtype, device=device)
+            build_sublayer(layer, sublayer, tensors, dtype=dtype, device=device, packed=packed)
             for sublayer in layer.sublayers
         ],
         head=Head(final_norm=final, linear=head.linear, softcap=head.softcap),

@@ -11,6 +11,7 @@ from exl2flow.core.options.config import (
     RunOptions,
 )
 from exl2flow.model import ModelSpec
+from exl2flow.quant.allocate.block import block_bytes, stored_spec
 from exl2flow.quant.allocate.budget import (
     bitrate_unreachable,
     check_measured,
@@ -74,11 +75,12 @@ class BitRange:
             bits = list(bits_by_shape(spec.projections, allowed))
         options = HEAD_OPTIONS if fixed is None else [HEAD_PARAMS[fixed]]
         head = [projection_bits(spec.head, params) for params in options]
+        apart = carried_bytes(stored_spec(config, spec)) + block_bytes(config, spec)
         return cls(
             numel=decoder_numel(spec),
             decoder=(sum(map(min, bits)), sum(map(max, bits))),
             head=(min(head), max(head)),
-            plain=2 * sum(map(prod, plain_tensors(spec).values())) + carried_bytes(spec),
+            plain=2 * sum(map(prod, plain_tensors(spec).values())) + apart,
         )
 
     @property
@@ -106,7 +108,8 @@ class BitRange:
                 raise bitrate_unreachable(config.bpw, low, high, config.allocate)
             return int((self.numel * min(config.bpw, high) + self.head[0]) / 8)
         target = total_target(config, spec)
-        least = output_bytes(spec, smallest_choice(config, spec), config.shard_size_mb)
+        choice, stored = smallest_choice(config, spec), stored_spec(config, spec)
+        least = output_bytes(stored, choice, config.shard_size_mb) + block_bytes(config, spec)
         if target < least:
             raise size_unreachable(target, least, config.allocate)
         return min(target, self.output_bytes[1]) - self.plain

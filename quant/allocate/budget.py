@@ -14,6 +14,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import NATS
 from exl2flow.model import ModelSpec, expected_tensors
 from exl2flow.model.files.exl2 import QuantParams
+from exl2flow.quant.allocate.block import block_bytes, stored_spec
 from exl2flow.quant.allocate.groups import grouped
 from exl2flow.quant.allocate.knapsack import MOST_EXACT, solve
 from exl2flow.quant.allocate.layout import carried_bytes, output_bytes
@@ -259,9 +260,10 @@ def allocate_total(
     else:
         check_measured(config, measurement)
         slots[spec.head.key] = measurement.head
-    target = total_target(config, spec)
+    target, block = total_target(config, spec), block_bytes(config, spec)
+    spec = stored_spec(config, spec)
     least = smallest(slots)
-    size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb)
+    size = output_bytes(spec, projection_params(spec, least) | fixed, config.shard_size_mb) + block
     # headers grow by a few digits at most
     overhead = size * 8 - total_bits(least.values())
     # the digits of very many headers change with every choice: leave them some room
@@ -273,7 +275,7 @@ def allocate_total(
             spec, slots, budget=target * 8 - overhead, options=config.allocate
         )
         allocation = replace(allocation, params={**allocation.params, **fixed})
-        excess = output_bytes(spec, allocation.params, config.shard_size_mb) - target
+        excess = output_bytes(spec, allocation.params, config.shard_size_mb) + block - target
         if excess <= 0:
             return allocation
         overhead += 8 * (excess + room)
@@ -286,7 +288,8 @@ def total_target(config: ConversionConfig, spec: ModelSpec) -> int:
         return config.target_bytes
     assert config.bpw_total is not None
     weights = sum(map(math.prod, expected_tensors(spec).values()))
-    return int(weights * config.bpw_total / 8) + carried_bytes(spec)
+    apart = carried_bytes(stored_spec(config, spec)) + block_bytes(config, spec)
+    return int(weights * config.bpw_total / 8) + apart
 
 
 def smallest(slots: Slots) -> dict[str, CandidateResult]:

@@ -21,6 +21,7 @@ from exl2flow.kernels import tensor_cores
 from exl2flow.model import ModelSpec, SublayerSpec, resolve
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.model.files.measured import measurement_files
+from exl2flow.quant.allocate.block import block_options
 from exl2flow.quant.allocate.budget import (
     ALLOCATION_FILE,
     Allocation,
@@ -244,7 +245,16 @@ def _options(config: ConversionConfig) -> dict[str, object]:
         **({} if experts == "each" else {"experts": experts}),
         "rounding": estimate_options(config.rounding) if config.allocate.rounds else None,
         "measurement": digest(config.measurement) if config.measurement else None,
+        **_block(config),
     }
+
+
+def _block(config: ConversionConfig) -> dict[str, object]:
+    """Return what a total target depends on besides: the bytes of a block that drafts tokens."""
+    if config.bpw is not None:
+        return {}
+    known = block_options(config)
+    return known | ({"mtp_bpw": config.mtp.bpw} if known.get("mtp") == "quantize" else {})
 
 
 def _objective(config: ConversionConfig) -> dict[str, object]:

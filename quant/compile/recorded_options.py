@@ -47,9 +47,14 @@ def recorded_options(config: RunOptions, *, without: Container[str] = ()) -> dic
     return {name: value for name, value in options.items() if name not in without}
 
 
-def recorded_conversion(config: ConversionConfig) -> dict[str, Any]:
-    """Return the options that decided the files of a conversion."""
-    options = recorded_options(config)
+def recorded_conversion(config: ConversionConfig, *, has_block: bool = False) -> dict[str, Any]:
+    """Return the options that decided the files of a conversion; `has_block`: its source has one.
+
+    That is a block that drafts tokens (MTP).
+    """
+    options = recorded_options(config, without=() if has_block else {"mtp"})
+    if has_block and config.mtp.block != "quantize":
+        options["mtp"] = {"block": config.mtp.block}
     options["head_bits"] = config.fixed_head_bits
     options["allocate"].update(ALLOCATE.options(config)["allocate"])
     if not config.tune.steps:

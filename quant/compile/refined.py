@@ -97,8 +97,8 @@ def _record(
     reports = [read_report(latest(run.inputs) / name) for name in names]
     layers = [report.to_json() for report in reports]
     experts = experts_entry(reports) if judgement["refined"] else {}
+    known = earlier_record(stored.folder)
     if not judgement["refined"]:
-        known = earlier_record(stored.folder)
         layers = [_before(layer, known) for layer in layers]
         experts = {EXPERTS: known[EXPERTS]} if isinstance(known.get(EXPERTS), dict) else {}
     decoder = layers[: len(stored.spec.sublayers)]
@@ -114,6 +114,7 @@ def _record(
         "predicted_kl": total_nats(matrices_of(sublayer_reports(layers))),
         **experts,
         "layers": layers,
+        **({"mtp": known["mtp"]} if "mtp" in known else {}),  # copied as it is
     }
 
 

@@ -62,6 +62,13 @@ from exl2flow.core.store.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
 from exl2flow.model.files.exl2 import QuantizedMatrix, tensor_names
 from exl2flow.model.files.source_tensors import source_form
+from exl2flow.quant.allocate.block import (
+    block_bytes,
+    block_in,
+    block_options,
+    quantized_block,
+    stored_spec,
+)
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import (
     FORMAT_METADATA,
@@ -79,6 +86,7 @@ from exl2flow.quant.compile.recorded_options import (
     name_of_text,
     recorded_conversion,
 )
+from exl2flow.quant.compile.stored_block import StoredBlock
 from exl2flow.quant.quantize.routing import experts_entry
 from exl2flow.quant.quantize.stage import (
     read_report,
@@ -144,17 +152,20 @@ def earlier_record(out: Path) -> dict[str, Any]:
 
 
 class _Tensors:
-    """Finds each output tensor in the source or among the quantized sublayers."""
+    """Finds each output tensor in the source, the quantized sublayers or the quantized block."""
 
-    def __init__(self, spec: ModelSpec, quantized: Path) -> None:
+    def __init__(self, spec: ModelSpec, quantized: Path, block: StoredBlock | None = None) -> None:
         self.source = CanonicalTensors(spec)
         self.plain = plain_layout(spec)
         self.carried = carried(spec, self.source)
         self.quantized = TensorFiles(quantized)
+        self.block = block
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor as it is stored in the output."""
         look()
+        if self.block is not None and name in self.block.layout:
+            return self.block.read(name)
         if name in self.quantized:
             return self.quantized.read(name)
         if name in self.carried:
@@ -175,24 +186,28 @@ def compile_model(run: StageRun[ConversionConfig]) -> None:
     """
     config = run.config
     spec = resolve(config.source)
+    found = quantized_block(config, spec)
+    block = None if found is None else StoredBlock(found, run.inputs["mtp"])
+    spec = stored_spec(config, spec)
     out = config.out.resolve()
     check_output_folder(out, config.source, memory=config.work_dir_root / DIGESTS_FILE)
     quantized = _quantized(run)
     choice = read_choice(run.inputs["allocate"])
-    shards = plan_shards(output_layout(spec, choice), config.shard_size_mb)
+    layout = {**output_layout(spec, choice), **(block.layout if block else {})}
+    shards = plan_shards(layout, config.shard_size_mb)
     extras = carried_files(config.source)
     run.folder.manifest.total = len(shards)
     names = {CONFIG_FILE, RECORD_FILE, *(p.name for p in extras), *(s.name for s in shards)}
     names |= {INDEX_FILE} if len(shards) > 1 else set()
     names |= {TOKENIZER_FILE} if has_only_tekken(config.source) else set()
     remove_others(out, names)
-    write_own(run, RECORD_FILE, _record(run, spec, names))
+    write_own(run, RECORD_FILE, _record(run, spec, block, names))
     carry_all(run, config.source, extras)
     if has_only_tekken(config.source):
         path = out / TOKENIZER_FILE
         write_text(path, Tokenizer.load(config.source).backend.to_str())
         run.folder.commit(str(path), digest(path))
-    tensors = _Tensors(spec, quantized / "sublayers")
+    tensors = _Tensors(spec, quantized / "sublayers", block)
     for index, shard in enumerate(shards, 1):
         reads = (partial(tensors.read, name, entry[1]) for name, entry in shard.layout.items())
         write_shard(run, shard, prefetch(reads), FORMAT_METADATA, index=index)
@@ -292,7 +307,9 @@ def made_from(run: StageRun[RunOptions], names: set[str]) -> dict[str, object]:
     }
 
 
-def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -> dict[str, object]:
+def _record(
+    run: StageRun[ConversionConfig], spec: ModelSpec, block: StoredBlock | None, names: set[str]
+) -> dict[str, object]:
     """Return how the folder was made: source, options, rows, allocation, errors and their cost."""
     allocation = read_json(run.inputs["allocate"] / ALLOCATION_FILE)
     layers = [read_report(_quantized(run) / name) for name in result_files(spec)]
@@ -300,13 +317,14 @@ def _record(run: StageRun[ConversionConfig], spec: ModelSpec, names: set[str]) -
     record = {
         **made_from(run, names),
         "source_form": source_form(spec, CanonicalTensors(spec)),
-        "options": recorded_conversion(run.config),
+        "options": recorded_conversion(run.config, has_block=block_in(spec) is not None),
         "allocation": {k: v for k, v in allocation.items() if k not in ("choice", "params")},
         "calibration": _calibration(run),
         "tuning": read_json(run.inputs["tune"] / TUNING_FILE) if "tune" in run.inputs else None,
         "predicted_kl": total_nats(matrices_of(layers)),
         **experts_entry(layers),
         "layers": [layer.to_json() for layer in layers],
+        **({"mtp": block.record()} if block else {}),
     }
     if apart:
         parts = ", ".join(name.strip(".") for name in spec.family.carried)
@@ -372,6 +390,10 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
     written = TensorFiles(out)
     plain = plain_tensors(spec)
     plain |= {name: shape for name, (_, shape) in tensors.carried.items()}
+    reports = [*_reports(quantized, spec)]
+    if tensors.block is not None:
+        plain |= {name: shape for name, (_, shape) in tensors.block.plain.items()}
+        reports += tensors.block.digests()
 
     def check(key: str, sha256: str) -> None:
         look()
@@ -392,7 +414,7 @@ def _compare(out: Path, quantized: Path, spec: ModelSpec, tensors: _Tensors, dev
 
     # while a GPU decodes, other matrices are read and hashed
     together = map if device == "cpu" else helpers().map
-    for _ in together(check, *zip(*_reports(quantized, spec), strict=True)):
+    for _ in together(check, *zip(*reports, strict=True)):
         pass
     for name, shape in plain.items():
         check_same(written, name, tensors.read(name, shape))
@@ -421,7 +443,8 @@ def check_same(written: TensorFiles, name: str, expected: torch.Tensor) -> None:
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: the output, and what each thread of `_compare` holds on a GPU."""
     plain = HALF * sum(map(math.prod, plain_tensors(sizes.spec).values()))
-    output = sizes.packed + plain + carried_bytes(sizes.spec)
+    apart = carried_bytes(stored_spec(config, sizes.spec)) + block_bytes(config, sizes.spec)
+    output = sizes.packed + plain + apart
     on_gpu = sizes.on_gpu(HELPERS * DECODING * sizes.largest)
     return Need(output_bytes=output, holds="", **on_gpu)
 
@@ -435,13 +458,14 @@ def _options(config: ConversionConfig) -> dict[str, object]:
         "files": {path.name: digest(path) for path in files if path.is_file()},
         **name_of_text(config),
         **name_of_preset(config),
+        **block_options(config),
     }
 
 
 COMPILE: Stage[ConversionConfig] = Stage(
     name="compile",
     schema=3,
-    inputs=("tokenize", "allocate", "quantize", "tune"),
+    inputs=("tokenize", "mtp", "allocate", "quantize", "tune"),
     options=_options,
     run=compile_model,
     files=lambda config: carried_files(config.source),

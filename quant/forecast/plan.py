@@ -93,7 +93,7 @@ class Plan:
     carried, left_out: files of the source; unused: tensors
     that the model does not need;
     not_quantized: how many tensors of other parts, such as vision towers, the output keeps as they
-    are, and their bytes.
+    are, and their bytes; block: what becomes of the source's block that drafts tokens, empty: none.
     """
 
     model: str
@@ -122,6 +122,7 @@ class Plan:
     unused: tuple[str, ...]
     not_quantized: tuple[int, int]
     download_bytes: int = 0
+    block: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Return the plan as JSON."""
@@ -146,6 +147,8 @@ class Plan:
             ("calibration", self.calibration),
             ("target", f"{self.target} (decoder's reachable bpw: {low:.2f} to {high:.2f})"),
         ]
+        if self.block:
+            rows.append(("MTP block", self.block))
         if self.prefer == "speed":
             rows.append(("prefer", f"speed: groups of {FAST_GROUP} rows in all layers"))
         rows += [

@@ -28,6 +28,7 @@ from exl2flow.model.files.source_tensors import (
     unused_tensors,
 )
 from exl2flow.quant.allocate.bit_range import BitRange, check_measurement
+from exl2flow.quant.allocate.block import block_in_words, stored_spec
 from exl2flow.quant.allocate.layout import carried_bytes, carried_tensors
 from exl2flow.quant.compile.stage import check_output_folder
 from exl2flow.quant.forecast.gpu_fit import check_gpu, gpu_fits
@@ -147,7 +148,7 @@ def _plan(
     if card is not None:
         needs = beside_gpu(config, spec, card, needs)
     left, outlooks = what_is_left(config, to_do, needs, anew=anew)
-    outline = Outline.of(config.source)
+    outline, stored = Outline.of(config.source), stored_spec(config, spec)
     return Plan(
         model=spec.source_dir.resolve().name,
         architecture=spec.family.architecture,
@@ -173,8 +174,9 @@ def _plan(
         carried=(CONFIG_FILE, *(path.name for path in carried_files(config.source))),
         left_out=tuple(left_out(config.source)),
         unused=unused_tensors(spec),
-        not_quantized=(len(carried_tensors(spec)), carried_bytes(spec)),
+        not_quantized=(len(carried_tensors(stored)), carried_bytes(stored)),
         download_bytes=outline.download_bytes if outline else 0,
+        block=block_in_words(config, spec),
     )
 
 

@@ -217,16 +217,20 @@ class MatrixWork(SublayerWork):
 
     def store_head(self, packed: Packed) -> None:
         """Write the head's matrix and its report, and commit the file."""
+        sha256 = self.store_alone(packed, HEAD_FILE)
+        self.folder.commit(HEAD_FILE, sha256, cursor=self.folder.manifest.total)
+
+    def store_alone(self, packed: Packed, file: str) -> str:
+        """Write a matrix that belongs to no sublayer, with its report; return the sha256."""
 
         def finish(
             reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
         ) -> SublayerReport:
             (report,) = reports
-            head = summary(packed.projection.key, [packed], reports)
-            return replace(head, rel_err=report.rel_err, before=report.refined.get("before"))
+            alone = summary(packed.projection.key, [packed], reports)
+            return replace(alone, rel_err=report.rel_err, before=report.refined.get("before"))
 
-        sha256 = storing(self.folder.path / HEAD_FILE, [packed], {}, finish)()
-        self.folder.commit(HEAD_FILE, sha256, cursor=self.folder.manifest.total)
+        return storing(self.folder.path / file, [packed], {}, finish)()
 
 
 def summary(
@@ -340,6 +344,12 @@ class Quantizing(MatrixWork):
         jobs = [self._job(projection, target(), factors)]
         (matrix,) = self._round(jobs, self.factored([projection], [hessian], factors))
         self.store_head(self._packed(projection, head.linear, matrix, hessian, factors))
+
+    def alone(self, projection: ProjectionSpec, linear: Linear, hessian: torch.Tensor) -> Packed:
+        """Round and pack a matrix that belongs to no sublayer, by its Hessian fp32 (k, k)."""
+        items = self.factored([projection], [hessian], {})
+        (matrix,) = self._round([self._job(projection, linear, {})], items)
+        return self._packed(projection, linear, matrix, hessian, {})
 
     def _job(
         self, projection: ProjectionSpec, linear: Linear, factors: Mapping[str, Factors]

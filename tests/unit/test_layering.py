@@ -103,6 +103,7 @@ ORDER = {
         "training",
         "quantize",
         "tune",
+        "mtp",
         "refine",
         "judge",
         "compile",

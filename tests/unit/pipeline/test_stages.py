@@ -73,4 +73,4 @@ def test_models_of_several_targets_share_what_measures() -> None:
 def test_cleaning_may_take_tensors_that_the_output_has_too() -> None:
     removable = {stage.name for stage in ALL_STAGES if stage.removable}
 
-    assert removable == {"quantize", "tune", "refine"}
+    assert removable == {"mtp", "quantize", "tune", "refine"}

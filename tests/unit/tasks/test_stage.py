@@ -74,18 +74,18 @@ def test_stages_run_in_the_documented_order() -> None:
     names = [stage.name for stage in STAGES]
 
     before = ["compose", "tokenize", "sensitivity", "measure", "allocate"]
-    assert names == [*before, "quantize", "tune", "compile", "validate"]
+    assert names == [*before, "quantize", "tune", "mtp", "compile", "validate"]
 
 
 @pytest.mark.parametrize(
     ("values", "left_out"),
     [
-        ({}, ["compose", "tune"]),
-        ({"calibration": {"text": "self"}}, ["tune"]),
-        ({"quality": "best"}, ["compose"]),
-        ({"quality": "exllamav2"}, ["compose", "sensitivity", "tune"]),
-        ({"measurement": "measurement.json"}, ["compose", "measure", "tune"]),
-        ({**SPEED, "bpw": 3.0}, ["compose", "tune"]),
+        ({}, ["compose", "tune", "mtp"]),
+        ({"calibration": {"text": "self"}}, ["tune", "mtp"]),
+        ({"quality": "best"}, ["compose", "mtp"]),
+        ({"quality": "exllamav2"}, ["compose", "sensitivity", "tune", "mtp"]),
+        ({"measurement": "measurement.json"}, ["compose", "measure", "tune", "mtp"]),
+        ({**SPEED, "bpw": 3.0}, ["compose", "tune", "mtp"]),
     ],
     ids=str,
 )
