@@ -122,8 +122,8 @@ class LoadOptions(PlacementOptions):
     draft_tokens: Annotated[int | None, Option("N", DRAFTS, rare=True)] = Field(
         default=None,
         ge=1,
-        le=7,
-        description="most draft tokens per step; empty: 4 of a draft model, 7 of n-grams",
+        le=15,
+        description="most draft tokens per step; empty: 4 of a draft model, 15 of n-grams",
     )
 
 

@@ -37,7 +37,7 @@ from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
 DRAFTED_ROWS = 32  # most rows of a step with drafts: more cost more than they save
-COUNTS = (1, 2, 4, 8)  # tokens per slot of a recorded step; or one more than drafts
+COUNTS = (1, 2, 4, 8, 16)  # tokens per slot of a recorded step; or one more than drafts
 HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
 # kernels keep sums and counters beside the weights; a stream of each device
 _STREAMS = WeakKeyDictionary[Decoder, tuple[int, ...]]()

@@ -24,18 +24,19 @@ struct Loaded {
     }
 };
 
-struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv_heads, head_dim)
-    const half_bits *q, *k, *v;  // before rotation
+struct Call {  // fp16: q, out (b, apart, heads, head_dim); k, v (b, apart, kv_heads, head_dim)
+    const half_bits *q, *k, *v;  // before rotation, of the launch's first token
     Rows keys, values;
-    const int *tables, *lengths;  // (b, pages); (b,), positions before the new ones
+    const int *tables, *lengths;  // (b, pages); (b,), positions before all new ones
     float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 4)
     int* arrived;                 // (b, kv_heads, parts), zero before and after
     half_bits* out;
     const int* to;  // (heads · head_dim), place of each element in a token's row of out; or null
-    const float *cosines, *sines;  // (b or 1, tokens, half), of the new positions
-    const integer* slots;          // (b, tokens), where the new keys and values are stored
+    const float *cosines, *sines;  // (b or 1, apart, half), of the new positions
+    const integer* slots;          // (b, apart), where the new keys and values are stored
     const float* sinks;            // (heads), scores without a value; or null
     int tokens, heads, kv_heads;
+    int apart, after;  // tokens from one sequence to the next; new ones of launches before
     int parts;                            // CTAs that share the columns of a key head
     int head_dim, pages, splits, stages;  // stages: steps that a warp has in flight
     int window;                           // positions that a token sees, its own included

@@ -38,6 +38,7 @@ from exl2flow.kernels.streams import device_table
 
 PUT_THREADS = 256  # per copying CTA, 16 bytes each
 PAGE_CTA_BYTES = 1 << 15  # of a page that a CTA moves, about
+LAUNCH_TOKENS = 8  # most new tokens of a sequence in a launch
 WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units that cover a head
 HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
 TOGETHER_WIDTH = 128  # of heads that may share a CTA
@@ -179,26 +180,51 @@ def attend_step(
     other = _other_way(q, cache, rule)
     if other is not None:
         return other(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
-    store = cache.store
-    plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
+    out, count = torch.empty_like(q), q.shape[1]
+    step = -(-count // -(-count // LAUNCH_TOKENS))
+    for begin in range(0, count, step):
+        tokens = min(step, count - begin)
+        _launch_step(q, k, v, out, cache, cos, sin, begin, tokens, rule, interleaved=interleaved)
+    return out
+
+
+def _launch_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cache: StepCache,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    begin: int,
+    tokens: int,
+    rule: AttentionRule,
+    *,
+    interleaved: bool,
+) -> None:
+    """Attend for `tokens` of the new tokens, at most `LAUNCH_TOKENS`; those before are stored."""
+    store = cache.store
+    plan = _planned(q, tokens, store, cache.tables.shape[1])
+    partial = torch.empty(plan.sums, device=q.device)
     arrived = _counters(store, math.prod(plan.sums[:3]))
+    angles = (cos, sin) if cos.numel() else (q, q)  # the first is read even without rotation
     call = filled(
         plan.argument,
-        q=q,
-        k=k,
-        v=v,
+        q=_from(begin, q),
+        k=_from(begin, k),
+        v=_from(begin, v),
         tables=cache.tables,
         lengths=cache.lengths,
         partial=partial,
         arrived=arrived,
-        out=out,
+        out=_from(begin, out),
         to=0 if cache.to is None else cache.to,
-        # without rotation, the first angle is read all the same
-        cosines=cos if cos.numel() else q,
-        sines=sin if cos.numel() else q,
-        slots=cache.slots,
+        cosines=_from(begin, angles[0], axis=-2),
+        sines=_from(begin, angles[1], axis=-2),
+        slots=_from(begin, cache.slots),
+        apart=q.shape[1],
+        after=begin,
         sinks=0 if rule.sinks is None else rule.sinks,
         window=rule.window or ALL,
         half=cos.shape[-1],
@@ -218,13 +244,17 @@ def attend_step(
         shared=plan.shared,
         device=q.device,
     )
-    return out
+
+
+def _from(begin: int, x: torch.Tensor, axis: int = 1) -> torch.Tensor | int:
+    """Return where x begins from a new token on; `axis`: that of the tokens."""
+    return x.data_ptr() + begin * x.stride(axis) * x.element_size() if begin else x
 
 
 def _other_way(
     q: torch.Tensor, cache: StepCache, rule: AttentionRule
 ) -> Callable[..., torch.Tensor] | None:
-    """Return what attends where a single launch cannot; None: a launch can."""
+    """Return what attends where launches for several tokens cannot; None: they can."""
     is_known = q.shape[1] <= STEP_TOKENS and _width(q.shape[3]) is not None
     if not is_known or q.dtype != torch.float16:
         return torch_cache.attend_step
@@ -270,13 +300,14 @@ def _of_chunk(cache: StepCache, token: int, pages: int) -> StepCache:
     )
 
 
-def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:
-    """Divide queries (b, t, heads, head_dim), and positions of `pages` per sequence, among CTAs."""
-    (b, t, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
+def _planned(q: torch.Tensor, t: int, store: LayerStore, pages: int) -> _AttentionLaunch:
+    """Divide `t` of queries (b, …, heads, head_dim), and positions of `pages`, among CTAs."""
+    (b, _, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
     elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
     width, bits = _width(head_dim), sum(element.bits for element in elements)
     assert width is not None
-    most, is_coded = 1 if t == 1 else STEP_TOKENS, all(element.has_scales for element in elements)
+    is_coded = all(element.has_scales for element in elements)
+    most = 1 if t == 1 else LAUNCH_TOKENS
     columns = _columns(most, width, pairs, b * length, is_coded=is_coded)
     processors, most_shared = limits(q.device.index)
     together = 1

@@ -364,7 +364,7 @@ def test_broken_drafts_are_refused(model: LoadedModel, tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="take a draft of the same model family"):
         Generator(model, tokens=512, draft=Draft(model=other))
-    with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
-        NgramDraft(tokens=8)
+    with pytest.raises(ConfigError, match="`tokens` of a draft is 16; it must be from 1 to 15"):
+        NgramDraft(tokens=16)
     with pytest.raises(ConfigError, match="`least` of a draft is"):
         Draft(model=model, least=1.5)

@@ -9,9 +9,9 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
 from exl2flow.kernels.cuda.cache import (
     HEAD_STEP,
+    LAUNCH_TOKENS,
     MOST_STAGES,
     SET,
-    STEP_TOKENS,
     UNIT,
     WIDE_FROM,
     WIDTHS,
@@ -61,7 +61,7 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
     bits = bits_of(name)
     columns = {
         _columns(tokens, width, pairs, WIDE_FROM, is_coded=name.startswith("q"))
-        for tokens, pairs in product((1, STEP_TOKENS), (1, 4, 32))
+        for tokens, pairs in product((1, LAUNCH_TOKENS), (1, 4, 32))
     }
     for positions, count, members in product((1, 256, 8192), columns, (1, 2)):
         teams, stages, shared = _stages(
@@ -94,10 +94,10 @@ def columns_of(tokens: int, width: int, pairs: int, positions: int = WIDE_FROM) 
 
 def test_several_new_tokens_have_two_sets_of_columns_where_that_saves_reading() -> None:
     assert [columns_of(1, 128, pairs) for pairs in (1, 8, 16)] == [SET] * 3
-    wide = [columns_of(STEP_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)]
+    wide = [columns_of(LAUNCH_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)]
     assert wide == [SET, SET, 2 * SET, 2 * SET]
-    assert columns_of(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
-    assert columns_of(STEP_TOKENS, 256, 32) == SET
+    assert columns_of(LAUNCH_TOKENS, 128, 32, WIDE_FROM - 1) == SET
+    assert columns_of(LAUNCH_TOKENS, 256, 32) == SET
 
 
 def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> None:
@@ -105,7 +105,7 @@ def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> 
 
     assert found == [1, 2, 4, 4, SET, SET, SET, SET]
     assert _columns(1, 256, 1, 1, is_coded=True) == SET
-    assert _columns(STEP_TOKENS, 128, 1, 1, is_coded=True) == SET
+    assert _columns(LAUNCH_TOKENS, 128, 1, 1, is_coded=True) == SET
 
 
 def test_adjacent_key_heads_share_a_cta_if_their_rows_are_short_and_ctas_suffice() -> None:
