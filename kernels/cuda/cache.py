@@ -279,7 +279,8 @@ def _in_chunks(
     whole, pages, found = replace(rule, chunk=None), rule.chunk // PAGE_TOKENS, []
     for token in range(q.shape[1]):
         one, own = slice(token, token + 1), _of_chunk(cache, token, pages)
-        (a, b, c), (d, e) = (x[:, one] for x in (q, k, v)), (x[..., one, :] for x in (cos, sin))
+        a, b, c = (x[:, one] for x in (q, k, v))
+        d, e = (x[..., one, :].contiguous() for x in (cos, sin))
         found.append(attend_step(a, b, c, own, d, e, rule=whole, interleaved=interleaved))
     return torch.cat(found, dim=1)
 
