@@ -36,13 +36,13 @@ struct Call {  // fp16: q, out (b, apart, heads, head_dim); k, v (b, apart, kv_h
     const integer* slots;          // (b, apart), where the new keys and values are stored
     const float* sinks;            // (heads), scores without a value; or null
     int tokens, heads, kv_heads;
-    int apart, after;  // tokens from one sequence to the next; new ones of launches before
     int parts;                            // CTAs that share the columns of a key head
     int head_dim, pages, splits, stages;  // stages: steps that a warp has in flight
     int window;                           // positions that a token sees, its own included
     int half, angle_step;                 // angle_step: from one sequence to the next
     int interleaved;                      // pairs are neighbours in x, and apart once rotated
     float scale, softcap;                 // softcap 0: none
+    int apart, after;  // tokens from one sequence to the next; new ones of launches before
 
     // Element i of a head x.
     __device__ __forceinline__ Source source(const half_bits* x, int i, int row, int token) const {
