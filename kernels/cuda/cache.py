@@ -182,68 +182,53 @@ def attend_step(
         return other(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
     q, k, v = (x.contiguous() for x in (q, k, v))
     out, count = torch.empty_like(q), q.shape[1]
+    angles = (cos, sin) if cos.numel() else (q, q)  # the first is read even without rotation
+    rows = {"q": q, "k": k, "v": v, "out": out, "slots": cache.slots}
+    fixed = _fields(count, cache, cos, rule) | {"interleaved": interleaved}
     step = -(-count // -(-count // LAUNCH_TOKENS))
     for begin in range(0, count, step):
-        tokens = min(step, count - begin)
-        _launch_step(q, k, v, out, cache, cos, sin, begin, tokens, rule, interleaved=interleaved)
+        plan = _planned(q, min(step, count - begin), cache.store, cache.tables.shape[1])
+        partial = torch.empty(plan.sums, device=q.device)
+        call = filled(
+            plan.argument,
+            **fixed,
+            **{name: _from(begin, x) for name, x in rows.items()},
+            cosines=_from(begin, angles[0], axis=-2),
+            sines=_from(begin, angles[1], axis=-2),
+            partial=partial,
+            arrived=_counters(cache.store, math.prod(plan.sums[:3])),
+            after=begin,
+        )
+        for name, stored in (("keys", cache.store.keys), ("values", cache.store.values)):
+            filled(call[name], data=stored.data, scales=stored.scales)
+        launch(
+            "attention.cu",
+            plan.name,
+            plan.grid,
+            call,
+            threads=plan.threads,
+            shared=plan.shared,
+            device=q.device,
+        )
     return out
 
 
-def _launch_step(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    cache: StepCache,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    begin: int,
-    tokens: int,
-    rule: AttentionRule,
-    *,
-    interleaved: bool,
-) -> None:
-    """Attend for `tokens` of the new tokens, at most `LAUNCH_TOKENS`; those before are stored."""
-    store = cache.store
-    plan = _planned(q, tokens, store, cache.tables.shape[1])
-    partial = torch.empty(plan.sums, device=q.device)
-    arrived = _counters(store, math.prod(plan.sums[:3]))
-    angles = (cos, sin) if cos.numel() else (q, q)  # the first is read even without rotation
-    call = filled(
-        plan.argument,
-        q=_from(begin, q),
-        k=_from(begin, k),
-        v=_from(begin, v),
-        tables=cache.tables,
-        lengths=cache.lengths,
-        partial=partial,
-        arrived=arrived,
-        out=_from(begin, out),
-        to=0 if cache.to is None else cache.to,
-        cosines=_from(begin, angles[0], axis=-2),
-        sines=_from(begin, angles[1], axis=-2),
-        slots=_from(begin, cache.slots),
-        apart=q.shape[1],
-        after=begin,
-        sinks=0 if rule.sinks is None else rule.sinks,
-        window=rule.window or ALL,
-        half=cos.shape[-1],
-        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
-        interleaved=interleaved,
-        scale=rule.scale,
-        softcap=rule.softcap or 0.0,
-    )
-    for name, rows in (("keys", store.keys), ("values", store.values)):
-        filled(call[name], data=rows.data, scales=rows.scales)
-    launch(
-        "attention.cu",
-        plan.name,
-        plan.grid,
-        call,
-        threads=plan.threads,
-        shared=plan.shared,
-        device=q.device,
-    )
+def _fields(
+    count: int, cache: StepCache, cos: torch.Tensor, rule: AttentionRule
+) -> dict[str, torch.Tensor | float]:
+    """Return what is the same in all launches of a step of `count` new tokens."""
+    return {
+        "tables": cache.tables,
+        "lengths": cache.lengths,
+        "to": 0 if cache.to is None else cache.to,
+        "sinks": 0 if rule.sinks is None else rule.sinks,
+        "window": rule.window or ALL,
+        "half": cos.shape[-1],
+        "angle_step": cos.stride(0) if cos.dim() == 4 else 0,
+        "scale": rule.scale,
+        "softcap": rule.softcap or 0.0,
+        "apart": count,
+    }
 
 
 def _from(begin: int, x: torch.Tensor, axis: int = 1) -> torch.Tensor | int:
