@@ -124,8 +124,8 @@ class LoadOptions(PlacementOptions):
     draft_tokens: Annotated[int | None, Option("N", DRAFTS, rare=True)] = Field(
         default=None,
         ge=1,
-        le=7,
-        description="most draft tokens per step; empty: 4 of a model, 7 of n-grams",
+        le=15,
+        description="most draft tokens per step; empty: 4 of a model, 15 of n-grams",
     )
 
     @property

@@ -15,7 +15,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import (
-    STEP_TOKENS,
     AttentionRule,
     DeltaArgs,
     DeltaSegment,
@@ -30,6 +29,7 @@ from exl2flow.kernels import (
 from exl2flow.model import LayerCache, RopeTable, attend
 
 EXACT = {Element.HALF: torch.float16, Element.FULL: torch.float32}  # stored as they are
+TAIL_TOKENS = 8  # of a prompt's end, that a step reads
 MOST_STEPS = 8  # for the tokens behind a cached beginning; then decoded keys and values are faster
 
 
@@ -147,13 +147,13 @@ class PromptView:
         self.positions, self.slots = (on_device(torch.cat(x), device) for x in (positions, new))
         parts = [*zip(segments, starts, strict=True)]
         fresh = [part for part in parts if not part[0].begin]
-        longest = MOST_STEPS * STEP_TOKENS
+        longest = MOST_STEPS * TAIL_TOKENS
         tails = [part for part in parts if part[0].begin and part[0].count <= longest]
         similar = _grouped(fresh, lambda p: p[0].count.bit_length())  # in length, within a factor 2
         self.groups = [_group(parts, device) for parts in similar if len(parts) > 1]
         self.tails = [  # in order: a step reads what those before it wrote
             _tail(equal, cache)
-            for begin in range(0, longest, STEP_TOKENS)
+            for begin in range(0, longest, TAIL_TOKENS)
             for equal in _grouped([*_pieces(tails, begin)], lambda p: p[0].count)
         ]
         others = [part for parts in similar if len(parts) == 1 for part in parts]
@@ -242,11 +242,11 @@ def _grouped(parts: Sequence[_Part], key: Callable[[_Part], int]) -> list[list[_
 
 
 def _pieces(parts: Sequence[_Part], begin: int) -> Iterator[_Part]:
-    """Yield up to `STEP_TOKENS` tokens of each segment from its token `begin` on."""
+    """Yield up to `TAIL_TOKENS` tokens of each segment from its token `begin` on."""
     for segment, start in parts:
         if begin < segment.count:
             first = segment.begin + begin
-            end = min(first + STEP_TOKENS, segment.end)
+            end = min(first + TAIL_TOKENS, segment.end)
             yield replace(segment, begin=first, end=end), start + begin
 
 

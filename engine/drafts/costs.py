@@ -14,6 +14,7 @@ from statistics import median
 from exl2flow.core.options.environment import is_tuning
 from exl2flow.engine.drafts.acceptance_rate import DraftKind
 
+DRAFTED_ROWS = 32  # most rows of a step with drafts: more cost more than they save
 COUNTS = (1, 2, 4, 8, 16)  # tokens per slot of a recorded step; or one more than drafts
 DOUBLED = 16  # rows that cost twice as much as none, of steps that were not measured yet
 DRAFTED = 0.05  # of a step, that a model takes for a draft token before it was measured

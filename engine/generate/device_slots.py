@@ -20,7 +20,7 @@ from exl2flow.engine.cache.page_pool import Copy
 from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.engine.cache.views import Segment
 from exl2flow.engine.drafts import ON_DEVICE, Drafter, SharedSlots
-from exl2flow.engine.drafts.costs import COUNTS, step_tokens
+from exl2flow.engine.drafts.costs import COUNTS, DRAFTED_ROWS, step_tokens
 from exl2flow.engine.generate.draft_positions import DraftPositions
 from exl2flow.engine.generate.runner import Runner
 from exl2flow.engine.loading.load import LoadedModel
@@ -37,7 +37,6 @@ from exl2flow.kernels import STEP_TOKENS, on_device
 from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
-DRAFTED_ROWS = 32  # most rows of a step with drafts: more cost more than they save
 HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
 # kernels keep sums and counters beside the weights; a stream of each device
 _STREAMS = WeakKeyDictionary[Decoder, tuple[int, ...]]()
@@ -332,7 +331,8 @@ class DeviceSlots:
         """Record the steps of all batch sizes, and sampling of these kinds."""
         batches = sorted({self._batch_size(slots) for slots in range(1, len(self.ids) + 1)})
         counts = sorted({min(count, 1 + self.drafts) for count in COUNTS})
-        self.runner.warm_up([*product(batches, counts)])
+        steps = product(batches, counts)
+        self.runner.warm_up([(b, n) for b, n in steps if n == 1 or b * n <= DRAFTED_ROWS])
         for key in product(batches, kinds, {False, self.drafts > 0}):
             self.graphs.make(key, partial(self._sample, *key))
 

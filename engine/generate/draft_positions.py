@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from exl2flow.engine.drafts.costs import DRAFTED_ROWS
 from exl2flow.kernels import on_device
 
 
@@ -17,7 +18,8 @@ class DraftPositions:
     def __init__(self, slots: int, width: int, drafts: int, device: torch.device) -> None:
         """Reserve memory for at most `drafts` draft tokens per slot."""
         self.logits = torch.full((slots, width), -torch.inf, device=device)
-        self._draft_logits = torch.full((drafts, slots, width), -torch.inf, device=device)
+        rows = min(drafts * slots, DRAFTED_ROWS)  # of draft positions, one after the other
+        self._draft_logits = torch.full((rows, width), -torch.inf, device=device)
         self._draws = torch.zeros(1 + drafts, slots, dtype=torch.float64, device=device)
         self._drafted = torch.zeros(drafts, slots, dtype=torch.int64, device=device)
         self.position = torch.zeros(1, dtype=torch.int64, device=device)
@@ -42,18 +44,23 @@ class DraftPositions:
         slots, count, width = logits.shape
         self.logits[:slots, :width] = logits[:, 0]
         if count > 1:
-            self._draft_logits[: count - 1, :slots, :width] = logits[:, 1:].transpose(0, 1)
+            drafted = logits[:, 1:].transpose(0, 1).flatten(0, 1)
+            self._draft_logits[: len(drafted), :width] = drafted
 
     def begin(self) -> None:
         """Go to the first position."""
         self.position.zero_()
 
     def advance(self, ids: torch.Tensor, active: torch.Tensor) -> None:
-        """Go to the next position; slots stay active (n,) whose ids (n,) are the draft's."""
+        """Go to the next position; slots stay active (n,) whose ids (n,) are the draft's.
+
+        n: as many slots as the pass had whose logits were put.
+        """
         slots, last = len(ids), len(self._drafted) - 1
         index = self.position.clamp(max=last)  # a recording goes on more often
         active *= ids == self._drafted[:, :slots][index][0]
-        self.logits[:slots] = self._draft_logits[:, :slots][index][0]
+        rows = index * slots + torch.arange(slots, device=index.device)
+        self.logits[:slots] = self._draft_logits[rows.clamp(max=len(self._draft_logits) - 1)]
         torch.add(index, 1, out=self.position)
 
     def draws(self, slots: int) -> torch.Tensor:

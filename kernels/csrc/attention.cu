@@ -1,4 +1,5 @@
-// Attention of up to 8 new tokens per sequence to a paged cache, which is read as it is stored.
+// Attention of up to 8 new tokens per sequence to a paged cache, which is read as it is stored; more
+// take several launches, each of which sees what those before it stored.
 // Each CTA handles a part of a sequence's positions, one key head and 8 or 16 columns, pairs of a
 // new token and one of its query heads (attention_wide.cuh); or, of one new token and codes, one to
 // four key heads of few query heads (attention_narrow.cuh). Its warps take 16 or 32 positions at a
@@ -66,10 +67,10 @@ __global__ void __launch_bounds__(
     const Values values(call.values, padded, first_element, offset, offset + HEADS * dim, lane);
     if (split == 0) prefetch_places(call, team * group * dim, group * dim);
     overlap_launches();
-    const int length = call.lengths[row];
+    const int length = call.lengths[row] + (TOKENS == 1 ? 0 : call.after);
     const int* table = call.tables + (integer)row * call.pages;
     if (TOKENS == 1 && lane * 32 < call.pages) touch(table + lane * 32);
-    const integer first_row = (integer)row * tokens;
+    const integer first_row = (integer)row * (TOKENS == 1 ? 1 : call.apart);
     const integer own_q = (first_row * call.heads + team * group) * dim;
     // Queries, then new keys and values in turn: every row by one warp. Those of one token are
     // loaded before it is known which CTA needs the new ones.

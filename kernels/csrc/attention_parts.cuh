@@ -24,16 +24,16 @@ struct Loaded {
     }
 };
 
-struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv_heads, head_dim)
-    const half_bits *q, *k, *v;  // before rotation
+struct Call {  // fp16: q, out (b, apart, heads, head_dim); k, v (b, apart, kv_heads, head_dim)
+    const half_bits *q, *k, *v;  // before rotation, of the launch's first token
     Rows keys, values;
-    const int *tables, *lengths;  // (b, pages); (b,), positions before the new ones
+    const int *tables, *lengths;  // (b, pages); (b,), positions before all new ones
     float* partial;               // (b, kv_heads, parts, splits, COLUMNS, WIDTH + 4)
     int* arrived;                 // (b, kv_heads, parts), zero before and after
     half_bits* out;
     const int* to;  // (heads · head_dim), place of each element in a token's row of out; or null
-    const float *cosines, *sines;  // (b or 1, tokens, half), of the new positions
-    const integer* slots;          // (b, tokens), where the new keys and values are stored
+    const float *cosines, *sines;  // (b or 1, apart, half), of the new positions
+    const integer* slots;          // (b, apart), where the new keys and values are stored
     const float* sinks;            // (heads), scores without a value; or null
     int tokens, heads, kv_heads;
     int parts;                            // CTAs that share the columns of a key head
@@ -42,6 +42,7 @@ struct Call {  // fp16: q, out (b, tokens, heads, head_dim); k, v (b, tokens, kv
     int half, angle_step;                 // angle_step: from one sequence to the next
     int interleaved;                      // pairs are neighbours in x, and apart once rotated
     float scale, softcap;                 // softcap 0: none
+    int apart, after;  // tokens from one sequence to the next; new ones of launches before
 
     // Element i of a head x.
     __device__ __forceinline__ Source source(const half_bits* x, int i, int row, int token) const {

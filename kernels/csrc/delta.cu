@@ -17,18 +17,20 @@ __device__ __forceinline__ void to_unit_length(float* x, float factor, int lane)
 // A CTA has a value head, blockIdx.x, of a text, blockIdx.y. A thread has a column of the state, and
 // half of its rows. No CTA reads what another one of the launch writes: inputs of the convolution
 // that heads share are written elsewhere in their ring. to: the place of each result in a token's row
-// of y, or null; count: tokens of each text.
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+// of y, or null; count: tokens of each text, at most TOKENS. Registers leave room for two CTAs on a
+// multiprocessor, however many tokens are pending.
+template <int TOKENS>
+__global__ void __launch_bounds__(THREADS, 2)
 delta_step(const half_bits* x, const half_bits* qkv, const half_bits* z, half_bits* y,
            const int* to, const int* lengths, const float* conv, const float* decay,
            const float* step, const float* maps, const float* norm, float* states, int* behinds,
            float* keys, float* deltas, float* decays, half_bits* inputs, float* asides,
            half_bits* aside_inputs, int* aside_at, integer count, integer hidden, integer key_heads,
            float eps) {
-    __shared__ float q[STEP_TOKENS][DIM], k[STEP_TOKENS][DIM], v[STEP_TOKENS][DIM];
+    __shared__ float q[TOKENS][DIM], k[TOKENS][DIM], v[TOKENS][DIM];
     __shared__ float pending_keys[STEP_TOKENS][DIM];
     __shared__ float by_key[PARTS][DIM], by_query[PARTS][DIM];
-    __shared__ float logs[STEP_TOKENS], betas[STEP_TOKENS], shares[STEP_TOKENS][2][WARPS];
+    __shared__ float logs[TOKENS], betas[TOKENS], shares[TOKENS][2][WARPS];
     const int head = blockIdx.x, text = blockIdx.y, heads = gridDim.x, thread = threadIdx.x;
     const int column = thread % DIM, part = thread / DIM, lane = thread % 32, warp = thread / 32;
     const int shared = heads / (int)key_heads, key_head = head / shared;

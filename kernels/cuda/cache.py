@@ -38,6 +38,7 @@ from exl2flow.kernels.streams import device_table
 
 PUT_THREADS = 256  # per copying CTA, 16 bytes each
 PAGE_CTA_BYTES = 1 << 15  # of a page that a CTA moves, about
+LAUNCH_TOKENS = 8  # most new tokens of a sequence in a launch
 WIDTHS = (64, 128, 256)  # elements a kernel reads per position: whole units that cover a head
 HEAD_STEP = 16  # head dims must be multiples of it, because copies are 16 bytes
 TOGETHER_WIDTH = 128  # of heads that may share a CTA
@@ -179,52 +180,66 @@ def attend_step(
     other = _other_way(q, cache, rule)
     if other is not None:
         return other(q, k, v, cache, cos, sin, rule=rule, interleaved=interleaved)
-    store = cache.store
-    plan = _planned(q, store, cache.tables.shape[1])
     q, k, v = (x.contiguous() for x in (q, k, v))
-    out, partial = torch.empty_like(q), torch.empty(plan.sums, device=q.device)
-    arrived = _counters(store, math.prod(plan.sums[:3]))
-    call = filled(
-        plan.argument,
-        q=q,
-        k=k,
-        v=v,
-        tables=cache.tables,
-        lengths=cache.lengths,
-        partial=partial,
-        arrived=arrived,
-        out=out,
-        to=0 if cache.to is None else cache.to,
-        # without rotation, the first angle is read all the same
-        cosines=cos if cos.numel() else q,
-        sines=sin if cos.numel() else q,
-        slots=cache.slots,
-        sinks=0 if rule.sinks is None else rule.sinks,
-        window=rule.window or ALL,
-        half=cos.shape[-1],
-        angle_step=cos.stride(0) if cos.dim() == 4 else 0,
-        interleaved=interleaved,
-        scale=rule.scale,
-        softcap=rule.softcap or 0.0,
-    )
-    for name, rows in (("keys", store.keys), ("values", store.values)):
-        filled(call[name], data=rows.data, scales=rows.scales)
-    launch(
-        "attention.cu",
-        plan.name,
-        plan.grid,
-        call,
-        threads=plan.threads,
-        shared=plan.shared,
-        device=q.device,
-    )
+    out, count = torch.empty_like(q), q.shape[1]
+    angles = (cos, sin) if cos.numel() else (q, q)  # the first is read even without rotation
+    rows = {"q": q, "k": k, "v": v, "out": out, "slots": cache.slots}
+    fixed = _fields(count, cache, cos, rule) | {"interleaved": interleaved}
+    step = -(-count // -(-count // LAUNCH_TOKENS))
+    for begin in range(0, count, step):
+        plan = _planned(q, min(step, count - begin), cache.store, cache.tables.shape[1])
+        partial = torch.empty(plan.sums, device=q.device)
+        call = filled(
+            plan.argument,
+            **fixed,
+            **{name: _from(begin, x) for name, x in rows.items()},
+            cosines=_from(begin, angles[0], axis=-2),
+            sines=_from(begin, angles[1], axis=-2),
+            partial=partial,
+            arrived=_counters(cache.store, math.prod(plan.sums[:3])),
+            after=begin,
+        )
+        for name, stored in (("keys", cache.store.keys), ("values", cache.store.values)):
+            filled(call[name], data=stored.data, scales=stored.scales)
+        launch(
+            "attention.cu",
+            plan.name,
+            plan.grid,
+            call,
+            threads=plan.threads,
+            shared=plan.shared,
+            device=q.device,
+        )
     return out
+
+
+def _fields(
+    count: int, cache: StepCache, cos: torch.Tensor, rule: AttentionRule
+) -> dict[str, torch.Tensor | float]:
+    """Return what is the same in all launches of a step of `count` new tokens."""
+    return {
+        "tables": cache.tables,
+        "lengths": cache.lengths,
+        "to": 0 if cache.to is None else cache.to,
+        "sinks": 0 if rule.sinks is None else rule.sinks,
+        "window": rule.window or ALL,
+        "half": cos.shape[-1],
+        "angle_step": cos.stride(0) if cos.dim() == 4 else 0,
+        "scale": rule.scale,
+        "softcap": rule.softcap or 0.0,
+        "apart": count,
+    }
+
+
+def _from(begin: int, x: torch.Tensor, axis: int = 1) -> torch.Tensor | int:
+    """Return where x begins from a new token on; `axis`: that of the tokens."""
+    return x.data_ptr() + begin * x.stride(axis) * x.element_size() if begin else x
 
 
 def _other_way(
     q: torch.Tensor, cache: StepCache, rule: AttentionRule
 ) -> Callable[..., torch.Tensor] | None:
-    """Return what attends where a single launch cannot; None: a launch can."""
+    """Return what attends where launches for several tokens cannot; None: they can."""
     is_known = q.shape[1] <= STEP_TOKENS and _width(q.shape[3]) is not None
     if not is_known or q.dtype != torch.float16:
         return torch_cache.attend_step
@@ -249,7 +264,8 @@ def _in_chunks(
     whole, pages, found = replace(rule, chunk=None), rule.chunk // PAGE_TOKENS, []
     for token in range(q.shape[1]):
         one, own = slice(token, token + 1), _of_chunk(cache, token, pages)
-        (a, b, c), (d, e) = (x[:, one] for x in (q, k, v)), (x[..., one, :] for x in (cos, sin))
+        a, b, c = (x[:, one] for x in (q, k, v))
+        d, e = (x[..., one, :].contiguous() for x in (cos, sin))
         found.append(attend_step(a, b, c, own, d, e, rule=whole, interleaved=interleaved))
     return torch.cat(found, dim=1)
 
@@ -270,13 +286,14 @@ def _of_chunk(cache: StepCache, token: int, pages: int) -> StepCache:
     )
 
 
-def _planned(q: torch.Tensor, store: LayerStore, pages: int) -> _AttentionLaunch:
-    """Divide queries (b, t, heads, head_dim), and positions of `pages` per sequence, among CTAs."""
-    (b, t, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
+def _planned(q: torch.Tensor, t: int, store: LayerStore, pages: int) -> _AttentionLaunch:
+    """Divide `t` of queries (b, …, heads, head_dim), and positions of `pages`, among CTAs."""
+    (b, _, heads, head_dim), kv_heads, length = q.shape, store.kv_heads, pages * PAGE_TOKENS
     elements, pairs = (store.keys.element, store.values.element), t * heads // kv_heads
     width, bits = _width(head_dim), sum(element.bits for element in elements)
     assert width is not None
-    most, is_coded = 1 if t == 1 else STEP_TOKENS, all(element.has_scales for element in elements)
+    is_coded = all(element.has_scales for element in elements)
+    most = 1 if t == 1 else LAUNCH_TOKENS
     columns = _columns(most, width, pairs, b * length, is_coded=is_coded)
     processors, most_shared = limits(q.device.index)
     together = 1

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from exl2flow.kernels.cuda.compiler import SCAN_COLUMNS, SCAN_ROOM, launch, raw_stream
+from exl2flow.kernels.interface.cache_formats import STEP_TOKENS
 from exl2flow.kernels.interface.delta import CHUNK_TOKENS, DeltaArgs, DeltaSegment, DeltaSlots
 from exl2flow.kernels.reference import delta as torch_delta
 from exl2flow.kernels.streams import on_device
 
 HEAD_DIM, TAPS = 128, 4  # that the kernels have
+FEW_TOKENS = 8  # of a text's new ones, which need less shared memory than more do
 THREADS = 256  # of a CTA; in a step, two for a column of a state
 WARPS = THREADS // 32
 
@@ -32,7 +34,7 @@ def delta_step(
     y = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     launch(
         "delta.cu",
-        "delta_step",
+        f"delta_step<{FEW_TOKENS if count <= FEW_TOKENS else STEP_TOKENS}>",
         (args.value_heads, batch),
         *(x.contiguous(), qkv.contiguous(), z.contiguous(), y, 0 if to is None else to, lengths),
         *(args.conv, args.decay, args.step, args.maps, args.norm),

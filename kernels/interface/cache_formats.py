@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 PAGE_TOKENS = 256  # of a page unless a cache says otherwise; kernels for GPUs know no other
-STEP_TOKENS = 8  # most new tokens of a sequence for which kernels attend
+STEP_TOKENS = 16  # most new tokens of a sequence in a step, which may be taken back
 UNIT = 64  # elements rotated together: the even places, and the odd ones
 RUN = 32  # elements that share a scale
 LARGEST_HALF = torch.finfo(torch.float16).max

@@ -8,9 +8,9 @@ import torch
 from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS
 
 CHUNK_TOKENS = 64  # of the rule by chunks; a text cut at multiples of it has the same bits
-# Inputs of the convolution that slots keep, by position modulo this: up to 8 pending tokens, 8 new
-# ones, and those before a page border among the former
-RING = 20
+# Inputs of the convolution that slots keep, by position modulo this: of pending tokens, of new
+# ones, and of those before a page border among the former
+RING = 2 * STEP_TOKENS + 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,14 +58,14 @@ class DeltaState:
 class DeltaSlots:
     """States of the slots of a generator in one layer; they lag behind the texts.
 
-    `state` includes the first `behind` tokens of a text. The tokens of the last step, up to 8, may
-    still be rejected: they are pending, stored as rank-one updates. The next step first applies
-    those within the text's length. `aside` is the state at the last page border that `state` has
-    passed.
+    `state` includes the first `behind` tokens of a text. The tokens of the last step, up to
+    `STEP_TOKENS`, may still be rejected: they are pending, stored as rank-one updates. The next
+    step first applies those within the text's length. `aside` is the state at the last page border
+    that `state` has passed.
 
     state: fp32 (slots, value_heads, key_dim, value_dim); behind: int32 (slots, value_heads), equal
     for all heads, each of which a CTA changes; keys, deltas, decays: of pending tokens, fp32
-    (slots, 8, value_heads, key_dim), (slots, 8, value_heads, value_dim) and (slots, 8,
+    (slots, `STEP_TOKENS`, value_heads, key_dim), (…, value_dim) and (slots, `STEP_TOKENS`,
     value_heads), logarithms; inputs: of the convolution, those of position p at p modulo `RING`,
     (slots, RING, channels); aside: like state; aside_inputs: the three before it, (slots, 3,
     channels); aside_at: int32 (slots,), its tokens, 0: none; page_tokens: between page borders.

@@ -75,17 +75,17 @@ def delta_step(
     lengths: torch.Tensor,
     to: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append up to 8 tokens to each of the first slots' texts; return what `gated_delta` returns.
+    """Append tokens, up to `STEP_TOKENS`, to each of the first slots' texts.
 
-    Pending tokens that the lengths confirm enter the states; the new ones become pending. A step
-    that is repeated with the same lengths changes nothing else.
+    Return what `gated_delta` returns. Pending tokens that the lengths confirm enter the states; the
+    new ones become pending. A step that is repeated with the same lengths changes nothing else.
 
     Args:
         x, qkv, z: of the new tokens, (b, t, …) as for `gated_delta`.
         args: the layer.
         slots: its states, which change.
-        lengths: int32 (b,), tokens of each text before the new ones; at most 8 more than `behind`.
-            A slot with fewer than those takes no part: only pending tokens change.
+        lengths: int32 (b,), tokens of each text before the new ones; at most `STEP_TOKENS` more
+            than `behind`. A slot with fewer than those takes no part: only pending tokens change.
         to: int32 (width,), the place of each element in a token's result; None: its own.
     """
     batch, count = qkv.shape[:2]

@@ -42,6 +42,11 @@ CASES = (  # new tokens, window, softcap
     (8, None, None),
     (8, None, None),
     (8, 2, None),
+    (9, None, None),
+    (13, 100, None),
+    (16, None, 5.0),
+    (16, None, None),
+    (16, 9, None),
 )
 
 DIMS = (  # of a head, and half of those that are rotated
@@ -242,7 +247,7 @@ def test_new_tokens_attend_to_many_parts_in_many_steps(
 ) -> None:
     lengths, half = (20_001, 5_000, 4_095), head_dim // 2
     steps = Steps(name, heads=heads, head_dim=head_dim, lengths=lengths, half=half)
-    for new, window in ((1, None), (1, 3_000), (3, None), (8, None), (8, 3_000)):
+    for new, window in ((1, None), (1, 3_000), (3, None), (8, None), (8, 3_000), (16, None)):
         found = steps.step(0, new, window=window)
 
         assert_near(found, steps.expected(new, window=window), new, window)
@@ -254,7 +259,7 @@ def test_new_tokens_attend_to_many_parts_in_many_steps(
     pairs_of(GPU_FORMATS, [64, 80, 128, 256], [(4, 4), (8, 2), (16, 2)]),
 )
 def test_a_step_is_the_twins_step(name: str, head_dim: int, heads: tuple[int, int]) -> None:
-    for new in (1, 2, 5, 8):
+    for new in (1, 2, 5, 8, 11, 16):
         steps = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=head_dim // 2)
         found, mine = steps.step(0, new), steps.new_rows(new)
 
@@ -282,7 +287,7 @@ def test_results_go_where_they_are_read(
 ) -> None:
     steps = Steps(name, heads=heads, head_dim=head_dim, lengths=LENGTHS, half=head_dim // 2)
     order = torch.randperm(heads[0] * head_dim, device=DEVICE)
-    for new, wide_from in ((1, 1 << 14), (4, 1 << 14), (8, 0)):  # two sets, if it can
+    for new, wide_from in ((1, 1 << 14), (4, 1 << 14), (8, 0), (16, 0)):  # two sets, if it can
         monkeypatch.setattr(cuda_cache, "WIDE_FROM", wide_from)
         steps.to = None
         expected = steps.step(0, new).flatten(2)[..., order]
@@ -319,7 +324,7 @@ def test_sinks_take_their_share(
     lengths = (0, 17, 700, 5_000)
     steps = Steps(name, heads=heads, head_dim=head_dim, lengths=lengths, half=head_dim // 2)
     sinks = torch.linspace(-2, 6, heads[0], device=DEVICE)
-    for new, window in ((1, None), (1, 128), (3, None), (8, 128)):
+    for new, window in ((1, None), (1, 128), (3, None), (8, 128), (16, 128)):
         rule = {"window": window, "softcap": softcap, "sinks": sinks}
 
         found = steps.step(0, new, **rule)
@@ -341,28 +346,29 @@ def test_steps_of_any_sizes_take_turns_on_a_table() -> None:
             torch_cache.write_cache(steps.store, slots_of(table, 0, length), k, v)
         places = steps.held.long()[:, None] + torch.arange(steps.new, device=DEVICE)
         steps.slots = slots_at(steps.tables, places)
-    for new in (1, 8, 2, 1, 5, 8):
+    for new in (1, 8, 2, 16, 1, 5, 13, 8):
         for steps in models:
             assert_near(steps.step(0, new), steps.expected(new), new)
 
 
+@pytest.mark.parametrize("new", [8, 16])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_recording_counts_from_zero_however_often_it_runs(is_first: bool) -> None:
+def test_a_recording_counts_from_zero_however_often_it_runs(is_first: bool, new: int) -> None:
     steps, other = (
         Steps("q6", heads=(8, 2), head_dim=128, lengths=(3_000, 700), half=64) for _ in range(2)
     )
-    (other if is_first else steps).step(0, 8)  # compiles
+    (other if is_first else steps).step(0, new)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = steps.step(0, 8)
+        found = steps.step(0, new)
     for _ in range(3):
         found.zero_()
         graph.replay()
-        assert_near(found, steps.expected(8))
-        assert_near(steps.step(0, 8), steps.expected(8))
+        assert_near(found, steps.expected(new))
+        assert_near(steps.step(0, new), steps.expected(new))
 
 
-@pytest.mark.parametrize("new", [1, 5])
+@pytest.mark.parametrize("new", [1, 5, 16])
 @pytest.mark.parametrize("half", [64, 32, 24])
 @pytest.mark.parametrize("name", GPU_FORMATS)
 def test_neighbours_are_rotated_as_pairs(name: str, half: int, new: int) -> None:
@@ -388,7 +394,7 @@ def test_neighbours_are_rotated_as_pairs(name: str, half: int, new: int) -> None
         assert torch.equal(mine.data[slots], theirs.data[slots])
 
 
-@pytest.mark.parametrize(("dtype", "new"), [(torch.float32, 3), (torch.float16, 9)])
+@pytest.mark.parametrize(("dtype", "new"), [(torch.float32, 3), (torch.float16, STEP_TOKENS + 1)])
 def test_what_no_kernel_is_made_for_is_left_to_torch(dtype: torch.dtype, new: int) -> None:
     stores = [store_of("q8", pages=2, kv_heads=2, head_dim=96) for _ in range(2)]
     q = torch.randn(1, new, 4, 96, device=DEVICE, dtype=dtype)

@@ -12,7 +12,14 @@ from tiny import TOKENIZER_SIZE, make_tiny
 
 from exl2flow.engine.drafts import Drafter
 from exl2flow.inference import Generator, NgramDraft, Request, SamplingSettings, load_model
-from exl2flow.kernels import PAGE_TOKENS, DeltaArgs, DeltaSegment, DeltaSlots, get_ops
+from exl2flow.kernels import (
+    PAGE_TOKENS,
+    STEP_TOKENS,
+    DeltaArgs,
+    DeltaSegment,
+    DeltaSlots,
+    get_ops,
+)
 from exl2flow.kernels.reference import delta as torch_delta
 
 pytestmark = pytest.mark.gpu
@@ -47,12 +54,12 @@ def random_slots(args: DeltaArgs, behind: list[int]) -> DeltaSlots:
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 4), (16, 48)])
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("count", [1, 2, 5, 8, 11, 16])
 def test_a_step_is_the_twins_step(count: int, heads: tuple[int, int]) -> None:
     args = layer(*heads)
     # nothing pending, a few, over a page border, no part in the step, and all
-    behind = [300, 0, PAGE_TOKENS - 3, 40, 2 * PAGE_TOKENS - 8]
-    lengths = torch.tensor([300, 2, PAGE_TOKENS + 2, 0, 2 * PAGE_TOKENS], device=DEVICE).int()
+    behind = [300, 0, PAGE_TOKENS - 3, 40, 2 * PAGE_TOKENS - STEP_TOKENS]
+    lengths = torch.tensor([300, 2, PAGE_TOKENS + 9, 0, 2 * PAGE_TOKENS], device=DEVICE).int()
     found = random_slots(args, behind)
     expected = copied(found)
     before = found.inputs.clone()
@@ -84,7 +91,7 @@ def test_a_step_is_the_twins_step(count: int, heads: tuple[int, int]) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("draft", [None, NgramDraft(tokens=3)])
+@pytest.mark.parametrize("draft", [None, NgramDraft(tokens=3), NgramDraft()])
 def test_texts_are_what_the_model_says(draft: Drafter | None, tmp_path: Path) -> None:
     folder = make_tiny("qwen3.5", tmp_path / "model", dtype=torch.float16)
     model = load_model(folder, device=DEVICE, max_tokens=2048)
@@ -114,6 +121,26 @@ def test_texts_are_what_the_model_says(draft: Drafter | None, tmp_path: Path) ->
         chosen = logits.gather(1, whole[0, len(ids) :, None])[:, 0]
         assert len(texts[tag]) == 40
         assert (logits.max(dim=1).values - chosen).max() <= 0.05 * logits.std()
+
+
+def test_any_number_of_pending_tokens_may_be_taken_back() -> None:
+    args = layer(2, 4)
+    found = random_slots(args, [PAGE_TOKENS - 7] * SLOTS)
+    drawn = partial(torch.randn, SLOTS, STEP_TOKENS, device=DEVICE)
+    given = [drawn(size).half() for size in (HIDDEN, len(args.conv), args.value_heads * DIM)]
+    lengths = found.behind[:, 0].clone()
+    get_ops(DEVICE).delta_step(*given, args, found, lengths)
+    for kept in range(STEP_TOKENS + 1):
+        mine, twin = copied(found), copied(found)
+        one = [x[:, :1].contiguous() for x in given]
+
+        y = get_ops(DEVICE).delta_step(*one, args, mine, lengths + kept)
+
+        expected = torch_delta.delta_step(*one, args, twin, lengths + kept)
+        torch.testing.assert_close(y, expected, rtol=4e-3, atol=4e-3)
+        for name, x in mine.named.items():
+            if name not in PENDING:
+                torch.testing.assert_close(x, twin.named[name], rtol=1e-4, atol=1e-4)
 
 
 def copied(slots: DeltaSlots) -> DeltaSlots:

@@ -4,8 +4,9 @@ from itertools import product
 
 from caches import GPU_FORMATS
 
-from exl2flow.kernels.cuda.cache import SET, STEP_TOKENS, TOGETHER_WIDTH, WIDTHS
-from exl2flow.kernels.interface.cache_formats import CACHE_FORMATS
+from exl2flow.kernels.cuda.cache import LAUNCH_TOKENS, SET, TOGETHER_WIDTH, WIDTHS
+from exl2flow.kernels.cuda.delta import FEW_TOKENS
+from exl2flow.kernels.interface.cache_formats import CACHE_FORMATS, STEP_TOKENS
 from exl2flow.kernels.plans.batched import EXCHANGED_ROWS
 from exl2flow.kernels.plans.product import BATCHED_ROWS, ROWS
 from exl2flow.kernels.plans.sources import FOLDER
@@ -14,7 +15,7 @@ SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
 SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
 CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
-SHAPES = [(1, SET), (STEP_TOKENS, SET), (STEP_TOKENS, 2 * SET)]  # tokens and columns
+SHAPES = [(1, SET), (LAUNCH_TOKENS, SET), (LAUNCH_TOKENS, 2 * SET)]  # tokens and columns
 GPTQ = ("false", "true")
 EXCHANGES = ("", ", true")
 INSTANCES = {
@@ -29,6 +30,7 @@ INSTANCES = {
         for columns, together in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4), (8, 2))
         if width == TOGETHER_WIDTH or (together == 1 and keys == "ROTATED_4")
     ],
+    "delta.cu": [f"delta_step<{tokens}>" for tokens in (FEW_TOKENS, STEP_TOKENS)],
     "product.cu": [
         f"product<{rows}, {gptq}{more}>" for more in EXCHANGES for rows in ROWS for gptq in GPTQ
     ],

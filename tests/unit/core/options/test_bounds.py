@@ -106,7 +106,7 @@ CASES: list[tuple[type[BaseModel], str, Any, Any]] = [
     (GenerationOptions, "rope_yarn", 1, 0.999),
     (GenerationOptions, "rope_yarn", 1e6, 1.1e6),
     (GenerationOptions, "draft_tokens", 1, 0),
-    (GenerationOptions, "draft_tokens", 7, 8),
+    (GenerationOptions, "draft_tokens", 15, 16),
     (GenerationOptions, "state_memory", 0, 1),
     (ServeOptions, "port", 0, -1),
     (ServeOptions, "port", 65535, 65536),

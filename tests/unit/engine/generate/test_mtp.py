@@ -111,5 +111,5 @@ def test_models_without_a_block_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"has no block that drafts tokens \(MTP\)"):
         Generator(other, tokens=512, draft=Mtp())
-    with pytest.raises(ConfigError, match="`tokens` of a draft is 8"):
-        Mtp(tokens=8)
+    with pytest.raises(ConfigError, match="`tokens` of a draft is 16"):
+        Mtp(tokens=16)

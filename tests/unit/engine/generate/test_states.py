@@ -1,6 +1,8 @@
 """Snapshots of states: how far a beginning is taken over, and what is refused."""
 
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tiny import TOKENIZER_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import PagedCache
+from exl2flow.engine.drafts import DraftKind, DraftRequest, Proposal
 from exl2flow.engine.generate import sequence_states
 from exl2flow.inference import (
     Draft,
@@ -23,7 +26,7 @@ from exl2flow.inference import (
     SamplingSettings,
     load_model,
 )
-from exl2flow.kernels import CACHE_FORMATS
+from exl2flow.kernels import CACHE_FORMATS, STEP_TOKENS
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint, cache_bytes
 
@@ -71,6 +74,49 @@ def test_a_long_beginning_is_taken_over_with_another_end(model: LoadedModel) -> 
 
         assert read <= 2 * CHUNK + PAGE_TOKENS
         assert found == run(small(model, slots=1), ids)[0]
+
+
+@dataclass
+class Known:
+    """Proposes how a text goes on, with another token in each place in turn, then in none."""
+
+    text: list[int]
+    proposals: int = 0
+    tokens = STEP_TOKENS - 1
+    decoder = model = None
+    reads_states = False
+    stored = ()
+
+    def start(self, *_: object) -> "Known":
+        return self
+
+    def read(self, *_: object) -> None: ...
+
+    def copy(self, *_: object) -> None: ...
+
+    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
+        return {slot: Proposal(self._ids(one), DraftKind.MODEL) for slot, one in requests.items()}
+
+    def _ids(self, request: DraftRequest) -> list[int]:
+        begin, wrong = len(request.ids), self.proposals % STEP_TOKENS
+        self.proposals += 1
+        known = self.text[begin : begin + request.limit]
+        return [token + (place == wrong) for place, token in enumerate(known)]
+
+
+def test_texts_do_not_depend_on_how_many_tokens_a_step_takes_back(model: LoadedModel) -> None:
+    ids, new = prompt(3, PAGE_TOKENS - 5), 3 * PAGE_TOKENS
+    expected, _ = run(small(model, slots=1), ids, new=new)
+    known = Known([*ids, *expected])
+    generator = small(model, slots=1, draft=known)
+
+    assert run(generator, ids, new=new)[0] == expected
+    assert STEP_TOKENS < known.proposals < new // 4
+
+    beginning = (*ids, *expected)[: 3 * PAGE_TOKENS + 7]
+    found, read = run(generator, (*beginning, 9))
+    assert read <= PAGE_TOKENS + 8
+    assert found == run(small(model, slots=1), (*beginning, 9))[0]
 
 
 def test_snapshots_stay_within_their_memory_and_are_not_used_without_pages(

@@ -1,17 +1,29 @@
 """Launches of attention to a cache."""
 
 from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from caches import GPU_FORMATS
+from product_walks import RTX_4090
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.kernels import (
+    CACHE_FORMATS,
+    PAGE_TOKENS,
+    STEP_TOKENS,
+    AttentionRule,
+    LayerStore,
+    StepCache,
+)
+from exl2flow.kernels.cuda import cache as cuda_cache
 from exl2flow.kernels.cuda.cache import (
     HEAD_STEP,
+    LAUNCH_TOKENS,
     MOST_STAGES,
     SET,
-    STEP_TOKENS,
     UNIT,
     WIDE_FROM,
     WIDTHS,
@@ -61,7 +73,7 @@ def test_stages_fit(name: str, width: int, room: int) -> None:
     bits = bits_of(name)
     columns = {
         _columns(tokens, width, pairs, WIDE_FROM, is_coded=name.startswith("q"))
-        for tokens, pairs in product((1, STEP_TOKENS), (1, 4, 32))
+        for tokens, pairs in product((1, LAUNCH_TOKENS), (1, 4, 32))
     }
     for positions, count, members in product((1, 256, 8192), columns, (1, 2)):
         teams, stages, shared = _stages(
@@ -94,10 +106,10 @@ def columns_of(tokens: int, width: int, pairs: int, positions: int = WIDE_FROM) 
 
 def test_several_new_tokens_have_two_sets_of_columns_where_that_saves_reading() -> None:
     assert [columns_of(1, 128, pairs) for pairs in (1, 8, 16)] == [SET] * 3
-    wide = [columns_of(STEP_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)]
+    wide = [columns_of(LAUNCH_TOKENS, 128, pairs) for pairs in (2, 8, 9, 32)]
     assert wide == [SET, SET, 2 * SET, 2 * SET]
-    assert columns_of(STEP_TOKENS, 128, 32, WIDE_FROM - 1) == SET
-    assert columns_of(STEP_TOKENS, 256, 32) == SET
+    assert columns_of(LAUNCH_TOKENS, 128, 32, WIDE_FROM - 1) == SET
+    assert columns_of(LAUNCH_TOKENS, 256, 32) == SET
 
 
 def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> None:
@@ -105,7 +117,7 @@ def test_few_heads_of_one_token_have_as_few_columns_where_codes_are_stored() -> 
 
     assert found == [1, 2, 4, 4, SET, SET, SET, SET]
     assert _columns(1, 256, 1, 1, is_coded=True) == SET
-    assert _columns(STEP_TOKENS, 128, 1, 1, is_coded=True) == SET
+    assert _columns(LAUNCH_TOKENS, 128, 1, 1, is_coded=True) == SET
 
 
 def test_adjacent_key_heads_share_a_cta_if_their_rows_are_short_and_ctas_suffice() -> None:
@@ -129,3 +141,45 @@ def test_stages_of_several_heads_fit(bits: int, together: int, room: int) -> Non
     assert teams * stages * 16 * 128 * together * bits // 8 < shared <= room
     assert stages > 1
     assert shared // teams >= 4 * together * 128  # sums of values
+
+
+@pytest.mark.parametrize(
+    ("new", "counts"),
+    [(1, [1]), (2, [2]), (LAUNCH_TOKENS, [8]), (9, [5, 4]), (13, [7, 6]), (STEP_TOKENS, [8, 8])],
+)
+def test_launches_divide_new_tokens_and_go_on_where_the_one_before_ended(
+    new: int, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = list[tuple[str, np.void]]()
+
+    def kept(file: str, name: str, grid: tuple[int, ...], call: np.void, **how: Any) -> None:
+        made.append((name, call))
+
+    monkeypatch.setattr(cuda_cache, "launch", kept)
+    monkeypatch.setattr(cuda_cache, "limits", lambda device: RTX_4090)
+    monkeypatch.setattr(cuda_cache, "_counters", lambda store, count: torch.zeros(count).int())
+    form, heads, kv_heads, dim = CACHE_FORMATS["fp16"], 4, 2, 64
+    store = LayerStore.empty(form, pages=6, kv_heads=kv_heads, head_dim=dim, device="cpu")
+    cache = StepCache(
+        store=store,
+        tables=torch.arange(6, dtype=torch.int32).view(2, 3),
+        lengths=torch.tensor([5, 300], dtype=torch.int32),
+        slots=torch.arange(2 * new).view(2, new),
+    )
+    q = torch.zeros(2, new, heads, dim).half()
+    k, v = torch.zeros(2, 2, new, kv_heads, dim).half()
+    cos, sin = torch.zeros(2, 2, 1, new, dim // 2)
+
+    out = cuda_cache.attend_step(q, k, v, cache, cos, sin, rule=AttentionRule(scale=1.0))
+
+    assert [int(call["tokens"]) for _, call in made] == counts
+    begin, most = 0, 1 if new == 1 else LAUNCH_TOKENS
+    for (name, call), count in zip(made, counts, strict=True):
+        assert name == f"attend<64, HALF, HALF, {most}, {SET}, 1>"
+        assert (call["apart"], call["after"], call["angle_step"]) == (new, begin, new * dim // 2)
+        assert call["lengths"] == cache.lengths.data_ptr()
+        for field, x in (("q", q), ("k", k), ("v", v), ("out", out), ("slots", cache.slots)):
+            assert call[field] == x[0, begin].data_ptr(), field
+        for field, x in (("cosines", cos), ("sines", sin)):
+            assert call[field] == x[0, 0, begin].data_ptr(), field
+        begin += count

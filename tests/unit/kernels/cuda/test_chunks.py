@@ -1,6 +1,7 @@
 """Steps of attention within chunks: one launch per token, for the pages of its chunk."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from bounds import near
 
 from exl2flow.kernels import CACHE_FORMATS, AttentionRule, LayerStore, StepCache, get_ops, slots_at
 from exl2flow.kernels.cuda import cache as cuda_cache
-from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS
+from exl2flow.kernels.interface.cache_formats import PAGE_TOKENS, STEP_TOKENS
 from exl2flow.kernels.reference import cache as torch_cache
 
 HEADS, DIM, PAGES = 2, 16, 4
@@ -34,13 +35,17 @@ def filled_cache(new: int) -> StepCache:
     return StepCache(store=store, tables=tables, lengths=lengths, slots=slots_at(tables, held))
 
 
-@pytest.mark.parametrize("new", [1, 4])
+@pytest.mark.parametrize("new", [1, 4, STEP_TOKENS])
 @pytest.mark.parametrize("pages", [1, 2, 3])
 @pytest.mark.parametrize("is_shared", [False, True])  # whether all rows have the same angles
 def test_tokens_see_their_chunks(
     new: int, pages: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_cache, "attend_step", torch_cache.attend_step)
+    def attend(*given: Any, **options: Any) -> torch.Tensor:
+        assert all(angles.is_contiguous() for angles in given[4:])
+        return torch_cache.attend_step(*given, **options)
+
+    monkeypatch.setattr(cuda_cache, "attend_step", attend)
     cache, (q, k, v) = filled_cache(new), step(new)
     shape = (new, DIM // 2) if is_shared else (len(LENGTHS), 1, new, DIM // 2)
     cos, sin = torch.rand(2, *shape)

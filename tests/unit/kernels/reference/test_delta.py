@@ -12,6 +12,7 @@ from exl2flow.kernels import (
     CHUNK_TOKENS,
     PAGE_TOKENS,
     RING,
+    STEP_TOKENS,
     DeltaArgs,
     DeltaSegment,
     DeltaSlots,
@@ -125,8 +126,8 @@ def test_drafts_may_be_taken_back_and_steps_repeated() -> None:
     expected, whole = empty_slots(1), empty_slots(1)
     read(expected, args, given, 0, 0, length)
     while length < 560:
-        drafted, right = source.randint(1, 8), source.randint(1, 8)
-        right = min(right, drafted)
+        drafted = source.randint(1, STEP_TOKENS)
+        right = source.randint(1, drafted)
         tokens = [
             torch.cat([y[:, length : length + right], w[:, : drafted - right]], dim=1)
             for y, w in zip(given, wrong, strict=True)
@@ -157,6 +158,27 @@ def test_drafts_may_be_taken_back_and_steps_repeated() -> None:
     torch.testing.assert_close(slots.aside[0], whole.state[0], rtol=0, atol=2e-5)
     places = [at % RING for at in range(2 * PAGE_TOKENS - 3, 2 * PAGE_TOKENS)]
     assert torch.equal(slots.aside_inputs[0], whole.inputs[0, places])
+
+
+def test_any_number_of_pending_tokens_may_be_taken_back_also_over_a_page_border() -> None:
+    args, given, begin = layer(), inputs(PAGE_TOKENS + 20, batch=1), PAGE_TOKENS - 7
+    for kept in range(STEP_TOKENS + 1):
+        slots, whole, end = empty_slots(1), empty_slots(1), begin + kept
+        read(slots, args, given, 0, 0, begin)
+        drafted = [torch.cat([y[:, begin:end], -y[:, end : begin + STEP_TOKENS]], 1) for y in given]
+        delta_step(*three(drafted), args, slots, torch.tensor([begin], dtype=torch.int32))
+
+        one = three(y[:, end : end + 1] for y in given)
+        found = delta_step(*one, args, slots, torch.tensor([end], dtype=torch.int32))
+
+        read(whole, args, given, 0, 0, end)
+        expected, _ = gated_delta(*(y[:, : end + 1] for y in given), args)
+        torch.testing.assert_close(found[0, 0], expected[0, -1], rtol=0, atol=2e-5)
+        for name in ("state", "aside"):
+            both = getattr(slots, name), getattr(whole, name)
+            torch.testing.assert_close(*both, rtol=0, atol=2e-5)
+        for name in ("behind", "aside_at", "aside_inputs"):
+            assert torch.equal(getattr(slots, name), getattr(whole, name)), (name, kept)
 
 
 @pytest.mark.parametrize("cuts", [(64, 128, 448), (256, 512), (100, 101, 517)])
