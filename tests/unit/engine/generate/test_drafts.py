@@ -1,21 +1,21 @@
 """Drafts: the same texts with and without, whatever is guessed; and guesses that are good."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from bounds import near, terms_of
 from decoding import RICH, Again
+from guesses import Guesses
 from small_pages import PAGE_TOKENS, small_generator
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.engine.drafts import Acceptance, DraftKind, DraftRequest, Proposal, hybrid
+from exl2flow.engine.drafts import Acceptance, DraftKind, DraftRequest, hybrid
 from exl2flow.engine.drafts.costs import StepCosts
 from exl2flow.engine.drafts.suffixes import REVERTIBLE, SuffixAutomaton
 from exl2flow.engine.filters import GrammarFilter
@@ -111,37 +111,19 @@ def expected(model: LoadedModel) -> list[list[Event]]:
 
 
 @dataclass
-class Oracle:
+class Oracle(Guesses):
     """Guesses what it has seen, but errs as often as asked; for each text any number of tokens."""
 
     texts: list[list[int]]
     right: float
     tokens: int
-    decoder = model = drafted = None
-    reads_states = False
-
-    def beside(self, *_: object) -> list[Any]:
-        return []
 
     def start(self, *_: object) -> "Oracle":
         self._random = random.Random(0)
         return self
 
-    def read(self, *_: object) -> None: ...
-
-    def copy(self, *_: object) -> None: ...
-    def follow(self, *_: object) -> None: ...
-
-    def wants(self, request: DraftRequest) -> bool:
-        return request.most(DraftKind.MODEL) > 0
-
-    def propose(self, wanted: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
-        return {
-            slot: Proposal(self._guess([*one.ids], one.most(DraftKind.MODEL)), DraftKind.MODEL)
-            for slot, one in wanted.items()
-        }
-
-    def _guess(self, ids: list[int], most: int) -> list[int]:
+    def guess(self, request: DraftRequest) -> list[int]:
+        ids, most = [*request.ids], request.most(DraftKind.MODEL)
         for text in self.texts:
             if text[: len(ids)] == ids:
                 known = text[len(ids) : len(ids) + self._random.randint(0, most)]

@@ -1,7 +1,6 @@
 """Snapshots of states: how far a beginning is taken over, and what is refused."""
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from guesses import Guesses
 from small_pages import DELTA_PAGE_TOKENS as PAGE_TOKENS
 from small_pages import small_generator
 from tiny import TOKENIZER_SIZE, make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import PagedCache
-from exl2flow.engine.drafts import DraftKind, DraftRequest, Proposal
+from exl2flow.engine.drafts import DraftRequest
 from exl2flow.engine.generate import sequence_states
 from exl2flow.inference import (
     Draft,
@@ -77,33 +77,21 @@ def test_a_long_beginning_is_taken_over_with_another_end(model: LoadedModel) -> 
 
 
 @dataclass
-class Known:
+class Known(Guesses):
     """Proposes how a text goes on, with another token in each place in turn, then in none."""
 
     text: list[int]
     proposals: int = 0
     tokens = STEP_TOKENS - 1
-    decoder = model = None
-    reads_states = False
-    stored = ()
 
-    def start(self, *_: object) -> "Known":
-        return self
-
-    def read(self, *_: object) -> None: ...
-
-    def copy(self, *_: object) -> None: ...
-
-    def propose(self, requests: Mapping[int, DraftRequest]) -> dict[int, Proposal]:
-        return {slot: Proposal(self._ids(one), DraftKind.MODEL) for slot, one in requests.items()}
-
-    def _ids(self, request: DraftRequest) -> list[int]:
+    def guess(self, request: DraftRequest) -> list[int]:
         begin, wrong = len(request.ids), self.proposals % STEP_TOKENS
         self.proposals += 1
         known = self.text[begin : begin + request.limit]
         return [token + (place == wrong) for place, token in enumerate(known)]
 
 
+@pytest.mark.usefixtures("eager")
 def test_texts_do_not_depend_on_how_many_tokens_a_step_takes_back(model: LoadedModel) -> None:
     ids, new = prompt(3, PAGE_TOKENS - 5), 3 * PAGE_TOKENS
     expected, _ = run(small(model, slots=1), ids, new=new)
