@@ -4,7 +4,8 @@ The text is the generator's corpus and, as a smaller share, the calibration pros
 repository. The number of steps is fixed, so a run depends only on the seed and the shape. `demo` is
 the shape that is shipped; `deep` checks findings on other proportions, `moe`, a Qwen3-MoE, on
 experts, and `hybrid`, a Qwen3.5, on layers with a state, both in fewer steps. The loss of `moe`
-includes what keeps the load of experts balanced.
+includes what keeps the load of experts balanced. With `--mtp`, `hybrid` gets a block that predicts
+one token more (MTP), trained along with it.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -99,6 +101,7 @@ QWEN3_5 = {
     "model_type": "qwen3_5_text",
     "partial_rotary_factor": 0.25,
 }
+MTP_SHARE = 0.3  # of the block's loss
 FAMILIES = {"moe": QWEN3_MOE, "hybrid": QWEN3_5}  # the others are Llamas
 
 
@@ -195,7 +198,7 @@ def learning_rate(step: int, steps: int) -> float:
     return LAST_RATE + (PEAK_RATE - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def optimizer_for(model: PreTrainedModel) -> torch.optim.AdamW:
+def optimizer_for(model: torch.nn.Module) -> torch.optim.AdamW:
     """Return AdamW with weight decay on the matrices only."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -209,9 +212,55 @@ def row_tokens(step: int, steps: int) -> int:
     return LONG_ROW_TOKENS if is_long else ROW_TOKENS
 
 
-def train(model: PreTrainedModel, stream: torch.Tensor, steps: int) -> None:
+class MtpBlock(torch.nn.Module):
+    """Reads a token and the model's state before it, and makes the state that the token will have.
+
+    Names are those of published files, behind `mtp.`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Take the kind of layer and of norm from the model, whose last layer attends."""
+        super().__init__()
+        own, hidden = model.model, model.config.hidden_size
+        last, eps = own.layers[-1], model.config.rms_norm_eps
+
+        def norm() -> torch.nn.Module:
+            return type(own.norm)(hidden, eps=eps)
+
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = torch.nn.ModuleList([type(last)(model.config, len(own.layers) - 1)])
+        self.norm, self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm(), norm()
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=model.config.initializer_range)
+            elif "norm" in name:
+                torch.nn.init.zeros_(parameter)  # norms multiply by one more
+
+    def forward(self, model: PreTrainedModel, rows: torch.Tensor, states: torch.Tensor) -> Any:
+        """Return the loss: of each token that is not its row's first or second."""
+        embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(rows[:, 1:]))
+        joined = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(states[:, :-1])], dim=-1))
+        places = torch.arange(joined.shape[1], device=rows.device)[None]
+        angles = model.model.rotary_emb(joined, places)
+        made = self.norm(self.layers[0](joined, position_embeddings=angles, attention_mask=None))
+        logits = model.lm_head(made[:, :-1])
+        return cross_entropy(logits.flatten(0, 1), rows[:, 2:].flatten())
+
+
+def loss_of(model: PreTrainedModel, block: MtpBlock | None, rows: torch.Tensor) -> Any:
+    """Return the loss of a model, and of its block if it has one."""
+    if block is None:
+        return model(input_ids=rows, labels=rows).loss
+    states = model.model(input_ids=rows).last_hidden_state
+    logits = model.lm_head(states[:, :-1])
+    own = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    return own + MTP_SHARE * block(model, rows, states)
+
+
+def train(model: PreTrainedModel, block: MtpBlock | None, stream: torch.Tensor, steps: int) -> None:
     """Train in one pass over the stream, printing the mean loss of the last hundred steps."""
-    optimizer = optimizer_for(model)
+    trained = torch.nn.ModuleList([model] if block is None else [model, block])
+    optimizer = optimizer_for(trained)
     started = time.monotonic()
     recent: list[float] = []
     model.train()
@@ -220,9 +269,9 @@ def train(model: PreTrainedModel, stream: torch.Tensor, steps: int) -> None:
         rows = tokens.view(-1, row_tokens(step, steps)).to(model.device)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
-        loss = model(input_ids=rows, labels=rows).loss
+        loss = loss_of(model, block, rows)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         recent = [*recent[-99:], loss.item()]
@@ -231,9 +280,10 @@ def train(model: PreTrainedModel, stream: torch.Tensor, steps: int) -> None:
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def weights_of(model: PreTrainedModel, mtp: MtpBlock | None) -> dict[str, torch.Tensor]:
     """Return the weights as fp16 by their names in files: experts are packed in memory only."""
-    weights: dict[str, torch.Tensor] = {}
+    named = {} if mtp is None else dict(mtp.named_parameters(prefix="mtp"))
+    weights: dict[str, torch.Tensor] = named
     for name, value in model.named_parameters():
         block, is_packed, projections = name.partition(".experts.")
         if not is_packed:
@@ -247,11 +297,15 @@ def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def save(
-    model: PreTrainedModel, tokenizer: Tokenizer, config: dict[str, Any], folder: Path
+    model: PreTrainedModel,
+    mtp: MtpBlock | None,
+    tokenizer: Tokenizer,
+    config: dict[str, Any],
+    folder: Path,
 ) -> None:
     """Write the model in the Hugging Face layout, weights as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights_of(model), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights_of(model, mtp), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -279,7 +333,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help=f"{STEPS}; of `moe` and `hybrid` {FEW_STEPS}")
     parser.add_argument("--output", type=Path, help="default for `demo`: the shipped folder")
     parser.add_argument("--device", default="cpu", help="cpu (2 threads) or cuda")
+    parser.add_argument("--mtp", action="store_true", help="`hybrid` with an MTP block")
     arguments = parser.parse_args()
+    if arguments.mtp and arguments.shape != "hybrid":
+        parser.error("`--mtp` goes with `--shape hybrid`")
     if arguments.output is None and arguments.shape != "demo":
         parser.error(f"`--shape {arguments.shape}` is not shipped; give `--output`")
     torch.set_num_threads(2)
@@ -291,12 +348,15 @@ def main() -> None:
     tokenizer = make_tokenizer(corpus[:8000] + prose * 6)
     stream = make_stream(tokenizer, corpus, prose, tokens, random.Random(SEED))
     config = config_of(arguments.shape)
+    if arguments.mtp:
+        config["mtp_num_hidden_layers"] = 1
     balanced = {"output_router_logits": True} if "num_experts" in config else {}
     known = AutoConfig.for_model(**config, **balanced)
     model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
-    train(model.to(arguments.device), stream, steps)
-    save(model, tokenizer, config, arguments.output or HERE / "model")
+    mtp = MtpBlock(model).to(arguments.device) if arguments.mtp else None
+    train(model.to(arguments.device), mtp, stream, steps)
+    save(model, mtp, tokenizer, config, arguments.output or HERE / "model")
 
 
 if __name__ == "__main__":
