@@ -1,7 +1,7 @@
 """What speculative decoding brings with models of published shapes and random weights.
 
     python benchmarks/drafts.py [--shape qwen3.6-27b | --model DIR] [--modes replay round never]
-        [--tokens 320] [--long 4096] [--cache fp16] [--device cuda]
+        [--tokens 320] [--long 4096] [--cache fp16] [--bpw 4] [--layers N] [--device cuda]
 
 replay: tokens per second with drafts of the model's own block (MTP) over those without. The block
 does all its work; then its tokens are exchanged for ones that are right as often as published.
@@ -9,7 +9,8 @@ round: where the time of a step with drafts goes: block, model, sampling, and th
 copy: the same as `replay` while n-grams copy a prompt of 2,000 tokens, all of which is right.
 never: what drafts cost where none is ever right.
 
-By default the modes that the model allows. Texts are greedy and end by their number of tokens.
+By default all modes that the model allows, with few tokens on a CPU. Texts are greedy and end by
+their number of tokens. Matrices are random codes of one width, also those of the block.
 """
 
 import argparse
@@ -53,6 +54,7 @@ from exl2flow.kernels import STEP_TOKENS, elapsed
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import resolve
 from exl2flow.model.config.mtp import mtp_of
+from exl2flow.model.memory.footprint import exact_format
 
 # probability that at least the first 1, 2, 3 and 4 draft tokens are right, of Qwen3.6-27B
 RIGHT = {
@@ -232,7 +234,7 @@ def steady(
     """Time texts again until no step of them had to be recorded, after some to warm up."""
     graphs = generator._device_slots.graphs
     begin()
-    timed(generator, prompts, WARM_UP)
+    timed(generator, prompts, min(WARM_UP, tokens))
     for _ in range(4):
         recorded = graphs.recorded
         begin()
@@ -260,7 +262,7 @@ def replay(case: Case) -> None:
         prompts = case.prompts(texts, context)
         plain = steady(case.generator(texts, context + case.tokens), prompts, case.tokens)
         known = known_of(case, prompts, plain)
-        for most in range(5):
+        for most in range(5 if context == SHORT else 1):
             for name, run in replayed(case, prompts, known, most):
                 print(
                     f"| {case.shape} | {texts} | {context} | {name} | {most or 'chosen'} "
@@ -331,7 +333,7 @@ def step_slots(case: Case, context: int) -> DeviceSlots:
     cache = reserve(
         model.spec,
         pages=pages_of(room),
-        form=cache_format(case.form or "fp32", device),
+        form=cache_format(case.form or exact_format(device), device),
         placement=model.decoder.placement,
         slots=1,
     )
@@ -375,7 +377,7 @@ def device_ms(work: Callable[[], object]) -> float:
 def copy(case: Case) -> None:
     """Compare n-grams that copy a long prompt with no drafts."""
     print(COMPARED)
-    compared(case, "copies", COPY, case.tokens, lambda texts: Copying(texts=texts))
+    compared(case, "copies", COPY, 3 * case.tokens, lambda texts: Copying(texts=texts))
 
 
 def never(case: Case) -> None:
@@ -384,7 +386,7 @@ def never(case: Case) -> None:
     wrong = partial(Copying, vocabulary=case.vocabulary, is_right=False)
     compared(case, "wrong n-grams", SHORT, 2 * case.tokens, lambda texts: wrong(texts=texts))
     if has_block(case.model):
-        compared(case, "random block", SHORT, 2 * case.tokens, lambda texts: Mtp())
+        compared(case, "random block", SHORT, 2 * case.tokens, lambda _texts: Mtp())
 
 
 def compared(
@@ -433,16 +435,17 @@ def main() -> None:
     add_model(parser)
     parser.set_defaults(shape="tiny-mtp", uniform=True)
     parser.add_argument("--modes", nargs="+", choices=MODES)
-    parser.add_argument("--tokens", type=int, default=320, help="of a text")
-    parser.add_argument("--long", type=int, default=4096, help="tokens of a long prompt")
+    on_gpu = torch.cuda.is_available()  # on a CPU this only shows that it runs
+    parser.add_argument("--tokens", type=int, default=320 if on_gpu else 32, help="of a text")
+    parser.add_argument("--long", type=int, default=4096 if on_gpu else 300, help="a prompt's")
     parser.add_argument("--cache")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         source = model_of(arguments, Path(folder))
         if arguments.model is None:
             write_block(source, allocation_of(arguments.bpw, arguments))
-        most = max(arguments.long, COPY) + 2 * arguments.tokens + 512
+        most = max(arguments.long, COPY) + 3 * arguments.tokens + 512
         model = load_model(source, device=arguments.device, max_tokens=most)
         where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
         print(f"{where}, torch {torch.__version__}")
