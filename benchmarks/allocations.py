@@ -27,7 +27,8 @@ HEAD_BITS = 6
 GROUP_ROWS = 128  # of uniform matrices
 PART = re.compile(r"([\d.]+):(\d+)b_(\d+)g")
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
-LIKE = {"qkv": "v", "z": "q", "out": "o"}  # matrices of a layer with a state: as attention's
+# matrices of a layer with a state, and what joins the inputs of an MTP block: as attention's
+LIKE = {"qkv": "v", "z": "q", "out": "o", "joint": "o"}
 Choices = dict[str, list[str]]  # role → a choice per layer
 
 

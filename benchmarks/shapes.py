@@ -6,13 +6,15 @@
 import json
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from exl2flow.core.store.files import write_tensors
 from exl2flow.model import ModelSpec, ProjectionSpec, expected_tensors, resolve
+from exl2flow.model.config.mtp import MtpSpec
 
 TOKENIZER = Path(__file__).parent.parent / "demo" / "model"
 SIZES = (
@@ -56,14 +58,32 @@ def linears(spec: ModelSpec) -> list[ProjectionSpec]:
 
 def plain(spec: ModelSpec) -> dict[str, torch.Tensor]:
     """Return what is not a weight of a linear: embedding, routers, norms of 1, biases of 0."""
-    matrices = {f"{projection.key}.weight" for projection in linears(spec)}
+    return filled(spec, expected_tensors(spec), linears(spec))
+
+
+def plain_of_block(block: MtpSpec) -> dict[str, torch.Tensor]:
+    """Return what is not a weight of a linear in an MTP block."""
+    return filled(block.layer, block.tensors, linears_of_block(block))
+
+
+def linears_of_block(block: MtpSpec) -> list[ProjectionSpec]:
+    """Return the linears of an MTP block; the head is the model's."""
+    return [block.joint, *linears(block.layer)[:-1]]
+
+
+def filled(
+    spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], matrices: Iterable[ProjectionSpec]
+) -> dict[str, torch.Tensor]:
+    """Return random values for tensors of these shapes but those of matrices; norms are 1."""
+    left_out = {f"{projection.key}.weight" for projection in matrices}
+    random = partial(torch.randn, device="cuda" if torch.cuda.is_available() else "cpu")
     found = {}
-    for name, shape in expected_tensors(spec).items():
+    for name, shape in shapes.items():
         if name == f"{spec.embedding_key}.weight":
-            found[name] = torch.randn(shape).half()
-        elif name not in matrices and len(shape) == 2:
-            found[name] = (torch.randn(shape) * shape[1] ** -0.5).half()
-        elif name not in matrices:
+            found[name] = random(shape).half().cpu()
+        elif name not in left_out and len(shape) == 2:
+            found[name] = (random(shape) * shape[1] ** -0.5).half().cpu()
+        elif name not in left_out:
             value = 0.0 if name.endswith(".bias") else 1 - spec.family.norm_offset
             found[name] = torch.full(shape, value).half()
     return found
