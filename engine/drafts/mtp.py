@@ -19,6 +19,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.engine.drafts.acceptance_rate import DraftKind
+from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
     ON_DEVICE,
@@ -30,7 +31,7 @@ from exl2flow.engine.drafts.proposer import (
 from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import CanonicalTensors, ModelSpec, RopeTables
-from exl2flow.model.config.mtp import MtpSpec, mtp_of
+from exl2flow.model.config.mtp import COUNTS, MtpSpec, mtp_of
 from exl2flow.model.layers.mtp import build_mtp, is_complete
 from exl2flow.model.layers.placement import Placement
 
@@ -75,14 +76,18 @@ class MtpProposer:
         found, decoder, device = block_of(model), model.decoder, slots.tables.device
         assert slots.hidden is not None
         self._slots, self._hidden, self._most = slots, slots.hidden, draft.tokens
+        tensors = CanonicalTensors(found.layer)
         self._block = build_mtp(
             found,
-            CanonicalTensors(found.layer),
+            tensors,
             embedding=decoder.embedding,
             head=decoder.head,
             dtype=decoder.embedding.weight.dtype,
             device=device,
         )
+        head = self._block.head
+        counts = tensors.read(COUNTS) if COUNTS in tensors else None
+        self._head = DraftHead(head, counts) if DraftHead.is_worth_it(head) else None
         self._normed = decoder.head.normed if found.reads_normed else lambda hidden: hidden
         self._vocabulary = len(decoder.embedding.weight)
         cache, size = slots.cache, len(slots.hidden)
@@ -150,9 +155,11 @@ class MtpProposer:
     def _unread(self, request: DraftRequest) -> int:
         """Return at least how many tokens are behind states that the last pass has left."""
         length = len(request.ids)
-        before = self._lengths.get(request.owner, length)
+        before = self._lengths.get(request.owner, 0)
         self._lengths[request.owner] = length
-        return max(1, length - before)
+        if self._head is not None and before < length:
+            self._head.add(request.ids[before:])
+        return max(1, length - before) if before else 1
 
     def _chain(self, batch: int, count: int, drafts: int) -> None:
         """Run the block over the last `count` tokens, then over its own; repeating changes nothing.
@@ -172,8 +179,12 @@ class MtpProposer:
             if position:
                 last = self.drafted[:batch, position - 1 : position]
                 states = self._states(last, states, begins + ends + position)
-            logits = self._block.head.logits(states)[:, -1]
-            self.drafted[:batch, position] = logits.argmax(dim=-1)
+            self.drafted[:batch, position] = self._likeliest(states[:, -1])
+
+    def _likeliest(self, states: torch.Tensor) -> torch.Tensor:
+        if self._head is not None:
+            return self._head.likeliest(states)
+        return self._block.head.logits(states).argmax(dim=-1)
 
     def _states(
         self, tokens: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor

@@ -10,7 +10,7 @@ from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.files import Layout, safetensors_header
 from exl2flow.model import CanonicalTensors, ModelSpec, resolve
-from exl2flow.model.config.mtp import MtpSpec, carrying_block, mtp_of, without_block
+from exl2flow.model.config.mtp import COUNTS, MtpSpec, carrying_block, mtp_of, without_block
 from exl2flow.model.files.exl2 import QuantParams, padded_columns, quantized_layout
 from exl2flow.model.layers.mtp import is_complete
 from exl2flow.quant.allocate.layout import FORMAT_METADATA, Choice, plain_layout, tensor_bytes
@@ -78,14 +78,18 @@ def block_layout(found: MtpSpec, choice: Choice) -> Layout:
 
 
 def plain_block_layout(found: MtpSpec) -> Layout:
-    """Return name → (dtype, shape) of a block's tensors that are not quantized."""
+    """Return name → (dtype, shape) of a block's tensors that are not quantized.
+
+    One of them says how often ids occurred in the calibration rows: drafts leave out rare ones.
+    """
     quantized = {p.key for p in found.projections}
     known = plain_layout(found.layer)
-    return {
+    layout = {
         name: known.get(name, (torch.float16, shape))
         for name, shape in found.tensors.items()
         if name.rpartition(".")[0] not in quantized
     }
+    return {**layout, COUNTS: (torch.int32, (found.layer.vocab_size,))}
 
 
 def block_bytes(config: RunOptions, spec: ModelSpec) -> int:

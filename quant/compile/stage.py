@@ -187,7 +187,9 @@ def compile_model(run: StageRun[ConversionConfig]) -> None:
     config = run.config
     spec = resolve(config.source)
     found = quantized_block(config, spec)
-    block = None if found is None else StoredBlock(found, run.inputs["mtp"])
+    block = None
+    if found is not None:
+        block = StoredBlock(found, run.inputs["mtp"], run.inputs["tokenize"])
     spec = stored_spec(config, spec)
     out = config.out.resolve()
     check_output_folder(out, config.source, memory=config.work_dir_root / DIGESTS_FILE)

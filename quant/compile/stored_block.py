@@ -10,19 +10,23 @@ from exl2flow.core.reports import SublayerReport
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import Layout, read_json
 from exl2flow.model import CanonicalTensors, TensorFiles
-from exl2flow.model.config.mtp import MtpSpec
+from exl2flow.model.config.mtp import COUNTS, MtpSpec
 from exl2flow.quant.allocate.block import block_layout, plain_block_layout
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.mtp.stage import block_files
 from exl2flow.quant.quantize.stage import read_report
+from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.training.trainable import fits_half
 
 
 class StoredBlock:
-    """A block whose matrices are in a folder of the stage `mtp`, the rest in the source."""
+    """A block whose matrices are in a folder of the stage `mtp`, the rest in the source.
 
-    def __init__(self, spec: MtpSpec, folder: Path) -> None:
-        self.spec, self.folder = spec, folder
+    rows: folder of the stage `tokenize`.
+    """
+
+    def __init__(self, spec: MtpSpec, folder: Path, rows: Path) -> None:
+        self.spec, self.folder, self._rows = spec, folder, rows
         self.plain = plain_block_layout(spec)
         self._source = CanonicalTensors(spec.layer)
         self._quantized = TensorFiles(folder / "sublayers")
@@ -42,6 +46,10 @@ class StoredBlock:
         look()
         if name in self._quantized:
             return self._quantized.read(name)
+        if name == COUNTS:
+            ids = load_rows(self._rows, "quantize").flatten()
+            size = self.spec.layer.vocab_size
+            return torch.bincount(ids[(ids >= 0) & (ids < size)], minlength=size).int()
         tensor = self._source.read(name)
         dtype, shape = self.plain[name]
         if dtype is torch.float16:

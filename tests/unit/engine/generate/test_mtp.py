@@ -10,9 +10,12 @@ from mtp_checkpoints import with_block
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, hybrid
+from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, draft_head, hybrid
+from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.mtp import MtpProposer
 from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.model import DenseLinear
+from exl2flow.model.layers.decoder import Head
 
 pytestmark = pytest.mark.usefixtures("eager")
 GREEDY = SamplingSettings.greedy()
@@ -54,13 +57,16 @@ def ids_of(events: list[Event]) -> list[int]:
     return [i for event in events for i in event.ids]
 
 
-@pytest.mark.parametrize("copies", [False, True], ids=["alone", "with-copies"])
+@pytest.mark.parametrize("kind", ["alone", "with-copies", "few-ids"])
 def test_texts_are_those_without_a_draft(
-    model: LoadedModel, copies: bool, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hybrid, "LONG", 2)
+    if kind == "few-ids":
+        monkeypatch.setattr(draft_head, "LIKELIEST", 2)
+        monkeypatch.setattr(draft_head, "OWN", 1)
     mtp = Mtp(tokens=3)
-    draft = HybridDraft(other=mtp) if copies else mtp
+    draft = HybridDraft(other=mtp) if kind == "with-copies" else mtp
 
     alone, found = (
         run(Generator(model, tokens=4096, slots=8, draft=one), requests()) for one in (None, draft)
@@ -104,6 +110,31 @@ def test_the_block_reads_what_the_text_says(
     run(Generator(model, tokens=2048, slots=2, chunk=256, draft=draft), requests()[:3])
 
     assert len(checked) > 60
+
+
+def test_a_draft_head_knows_likely_ids_and_those_of_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its tiles are those of ids 40 and 120, and up to two of ids that texts have."""
+    monkeypatch.setattr(draft_head, "LIKELIEST", 2)
+    monkeypatch.setattr(draft_head, "OWN", 2)
+    weight, counts = torch.randn(10 * 32 + 5, 16), torch.zeros(300, dtype=torch.int32)
+    counts[40:50], counts[120] = 3, 50
+    whole = Head(final_norm=lambda x: x, linear=DenseLinear(weight))  # type: ignore[arg-type]  # a norm
+    assert DraftHead.is_worth_it(whole)
+    head, states = DraftHead(whole, counts), torch.randn(50, 16)
+
+    def likeliest(tiles: list[int]) -> torch.Tensor:
+        ids = torch.cat([torch.arange(32 * tile, 32 * tile + 32) for tile in tiles])
+        return ids[(states @ weight[ids].T).argmax(dim=-1)]
+
+    assert torch.equal(head.likeliest(states), likeliest([1, 3]))
+    head.add([5, 6, 100, 324])  # the last one is of no whole tile
+    assert torch.equal(head.likeliest(states), likeliest([0, 1, 3]))
+    head.add([64, 319])
+    assert torch.equal(head.likeliest(states), likeliest([1, 2, 3, 9]))
+    head.add([*range(320)])
+    assert torch.equal(head.likeliest(states), likeliest([1, 3, 7, 8]))
 
 
 def test_models_without_a_block_are_refused(tmp_path: Path) -> None:
