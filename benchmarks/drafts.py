@@ -86,6 +86,7 @@ class Case:
     form: str | None
     tokens: int
     long: int
+    drafts: list[int]
 
     @property
     def vocabulary(self) -> int:
@@ -162,7 +163,7 @@ def replay(case: Case) -> None:
         prompts = case.prompts(texts, context)
         plain = steady(case.generator(texts, context + case.tokens), prompts, case.tokens)
         known = known_of(case, prompts, plain)
-        for most in range(5 if context == SHORT else 1):
+        for most in case.drafts if context == SHORT else [0]:
             for name, run in replayed(case, prompts, known, most):
                 print(
                     f"| {case.shape} | {texts} | {context} | {name} | {most or 'chosen'} "
@@ -337,6 +338,7 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()  # on a CPU this only shows that it runs
     parser.add_argument("--tokens", type=int, default=320 if on_gpu else 32, help="of a text")
     parser.add_argument("--long", type=int, default=4096 if on_gpu else 300, help="a prompt's")
+    parser.add_argument("--drafts", type=int, nargs="+", default=range(5), help="0: as chosen")
     parser.add_argument("--cache")
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     arguments = parser.parse_args()
@@ -354,6 +356,7 @@ def main() -> None:
             form=arguments.cache,
             tokens=arguments.tokens,
             long=arguments.long,
+            drafts=arguments.drafts,
         )
         allowed = [mode for mode in MODES if mode not in NEED_BLOCK or has_block(model)]
         for mode in arguments.modes or allowed:

@@ -240,7 +240,7 @@ class MtpBlock(torch.nn.Module):
         """Return the loss: of each token that is not its row's first or second."""
         embedded = self.pre_fc_norm_embedding(model.model.embed_tokens(rows[:, 1:]))
         joined = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(states[:, :-1])], dim=-1))
-        places = torch.arange(joined.shape[1], device=rows.device)[None]
+        places = torch.arange(joined.shape[1], device=rows.device).expand(3, 1, -1)
         angles = model.model.rotary_emb(joined, places)
         made = self.norm(self.layers[0](joined, position_embeddings=angles, attention_mask=None))
         logits = model.lm_head(made[:, :-1])

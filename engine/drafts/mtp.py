@@ -126,7 +126,7 @@ class MtpProposer:
         if moved:
             view, known = PromptView(self.cache, moved), self._known(torch.cat(ids)[None])
             joined = self._normed(torch.cat(hidden)[None])
-            self._block.states(known, joined, view, self._angles.at(view.positions))
+            self._block.fill(known, joined, view, self._angles.at(view.positions))
 
     def wants(self, request: DraftRequest) -> bool:
         return self._count(request) > 0
@@ -172,6 +172,9 @@ class MtpProposer:
         places = places.clamp(min=0).minimum(lengths[:, None]).long()
         tokens = slots.history[:batch].gather(1, places)
         hidden, begins = self._normed(self._hidden[:batch, :count]), begins.clamp(min=0)
+        if not drafts:
+            self._block.fill(self._known(tokens), hidden, *self._places(begins, count))
+            return
         ends = (lengths - 1 - begins).clamp(0, count - 1)
         states = self._states(tokens, hidden, begins)
         states = states.gather(1, ends[:, None, None].expand(-1, 1, states.shape[-1]).long())
@@ -189,10 +192,14 @@ class MtpProposer:
     def _states(
         self, tokens: torch.Tensor, hidden: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        batch, count = tokens.shape
-        view = StepView(self.cache, self._slots.tables[:batch], starts, count=count)
-        table = self._angles.at(view.positions)
+        view, table = self._places(starts, tokens.shape[1])
         return self._block.states(self._known(tokens), hidden, view, table)
+
+    def _places(self, starts: torch.Tensor, count: int) -> tuple[StepView, RopeTables]:
+        """Return the cache of `count` tokens of each of the first slots, and their rotations."""
+        tables = self._slots.tables[: len(starts)]
+        view = StepView(self.cache, tables, starts, count=count)
+        return view, self._angles.at(view.positions)
 
     def _known(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids that the embedding has; those of images are read as any token."""

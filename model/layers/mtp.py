@@ -54,10 +54,20 @@ class MtpBlock:
             cache: of the block's layer; receives its keys and values.
             table: rotation of the positions; by default that of positions from 0 on.
         """
+        return self.head.normed(
+            self._span(self._joined(ids, hidden), start=table or 0, cache=cache)
+        )
+
+    def fill(
+        self, ids: torch.Tensor, hidden: torch.Tensor, cache: KvCache, table: RopeTables
+    ) -> None:
+        """Store keys and values only; arguments as in `states`."""
+        self._span.fill(self._joined(ids, hidden), start=table, cache=cache)
+
+    def _joined(self, ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         embedded = self.embedding(ids, dtype=hidden.dtype)
         parts = [norm(x) for norm, x in zip(self._norms, (embedded, hidden), strict=True)]
-        joined = self._joint(torch.cat(parts, dim=-1))
-        return self.head.normed(self._span(joined, start=table or 0, cache=cache))
+        return self._joint(torch.cat(parts, dim=-1))
 
 
 def is_complete(spec: MtpSpec, names: Container[str]) -> bool:
