@@ -27,13 +27,14 @@ from unittest.mock import patch
 
 import torch
 from allocations import Allocation, allocation_of, expert_of
-from decode import add_model, model_of, random_matrix, seconds
+from decode import add_model, model_of, random_matrix
 from drafts_known import FIRST, Copying, Known, Replay, Text
 from generation_jobs import GREEDY, prompt
 from shapes import linears_of_block, plain_of_block
 
 from exl2flow.core.store.files import write_tensors
 from exl2flow.engine.cache.paged import cache_format, pages_of, reserve
+from exl2flow.engine.cache.views import Segment
 from exl2flow.engine.drafts import Drafter
 from exl2flow.engine.drafts.costs import StepCosts, step_tokens
 from exl2flow.engine.drafts.mtp import MtpProposer, has_block
@@ -48,6 +49,7 @@ from exl2flow.inference import (
     Request,
     load_model,
 )
+from exl2flow.inference.bench import seconds
 from exl2flow.kernels import STEP_TOKENS, elapsed
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import resolve
@@ -106,7 +108,8 @@ class Case:
 
 def timed(generator: Generator, prompts: Sequence[Text], tokens: int) -> Run:
     """Generate texts, and time them from when all have begun until one ends."""
-    texts, counts = [list[int]() for _ in prompts], list[Statistics]()
+    texts: dict[object, list[int]] = {i: [] for i in range(len(prompts))}
+    counts = list[Statistics]()
     marks = list[tuple[float, int]]()
     for i, ids in enumerate(prompts):
         generator.submit(Request(ids, max_new_tokens=tokens, stops=(), settings=GREEDY, tag=i))
@@ -114,12 +117,12 @@ def timed(generator: Generator, prompts: Sequence[Text], tokens: int) -> Run:
         for event in generator.step():
             texts[event.tag] += event.ids
             counts += [] if event.statistics is None else [event.statistics]
-        if all(texts) and not counts:
-            marks.append((time.perf_counter(), sum(map(len, texts))))
+        if all(texts.values()) and not counts:
+            marks.append((time.perf_counter(), sum(map(len, texts.values()))))
     (begun, before), (ended, after) = marks[0], marks[-1]
     steps = sum(one.steps for one in counts)
     return Run(
-        texts,
+        [*texts.values()],
         (after - before) / (ended - begun),
         sum(one.new_tokens for one in counts) / steps,
         sum(one.drafted_tokens for one in counts) / steps,
@@ -204,7 +207,7 @@ def rounds(case: Case) -> None:
     slots = step_slots(case, SHORT)
     print("| tokens of a step | model ms | of one token |\n|---|---|---|")
     counts = (1, 2, 3, 4, 5, 8, STEP_TOKENS)
-    model = {count: device_ms(partial(slots.runner.forward, 1, count)) for count in counts}
+    model = {count: device_ms(partial(forward, slots, count)) for count in counts}
     for count in counts:
         print(f"| {count} | {model[count]:.3f} | {model[count] / model[1]:.2f} |")
     prompts = case.prompts(1, SHORT)
@@ -214,11 +217,12 @@ def rounds(case: Case) -> None:
     print("|---|---|---|---|---|---|---|")
     for drafts in range(5):
         run = plain if not drafts else next(replayed(case, prompts, known, drafts))[1]
-        parts = [
-            device_ms(partial(chain, slots, drafts)) if drafts else 0.0,
-            model[step_tokens(drafts, drafts)],
-            device_ms(partial(sampled, slots, drafts)),
-        ]
+        with restored(slots.sampler.active):
+            parts = [
+                device_ms(partial(chain, slots, drafts)) if drafts else 0.0,
+                model[step_tokens(drafts, drafts)],
+                device_ms(partial(sampled, slots, drafts, Kind.of([GREEDY]))),
+            ]
         step = 1e3 * run.per_step / run.speed
         own = " | ".join(f"{part:.3f}" for part in parts)
         print(
@@ -229,7 +233,7 @@ def rounds(case: Case) -> None:
 
 
 def step_slots(case: Case, context: int) -> DeviceSlots:
-    """Return a slot with a text, whose keys and values are of no matter."""
+    """Return a slot with a text."""
     model, device, room = case.model, case.model.decoder.placement.head, context + 1024
     cache = reserve(
         model.spec,
@@ -240,8 +244,18 @@ def step_slots(case: Case, context: int) -> DeviceSlots:
     )
     draft = Mtp(tokens=STEP_TOKENS - 1)
     slots = DeviceSlots(model, cache, slots=1, max_tokens=room - STEP_TOKENS, draft=draft)
-    slots.enter(0, [*range(cache.pages)], case.prompts(1, context)[0], GREEDY, None)
+    ids, pages = case.prompts(1, context)[0], (*range(cache.pages),)
+    slots.read(ids[:-1], [Segment(pages=pages, begin=0, end=context - 1, slot=0)])
+    slots.enter(0, pages, ids, GREEDY, None)
     return slots
+
+
+def forward(slots: DeviceSlots, count: int) -> None:
+    """Run the model over a text's last tokens, after a step all of whose tokens were accepted."""
+    slots.runner.forward(1, count)
+    if slots.cache.states is not None:
+        for states in slots.cache.states._all:
+            states.behind.sub_(count)  # as many have to be applied to the states next
 
 
 def chain(slots: DeviceSlots, drafts: int) -> None:
@@ -251,15 +265,10 @@ def chain(slots: DeviceSlots, drafts: int) -> None:
     slots.graphs.replay(("mtp", *key), partial(slots.proposer._chain, *key))
 
 
-def sampled(slots: DeviceSlots, drafts: int) -> None:
+def sampled(slots: DeviceSlots, drafts: int, kind: Kind) -> None:
     """Sample at all positions of a step."""
-    kind = Kind.of([GREEDY])
-    with restored(slots.sampler.active) if drafts else nullcontext():
-        slots.positions.prepare([[0.5]] * (1 + drafts))
-        if drafts:
-            slots.positions.verify([drafts], slots.ids)
-        for place in range(1 + drafts):
-            slots.sample(1, kind, after_draft=place > 0)
+    for place in range(1 + drafts):
+        slots.sample(1, kind, after_draft=place > 0)
 
 
 def device_ms(work: Callable[[], object]) -> float:
