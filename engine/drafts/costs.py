@@ -19,7 +19,8 @@ COUNTS = (1, 2, 4, 8, 16)  # tokens per slot of a recorded step; or one more tha
 DOUBLED = 16  # rows that cost twice as much as none, of steps that were not measured yet
 DRAFTED = 0.05  # of a step, that a model takes for a draft token before it was measured
 LAST = 9  # steps of a kind that are remembered
-PLAIN = 4  # steps without a draft that come first, to be compared with
+ENOUGH = 3  # of them, before which a slow one does not count
+PLAIN = 5  # steps without a draft that come first, to be compared with
 
 Key = tuple[int, str, int]  # slots, kind of draft, draft tokens per slot
 
@@ -69,11 +70,11 @@ class StepCosts:
         return gains.index(max(gains))
 
     def shared(self, slots: int, kind: str, texts: Sequence[tuple[float, int]]) -> int:
-        """Return the draft tokens at which a step of several texts should end, 1 or more.
+        """Return the draft tokens at which a step of several texts should end.
 
-        texts: acceptance rate and draft tokens of each.
+        texts: acceptance rate and draft tokens of each, also of those without any.
         """
-        costs, choices = self.of(slots, kind), sorted({n for _, n in texts if n})
+        costs, choices = self.of(slots, kind), sorted({0, *(n for _, n in texts)})
 
         def gain(most: int) -> float:
             return sum(expected(rate, n)[min(n, most)] for rate, n in texts) / costs[most]
@@ -82,13 +83,18 @@ class StepCosts:
 
     def _cost(self, slots: int, kind: str, drafted: int) -> float:
         own = kind if drafted else ""
-        if self._seconds.get((slots, own, drafted)):
-            return median(self._seconds[slots, own, drafted])
+        known = self._seconds.get((slots, own, drafted), ())
+        if len(known) >= ENOUGH:
+            return median(known)
         guess, like = self._guess(slots, own, drafted), self._nearest(slots, own, drafted)
-        return guess if like is None else guess * median(self._seconds[like]) / self._guess(*like)
+        if like is not None:
+            guess *= median(self._seconds[like]) / self._guess(*like)
+        return min(guess, median(known)) if known else guess
 
     def _nearest(self, slots: int, kind: str, drafted: int) -> Key | None:
-        known = [key for key, seconds in self._seconds.items() if seconds and key[0] == slots]
+        known = [
+            key for key, seen in self._seconds.items() if len(seen) >= ENOUGH and key[0] == slots
+        ]
         far = self._most + 1
         return min(
             known, key=lambda one: abs(one[2] - drafted) + far * (one[1] != kind), default=None

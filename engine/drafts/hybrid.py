@@ -71,6 +71,9 @@ class HybridProposer:
     def copy(self, pages: torch.Tensor) -> None:
         self._other.copy(pages)
 
+    def warm_up(self, batches: Sequence[int]) -> None:
+        self._other.warm_up(batches)
+
     def wants(self, request: DraftRequest) -> bool:
         return self._copies.wants(request) or self._other.wants(request)
 

@@ -7,7 +7,7 @@ shared beginnings are those of the generator.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, product
 from operator import ne
 from weakref import WeakKeyDictionary
 
@@ -109,6 +109,11 @@ class ModelProposer:
 
     def copy(self, pages: torch.Tensor) -> None:
         self.cache.copy(pages)
+
+    def warm_up(self, batches: Sequence[int]) -> None:
+        for batch, position in product(batches, range(self._proposed.shape[1])):
+            work = partial(self._propose, batch, position)
+            self._slots.graphs.make(("draft", batch, position), work)
 
     def wants(self, request: DraftRequest) -> bool:
         return request.most(DraftKind.MODEL) > 0

@@ -11,6 +11,7 @@ token before it is drafted from, nor draft tokens before they are verified.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +20,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.engine.drafts.acceptance_rate import DraftKind
+from exl2flow.engine.drafts.costs import COUNTS, DRAFTED_ROWS
 from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
@@ -30,9 +32,9 @@ from exl2flow.engine.drafts.proposer import (
 )
 from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.kernels.cuda.graphs import bucket
-from exl2flow.model import CanonicalTensors, ModelSpec, RopeTables
-from exl2flow.model.config.mtp import COUNTS, MtpSpec, mtp_of
-from exl2flow.model.layers.mtp import build_mtp, is_complete
+from exl2flow.model import ModelSpec, RopeTables
+from exl2flow.model.config.mtp import TOKEN_COUNTS, MtpSpec, mtp_of
+from exl2flow.model.layers.mtp import build_mtp, is_complete, tensors_of
 from exl2flow.model.layers.placement import Placement
 
 
@@ -76,7 +78,7 @@ class MtpProposer:
         found, decoder, device = block_of(model), model.decoder, slots.tables.device
         assert slots.hidden is not None
         self._slots, self._hidden, self._most = slots, slots.hidden, draft.tokens
-        tensors = CanonicalTensors(found.layer)
+        tensors = tensors_of(found)
         self._block = build_mtp(
             found,
             tensors,
@@ -86,7 +88,7 @@ class MtpProposer:
             device=device,
         )
         head = self._block.head
-        counts = tensors.read(COUNTS) if COUNTS in tensors else None
+        counts = tensors.read(TOKEN_COUNTS) if TOKEN_COUNTS in tensors else None
         self._head = DraftHead(head, counts) if DraftHead.is_worth_it(head) else None
         self._normed = decoder.head.normed if found.reads_normed else lambda hidden: hidden
         self._vocabulary = len(decoder.embedding.weight)
@@ -127,6 +129,15 @@ class MtpProposer:
             view, known = PromptView(self.cache, moved), self._known(torch.cat(ids)[None])
             joined = self._normed(torch.cat(hidden)[None])
             self._block.fill(known, joined, view, self._angles.at(view.positions))
+
+    def warm_up(self, batches: Sequence[int]) -> None:
+        most = self._hidden.shape[1]
+        counts = sorted({min(count, most) for count in COUNTS})
+        for batch, count in product(batches, counts):
+            if count == 1 or batch * count <= DRAFTED_ROWS:
+                for drafts in range(1 + min(self._most, DRAFTED_ROWS // batch - 1)):
+                    key = batch, count, drafts
+                    self._slots.graphs.make(("mtp", *key), partial(self._chain, *key))
 
     def wants(self, request: DraftRequest) -> bool:
         return self._count(request) > 0
@@ -227,7 +238,7 @@ def block_of(model: LoadedModel) -> MtpSpec:
 def _missing(model: LoadedModel) -> str:
     """Return why a model drafts nothing by itself; empty: it does."""
     found = mtp_of(model.spec)
-    if found is None or not is_complete(found, CanonicalTensors(found.layer)):
+    if found is None or not is_complete(found):
         return (
             f"`{model.spec.source_dir}` has no block that drafts tokens (MTP); use n-grams, or a "
             "smaller model"

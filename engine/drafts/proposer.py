@@ -94,6 +94,9 @@ class Proposer(Protocol):
     def copy(self, pages: torch.Tensor) -> None:
         """Follow the copy of pages, int64 (2, n): sources and targets."""
 
+    def warm_up(self, batches: Sequence[int]) -> None:
+        """Record the passes of these batch sizes."""
+
     def wants(self, request: DraftRequest) -> bool:
         """Return whether it may propose for a text, whose last token may not be known yet."""
 

@@ -31,6 +31,7 @@ from exl2flow.engine.sampling import (
 )
 from exl2flow.engine.sampling.bits import ids_of
 
+RESTS = 8  # steps without a draft behind one in which texts had better draft nothing
 CANDIDATES = 64  # that a hook sees
 
 
@@ -59,6 +60,7 @@ class Decode:
         self._launched: _Launched | None = None
         self._costs, self._read_at = StepCosts(device_slots.drafts), 0.0
         self._work = -1  # of the step before
+        self._resting = 0  # steps that ask for no draft
         scheduler.catch_up = WeakMethod(self.catch_up)
 
     def step(self) -> None:
@@ -86,6 +88,9 @@ class Decode:
         """Return whether the next step may have draft tokens; last tokens may be unknown yet."""
         proposer, jobs = self._device_slots.proposer, self._decoding()
         if proposer is None or not jobs or not self._costs.compares(self._scheduler.top):
+            return False
+        self._resting -= 1
+        if self._resting >= 0:
             return False
         requests = self._requests(jobs, self._scheduler.top)
         return any([proposer.wants(request) for request in requests.values()])
@@ -161,12 +166,16 @@ class Decode:
             yield proposal._replace(ids=[*takewhile(vocabulary.__contains__, found)])
 
     def _worth(self, step_jobs: Sequence[StepJob], slots: int) -> int:
-        """Return the draft tokens at which a step of several texts should end."""
-        drafting = [one for one in step_jobs if one.draft]
-        if len(drafting) < 2:
+        """Return the draft tokens at which a step of several texts should end.
+
+        Where that is none, the next steps do not ask for any.
+        """
+        if len(step_jobs) < 2:
             return self._device_slots.drafts
-        texts = [(one.rate.rate, len(one.draft)) for one in drafting]
-        return self._costs.shared(slots, _kind_of(drafting), texts)
+        texts = [(one.rate.rate if one.draft else 0.0, len(one.draft)) for one in step_jobs]
+        most = self._costs.shared(slots, _kind_of([one for one in step_jobs if one.draft]), texts)
+        self._resting = RESTS if not most else 0
+        return most
 
     def _sample(self, step_jobs: list[StepJob], slots: int) -> _Launched | None:
         """Launch the samples of a forward pass, one draft position of all jobs after the other."""

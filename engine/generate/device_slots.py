@@ -333,6 +333,8 @@ class DeviceSlots:
         counts = sorted({min(count, 1 + self.drafts) for count in COUNTS})
         steps = product(batches, counts)
         self.runner.warm_up([(b, n) for b, n in steps if n == 1 or b * n <= DRAFTED_ROWS])
+        if self.proposer is not None:
+            self.proposer.warm_up(batches)
         for key in product(batches, kinds, {False, self.drafts > 0}):
             self.graphs.make(key, partial(self._sample, *key))
 

@@ -11,7 +11,7 @@ from exl2flow.model.config.spec import ModelSpec, expected_tensors
 from exl2flow.model.config.sublayer_spec import NormSpec, ProjectionSpec
 
 PREFIX = "mtp."  # of the names here
-COUNTS = "mtp.token_counts"  # how often each id occurred in calibration rows, int32 (v,)
+TOKEN_COUNTS = "mtp.token_counts"  # how often each id occurred in calibration rows, int32 (v,)
 
 
 @dataclass(frozen=True, kw_only=True)

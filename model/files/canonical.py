@@ -24,8 +24,8 @@ PARTS = (".weight", ".bias")  # of a linear, both with a row per out-feature
 class CanonicalTensors(TensorFiles):
     """The tensors of a model's folder by canonical name."""
 
-    def __init__(self, spec: ModelSpec) -> None:
-        """Read the headers.
+    def __init__(self, spec: ModelSpec, *, start: str = "") -> None:
+        """Read the headers, of tensors whose canonical names begin with `start`.
 
         Raises:
             SourceModelError: as for `TensorFiles`, or two tensors have one canonical name.
@@ -43,6 +43,8 @@ class CanonicalTensors(TensorFiles):
             turned |= {f"{projection.key}{PARTS[0]}" for projection in spec.projections}
         for old, entry in stored.items():
             name = _renamed(spec, old)
+            if not name.startswith(start):
+                continue
             if name in turned and name != old:
                 entry = entry.transposed()
             parts = (

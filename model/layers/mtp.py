@@ -1,10 +1,11 @@
 """A block that predicts one token more than its model, in use."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from exl2flow.model.config.mtp import MtpSpec
+from exl2flow.model.config.mtp import PREFIX, MtpSpec
+from exl2flow.model.files.canonical import CanonicalTensors
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.cache import KvCache
 from exl2flow.model.layers.decoder import Embedding, Head
@@ -70,8 +71,14 @@ class MtpBlock:
         return self._joint(torch.cat(parts, dim=-1))
 
 
-def is_complete(spec: MtpSpec, names: Container[str]) -> bool:
+def tensors_of(spec: MtpSpec) -> CanonicalTensors:
+    """Return the tensors of a block, without those of its model."""
+    return CanonicalTensors(spec.layer, start=PREFIX)
+
+
+def is_complete(spec: MtpSpec) -> bool:
     """Return whether files have all tensors of a block, its matrices in any form that is read."""
+    names = tensors_of(spec)
     packed = {f"{p.key}.weight" for p in spec.projections if is_packed(p.key, names)}
     return all(name in packed or name in names for name in spec.tensors)
 

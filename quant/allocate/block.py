@@ -9,8 +9,8 @@ from exl2flow.core import words
 from exl2flow.core.errors import Exl2FlowError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.files import Layout, safetensors_header
-from exl2flow.model import CanonicalTensors, ModelSpec, resolve
-from exl2flow.model.config.mtp import COUNTS, MtpSpec, carrying_block, mtp_of, without_block
+from exl2flow.model import ModelSpec, resolve
+from exl2flow.model.config.mtp import TOKEN_COUNTS, MtpSpec, carrying_block, mtp_of, without_block
 from exl2flow.model.files.exl2 import QuantParams, padded_columns, quantized_layout
 from exl2flow.model.layers.mtp import is_complete
 from exl2flow.quant.allocate.layout import FORMAT_METADATA, Choice, plain_layout, tensor_bytes
@@ -22,7 +22,7 @@ EXAMPLE = QuantParams.uniform(4, 32)  # whose tensors stand for any others of a 
 def block_in(spec: ModelSpec) -> MtpSpec | None:
     """Return the block that a model's files have, with all its tensors; None: none."""
     found = mtp_of(spec)
-    if found is None or not is_complete(found, CanonicalTensors(found.layer)):
+    if found is None or not is_complete(found):
         return None
     return found
 
@@ -89,7 +89,7 @@ def plain_block_layout(found: MtpSpec) -> Layout:
         for name, shape in found.tensors.items()
         if name.rpartition(".")[0] not in quantized
     }
-    return {**layout, COUNTS: (torch.int32, (found.layer.vocab_size,))}
+    return {**layout, TOKEN_COUNTS: (torch.int32, (found.layer.vocab_size,))}
 
 
 def block_bytes(config: RunOptions, spec: ModelSpec) -> int:

@@ -10,7 +10,7 @@ from exl2flow.core.reports import SublayerReport
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.files import Layout, read_json
 from exl2flow.model import CanonicalTensors, TensorFiles
-from exl2flow.model.config.mtp import COUNTS, MtpSpec
+from exl2flow.model.config.mtp import TOKEN_COUNTS, MtpSpec
 from exl2flow.quant.allocate.block import block_layout, plain_block_layout
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.mtp.stage import block_files
@@ -46,7 +46,7 @@ class StoredBlock:
         look()
         if name in self._quantized:
             return self._quantized.read(name)
-        if name == COUNTS:
+        if name == TOKEN_COUNTS:
             ids = load_rows(self._rows, "quantize").flatten()
             size = self.spec.layer.vocab_size
             return torch.bincount(ids[(ids >= 0) & (ids < size)], minlength=size).int()

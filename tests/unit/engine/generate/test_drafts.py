@@ -352,7 +352,7 @@ def test_what_is_accepted_decides_how_much_is_drafted() -> None:
 def test_measured_steps_decide_how_much_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXL2FLOW_TUNING", "on")
     costs = StepCosts(7)
-    assert [costs.compares(1) for _ in range(6)] == [False] * 4 + [True] * 2
+    assert [costs.compares(1) for _ in range(6)] == [False] * 5 + [True]
     assert costs.best(1, DraftKind.MODEL, 0.7, 7) == 3  # by its rows
 
     costs.note(1, "", 0, 10.0)
