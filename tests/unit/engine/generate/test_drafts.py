@@ -355,15 +355,20 @@ def test_measured_steps_decide_how_much_is_drafted(monkeypatch: pytest.MonkeyPat
     assert [costs.compares(1) for _ in range(6)] == [False] * 5 + [True]
     assert costs.best(1, DraftKind.MODEL, 0.7, 7) == 3  # by its rows
 
-    costs.note(1, "", 0, 10.0)
-    for most in (1, 2, 3, 7):
-        costs.note(1, DraftKind.MODEL, most, 30.0)
+    for _ in range(3):
+        costs.note(1, "", 0, 10.0)
+        for most in (1, 2, 3, 7):
+            costs.note(1, DraftKind.MODEL, most, 30.0)
     assert costs.best(1, DraftKind.MODEL, 0.6, 7) == 0  # 2.5 tokens in the time of 3
     for _ in range(9):
         costs.note(1, DraftKind.MODEL, 1, 11.0)
     assert costs.best(1, DraftKind.MODEL, 0.6, 7) == 1
-    assert costs.shared(2, DraftKind.MODEL, [(0.9, 3), (0.2, 1)]) == 3
-    assert costs.shared(2, DraftKind.MODEL, [(0.3, 7), (0.2, 1)]) == 1
+
+    for drafted, seconds in ((0, 10.0), (1, 15.0), (3, 20.0)):
+        for _ in range(3):
+            costs.note(4, DraftKind.MODEL, drafted, seconds)
+    assert costs.shared(4, DraftKind.MODEL, [(0.9, 3)] * 3 + [(0.2, 1)]) == 3
+    assert costs.shared(4, DraftKind.MODEL, [(0.9, 3)] + [(0.0, 0)] * 3) == 0
 
 
 def test_copies_and_a_model_take_turns(
