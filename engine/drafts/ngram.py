@@ -66,7 +66,9 @@ class NgramProposer:
 
     def match(self, request: DraftRequest) -> Match:
         """Return the longest end of a text that occurred before; none while it is being read."""
-        text = self._texts.setdefault(request.owner, SuffixAutomaton())
+        text = self._texts.get(request.owner)
+        if text is None:
+            text = self._texts[request.owner] = SuffixAutomaton()
         is_read = text.follow(request.ids, most=READ)
         return text.match if is_read else Match(0, 0)
 

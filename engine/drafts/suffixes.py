@@ -58,8 +58,11 @@ class SuffixAutomaton:
         """Take up to `most` tokens of a text that grew, or changed at its end; False: not all."""
         shared = min(len(self.ids), len(ids))
         begin = max(0, shared - REVERTIBLE)
-        pairs = zip(self.ids[begin:shared], ids[begin:shared], strict=True)
-        same = next((i for i, (old, new) in enumerate(pairs, begin) if old != new), shared)
+        before, after = self.ids[begin:shared], array("q", ids[begin:shared])
+        same = shared
+        if before != after:
+            pairs = enumerate(zip(before, after, strict=True), begin)
+            same = next(i for i, (old, new) in pairs if old != new)
         if len(self.ids) - same > len(self._changes):
             self._begin()
             same = 0

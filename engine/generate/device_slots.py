@@ -38,6 +38,8 @@ from exl2flow.kernels.cuda.graphs import GraphPool, bucket
 from exl2flow.model import Decoder, check_ids
 
 HEAD_ROWS = 256  # whose logits exist at a time when a prompt is scored
+# by slots, of recorded steps with drafts
+_MOST_TOKENS = {b: max(c for c in COUNTS if b * c <= DRAFTED_ROWS) for b in range(1, DRAFTED_ROWS)}
 # kernels keep sums and counters beside the weights; a stream of each device
 _STREAMS = WeakKeyDictionary[Decoder, tuple[int, ...]]()
 
@@ -324,8 +326,8 @@ class DeviceSlots:
 
     def max_drafts(self, slots: int) -> int:
         """Return the most draft tokens per slot that a step has rows for."""
-        counts = [count for count in COUNTS if count * self._batch_size(slots) <= DRAFTED_ROWS]
-        return min(self.drafts, max(counts, default=1) - 1)
+        batch = self._batch_size(slots)
+        return min(self.drafts, _MOST_TOKENS.get(batch, 1) - 1)
 
     def warm_up(self, kinds: Sequence[Kind]) -> None:
         """Record the steps of all batch sizes, and sampling of these kinds."""
