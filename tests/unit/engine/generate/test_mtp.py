@@ -7,13 +7,22 @@ import pytest
 import torch
 from bounds import near, terms_of
 from mtp_checkpoints import with_block
+from small_pages import small_generator
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, draft_head, hybrid
 from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.mtp import MtpProposer
-from exl2flow.inference import Event, Generator, LoadedModel, Request, SamplingSettings, load_model
+from exl2flow.inference import (
+    Event,
+    Generator,
+    LoadedModel,
+    PromptCache,
+    Request,
+    SamplingSettings,
+    load_model,
+)
 from exl2flow.model import DenseLinear
 from exl2flow.model.layers.decoder import Head
 
@@ -144,3 +153,24 @@ def test_models_without_a_block_are_refused(tmp_path: Path) -> None:
         Generator(other, tokens=512, draft=Mtp())
     with pytest.raises(ConfigError, match="`tokens` of a draft is 16"):
         Mtp(tokens=16)
+
+
+def test_prompts_have_their_scores_and_come_from_host_memory(model: LoadedModel) -> None:
+    """The block's keys and values go with the model's; layers with a state keep no pages there."""
+    keep = PromptCache() if model.spec.deltas else PromptCache(ram=10**8)
+    prompt = [5 + i % 200 for i in range(300)]
+    wanted = [
+        Request(prompt, max_new_tokens=20, stops=(), settings=GREEDY, scores=2),
+        Request([*range(9, 100)] * 5, max_new_tokens=20, stops=(), settings=GREEDY),
+        Request([*prompt, 7], max_new_tokens=20, stops=(), settings=GREEDY),
+    ]
+    plain = small_generator(model, tokens=512, slots=1)
+    drafting = small_generator(model, tokens=512, slots=1, draft=Mtp(), keep=keep)
+
+    for request in wanted:
+        [alone], [found] = run(plain, [request]), run(drafting, [request])
+        assert ids_of(found) == ids_of(alone)
+        scores = [[event.scores for event in events if event.scores] for events in (alone, found)]
+        assert scores[0] == scores[1]
+    assert found[-1].statistics is not None
+    assert model.spec.deltas or found[-1].statistics.hits["ram"] > 0
