@@ -257,7 +257,9 @@ def loss_of(model: PreTrainedModel, block: MtpBlock | None, rows: torch.Tensor) 
     return own + MTP_SHARE * block(model, rows, states)
 
 
-def train(model: PreTrainedModel, block: MtpBlock | None, stream: torch.Tensor, steps: int) -> None:
+def train(
+    model: PreTrainedModel, stream: torch.Tensor, steps: int, block: MtpBlock | None = None
+) -> None:
     """Train in one pass over the stream, printing the mean loss of the last hundred steps."""
     trained = torch.nn.ModuleList([model] if block is None else [model, block])
     optimizer = optimizer_for(trained)
@@ -280,7 +282,7 @@ def train(model: PreTrainedModel, block: MtpBlock | None, stream: torch.Tensor, 
             print(f"step {step + 1}/{steps}  loss {mean:.3f}  {seconds:.0f} s", flush=True)
 
 
-def weights_of(model: PreTrainedModel, mtp: MtpBlock | None) -> dict[str, torch.Tensor]:
+def weights_of(model: PreTrainedModel, mtp: MtpBlock | None = None) -> dict[str, torch.Tensor]:
     """Return the weights as fp16 by their names in files: experts are packed in memory only."""
     named = {} if mtp is None else dict(mtp.named_parameters(prefix="mtp"))
     weights: dict[str, torch.Tensor] = named
@@ -298,10 +300,10 @@ def weights_of(model: PreTrainedModel, mtp: MtpBlock | None) -> dict[str, torch.
 
 def save(
     model: PreTrainedModel,
-    mtp: MtpBlock | None,
     tokenizer: Tokenizer,
     config: dict[str, Any],
     folder: Path,
+    mtp: MtpBlock | None = None,
 ) -> None:
     """Write the model in the Hugging Face layout, weights as fp16."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -355,8 +357,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(known, dtype=torch.float32)
     print(f"parameters {sum(p.numel() for p in model.parameters())}", flush=True)
     mtp = MtpBlock(model).to(arguments.device) if arguments.mtp else None
-    train(model.to(arguments.device), mtp, stream, steps)
-    save(model, mtp, tokenizer, config, arguments.output or HERE / "model")
+    train(model.to(arguments.device), stream, steps, mtp)
+    save(model, tokenizer, config, arguments.output or HERE / "model", mtp)
 
 
 if __name__ == "__main__":
