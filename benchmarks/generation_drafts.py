@@ -33,7 +33,7 @@ class Known:
     right: float
     tokens: int = 4
     decoder = model = drafted = None
-    reads_states = False
+    reads_states, reads_ids = False, True
 
     def beside(self, *_: object) -> list[tuple[ModelSpec, Placement]]:
         return []

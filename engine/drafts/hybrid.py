@@ -50,6 +50,8 @@ class HybridDraft:
 class HybridProposer:
     """Asks the draft model only while a text does not copy."""
 
+    reads_ids = True
+
     def __init__(self, copies: NgramProposer, other: ModelProposer | MtpProposer) -> None:
         self._copies, self._other = copies, other
 

@@ -77,7 +77,7 @@ class ModelProposer:
     (slots, tokens, 2), draft tokens and their probabilities.
     """
 
-    drafted = None
+    drafted, reads_ids = None, True
 
     def __init__(self, draft: Draft, slots: SharedSlots) -> None:
         self.decoder, self._slots, self._least = draft.model.decoder, slots, draft.least

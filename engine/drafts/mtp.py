@@ -73,6 +73,7 @@ class MtpProposer:
     """
 
     decoder = None
+    reads_ids = False
 
     def __init__(self, draft: Mtp, model: LoadedModel, slots: SharedSlots) -> None:
         found, decoder, device = block_of(model), model.decoder, slots.tables.device
@@ -103,6 +104,7 @@ class MtpProposer:
         places = slots.tables.shape[1] * cache.page_tokens
         self._angles = RopeTables.of(found.layer, places, device)
         self._lengths = WeakKeyDictionary[object, int]()  # of texts at the model's last pass
+        self._known_ids = WeakKeyDictionary[object, int]()  # of texts, in the head
         self.drafted = torch.zeros(size, draft.tokens, dtype=torch.int64, device=device)
 
     @property
@@ -152,7 +154,7 @@ class MtpProposer:
         return {slot: Proposal([ON_DEVICE] * n, DraftKind.MTP) for slot, n in counts.items()}
 
     def _count(self, request: DraftRequest) -> int:
-        if len(request.ids) < 2:  # there is no state yet
+        if request.length < 2:  # there is no state yet
             return 0
         return min(request.most(DraftKind.MTP), self._most)
 
@@ -165,12 +167,12 @@ class MtpProposer:
 
     def _unread(self, request: DraftRequest) -> int:
         """Return at least how many tokens are behind states that the last pass has left."""
-        length = len(request.ids)
-        before = self._lengths.get(request.owner, 0)
-        self._lengths[request.owner] = length
-        if self._head is not None and before < length:
-            self._head.add(request.ids[before:])
-        return max(1, length - before) if before else 1
+        before = self._lengths.get(request.owner, request.length)
+        self._lengths[request.owner] = request.length
+        if self._head is not None:
+            self._head.add(request.ids[self._known_ids.get(request.owner, 0) :])
+            self._known_ids[request.owner] = len(request.ids)
+        return max(1, request.length - before)
 
     def _chain(self, batch: int, count: int, drafts: int) -> None:
         """Run the block over the last `count` tokens, then over its own; repeating changes nothing.

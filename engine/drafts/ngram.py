@@ -45,6 +45,7 @@ class NgramProposer:
     """Keeps a suffix automaton of each text."""
 
     decoder = drafted = None
+    reads_ids = True
     stored = ()
 
     def __init__(self, tokens: int) -> None:

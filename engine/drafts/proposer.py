@@ -41,12 +41,14 @@ class SharedSlots(NamedTuple):
 class DraftRequest(NamedTuple):
     """Asks for draft tokens after a text's ids.
 
-    owner: identifies the text; pages: of its cache; limit: the most draft tokens that can be
+    owner: identifies the text; ids: that are known, if the proposer reads them all; length: of the
+    text; pages: of its cache; limit: the most draft tokens that can be
     verified; acceptance: of the text's draft tokens so far; slots: of the step; costs: of steps.
     """
 
     owner: object
     ids: Sequence[int]
+    length: int
     pages: Sequence[int]
     limit: int
     acceptance: Acceptance
@@ -58,7 +60,7 @@ class DraftRequest(NamedTuple):
         if not self.limit:
             return 0
         return self.rate(kind).most(
-            len(self.ids), lambda rate: self.costs.best(self.slots, kind, rate, self.limit)
+            self.length, lambda rate: self.costs.best(self.slots, kind, rate, self.limit)
         )
 
     def rate(self, kind: DraftKind) -> AcceptanceRate:
@@ -75,6 +77,10 @@ class Proposal(NamedTuple):
 
 class Proposer(Protocol):
     """Proposes draft tokens for the slots of one generator."""
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether the host must know all ids of a text before it proposes."""
 
     @property
     def drafted(self) -> torch.Tensor | None:

@@ -35,13 +35,14 @@ RESTS = 8  # steps without a draft behind one in which texts had better draft no
 CANDIDATES = 64  # that a hook sees
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Launched:
     """A step that the device works on: its jobs, and a result for each draft position.
 
     mu: Mirostat's bounds before it, fp64 (slots,), which a discarded sample must not change; None
     if no job has any. drafted: int64 (slots, drafts) on the host once it has ended; None if the
-    host knows them. slots: that it took; work: see `DeviceSlots.work`.
+    host knows them. slots: that it took; work: see `DeviceSlots.work`. is_counted: whether it is
+    known how many tokens it brought.
     """
 
     step_jobs: list[StepJob]
@@ -50,6 +51,11 @@ class _Launched:
     drafted: torch.Tensor | None
     slots: int
     work: int
+    is_counted: bool = False
+
+    @property
+    def has_drafts(self) -> bool:
+        return any(one.draft for one in self.step_jobs)
 
 
 class Decode:
@@ -65,8 +71,11 @@ class Decode:
 
     def step(self) -> None:
         """Launch the next step of jobs that need not wait for the last one, then read that."""
+        proposer = self._device_slots.proposer
+        if self._launched is not None and self._launched.has_drafts:
+            self._count(self._launched)
         is_drafting = self._is_drafting()
-        if is_drafting or self._must_wait():
+        if self._must_wait() or (is_drafting and proposer is not None and proposer.reads_ids):
             self.catch_up()
         self._scheduler.reserve_pages()
         step_jobs, slots = self._forward(is_drafting=is_drafting)
@@ -82,7 +91,7 @@ class Decode:
     def _must_wait(self) -> bool:
         """Return whether the next forward pass depends on tokens that were not read yet."""
         step_jobs = [] if self._launched is None else self._launched.step_jobs
-        return any(one.draft or one.job.output.waits or one.job.is_stale for one in step_jobs)
+        return any(one.is_last or one.job.output.waits or one.job.is_stale for one in step_jobs)
 
     def _is_drafting(self) -> bool:
         """Return whether the next step may have draft tokens; last tokens may be unknown yet."""
@@ -119,6 +128,7 @@ class Decode:
             s.slot: DraftRequest(
                 owner=s,
                 ids=s.ids,
+                length=len(s.ids) + job.launched,
                 pages=s.held.pages,
                 limit=job.max_drafts(limit) if s is job.lead else 0,
                 acceptance=job.acceptance,
@@ -271,14 +281,34 @@ class Decode:
         launched, self._launched = self._launched, None
         if launched is None:
             return
+        self._count(launched)
+        for step_job in launched.step_jobs:
+            if not step_job.job.is_done:
+                step_job.job.launched -= 1 + step_job.accepted
+                self._read(step_job, launched)
+
+    def _count(self, launched: _Launched) -> None:
+        """Wait for a step, and count the tokens that it brought: the next one begins behind them.
+
+        They are read once that is launched, while the device works.
+        """
+        if launched.is_counted:
+            return
         for result in launched.results:
             result.wait()
         self._device_slots.check_ranks()  # results without a lost one mean nothing
         self._note(launched)
-        for step_job in launched.step_jobs:
-            if not step_job.job.is_done:
-                step_job.job.launched -= 1
-                self._read(step_job, launched)
+        launched.is_counted = True
+        for one in launched.step_jobs:
+            if one.draft and not one.job.is_done:
+                if ON_DEVICE in one.draft[:1] and launched.drafted is not None:
+                    one.draft[:] = launched.drafted[one.slot, : len(one.draft)].tolist()
+                ids = [result.id(one.slot) for result in launched.results[: 1 + len(one.draft)]]
+                pairs = zip(ids, one.draft, strict=False)
+                one.accepted = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                one.is_last = one.job.output.ends_with(ids[: 1 + one.accepted])
+                one.rate.note(len(one.job.lead.ids), len(one.draft), one.accepted)
+                one.job.launched += one.accepted
 
     def _note(self, launched: _Launched) -> None:
         """Note the time since the results of the step before, if only this one was run in it."""
@@ -299,17 +329,10 @@ class Decode:
                 self._device_slots.sampler.mu[slot].copy_(launched.mu[slot])
             self._scheduler.advance(job)  # goes back to the last token that was read
             return
-        results, own_top = launched.results[: len(step_job.masks)], job.request.top_tokens
+        results, own_top = launched.results[: 1 + step_job.accepted], job.request.top_tokens
         tokens = [result.token(slot, top, own_top) for result in results]
-        draft = step_job.draft
-        if ON_DEVICE in draft[:1] and launched.drafted is not None:
-            draft = launched.drafted[slot, : len(draft)].tolist()
-        pairs = zip(tokens, draft, strict=False)
-        accepted = sum(1 for _ in takewhile(lambda pair: pair[0].id == pair[1], pairs))
         job.steps += 1
-        if draft:
-            step_job.rate.note(len(job.lead.ids), len(draft), accepted)
-        for token, mask in zip(tokens[: accepted + 1], step_job.masks, strict=False):
+        for token, mask in zip(tokens, step_job.masks, strict=False):
             before = len(job.output.ids)
             job.draws.popleft()
             if token.id < 0:

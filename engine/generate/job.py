@@ -157,7 +157,7 @@ class Job:
         waits = self.request.hooks or (self.output.waits and self.request.settings.mirostat)
         if waits or self.is_stepwise or self.output.healing is not None:
             return 0  # a sample, or what Mirostat learned from it, may be taken back
-        left = self.output.max_new_tokens - self.output.new_tokens - 1
+        left = self.output.max_new_tokens - self.output.new_tokens - self.launched - 1
         return max(0, min(limit, left))
 
     @property

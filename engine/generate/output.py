@@ -91,6 +91,10 @@ class Output:
         """Whether text is held back that a banned string may cut."""
         return bool(self._bans and self._pending)
 
+    def ends_with(self, ids: Sequence[int]) -> bool:
+        """Return whether one of the next ids ends the text."""
+        return not self._stop_ids.isdisjoint(ids)
+
     @property
     def has_cut(self) -> bool:
         """Whether what may follow depends on what was cut."""

@@ -42,6 +42,10 @@ class PendingResult:
         assert self._ids is not None
         self._list = self._ids.tolist()
 
+    def id(self, slot: int) -> int:
+        """Return the sampled id of a slot."""
+        return self._list[slot]
+
     def token(self, slot: int, top: int, own_top: int = 0) -> Token:
         """Return the token of a slot with its `top` likeliest ids; see `SampledTokens`.
 

@@ -146,11 +146,12 @@ class Scheduler:
     def reserve_ahead(self, job: Job, tokens: int) -> int:
         """Take pages for draft tokens; return how many of them have room."""
         for s in job.sequences:
-            end = len(s.ids) + tokens
+            begin = len(s.ids) + job.launched
+            end = begin + tokens
             is_missing = end > len(s.held.pages) * self.page_pool.page_tokens
             if is_missing and self.page_pool.reserve(s.held, end):
                 self._device_slots.set_pages(s.slot, s.held.pages)
-            tokens = min(tokens, len(s.held.pages) * self.page_pool.page_tokens - len(s.ids))
+            tokens = min(tokens, len(s.held.pages) * self.page_pool.page_tokens - begin)
         return tokens
 
     def reserve(self, job: Job, sequence: Sequence, tokens: int) -> bool:

@@ -43,14 +43,15 @@ class StepJob:
 
     slot: the one that samples; draft: ids to verify, or `ON_DEVICE` for each; kind: of draft;
     masks: of the first sample, and of the one after each id of the draft; is_masked: whether one of
-    them rules ids out.
+    them rules ids out; accepted: draft tokens; is_last: whether its tokens end the text.
     """
 
     def __init__(self, job: Job, draft: list[int], *, kind: DraftKind | None = None) -> None:
         self.job, self.slot, self.draft, self.kind = job, job.lead.slot, draft, kind
         self.slots = [s.slot for s in job.sequences]
         self.masks: list[TokenMask] = []
-        self.is_masked = False
+        self.is_masked = self.is_last = False
+        self.accepted = 0
 
     @property
     def rate(self) -> AcceptanceRate:

@@ -16,6 +16,7 @@ from tiny import TOKENIZER_SIZE
 from exl2flow.engine.cache.state_store import StateStore
 from exl2flow.engine.cache.states import States
 from exl2flow.engine.drafts.costs import StepCosts
+from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.inference import (
     Event,
     Generator,
@@ -121,8 +122,10 @@ def walk(model: LoadedModel, source: random.Random, *, jobs: int, together: int)
 
 @pytest.fixture(autouse=True)
 def _any_number_of_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft any number of tokens, whatever was accepted."""
+    """Draft any number of tokens, whatever was accepted; read steps late, as a GPU does, or not."""
     source = random.Random(0)
+    late = property(lambda _: source.random() < 0.8)
+    monkeypatch.setattr(DeviceSlots, "is_asynchronous", late)
 
     def chosen(_self: StepCosts, _slots: int, _kind: str, _rate: float, most: int) -> int:
         return source.randint(0, most)

@@ -10,7 +10,7 @@ class Guesses:
     """Options and proposer in one: `guess` returns draft tokens for a text."""
 
     decoder = model = drafted = None
-    reads_states = False
+    reads_states, reads_ids = False, True
     stored = ()
 
     def beside(self, *_: object) -> list[Any]:

@@ -256,6 +256,7 @@ def request_for(owner: object, ids: list[int], limit: int, acceptance: Acceptanc
     return DraftRequest(
         owner=owner,
         ids=ids,
+        length=len(ids),
         pages=(),
         limit=limit,
         acceptance=acceptance,

@@ -1,5 +1,6 @@
 """Drafts by the model's own block: the same texts, and what the block says of the whole text."""
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, draft_head, hybrid
 from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.mtp import MtpProposer
+from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.inference import (
     Event,
     Generator,
@@ -85,6 +87,38 @@ def test_texts_are_those_without_a_draft(
     counts = found[0][-1].statistics
     assert counts is not None
     assert counts.drafts["mtp"][0] > 0
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "late"])
+@pytest.mark.parametrize("slots", [1, 8])
+def test_draft_tokens_that_are_right_are_taken(
+    model: LoadedModel, slots: int, is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the ids on the device, which the host may not know yet: late as on a GPU, or at once."""
+    wanted = [request for request in requests() if slots > 1 or len(request.prompts) == 1]
+    expected = [*map(ids_of, run(Generator(model, tokens=4096, slots=8), wanted))]
+    texts = [[*one.prompts[0], *ids] for one, ids in zip(wanted, expected, strict=True)]
+    chain, chance = MtpProposer._chain, random.Random(0)
+
+    def known(proposer: MtpProposer, batch: int, count: int, drafts: int) -> None:
+        chain(proposer, batch, count, drafts)
+        shared = proposer._slots
+        for slot, length in enumerate(shared.lengths[:batch].tolist()):
+            ids = shared.history[slot, : length + 1].tolist()
+            text = next((one for one in texts if one[: len(ids)] == ids), ids)
+            for place, token in enumerate(text[len(ids) : len(ids) + drafts]):
+                if chance.random() < 0.8:
+                    proposer.drafted[slot, place] = token
+
+    monkeypatch.setattr(MtpProposer, "_chain", known)
+    monkeypatch.setattr(DeviceSlots, "is_asynchronous", property(lambda _: is_late))
+
+    found = run(Generator(model, tokens=4096, slots=slots, draft=Mtp(tokens=4)), wanted)
+
+    assert [*map(ids_of, found)] == expected
+    counts = found[0][-1].statistics
+    assert counts is not None
+    assert counts.tokens_per_step > 2
 
 
 def test_the_block_reads_what_the_text_says(
