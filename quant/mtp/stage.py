@@ -3,7 +3,7 @@
 The block reads states of the source model, not of a quantized one: so all bitrates of a sweep have
 the same block. Its joint and the sublayers of its one layer are measured, get their bits, and are
 rounded as those of the model are; the errors of the joint and of the sublayers before are corrected
-alike. What follows the model's pass is short, so states are saved once behind it.
+alike.
 """
 
 import logging
@@ -207,7 +207,7 @@ def final_states(
 ) -> torch.Tensor:
     """Return the source's states behind its last layer, fp32 (rows, t, hidden).
 
-    They are saved from time to time, and at the end.
+    They are saved from time to time.
     """
     order, folder = model.spec.sublayers, run.folder
     saved = folder.load_states()
@@ -221,12 +221,7 @@ def final_states(
         advance(sublayer, states)
         run.tick(spec.index + 1, folder.manifest.total, spec.name)
         save_here(run, [states], spec.index + 1, lambda groups: groups[0])
-    states = model.entering(states, None)
-    if start < len(order):
-        if states.is_pinned():
-            torch.cuda.synchronize()  # copies to it may still be running
-        folder.save_states(states.cpu(), len(order))
-    return states
+    return model.entering(states, None)
 
 
 def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
