@@ -15,6 +15,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, draft_head, hybrid
 from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.mtp import MtpProposer
+from exl2flow.engine.filters import GrammarFilter
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.inference import (
     Event,
@@ -47,6 +48,9 @@ def requests() -> list[Request]:
         {"settings": SamplingSettings(cfg_scale=1.5), "prompt": ([5, 6, 7, 8], [6, 7])},
         {"settings": HOT, "max_new_tokens": 2},
         {"settings": GREEDY, "prompt": [9]},
+        {"settings": GREEDY, "stops": (*range(200, 240),)},
+        {"settings": GREEDY, "filters": (GrammarFilter(regex="[a-z ]{30,60}"),)},
+        {"settings": GREEDY, "stops": (*range(5, 40),), "min_new_tokens": 9},
     ]
     return [
         Request(**{"prompt": [5, 6, 7, 8 + i], "max_new_tokens": 40, "seed": i, "stops": ()} | more)  # type: ignore[arg-type]  # options by name
@@ -89,8 +93,15 @@ def test_texts_are_those_without_a_draft(
     assert counts.drafts["mtp"][0] > 0
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["at-once", "late"])
-@pytest.mark.parametrize("slots", [1, 8])
+@pytest.mark.parametrize(
+    ("slots", "is_late"),
+    [
+        (8, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(8, False, marks=pytest.mark.slow),
+    ],
+)
 def test_draft_tokens_that_are_right_are_taken(
     model: LoadedModel, slots: int, is_late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
