@@ -23,6 +23,9 @@ def model(folder: Path) -> LoadedModel:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let texts draft as much as may be, also what was never accepted."""
     monkeypatch.setattr(StepCosts, "best", lambda _self, _slots, _kind, _rate, most: most)
+    monkeypatch.setattr(
+        StepCosts, "shared", lambda _self, _slots, _kind, texts: max(n for _, n in texts)
+    )
 
 
 @pytest.fixture(scope="module")

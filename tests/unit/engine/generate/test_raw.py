@@ -97,6 +97,7 @@ def test_probabilities_are_those_of_the_model_alone(model: LoadedModel, kind: st
     assert len(tops) == (len(joined(events, "ids")) if wanted.top_tokens else 0)
 
 
+@pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("draft", ["model", "ngram"])
 def test_drafts_and_company_change_nothing(
