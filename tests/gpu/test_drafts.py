@@ -1,16 +1,13 @@
 """Drafts on a GPU: recorded and launched steps agree, and texts are those without guesses."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
+from gpu_texts import assert_alike, ids_of, run
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.engine.drafts import Drafter
 from exl2flow.inference import (
     Draft,
-    Event,
-    Generator,
     HybridDraft,
     LoadedModel,
     NgramDraft,
@@ -22,36 +19,11 @@ from exl2flow.inference import (
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingSettings.greedy()
-NEAR_TIE = 2**-6  # of the greatest logit, as in test_step
 
 
 @pytest.fixture(scope="module")
 def model(llama: ConversionConfig) -> LoadedModel:
     return load_model(llama.out, device="cuda", max_tokens=512)
-
-
-def run(
-    model: LoadedModel,
-    draft: Drafter | None,
-    requests: Sequence[Request],
-    *,
-    launched: bool = False,
-    slots: int = 4,
-) -> list[list[Event]]:
-    generator = Generator(model, tokens=4096, slots=slots, draft=draft)
-    if launched:
-        generator._device_slots.graphs.records = False
-    found = [list[Event]() for _ in requests]
-    for request, events in zip(requests, found, strict=True):
-        generator.submit(request, deliver=events.append)
-    while not generator.is_idle:
-        generator.step()
-    assert generator._device_slots.graphs.records != launched
-    return found
-
-
-def ids_of(events: list[Event]) -> list[int]:
-    return [i for event in events for i in event.ids]
 
 
 def drafts(model: LoadedModel) -> list[Drafter]:
@@ -89,13 +61,7 @@ def test_greedy_texts_are_those_without_guesses(model: LoadedModel, which: int, 
 
     found = run(model, drafts(model)[which], requests, slots=slots)
 
-    for mine, theirs in zip(found, alone, strict=True):
-        logits = torch.stack([x for e in theirs for x in e.logits]).float()
-        for place, (one, other) in enumerate(zip(ids_of(mine), ids_of(theirs), strict=True)):
-            row = logits[place]
-            if one != other:  # only a near tie may go the other way; then the texts differ
-                assert row[other] - row[one] <= NEAR_TIE * row.abs().max()
-                break
+    assert_alike(found, alone)
 
 
 def test_the_model_guesses_its_own_tokens(model: LoadedModel) -> None:
