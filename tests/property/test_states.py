@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from mtp_checkpoints import with_block
 from tiny import TOKENIZER_SIZE
 
@@ -103,7 +104,8 @@ def walk(model: LoadedModel, source: random.Random, *, jobs: int, together: int)
             generator.step()
             scheduler = generator._scheduler
             if scheduler.running and source.random() < likely:
-                scheduler.preempt(scheduler.running[-1])
+                with torch.inference_mode():  # as in a step
+                    scheduler.preempt(scheduler.running[-1])
 
         for request in requests(model, source, slots, together):
             events = list[Event]()
