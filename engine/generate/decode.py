@@ -195,7 +195,9 @@ class Decode:
         if not step_jobs:
             return None
         kind, results = self._kind(step_jobs), list[PendingResult]()
-        count, mu = max(len(one.masks) for one in step_jobs), None
+        count, mu, drafted = max(len(one.masks) for one in step_jobs), None, None
+        if any(ON_DEVICE in one.draft[:1] for one in step_jobs):  # there with the first result
+            drafted = self._device_slots.ids[:, 1:count].to("cpu", non_blocking=True, copy=True)
         if any(one.job.request.settings.mirostat for one in step_jobs):
             mu = self._device_slots.sampler.mu.clone()
         with restored(self._device_slots.sampler.active) if count > 1 else nullcontext():
@@ -208,9 +210,6 @@ class Decode:
                 copied = [slot for slot, request in requests if request.logits or request.hooks]
                 own = self._own(requests, sampled)
                 results.append(PendingResult(sampled, self._device_slots.logits, copied, own))
-        drafted = None
-        if any(ON_DEVICE in one.draft[:1] for one in step_jobs):
-            drafted = self._device_slots.ids[:, 1:count].to("cpu", non_blocking=True, copy=True)
         return _Launched(step_jobs, results, mu, drafted, slots, self._device_slots.work)
 
     def _own(
