@@ -163,7 +163,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def test_texts_are_as_they_are_alone(model: LoadedModel, calls: dict[str, int]) -> None:
     walk(model, random.Random(1), jobs=6, together=6)
-    assert {"save", "load", "hold", "go_back"} <= {*calls}
+    assert not model.spec.deltas or {"save", "load", "hold", "go_back"} <= {*calls}
 
 
 @pytest.mark.slow
