@@ -101,7 +101,7 @@ class Case:
         return [(FIRST + i, *prompt(tokens - 1, self.vocabulary, i)) for i in range(count)]
 
     def generator(self, slots: int, context: int, draft: Drafter | None = None) -> Generator:
-        """Return a generator for so many texts of so many tokens."""
+        """Return a generator for `slots` texts of `context` tokens each."""
         pages = slots * pages_of(context + STEP_TOKENS)
         tokens = pages * Generator.page_tokens
         return Generator(self.model, cache=self.form, tokens=tokens, slots=slots, draft=draft)

@@ -95,7 +95,7 @@ def with_own_draft(
 ) -> Callable[[], Generator]:
     """Return what makes a generator that drafts with the model's own MTP block, if it may.
 
-    Where there is no memory for the block, that is said, and texts come without it.
+    If the block does not fit in memory, this warns and generates without it.
     """
     asked_for = load_draft(options, model)
     if options.draft is not None or not has_block(model):

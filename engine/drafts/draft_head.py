@@ -1,7 +1,7 @@
 """The head of a model over its likeliest ids: draft tokens need no others.
 
-A head has 32 columns in a tile, by ids. A text's own ids are likely in it, too: their tiles are
-copied in as they appear, in place of those that came first.
+A head is copied by tiles of 32 ids. Ids that occur in a text are likely to occur again, so their
+tiles are added as they appear; the oldest of these are replaced.
 """
 
 from collections.abc import Callable, Iterable

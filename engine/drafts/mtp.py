@@ -154,7 +154,7 @@ class MtpProposer:
         return {slot: Proposal([ON_DEVICE] * n, DraftKind.MTP) for slot, n in counts.items()}
 
     def _count(self, request: DraftRequest) -> int:
-        if request.length < 2:  # there is no state yet
+        if request.length < 2:  # no token has a state before it
             return 0
         return min(request.most(DraftKind.MTP), self._most)
 

@@ -268,7 +268,7 @@ class DeviceSlots:
     def forward(self, slots: int, drafts: Mapping[int, Sequence[int]] | None = None) -> None:
         """Compute the logits after the last token of each of the first slots, and after its draft.
 
-        drafts: draft tokens by slot, or `ON_DEVICE` for each of those that the proposer keeps.
+        drafts: draft tokens by slot; `ON_DEVICE` for each token that is in `Proposer.drafted` only.
         """
         drafts = drafts or {}
         count = step_tokens(max(map(len, drafts.values()), default=0), self.drafts)

@@ -1,6 +1,6 @@
 """A model's own block that drafts tokens (MTP) in a converted model: what becomes of its tensors.
 
-The block is no part of the model's spec: its matrices are allocated, and counted, apart.
+The model's spec does not include the block: its matrices have a bit budget of their own.
 """
 
 import torch

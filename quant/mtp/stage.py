@@ -15,7 +15,6 @@ import torch
 from exl2flow.core import words
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.store.files import read_tensors, write_json
-from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import get_ops, tensor_cores
 from exl2flow.model import Linear, SublayerSpec
@@ -34,7 +33,6 @@ from exl2flow.quant.quantize.stage import needs as quantizing_needs
 from exl2flow.quant.quantize.stored_form import as_stored
 from exl2flow.quant.tokenize.stage import load_rows, unjudged_rows
 from exl2flow.quant.walk.limits import effect_of_limit
-from exl2flow.quant.walk.needs import ModelSizes
 from exl2flow.quant.walk.source_model import SourceModel
 from exl2flow.quant.walk.walk import SublayerWork, advance, remedied, save_here
 
@@ -224,18 +222,12 @@ def final_states(
     return model.entering(states, None)
 
 
-def needs(config: ConversionConfig, sizes: ModelSizes) -> Need:
-    """Forecast the stage: that of `quantize`, whose states exist twice, before and in the block."""
-    return quantizing_needs(config, sizes)
-
-
 def _options(config: ConversionConfig) -> dict[str, object]:
-    rows = config.calibration.measure_rows
     return {
         "rope": config.rope.model_dump(),
         "rounding": config.rounding.fingerprinted(),
         "bpw": config.mtp.bpw,
-        "measure_rows": rows,
+        "measure_rows": config.calibration.measure_rows,
         "prefer": config.allocate.prefer,
         "experts": config.allocate.experts,
         **({"held_out_rows": config.held_out} if config.judges else {}),
@@ -250,7 +242,7 @@ MTP: Stage[ConversionConfig] = Stage(
     run=convert_block,
     enabled=lambda config: quantized_block(config) is not None,
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
-    needs=needs,
+    needs=quantizing_needs,  # states exist twice here, too: before the block and in it
     is_shared=True,
     removable=True,
 )

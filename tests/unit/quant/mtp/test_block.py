@@ -94,7 +94,7 @@ def stage_files(pipeline: Pipeline) -> dict[str, bytes]:
 
 
 def interruptions(pipeline: Pipeline, every: int) -> Iterator[None]:
-    """Stop the stage by a signal behind every so many steps, until it is finished."""
+    """Interrupt the stage after every `every` steps and resume it, until it is finished."""
     while True:
         ticks = list[Tick]()
 
