@@ -12,6 +12,7 @@ from generation_jobs import GREEDY
 
 from exl2flow.engine.cache.paged import PagedCache, cache_format, pages_of
 from exl2flow.engine.drafts import Drafter, DraftKind, DraftRequest, Proposal
+from exl2flow.engine.drafts.proposer import HostProposer
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.generate.draft_positions import restored
 from exl2flow.engine.sampling import Kind
@@ -26,14 +27,13 @@ PROMPTS = (
 
 
 @dataclass
-class Known:
+class Known(HostProposer):
     """Guesses a known text, each token right with a probability."""
 
     text: Sequence[int]
     right: float
     tokens: int = 4
-    decoder = model = drafted = None
-    reads_states, reads_ids = False, True
+    model, reads_states = None, False
 
     def beside(self, *_: object) -> list[tuple[ModelSpec, Placement]]:
         return []
@@ -41,12 +41,6 @@ class Known:
     def start(self, *_: object) -> "Known":
         self._random = random.Random(0)
         return self
-
-    def read(self, *_: object) -> None: ...
-
-    def copy(self, *_: object) -> None: ...
-    def follow(self, *_: object) -> None: ...
-    def warm_up(self, *_: object) -> None: ...
 
     def wants(self, wanted: DraftRequest) -> bool:
         return wanted.most(DraftKind.MODEL) > 0

@@ -8,6 +8,7 @@ from exl2flow.engine.drafts.acceptance_rate import DraftKind
 from exl2flow.engine.drafts.proposer import (
     MOST_DRAFTED,
     DraftRequest,
+    HostProposer,
     Proposal,
     check,
 )
@@ -41,21 +42,12 @@ class NgramDraft:
         return NgramProposer(self.tokens)
 
 
-class NgramProposer:
+class NgramProposer(HostProposer):
     """Keeps a suffix automaton of each text."""
-
-    decoder = drafted = None
-    reads_ids = True
-    stored = ()
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._texts = WeakKeyDictionary[object, SuffixAutomaton]()
-
-    def read(self, *_: object) -> None: ...
-    def copy(self, *_: object) -> None: ...
-    def follow(self, *_: object) -> None: ...
-    def warm_up(self, *_: object) -> None: ...
 
     def wants(self, request: DraftRequest) -> bool:
         return self._count(request, self.match(request)) > 0

@@ -113,6 +113,19 @@ class Proposer(Protocol):
         """Return draft tokens for each slot."""
 
 
+class HostProposer:
+    """What a proposer is that reads ids only: nothing of it is on the device."""
+
+    decoder = drafted = None
+    reads_ids = True
+    stored = ()
+
+    def read(self, *_: object) -> None: ...
+    def copy(self, *_: object) -> None: ...
+    def follow(self, *_: object) -> None: ...
+    def warm_up(self, *_: object) -> None: ...
+
+
 class Drafter(Protocol):
     """Options of speculative decoding.
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from gpu_texts import assert_alike, ids_of, run
+from gpu_texts import assert_alike, run
+from texts import ids_of
 
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.engine.drafts import Drafter

@@ -6,8 +6,9 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from conversions import small_config
-from gpu_texts import NEAR_TIE, assert_alike, ids_of, run
+from gpu_texts import NEAR_TIE, assert_alike, run
 from safetensors.torch import save_file
+from texts import ids_of
 
 from exl2flow.engine.drafts import draft_head
 from exl2flow.engine.drafts.costs import StepCosts

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from mtp_checkpoints import with_block
+from texts import ids_of
 from tiny import TOKENIZER_SIZE
 
 from exl2flow.engine.cache.state_store import StateStore
@@ -49,10 +50,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def alone(model: LoadedModel, request: Request) -> list[Event]:
     return [*Generator(model, tokens=4096, slots=2).stream(request)]
-
-
-def ids_of(events: list[Event]) -> list[int]:
-    return [token for event in events for token in event.ids]
 
 
 def requests(

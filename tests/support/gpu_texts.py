@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+import texts
 import torch
+from texts import ids_of
 
 from exl2flow.engine.drafts import Drafter
 from exl2flow.inference import Event, Generator, LoadedModel, Request
@@ -22,17 +24,9 @@ def run(
     generator = Generator(model, tokens=4096, slots=slots, draft=draft)
     if launched:
         generator._device_slots.graphs.records = False
-    found = [list[Event]() for _ in requests]
-    for request, events in zip(requests, found, strict=True):
-        generator.submit(request, deliver=events.append)
-    while not generator.is_idle:
-        generator.step()
+    found = texts.run(generator, requests)
     assert generator._device_slots.graphs.records != launched
     return found
-
-
-def ids_of(events: list[Event]) -> list[int]:
-    return [i for event in events for i in event.ids]
 
 
 def assert_alike(found: Sequence[list[Event]], alone: Sequence[list[Event]]) -> None:

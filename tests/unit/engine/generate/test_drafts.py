@@ -1,7 +1,6 @@
 """Drafts: the same texts with and without, whatever is guessed; and guesses that are good."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +11,7 @@ from bounds import near, terms_of
 from decoding import RICH, Again
 from guesses import Guesses
 from small_pages import PAGE_TOKENS, small_generator
+from texts import ids_of, run
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
@@ -69,17 +69,6 @@ def requests() -> list[Request]:
     ]
 
 
-def run(generator: Generator, wanted: Sequence[Request]) -> list[list[Event]]:
-    """Return the events of each request, all generated together."""
-    found = [list[Event]() for _ in wanted]
-    for request, events in zip(wanted, found, strict=True):
-        generator.submit(request, deliver=events.append)
-    while not generator.is_idle:
-        generator.step()
-    assert generator.free_pages == generator.pages
-    return found
-
-
 class Share(float):
     """A probability, but for rounding."""
 
@@ -99,10 +88,6 @@ def seen(events: list[Event]) -> tuple[object, ...]:
     held = None if end.held is None else (end.held.text, end.held.ids)
     text = "".join(e.text for e in events)
     return text, *joined, shares, logits, end.reason, end.trigger, held, type(end.error)
-
-
-def ids_of(events: list[Event]) -> list[int]:
-    return [i for event in events for i in event.ids]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import torch
 from bounds import near, terms_of
 from mtp_checkpoints import with_block
 from small_pages import small_generator
+from texts import ids_of, run
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
@@ -18,7 +19,6 @@ from exl2flow.engine.drafts.mtp import MtpProposer
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.inference import (
-    Event,
     Generator,
     LoadedModel,
     PromptCache,
@@ -56,20 +56,6 @@ def requests() -> list[Request]:
         Request(**{"prompt": [5, 6, 7, 8 + i], "max_new_tokens": 40, "seed": i, "stops": ()} | more)  # type: ignore[arg-type]  # options by name
         for i, more in enumerate(options)
     ]
-
-
-def run(generator: Generator, wanted: list[Request]) -> list[list[Event]]:
-    found = [list[Event]() for _ in wanted]
-    for request, events in zip(wanted, found, strict=True):
-        generator.submit(request, deliver=events.append)
-    while not generator.is_idle:
-        generator.step()
-    assert generator.free_pages == generator.pages
-    return found
-
-
-def ids_of(events: list[Event]) -> list[int]:
-    return [i for event in events for i in event.ids]
 
 
 @pytest.mark.parametrize("kind", ["alone", "with-copies", "few-ids"])
