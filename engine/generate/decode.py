@@ -1,7 +1,6 @@
 """Decode: launch a step for all running jobs, read its tokens one step later."""
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,11 +11,11 @@ import torch
 
 from exl2flow.core.errors import InferenceError, TextStuck
 from exl2flow.core.requests.request import Request, Sampled
-from exl2flow.engine.drafts import ON_DEVICE, DraftKind, DraftRequest, Proposal
-from exl2flow.engine.drafts.costs import StepCosts
+from exl2flow.engine.drafts import ON_DEVICE
 from exl2flow.engine.filters import prepare
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.generate.draft_positions import restored
+from exl2flow.engine.generate.drafting import Drafting
 from exl2flow.engine.generate.event import Token
 from exl2flow.engine.generate.failures import ENDS_PROGRAM, as_text_error
 from exl2flow.engine.generate.job import FREE, Job
@@ -31,7 +30,6 @@ from exl2flow.engine.sampling import (
 )
 from exl2flow.engine.sampling.bits import ids_of
 
-RESTS = 8  # steps without a draft behind one in which texts had better draft nothing
 CANDIDATES = 64  # that a hook sees
 
 
@@ -64,9 +62,7 @@ class Decode:
     def __init__(self, device_slots: DeviceSlots, scheduler: Scheduler) -> None:
         self._device_slots, self._scheduler = device_slots, scheduler
         self._launched: _Launched | None = None
-        self._costs, self._read_at = StepCosts(device_slots.drafts), 0.0
-        self._work = -1  # of the step before
-        self._resting = 0  # steps that ask for no draft
+        self._drafting = Drafting(device_slots, scheduler)
         scheduler.catch_up = WeakMethod(self.catch_up)
 
     def step(self) -> None:
@@ -74,7 +70,8 @@ class Decode:
         proposer = self._device_slots.proposer
         if self._launched is not None and self._launched.has_drafts:
             self._count(self._launched)
-        is_drafting = self._is_drafting()
+        jobs, slots = self._decoding()
+        is_drafting = self._drafting.is_wanted(jobs, slots)
         if self._must_wait() or (is_drafting and proposer is not None and proposer.reads_ids):
             self.catch_up()
         self._scheduler.reserve_pages()
@@ -93,26 +90,16 @@ class Decode:
         step_jobs = [] if self._launched is None else self._launched.step_jobs
         return any(one.is_last or one.job.output.waits or one.job.is_stale for one in step_jobs)
 
-    def _is_drafting(self) -> bool:
-        """Return whether the next step may have draft tokens; last tokens may be unknown yet."""
-        proposer, jobs = self._device_slots.proposer, self._decoding()
-        if proposer is None or not jobs or not self._costs.compares(self._scheduler.top):
-            return False
-        self._resting -= 1
-        if self._resting >= 0:
-            return False
-        requests = self._requests(jobs, self._scheduler.top)
-        return any([proposer.wants(request) for request in requests.values()])
-
-    def _decoding(self) -> list[Job]:
-        return [job for job in self._scheduler.running if job.is_decoding and job.wants_more]
+    def _decoding(self) -> tuple[list[Job], int]:
+        """Return the jobs that sample next, and the slots of a step of them."""
+        jobs = [job for job in self._scheduler.running if job.is_decoding and job.wants_more]
+        return jobs, self._scheduler.top if jobs else 0
 
     def _forward(self, *, is_drafting: bool) -> tuple[list[StepJob], int]:
         """Launch the next forward pass; return the jobs that sample from it, and its slots."""
         self._scheduler.close_gaps()
-        jobs = self._decoding()
-        slots = self._scheduler.top if jobs else 0
-        step_jobs = self._drafted(jobs, slots, is_drafting=is_drafting)
+        jobs, slots = self._decoding()
+        step_jobs = self._drafting.step_jobs(jobs, slots, is_drafting=is_drafting)
         if step_jobs:
             drafts = {slot: one.draft for one in step_jobs for slot in one.slots}
             self._device_slots.forward(slots, drafts)
@@ -121,71 +108,6 @@ class Decode:
                 s.held.behind = len(s.ids) - 1 + job.launched
             job.launched += 1
         return step_jobs, slots
-
-    def _requests(self, jobs: Sequence[Job], slots: int) -> dict[int, DraftRequest]:
-        limit = self._device_slots.max_drafts(slots)
-        return {
-            s.slot: DraftRequest(
-                owner=s,
-                ids=s.ids,
-                length=len(s.ids) + job.launched,
-                pages=s.held.pages,
-                limit=job.max_drafts(limit) if s is job.lead else 0,
-                acceptance=job.acceptance,
-                slots=slots,
-                costs=self._costs,
-            )
-            for job in jobs
-            for s in job.sequences
-        }
-
-    def _drafted(self, jobs: Sequence[Job], slots: int, *, is_drafting: bool) -> list[StepJob]:
-        """Return the jobs with draft tokens."""
-        proposer = self._device_slots.proposer
-        if proposer is None or not jobs:
-            return [StepJob(job, []) for job in jobs]
-        requests = self._requests(jobs, slots)
-        if not is_drafting:
-            proposer.follow(requests)
-            return [StepJob(job, []) for job in jobs]
-        proposals = proposer.propose(requests)
-        own = [proposals[job.lead.slot] for job in jobs]
-        step_jobs = [
-            StepJob(job, [*proposal.ids], kind=proposal.kind)
-            for job, proposal in zip(jobs, self._known(jobs, own), strict=True)
-        ]
-        most = self._worth(step_jobs, slots)
-        for one in step_jobs:
-            del one.draft[self._scheduler.reserve_ahead(one.job, min(most, len(one.draft))) :]
-        return step_jobs
-
-    def _known(self, jobs: Sequence[Job], proposals: Sequence[Proposal]) -> Iterator[Proposal]:
-        """Yield proposals with the ids that the host must know, up to one that no text may hold."""
-        vocabulary, ids = range(self._device_slots.sampler.vocab_size), None
-        for job, proposal in zip(jobs, proposals, strict=True):
-            found = proposal.ids
-            if ON_DEVICE in found[:1]:
-                if not job.reads_drafts:
-                    yield proposal
-                    continue
-                if ids is None:
-                    assert self._device_slots.proposer is not None
-                    assert self._device_slots.proposer.drafted is not None
-                    ids = self._device_slots.proposer.drafted.tolist()
-                found = ids[job.lead.slot][: len(found)]
-            yield proposal._replace(ids=[*takewhile(vocabulary.__contains__, found)])
-
-    def _worth(self, step_jobs: Sequence[StepJob], slots: int) -> int:
-        """Return the draft tokens at which a step of several texts should end.
-
-        Where that is none, the next steps do not ask for any.
-        """
-        if len(step_jobs) < 2:
-            return self._device_slots.drafts
-        texts = [(one.rate.rate if one.draft else 0.0, len(one.draft)) for one in step_jobs]
-        most = self._costs.shared(slots, _kind_of([one for one in step_jobs if one.draft]), texts)
-        self._resting = RESTS if not most else 0
-        return most
 
     def _sample(self, step_jobs: list[StepJob], slots: int) -> _Launched | None:
         """Launch the samples of a forward pass, one draft position of all jobs after the other."""
@@ -296,7 +218,7 @@ class Decode:
         for result in launched.results:
             result.wait()
         self._device_slots.check_ranks()  # results without a lost one mean nothing
-        self._note(launched)
+        self._drafting.note(launched.step_jobs, launched.slots, launched.work)
         launched.is_counted = True
         for one in launched.step_jobs:
             if one.draft and not one.job.is_done:
@@ -308,16 +230,6 @@ class Decode:
                 one.is_last = one.job.output.ends_with(ids[: 1 + one.accepted])
                 one.rate.note(len(one.job.lead.ids), len(one.draft), one.accepted)
                 one.job.launched += one.accepted
-
-    def _note(self, launched: _Launched) -> None:
-        """Note the time since the results of the step before, if only this one was run in it."""
-        now, before = time.perf_counter(), self._read_at
-        self._read_at, work = now, self._work
-        self._work = launched.work
-        drafting = [one for one in launched.step_jobs if one.draft]
-        if work == launched.work == self._device_slots.work:
-            most = max([len(one.draft) for one in drafting], default=0)
-            self._costs.note(launched.slots, _kind_of(drafting), most, now - before)
 
     def _read(self, step_job: StepJob, launched: _Launched) -> None:
         """Hand the tokens of a step to a job, up to the first one that is not its draft token."""
@@ -400,12 +312,6 @@ class Decode:
             logs = own_probabilities(row, ids, top=0, vocab_size=row.shape[1]).logs
             own = float(logs.exp()), *own[1:]
         return token._replace(id=seen.sampled_token, probability=None, own=own)
-
-
-def _kind_of(drafting: Sequence[StepJob]) -> str:
-    """Return the kind of a step's draft tokens, of several that which costs more."""
-    kinds = [one.kind for one in drafting if one.kind is not None]
-    return max(kinds, key=DraftKind.NGRAM.__ne__, default="")
 
 
 def _top(request: Request) -> int:
