@@ -1,6 +1,7 @@
 """Operations on a device: the interface `Ops`, its torch implementation and its CUDA kernels."""
 
 from exl2flow.kernels.backend import get_ops, resolve_device, tensor_cores, unused_gpu
+from exl2flow.kernels.host_memory import read_in_place
 from exl2flow.kernels.interface.activations import (
     ACTIVATIONS,
     GATED_ACTIVATIONS,
@@ -134,6 +135,7 @@ __all__ = [
     "pack_codes",
     "pack_scales",
     "pack_zeros",
+    "read_in_place",
     "record_stream",
     "resolve_device",
     "run_concurrently",

@@ -35,6 +35,7 @@ def bench_command(model: ModelFolder, *, options: BenchOptions, as_json: AsJson 
         device=options.device,
         placement=split_of(options, tokens=tokens, slots=largest),
         tensor_parallel=shared_by(options),
+        embedding=options.embedding,
         cache=options.cache,
         context=options.context,
         rows=counts,

@@ -68,6 +68,7 @@ def load(
         device=options.device,
         placement=split_of(options, tokens=tokens, slots=slots, draft=options.draft_folder),
         tensor_parallel=shared_by(options),
+        embedding=options.embedding,
         max_tokens=options.max_tokens,
         rope_scale=options.rope_scale,
         rope_alpha=options.rope_alpha,

@@ -1,7 +1,7 @@
 """Options of text generation: the model, its cache, the prompt, and what ends a text."""
 
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import ByteSize, Field
 
@@ -19,6 +19,7 @@ from exl2flow.core.options.base import (
 
 MODEL: Final = "Model and cache"
 DRAFT_WORDS = ("mtp", "none")  # instead of a folder; one of that name is `./mtp`
+EmbeddingPlace = Literal["auto", "cpu", "gpu"]
 DRAFTS: Final = "Speculative decoding (same text)"
 
 
@@ -37,6 +38,11 @@ class PlacementOptions(Options):
     cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
         default=None,
         description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",
+    )
+    embedding: Annotated[EmbeddingPlace, Option("auto|cpu|gpu", MODEL, rare=True)] = Field(
+        default="auto",
+        description="memory of the embedding; auto: the host's from 0.5 GB on, where the GPU reads "
+        "the rows that it needs",
     )
 
 

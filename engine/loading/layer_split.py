@@ -273,10 +273,12 @@ def split_model(
     *,
     device: torch.device,
     context: int,
+    in_host: bool = False,
 ) -> Placement:
     """Deal a model in files out to the GPUs that torch sees.
 
-    device: the chosen one; it must be CUDA. context: the longest text.
+    device: the chosen one; it must be CUDA. context: the longest text. in_host: the embedding takes
+    no memory of a GPU.
 
     Raises:
         ConfigError: the device is not a GPU, or one is not there.
@@ -290,6 +292,8 @@ def split_model(
         other = resolve(split.draft).undivided()
         draft = other, Sizes.of(other, CanonicalTensors(other), torch.float16)
     sizes = Sizes.of(spec, tensors, torch.float16, draft)
+    if in_host:
+        sizes = replace(sizes, embedding=0)
     texts = Texts(
         context=min(context, split.tokens or context),
         pages=page_count(split.tokens or context),

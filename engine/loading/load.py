@@ -3,6 +3,7 @@
 For a GPU, several threads read files and copy their contents to it.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from exl2flow.core.errors import ConfigError
+from exl2flow.core.errors import BackendUnavailable, ConfigError
 from exl2flow.core.requests.request import check_integer
 from exl2flow.engine.loading.layer_split import Split, split_model
 from exl2flow.engine.loading.team import Team, places
@@ -36,6 +37,7 @@ from exl2flow.model import (
     resolve,
 )
 from exl2flow.model.layers.stream import StreamedSublayers
+from exl2flow.model.memory.host_embedding import host_bytes
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import (
     HeadShare,
@@ -45,6 +47,7 @@ from exl2flow.model.tensor_parallel.shards import (
     shared_spec,
 )
 
+log = logging.getLogger(__name__)
 THREADS = {"cpu": 1, "cuda": 4}  # that load; decoding on a CPU uses all its cores anyway
 
 
@@ -93,6 +96,7 @@ def load_model(
     placement: Placement | Split | None = None,
     ranks: Ranks | None = None,
     tensor_parallel: int | str | Sequence[int] | None = None,
+    embedding: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a model folder.
@@ -110,11 +114,13 @@ def load_model(
             spec of the result has the heads of this one only.
         tensor_parallel: GPUs that share each layer, by number, `all`, or their indexes; each but
             the first has a process, which this one starts and leads. None: this process alone.
+        embedding: `gpu`: in the GPU's memory; `cpu`: in host memory, where the GPU reads its rows;
+            `auto`: in host memory if it is large, and neither the head as well nor unpinnable.
         progress: called with numbers of loaded parts and of all: embedding, kept sublayers, head.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
-        BackendUnavailable: the device is not available.
+        BackendUnavailable: the device is not available, or no host memory for `embedding="cpu"`.
         ConfigError: an option is out of range, or devices are named that are not there.
         InferenceError: another rank is lost.
         OutOfDeviceMemory: there is too little room.
@@ -126,18 +132,24 @@ def load_model(
             raise ConfigError("`tensor_parallel` goes without ranks, a split, and streaming")
         devices = places(tensor_parallel, device)
         if len(devices) > 1:
-            return _load_led(folder, devices, texts, progress)
+            return _load_led(folder, devices, texts, embedding, progress)
         device = str(devices[0])
     place = placement.head if isinstance(placement, Placement) else resolve_device(device)
     _check_places(place, placement, ranks, is_streamed=streamed)
     source, limit = _source(folder, place, texts, is_streamed=streamed)
     if ranks is not None:
         check_ranks(source.spec, ranks.count)
+    spec, tensors = source.spec, source.tensors
+    in_host = host_bytes(spec, tensors.names, wanted=embedding, device=place) > 0
     if isinstance(placement, Split):
-        spec, tensors = source.spec, source.tensors
-        placement = split_model(placement, spec, tensors, device=place, context=limit)
-    placement = placement or Placement.on(place, source.spec.num_layers)
-    decoder, tokenizer = _load(source, placement, ranks, is_streamed=streamed, progress=progress)
+        placement = split_model(
+            placement, spec, tensors, device=place, context=limit, in_host=in_host
+        )
+    placement = placement or Placement.on(place, spec.num_layers)
+    read = _Embeddings(source, placement.embedding, in_host=in_host, or_device=embedding == "auto")
+    decoder, tokenizer = _load(
+        source, placement, read, ranks, is_streamed=streamed, progress=progress
+    )
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
@@ -175,6 +187,7 @@ def _load_led(
     folder: Path,
     devices: Sequence[torch.device],
     texts: _Texts,
+    embedding: str,
     progress: Callable[[int, int], None] | None,
 ) -> LoadedModel:
     """Load a model that this process shares with others, which it starts."""
@@ -188,7 +201,7 @@ def _load_led(
 
     try:
         ranks = team.join()
-        options = texts._asdict()
+        options = {**texts._asdict(), "embedding": embedding}
         loaded = team.begin("load", str(folder.absolute()), options)
         model = load_model(folder, device=str(devices[0]), ranks=ranks, progress=note, **options)
         loaded()
@@ -235,9 +248,36 @@ def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:
     return limit
 
 
+@dataclass(frozen=True, slots=True)
+class _Embeddings:
+    """Reads the embedding for a device; or_device: into its memory if host memory cannot be had."""
+
+    source: StreamedSublayers
+    device: torch.device
+    in_host: bool
+    or_device: bool
+
+    def __call__(self) -> Embedding:
+        read = partial(
+            build_embedding,
+            self.source.spec,
+            self.source.tensors,
+            dtype=self.source.dtype,
+            device=self.device,
+        )
+        try:
+            return read(in_host=self.in_host)
+        except BackendUnavailable as error:
+            if not self.or_device:
+                raise
+            log.warning("the embedding takes memory of the GPU: %s", error)
+        return read()
+
+
 def _load(
     source: StreamedSublayers,
     placement: Placement,
+    read_embedding: Callable[[], Embedding],
     ranks: Ranks | None,
     *,
     is_streamed: bool,
@@ -272,9 +312,7 @@ def _load(
             with torch.cuda.device(device):
                 get_ops(device).prepare()
         tokenizer = threads[placement.head].begin(partial(Tokenizer.load, spec.source_dir))
-        embedding = threads[placement.embedding].begin(
-            partial(build_embedding, spec, tensors, dtype=dtype, device=placement.embedding)
-        )
+        embedding = threads[placement.embedding].begin(read_embedding)
         head = threads[placement.head].begin(partial(read_head, embedding))  # early: it takes long
         sublayers = [
             threads[device].begin(partial(read, sublayer, device))

@@ -38,6 +38,7 @@ def bench(
     device: str = "auto",
     placement: Split | None = None,
     tensor_parallel: int | str | Sequence[int] | None = None,
+    embedding: str = "auto",
     cache: str | None = None,
     context: int = PROMPTS[0],
     rows: Sequence[int] = (1, 4, 16),
@@ -50,6 +51,7 @@ def bench(
         device: auto, cpu or cuda.
         placement: how the model is divided among GPUs; None: it is on one.
         tensor_parallel: see `load_model`; memory is that of the first GPU.
+        embedding: see `load_model`.
         cache: its cache's format; None: fp16 on a GPU, fp32 on a CPU.
         context: tokens before the decoded ones, at most.
         rows: numbers of sequences that are decoded at once.
@@ -65,7 +67,13 @@ def bench(
     cache_format(form, place)
     report("loading")
     start = time.perf_counter()
-    model = load_model(folder, device=device, placement=placement, tensor_parallel=tensor_parallel)
+    model = load_model(
+        folder,
+        device=device,
+        placement=placement,
+        tensor_parallel=tensor_parallel,
+        embedding=embedding,
+    )
     devices = model.decoder.placement.devices  # of this process
     for used in devices if place.type == "cuda" else ():
         torch.cuda.synchronize(used)

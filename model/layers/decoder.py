@@ -6,7 +6,7 @@ import torch
 
 from exl2flow.core.errors import SourceModelError, TensorShapeError
 from exl2flow.core.requests.request import FIRST_EMBEDDING
-from exl2flow.kernels import get_ops, on_device
+from exl2flow.kernels import get_ops, on_device, read_in_place
 from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.cache import KvCache
@@ -258,16 +258,24 @@ class Decoder:
 
 
 def build_embedding(
-    spec: ModelSpec, tensors: TensorFiles, *, dtype: torch.dtype, device: torch.device | str
+    spec: ModelSpec,
+    tensors: TensorFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    in_host: bool = False,
 ) -> Embedding:
     """Load the embedding.
+
+    in_host: its rows by token stay in host memory, where a GPU reads them.
 
     Raises:
         MissingTensor: it is absent.
         TensorShapeError: it, or that of positions, has too few rows, or rows of another size.
+        BackendUnavailable: host memory cannot be pinned.
     """
 
-    def read(key: str, rows: int) -> torch.Tensor:
+    def read(key: str, rows: int, device: torch.device | str = device) -> torch.Tensor:
         weight = read_to(tensors, f"{key}.weight", device, dtype)
         if weight.dim() != 2 or weight.shape[0] < rows or weight.shape[1] != spec.hidden_size:
             raise TensorShapeError(
@@ -276,9 +284,10 @@ def build_embedding(
             )
         return weight
 
-    weight, apart = read(spec.embedding_key, spec.vocab_size), spec.family.learned_positions
+    weight = read(spec.embedding_key, spec.vocab_size, "cpu" if in_host else device)
+    apart = spec.family.learned_positions
     return Embedding(
-        weight,
+        read_in_place(weight, device) if in_host else weight,
         multiplier=spec.embedding_multiplier,
         learned=None if apart is None else read(apart, spec.max_positions),
     )

@@ -2,12 +2,15 @@
 
 from dataclasses import asdict, dataclass
 
+import torch
+
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.source import WANTED
 from exl2flow.core.words import size, size_to_ask_for
 from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint
+from exl2flow.model.memory.host_embedding import host_bytes
 from exl2flow.quant.allocate.bit_range import BitRange
 
 USUAL_CONTEXT = 8192  # tokens
@@ -16,23 +19,27 @@ HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Division of a GPU's memory; weights: bytes left for the model's files."""
+    """Division of a GPU's memory; weights: bytes of the model's files, of which `host` stay out."""
 
     memory: int
     needs: Footprint
     weights: int
+    host: int
     bpw: float
 
     def rows(self) -> list[tuple[str, str]]:
         """Return (what, value) for people, the total last."""
-        needs = self.needs
+        needs, host = self.needs, list[tuple[str, str]]()
+        if self.host:
+            host = [("embedding", f"{size(self.host)} of the weights, in host memory")]
         return [
             ("weights at most", f"{size(self.weights)}, about {self.bpw:.2f} bpw"),
+            *host,
             (f"cache {needs.cache_format}", f"{size(needs.cache)}, {needs.context:,} tokens"),
             ("laid out", f"{size(needs.layout)} more than in the files, at most"),
             ("work", f"{size(needs.work)}, activations and one layer's cache as fp16"),
             ("device", f"{size(needs.device)}, CUDA itself and fragmentation"),
-            ("sum", f"{size(self.weights + needs.total)} of {size(self.memory)}"),
+            ("sum", f"{size(self.weights - self.host + needs.total)} of {size(self.memory)}"),
         ]
 
     @property
@@ -66,16 +73,17 @@ def find_fit(config: RunOptions) -> Fit | None:
     needs = Footprint.of(spec, context=context, cache_format=options.cache)
     reach = BitRange.of(config, spec)
     smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
-    left = int(options.memory) - needs.total
+    host = host_bytes(spec, [f"{spec.head.key}."], wanted="auto", device=torch.device("cuda"))
+    left = int(options.memory) + host - needs.total
     if left < smallest:
         raise BudgetUnreachable(
             f"nothing fits {size(options.memory)}: the smallest model takes "
             f"{size(smallest)}, the {options.cache} cache of {context:,} tokens "
             f"{size(needs.cache)}, all else {size(needs.total - needs.cache)}; use "
-            f"`--fit {size_to_ask_for(smallest + needs.total)}`, a "
+            f"`--fit {size_to_ask_for(smallest - host + needs.total)}`, a "
             "shorter `--context` or a smaller `--cache`"
         )
     weights = min(left, largest)
     bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
     bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
-    return Fit(memory=int(options.memory), needs=needs, weights=weights, bpw=bpw)
+    return Fit(memory=int(options.memory), needs=needs, weights=weights, host=host, bpw=bpw)

@@ -62,7 +62,7 @@ def test_greedy_texts_are_those_without_guesses(model: LoadedModel, which: int, 
 
     found = run(model, drafts(model)[which], requests, slots=slots)
 
-    assert_alike(found, alone)
+    assert_alike(model, requests, found, alone)
 
 
 def test_the_model_guesses_its_own_tokens(model: LoadedModel) -> None:

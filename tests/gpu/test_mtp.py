@@ -75,7 +75,7 @@ def test_greedy_texts_are_those_without_the_block(
     found = run(model, draft, requests, slots=slots)
 
     assert sum(events[-1].statistics.drafts["mtp"][0] for events in found) > 50
-    assert_alike(found, alone)
+    assert_alike(model, requests, found, alone)
 
 
 def test_recorded_steps_draft_what_launched_ones_do(model: LoadedModel) -> None:

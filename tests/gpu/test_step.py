@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from decoding import GREEDY, HOT, Slots
+from gpu_texts import NEAR_TIE, first_near_route
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
 from exl2flow.engine.sampling import Kind, SamplerSlots, completed, sample
 from exl2flow.inference import Generator, LoadedModel, SamplingSettings, load_model
 from exl2flow.kernels.cuda.graphs import CudaGraph
-from exl2flow.model.layers.experts import ExpertsSublayer
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +26,6 @@ KINDS = {
     "penalties": (SamplingSettings(repetition_penalty=1.2, dry_multiplier=0.8), GREEDY),
 }
 ROWS = (1, 2, 4, 16, 32, 64)
-NEAR_ROUTE = 0.99  # of the score of an expert that is chosen
-NEAR_TIE = 2**-6  # of the greatest logit: a hidden state is rounded by 2^-11, some dozens of times
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral", "mixtral"])  # windows; experts
@@ -207,18 +205,6 @@ def test_a_step_that_cannot_be_recorded_is_launched(
     assert "cannot be recorded and is launched" in caplog.text
     assert len(graphs) == 1  # sampling, which does not attend
     assert slots.sampled == launched.sampled
-
-
-@torch.inference_mode()
-def first_near_route(model: LoadedModel, ids: Sequence[int], begin: int) -> int | None:
-    """Return the first position from `begin` on where a router nearly chose another expert."""
-    hidden = model.decoder.embed(torch.tensor([ids], device=DEVICE))
-    near = torch.zeros(len(ids), device=DEVICE)
-    for sublayer in model.decoder.sublayers:
-        if isinstance(sublayer, ExpertsSublayer):
-            near = near.maximum(sublayer.nearly_chosen(hidden).amax(-1))
-        hidden = sublayer(hidden)
-    return next((i for i, ratio in enumerate(near[begin:].tolist()) if ratio > NEAR_ROUTE), None)
 
 
 def test_greedy_texts_of_many_slots_are_those_of_each_alone(model: LoadedModel) -> None:

@@ -1,5 +1,6 @@
 """What fits a GPU: the total, the largest target, and what would suffice if nothing does."""
 
+import math
 import re
 from pathlib import Path
 
@@ -8,9 +9,12 @@ from conversions import small_config
 from tiny import make_tiny
 
 from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.core.words import size
 from exl2flow.engine.cache.paged import PagedCache, pages_of
 from exl2flow.kernels import CACHE_FORMATS
 from exl2flow.model import resolve
+from exl2flow.model.config.spec import expected_tensors
+from exl2flow.model.memory import host_embedding
 from exl2flow.model.memory.footprint import DEVICE_BYTES, cache_bytes
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.fit import find_fit
@@ -44,6 +48,23 @@ def test_weights_and_everything_else_fill_the_memory(source: Path, tmp_path: Pat
     assert tight.bpw < roomy.bpw
     assert tight.target["target_bytes"] == tight.weights
     preflight(config.model_copy(update=tight.target), STAGES)
+
+
+def test_a_large_embedding_is_in_host_memory(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes = 2 * math.prod(expected_tensors(resolve(source))["model.embed_tokens.weight"])
+    monkeypatch.setattr(host_embedding, "HOST_FROM", nbytes - 1)
+    room = find_fit(small_config(source, tmp_path, fit={"memory": "24GB", "context": 256}))
+    assert room is not None
+    assert room.host == nbytes
+    memory = room.needs.total + room.weights - room.host
+
+    fit = find_fit(small_config(source, tmp_path, fit={"memory": memory, "context": 256}))
+
+    assert fit is not None
+    assert fit.weights == room.weights
+    assert ("embedding", f"{size(nbytes)} of the weights, in host memory") in fit.rows()
 
 
 def test_error_names_the_memory_that_would_suffice(source: Path, tmp_path: Path) -> None:
