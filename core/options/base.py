@@ -36,7 +36,7 @@ def _with_unit(count: ByteSize) -> ByteSize:
 
 
 Size = Annotated[ByteSize, AfterValidator(_with_unit)]  # of memory or of a disk
-CacheName = Literal["fp16", "fp8", "q8", "q6", "q4"]
+CacheName = Literal["fp16", "fp8", "q8", "q8/q6", "q8/q4", "q6", "q6/q4", "q4"]
 Panel = Literal[  # in the order in which help shows them
     "Files",
     "Conversation",

@@ -37,7 +37,7 @@ class PlacementOptions(Options):
     )
     cache: Annotated[CacheName | None, Option("FORMAT", MODEL)] = Field(
         default=None,
-        description="format of the key-value cache: fp16, fp8, q8, q6 or q4; empty: as computed",
+        description="key-value cache: fp16, fp8, q8, q8/q6, q6, q6/q4, q4; empty: as computed",
     )
     embedding: Annotated[EmbeddingPlace, Option("auto|cpu|gpu", MODEL, rare=True)] = Field(
         default="auto",

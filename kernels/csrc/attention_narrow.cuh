@@ -101,14 +101,15 @@ struct Narrow {
                 const u32 head_at = key_at + 16 * tile * Keys::ROW +
                                     (first_head + head) * (Keys::BYTES / COPIED);
                 int sums[SUMS][4] = {};
+                Words<KE, false> chunks;
                 u32 words[4];
 #pragma unroll
                 for (int run = 0; run < RUNS; ++run) {
                     u32 a[4];
-                    if constexpr (KE == ROTATED_8) {
-                        words_of<false>(a, head_at + 32 * run);
+                    if constexpr (read_as<KE>() == ROTATED_8) {
+                        chunks.read(a, head_at, run);
                     } else {
-                        if (run % 2 == 0) words_of<false>(words, head_at + 16 * run);
+                        if (run % 2 == 0) chunks.read(words, head_at, run / 2);
 #pragma unroll
                         for (int i = 0; i < 4; ++i)
                             a[i] = words[run % 2 * 2 + i % 2] >> 4 * (i / 2) & 0x0f0f0f0fu;
@@ -218,12 +219,12 @@ struct Narrow {
                                         (first_head + SHARED * set + head) *
                                             (Values::BYTES / COPIED);
                     const bool is_own = SHARED == 1 || g / 4 == head;  // other columns add zeros
+                    Words<VE, true> chunks;
                     u32 words[4];
 #pragma unroll
                     for (int block = 0; block < BLOCKS; ++block) {
                         constexpr int TOGETHER = Values::PAIRS;
-                        if (block % TOGETHER == 0)
-                            words_of<true>(words, head_at + block / TOGETHER * 32);
+                        if (block % TOGETHER == 0) chunks.read(words, head_at, block / TOGETHER);
                         u32 a[4];
 #pragma unroll
                         for (int i = 0; i < 4; ++i) {
@@ -240,7 +241,7 @@ struct Narrow {
 
     // Pair j of a word as two of fp16's least numbers times the codes, or 16 times the codes.
     __device__ __forceinline__ static u32 codes(u32 word, int j) {
-        if constexpr (VE == ROTATED_8) return __byte_perm(word, 0, j ? 0x4341 : 0x4240);
+        if constexpr (read_as<VE>() == ROTATED_8) return __byte_perm(word, 0, j ? 0x4341 : 0x4240);
         return (j < 2 ? word : word >> 8) & twice(0xf << 4 * (j % 2));
     }
 

@@ -68,12 +68,13 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS> str
                     Keys::read_scales(scales[i], stage + (16 * tile + 8 * i + g) * Keys::ROW);
 #pragma unroll
             for (int i = 0; i < 4 * SETS; ++i) s[i / 4][tile][i % 4] = 0.0f;
+            Words<KE, false> chunks;
             u32 words[4];
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
                 constexpr int TOGETHER = Keys::PAIRS;  // blocks per two chunks
                 if (block % TOGETHER == 0)
-                    words_of<false>(words, key_at + 16 * tile * Keys::ROW + block / TOGETHER * 32);
+                    chunks.read(words, key_at + 16 * tile * Keys::ROW, block / TOGETHER);
                 u32 a[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
@@ -172,13 +173,13 @@ template <int WIDTH, int KE, int VE, int POSITIONS, int TOKENS, int COLUMNS> str
                                                                run % 2 ? 0x7632 : 0x5410))
                                 : b[set][i];
             }
+            Words<VE, true> chunks;
             u32 words[4];
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) {
                 constexpr int TOGETHER = Values::PAIRS;
                 if (block % TOGETHER == 0)
-                    words_of<true>(words,
-                                   value_at + 16 * tile * Values::ROW + block / TOGETHER * 32);
+                    chunks.read(words, value_at + 16 * tile * Values::ROW, block / TOGETHER);
                 u32 a[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {

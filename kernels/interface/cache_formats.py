@@ -1,4 +1,4 @@
-"""Formats of cached keys and values: fp32, fp16, its upper byte, or rotated in 8 or 4 bits.
+"""Formats of cached keys and values: fp32, fp16, its upper byte, or rotated in 8, 6 or 4 bits.
 
 A format is a row of `CACHE_FORMATS`; `docs/concepts/cache.md` defines each.
 """
@@ -22,12 +22,18 @@ class Element(Enum):
     HALF = (16, False)
     UPPER_BYTE = (8, False)  # E5M2, truncated towards zero
     ROTATED_8 = (8, True)
+    ROTATED_6 = (6, True)
     ROTATED_4 = (4, True)
     FULL = (32, False)  # on a CPU
 
     def __init__(self, bits: int, has_scales: bool) -> None:
         self.bits = bits
         self.has_scales = has_scales
+
+    @property
+    def steps(self) -> int:
+        """How often a run's scale is in its largest element: codes of 6 bits are read as of 8."""
+        return 8 if self is Element.ROTATED_4 else 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,9 @@ CACHE_FORMATS: dict[str, CacheFormat] = {
     "fp8": CacheFormat(keys=Element.UPPER_BYTE, values=Element.UPPER_BYTE),
     "q8": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_8),
     "q6": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_4),
+    "q8/q6": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_6),
+    "q8/q4": CacheFormat(keys=Element.ROTATED_8, values=Element.ROTATED_4),
+    "q6/q4": CacheFormat(keys=Element.ROTATED_6, values=Element.ROTATED_4),
     "q4": CacheFormat(keys=Element.ROTATED_4, values=Element.ROTATED_4),
     "fp32": CacheFormat(keys=Element.FULL, values=Element.FULL),
 }

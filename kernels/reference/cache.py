@@ -36,12 +36,42 @@ def encode(element: Element, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
         return (x.view(torch.int16) >> 8).to(torch.uint8), none
     runs = _rotated(x).view(len(x), x.shape[1] // RUN, RUN)
     center = 1 << (element.bits - 1)
-    largest = runs.abs().amax(-1, keepdim=True).clamp(max=LARGEST_HALF * center)
+    largest = runs.abs().amax(-1, keepdim=True).clamp(max=LARGEST_HALF * element.steps)
     codes = torch.where(largest > 0, runs / largest, 0.0) * center + center
     codes = codes.round().clamp(0, 2 * center - 1).to(torch.uint8).flatten(1)
     if element is Element.ROTATED_4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    return codes, (largest[..., 0] / center).half()
+    if element is Element.ROTATED_6:
+        codes = _in_six_bits(codes)
+    return codes, (largest[..., 0] / element.steps).half()
+
+
+def _in_six_bits(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes, uint8 (t, width), in the bytes (t, 3 / 4 width) that `codes_of` reads."""
+    first, second, third, fourth = codes.view(
+        len(codes), codes.shape[1] // UNIT, 4, UNIT // 4
+    ).unbind(2)
+    upper = [(a >> 2 << 4) | (b >> 2) for a, b in ((first, second), (third, fourth))]
+    lower = (first & 3) | (second & 3) << 2 | (third & 3) << 4 | (fourth & 3) << 6
+    return torch.stack([*upper, lower], dim=2).flatten(1)
+
+
+def codes_of(element: Element, data: torch.Tensor) -> torch.Tensor:
+    """Return the codes of stored rows, uint8 (t, width).
+
+    Of a unit in 6 bits, 16 bytes have the four upper bits of a first and a second quarter, 16 those
+    of the others, and 16 the two lower bits of all four.
+    """
+    if element is Element.ROTATED_8:
+        return data
+    if element is Element.ROTATED_4:
+        return torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
+    early, late, lower = data.view(len(data), 4 * data.shape[1] // (3 * UNIT), 3, UNIT // 4).unbind(
+        2
+    )
+    upper = (early >> 4, early & 15, late >> 4, late & 15)
+    quarters = [part << 2 | (lower >> 2 * i) & 3 for i, part in enumerate(upper)]
+    return torch.stack(quarters, dim=2).flatten(1)
 
 
 def decode(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
@@ -52,9 +82,10 @@ def decode(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
         return data.view(dtype)[:, : rows.width]
     if element is Element.UPPER_BYTE:
         return (data.to(torch.int16) << 8).view(torch.float16)[:, : rows.width]
-    if element is Element.ROTATED_4:
-        data = torch.stack((data & 15, data >> 4), dim=-1).flatten(1)
-    runs = data.view(len(data), data.shape[1] // RUN, RUN).float() - (1 << (element.bits - 1))
+    codes = codes_of(element, data)
+    runs = codes.view(len(data), codes.shape[1] // RUN, RUN).float() - (1 << (element.bits - 1))
+    if element is Element.ROTATED_6:
+        runs *= 4
     values = (runs * rows.scales[slots][..., None].float()).flatten(1)
     return (_rotated(values) / RUN)[:, : rows.width].half()
 

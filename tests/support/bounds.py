@@ -31,6 +31,7 @@ STEPS = {
     Element.HALF: 2.0**11,
     Element.UPPER_BYTE: 2.0**3,
     Element.ROTATED_8: 2.0**7 * math.sqrt(RUN),
+    Element.ROTATED_6: 2.0**5 * math.sqrt(RUN),
     Element.ROTATED_4: 2.0**3 * math.sqrt(RUN),
 }
 

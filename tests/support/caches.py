@@ -11,7 +11,12 @@ from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.kernels import CACHE_FORMATS, AttentionRule
 from exl2flow.model import KvCache, ModelSpec, RopeTable, RopeTables
 
-GPU_FORMATS = [name for name in CACHE_FORMATS if name != "fp32"]
+FORMATS = [  # one name for each
+    name
+    for name, form in CACHE_FORMATS.items()
+    if name == next(other for other, same in CACHE_FORMATS.items() if same == form)
+]
+GPU_FORMATS = [name for name in FORMATS if name != "fp32"]
 
 Work = Callable[[torch.Tensor, KvCache, RopeTables], torch.Tensor]
 

@@ -14,7 +14,7 @@ from exl2flow.kernels.plans.sources import FOLDER
 SOURCES = sorted(path.name for path in FOLDER.glob("*.cu"))
 FORMATS = {(CACHE_FORMATS[name].keys.name, CACHE_FORMATS[name].values.name) for name in GPU_FORMATS}
 SOME = [("HALF", "HALF"), ("ROTATED_8", "ROTATED_4")]  # between them all ways to read an element
-CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8")]
+CODES = [("ROTATED_4", "ROTATED_4"), ("ROTATED_8", "ROTATED_8"), ("ROTATED_6", "ROTATED_4")]
 SHAPES = [(1, SET), (LAUNCH_TOKENS, SET), (LAUNCH_TOKENS, 2 * SET)]  # tokens and columns
 GPTQ = ("false", "true")
 EXCHANGES = ("", ", true")

@@ -56,8 +56,7 @@ def assert_alike(
     compared = total = 0
     for request, mine, theirs in zip(requests, found, alone, strict=True):
         logits = torch.stack([x for e in theirs for x in e.logits]).float()
-        assert isinstance(request.prompt, list)
-        ids, prompt = ids_of(theirs), request.prompt
+        ids, prompt = ids_of(theirs), [*map(int, request.prompt)]
         near = first_near_route(model, [*prompt, *ids[:-1]], len(prompt) - 1)
         until, total = len(ids) if near is None else near, total + len(ids)
         for row, one, other in zip(logits[:until], ids_of(mine), ids, strict=False):

@@ -11,7 +11,7 @@ from exl2flow.engine.cache.views import PromptView, Segment, StepView
 from exl2flow.inference import LoadedModel
 from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS, Element, slots_of
 from exl2flow.kernels.interface.cache_formats import CacheRows
-from exl2flow.kernels.reference.cache import decode, encode
+from exl2flow.kernels.reference.cache import codes_of, decode, encode
 from exl2flow.model import ModelSpec, RopeTables
 
 TOKENS = PAGE_TOKENS + 20
@@ -81,9 +81,8 @@ class Pool:
             codes = rows.data[slots]
             if not rows.element.has_scales:
                 codes = decode(rows, slots).float()
-            elif rows.element is Element.ROTATED_4:
-                codes = torch.cat((codes & 15, codes >> 4), dim=1)
-            codes = codes.short() if rows.element.has_scales else codes  # differences have signs
+            else:
+                codes = codes_of(rows.element, codes).short()  # differences have signs
             stored.append(Stored(rows.element, codes, rows.scales[slots]))
         return Text(logits, stored)
 

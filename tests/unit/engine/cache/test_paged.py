@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import SIGMAS, error, near, terms_of
-from caches import Sequences
+from caches import FORMATS, Sequences
 from paged import TOKENS, Pool, assert_same, lost
 from tiny import make_tiny
 
@@ -24,7 +24,7 @@ FAMILIES: dict[str, dict[str, object]] = {"llama": {}, "mistral": {"sliding_wind
 of_families = pytest.mark.parametrize("family", FAMILIES)
 of_formats = pytest.mark.parametrize(
     ("family", "name"),
-    [*(("llama", name) for name in CACHE_FORMATS), ("mistral", "fp16"), ("mistral", "q4")],
+    [*(("llama", name) for name in FORMATS), ("mistral", "fp16"), ("mistral", "q4")],
 )
 LENGTHS = (5, 300, 1, 7, 4, 260, 40)  # of prompts; several fall into one group
 
@@ -144,7 +144,7 @@ def test_a_prompt_changes_nothing_of_its_neighbours(model: LoadedModel, name: st
     assert all((pages[others] == 255).all() for pages in unused)
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_a_token_of_a_prompt_sees_itself_as_it_is_stored(tmp_path: Path, name: str) -> None:
     model = load_model(make_tiny("qwen3", tmp_path / "tiny"), device="cpu")
@@ -317,7 +317,7 @@ def test_a_prompt_reads_only_what_its_own_pass_lacks(
 
 
 def test_a_smaller_format_takes_less_memory(models: dict[str, LoadedModel]) -> None:
-    order = ("fp32", "fp16", "q8", "fp8", "q6", "q4")
+    order = ("fp32", "fp16", "q8", "fp8", "q8/q6", "q6", "q6/q4", "q4")
     sizes = [Pool(models["llama"], name).cache.nbytes for name in order]
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)

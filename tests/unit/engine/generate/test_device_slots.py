@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from bounds import near, terms_of
+from caches import FORMATS
 from decoding import GREEDY, HOT, Slots, prompts_of, text_alone
 from safetensors.torch import load_file, save_file
 from small_pages import PAGE_TOKENS as SMALL_PAGE
@@ -13,7 +14,7 @@ from tiny import FAMILY_CONFIGS, make_tiny
 
 from exl2flow.engine.sampling.bits import words_of
 from exl2flow.inference import LoadedModel, SamplingSettings, load_model
-from exl2flow.kernels import CACHE_FORMATS, PAGE_TOKENS
+from exl2flow.kernels import PAGE_TOKENS
 
 EVERY = (GREEDY, SamplingSettings(temperature=1.5), HOT)
 
@@ -90,7 +91,7 @@ def test_sequences_come_and_go_beside_others(model: LoadedModel) -> None:
     assert slots.sampled[0] == text_alone(model, prompts[3], GREEDY, 4).sampled[0]
 
 
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 @torch.inference_mode()
 def test_idle_slots_write_to_the_spare_page_only(model: LoadedModel, name: str) -> None:
     prompts, slots = prompts_of(model), Slots(model, slots=6, name=name)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bounds import near
+from caches import FORMATS
 
 from exl2flow.kernels import (
     CACHE_FORMATS,
@@ -23,9 +24,28 @@ from exl2flow.kernels.interface.cache_formats import CacheRows, Element, padded_
 from exl2flow.kernels.reference.cache import decode, encode, hadamard
 
 HEADS, DIM = 2, 64
-ROTATED = (Element.ROTATED_8, Element.ROTATED_4)
-# a step is 1/8 or 1/128 of the largest of 32 rotated elements, and the last is truncated
-MOST_ERROR = {"fp16": 0.0, "fp8": 0.25, "q8": 0.02, "q6": 0.3, "q4": 0.3, "fp32": 0.0}
+ROTATED = (Element.ROTATED_8, Element.ROTATED_6, Element.ROTATED_4)
+STEPS = {8: 128, 6: 128, 4: 8}  # of a scale in the largest element, by bits
+# a step is 1/8, 1/32 or 1/128 of the largest of 32 rotated elements, and the last is truncated
+MOST_ERROR = {
+    Element.HALF: 0.0,
+    Element.UPPER_BYTE: 0.25,
+    Element.ROTATED_8: 0.02,
+    Element.ROTATED_6: 0.08,
+    Element.ROTATED_4: 0.3,
+    Element.FULL: 0.0,
+}
+BITS = {
+    "fp16": 16,
+    "fp8": 8,
+    "q8": 8.5,
+    "q6": 6.5,
+    "q8/q6": 7.5,
+    "q8/q4": 6.5,
+    "q6/q4": 5.5,
+    "q4": 4.5,
+    "fp32": 32,
+}
 
 
 def as_stored(element: Element, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +73,7 @@ def stored_by_law(values: list[float], bits: int) -> tuple[list[int], list[float
     for begin in (0, 32):
         run = turned[begin : begin + 32]
         largest = max(map(abs, run))
-        scales.append(float(torch.tensor(largest / center).half()))
+        scales.append(float(torch.tensor(largest / STEPS[bits]).half()))
         steps = [round(y / largest * center) if largest else 0 for y in run]
         codes += [min(step + center, 2 * center - 1) for step in steps]
     return codes, scales
@@ -63,7 +83,15 @@ def codes_of(element: Element, stored: list[int]) -> list[int]:
     """Return the codes of a stored row."""
     if element is Element.ROTATED_8:
         return stored
-    return [code for byte in stored for code in (byte & 15, byte >> 4)]
+    if element is Element.ROTATED_4:
+        return [code for byte in stored for code in (byte & 15, byte >> 4)]
+    codes = []
+    for place in range(len(stored) // 48 * 64):
+        quarter, of_quarter = divmod(place % 64, 16)
+        unit = stored[place // 64 * 48 :][:48]
+        upper = unit[of_quarter + 16 * (quarter // 2)] >> (0 if quarter % 2 else 4) & 15
+        codes.append(upper << 2 | unit[32 + of_quarter] >> 2 * quarter & 3)
+    return codes
 
 
 @pytest.mark.parametrize("element", ROTATED)
@@ -92,7 +120,8 @@ def test_rotated_elements_are_read_by_the_law(element: Element) -> None:
     center = 2 ** (element.bits - 1)
     for row in range(5):
         codes = codes_of(element, data[row].tolist())
-        turned = [(c - center) * float(scales[row, i // 32]) for i, c in enumerate(codes)]
+        step = STEPS[element.bits] / center  # of scales
+        turned = [(c - center) * step * float(scales[row, i // 32]) for i, c in enumerate(codes)]
         expected = torch.tensor([walsh(turned[0::2]), walsh(turned[1::2])]).T.flatten() / 32
         bound = near(expected, 1, dtype=torch.float16)  # as it is stored
         torch.testing.assert_close(found[row].float(), expected, **bound)
@@ -105,11 +134,8 @@ def test_the_largest_element_is_cut_off_and_zeros_stay_zeros(element: Element) -
     data, scales = encode(element, x)
 
     half = 2 ** (element.bits - 1)
-    even = (data[0, :32] if element is Element.ROTATED_8 else data[0, :16]).tolist()
-    full = half * 2 - 1
-    expected = [full, half] * 16 if element is Element.ROTATED_8 else [full | half << 4] * 16
-    assert even == expected
-    assert scales[0].tolist() == [3 / half, 3 / half]
+    assert codes_of(element, data[0].tolist())[:32] == [2 * half - 1, half] * 16
+    assert scales[0].tolist() == [3 / STEPS[element.bits]] * 2
     assert scales[1].tolist() == [0, 0]
     assert as_stored(element, x)[1].eq(0).all()
 
@@ -135,15 +161,14 @@ def test_numbers_whose_rotation_overflows_fp16_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("width", [32, 64, 96, 128])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
-def test_every_width_comes_back(name: str, width: int) -> None:
+@pytest.mark.parametrize("element", Element)
+def test_every_width_comes_back(element: Element, width: int) -> None:
     x = torch.randn(7, width).half()
-    for element in (CACHE_FORMATS[name].keys, CACHE_FORMATS[name].values):
-        found = as_stored(element, x)
-        assert found.shape == x.shape
-        error = torch.linalg.vector_norm((found - x).float()) / torch.linalg.vector_norm(x.float())
-        assert float(error) <= MOST_ERROR[name]
-        assert (float(error) > 0) == (element not in (Element.HALF, Element.FULL))
+    found = as_stored(element, x)
+    assert found.shape == x.shape
+    error = torch.linalg.vector_norm((found - x).float()) / torch.linalg.vector_norm(x.float())
+    assert float(error) <= MOST_ERROR[element]
+    assert (float(error) > 0) == (element not in (Element.HALF, Element.FULL))
 
 
 def test_rotation_spreads_an_outlier() -> None:
@@ -160,9 +185,7 @@ def test_hadamard_matrices_are_orthogonal_but_for_their_size() -> None:
     assert torch.equal(matrix @ torch.arange(32.0), torch.tensor(walsh(list(range(32)))).float())
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"), [*zip(CACHE_FORMATS, (16, 8, 8.5, 6.5, 4.5, 32), strict=True)]
-)
+@pytest.mark.parametrize(("name", "bits"), BITS.items())
 def test_bytes_are_those_of_the_format(name: str, bits: float) -> None:
     store = LayerStore.empty(CACHE_FORMATS[name], pages=3, kv_heads=4, head_dim=32, device="cpu")
     assert store.nbytes == 3 * PAGE_TOKENS * 2 * 128 * bits / 8
@@ -245,7 +268,7 @@ def attended(
     ("share", "window", "softcap"),
     [(1, None, None), (3, 4, None), (4, 290, 2.0), (8, None, 5.0), (2, 1, None)],
 )
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_new_tokens_attend_to_all_as_it_is_stored(
     name: str, share: int, window: int | None, softcap: float | None, new: int
 ) -> None:
@@ -273,7 +296,7 @@ def test_new_tokens_attend_to_all_as_it_is_stored(
 
 
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("name", CACHE_FORMATS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_tokens_at_once_attend_as_one_by_one(name: str, window: int | None) -> None:
     lengths = torch.tensor([250, 0], dtype=torch.int32)
     store, tables, _ = paged(name, lengths.tolist(), pages=2)
