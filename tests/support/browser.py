@@ -6,9 +6,11 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 from urllib.parse import urlsplit
 
-from playwright.sync_api import ConsoleMessage, Page, Route, sync_playwright
+from playwright.sync_api import Browser as Chromium
+from playwright.sync_api import ConsoleMessage, Page, Route, ViewportSize, sync_playwright
 
 # What Prefect's pages complain of without any of ours: pictures that it does not have, and that
 # they may not ask an analytics service
@@ -52,20 +54,40 @@ class Browser:
 
 
 @contextmanager
-def browser(program: str, url: str, *, size: tuple[int, int] = SIZE) -> Iterator[Browser]:
-    """Run a browser for a UI."""
+def running(program: str) -> Iterator[Chromium]:
+    """Run Chromium without a window."""
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=program, args=flags)
-        context = chromium.new_context(viewport={"width": size[0], "height": size[1]})
-        opened = Browser(context.new_page(), url)
-        context.route(_is_foreign, lambda route: _refuse(opened, route))
-        opened.page.on("pageerror", lambda error: opened.problems.append(str(error)))
-        opened.page.on("console", lambda message: _note(opened, message))
         try:
-            yield opened
+            yield chromium
         finally:
             chromium.close()
+
+
+@contextmanager
+def window(
+    chromium: Chromium, url: str, *, size: tuple[int, int] = SIZE, is_dark: bool = False
+) -> Iterator[Browser]:
+    """Open a window for a UI that shares nothing with others."""
+    scheme: Literal["dark", "light"] = "dark" if is_dark else "light"
+    viewport = ViewportSize(width=size[0], height=size[1])
+    context = chromium.new_context(viewport=viewport, color_scheme=scheme)
+    opened = Browser(context.new_page(), url)
+    context.route(_is_foreign, lambda route: _refuse(opened, route))
+    opened.page.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.page.on("console", lambda message: _note(opened, message))
+    try:
+        yield opened
+    finally:
+        context.close()
+
+
+@contextmanager
+def browser(program: str, url: str, *, size: tuple[int, int] = SIZE) -> Iterator[Browser]:
+    """Run a browser for a UI."""
+    with running(program) as chromium, window(chromium, url, size=size) as opened:
+        yield opened
 
 
 def _is_foreign(address: str) -> bool:

@@ -6,6 +6,7 @@ const NO_KEY = "This server asks for a key. Enter it in the settings, in the fie
 const WRONG_KEY = "The server does not know this key. Correct it in the settings, in the field “Key”.";
 const NOT_KEPT = "This conversation is not kept: the browser's storage is full or switched off. Delete old ones.";
 let conversation = newConversation(), running = null, speed = null, described = null, lacksKey = false;
+let draft = null;  // the answer that is being written
 
 // ---- the server
 
@@ -15,8 +16,10 @@ function ask(path, body, signal) {
   return fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
 }
 
+const keyProblem = () => key.value ? WRONG_KEY : NO_KEY;
+
 async function problem(answer) {
-  if (answer.status === 401) return key.value ? WRONG_KEY : NO_KEY;
+  if (answer.status === 401) return keyProblem();
   try { return (await answer.json()).error.message; } catch { return answer.status + " " + answer.statusText; }
 }
 
@@ -126,7 +129,7 @@ function change(next) {
   conversation = next;
   showConversation();
   showList();
-  if (lacksKey) fail(NO_KEY);
+  if (lacksKey) fail(keyProblem());
   panels[0].hidePopover();
 }
 
@@ -197,10 +200,10 @@ async function answer(before) {
   at("said").textContent = "The model answers.";
   showEnd();
   talk.scrollTop = talk.scrollHeight;
-  talked.running = message;
+  draft = message;
   const why = await read(talked, message, own.signal, shown.soon);
-  delete talked.running;
   const isSeen = running === own;
+  if (draft === message) draft = null;
   if (message.content || message.reasoning) talked.messages.push(message);
   else if (before) talked.messages.push(before);
   else if (isSeen) takeBack(talked);
@@ -265,8 +268,8 @@ for (const id of ["key", "temperature", "most", "system"]) {  // kept in this ta
 key.addEventListener("change", () => { lacksKey = false; refresh(); });
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) return refresh();
-  const { running: message } = conversation;  // the page may not come back
-  if (message && message.content) saveConversation({ ...conversation, messages: [...conversation.messages, message] });
+  // the page may not come back
+  if (running && draft.content) saveConversation({ ...conversation, messages: [...conversation.messages, draft] });
 });
 
 // ---- state
@@ -284,8 +287,8 @@ async function status() {
   const found = await ask("v1/status");
   if (found.status === 401) {
     lacksKey = true;
-    at("model").textContent = "this server asks for a key";
-    if (!talk.querySelector(".key")) fail(await problem(found));
+    at("model").textContent = "key needed";
+    if (!talk.querySelector(".key")) fail(keyProblem());
     return {};
   }
   talk.querySelectorAll(".key").forEach((old) => old.remove());
