@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[2]
 LEFT_OUT = ("build", "dist", "demo-exl2", "*.egg-info", "__pycache__", ".*")
 CODE = ["core", "kernels", "model", "quant", "engine", "inference", "pipeline", "tasks", "flows"]
 CODE += ["cli", "compat", "calibration_data", "serve"]
+PAGES = ["index.html", "page.css", "page.js", "store.js", "markdown.js"]
+PAGES += ["markdown-it.umd.min.js", "markdown-it.LICENSE"]
 SHIPPED = (".py", ".cu", ".cuh", ".j2", ".jinja", ".toml")
 LEAST_SETUPTOOLS = 77  # as `pyproject.toml` asks for
 TIMEOUT_SECONDS = 300
@@ -118,7 +120,8 @@ def test_wheel_holds_the_code_and_its_data_and_nothing_else(wheel: Path) -> None
     expected |= {"exl2flow/__init__.py", "exl2flow/py.typed"}
     data = {f"exl2flow/calibration_data/{name}.parquet" for name in ("chat", "standard", "heldout")}
     data |= {"exl2flow/calibration_data/PROVENANCE.md", "exl2flow/flows/server/prefect.yaml"}
-    data |= {"exl2flow/flows/server/automations.yaml", "exl2flow/serve/http/pages/index.html"}
+    data |= {"exl2flow/flows/server/automations.yaml"}
+    data |= {f"exl2flow/serve/http/pages/{name}" for name in PAGES}
 
     names = set(zipfile.ZipFile(wheel).namelist())
 

@@ -23,11 +23,10 @@ function codeBlock(token) {
   return element("div", "code", element("div", "", element("span", "", language || "text"), copy), pre);
 }
 
-// The element that a token opens; headings stand below those of the page.
+// The element that a token opens; headings stand below those of the page. What is not known is shown as text.
 function opened(token) {
   const tag = token.tag.replace(/^h([1-6])$/, (_, level) => "h" + Math.min(6, Number(level) + 2));
-  if (!TAGS.has(tag)) throw new Error("no element for " + token.type);
-  const made = document.createElement(tag);
+  const made = element(TAGS.has(tag) ? tag : "span", "", token.content);
   if (tag === "a") {
     made.href = token.attrGet("href");
     made.rel = "noopener noreferrer nofollow";
