@@ -1,6 +1,6 @@
 """Take the picture of `docs/how-to/serve.md`: the page of a server, with an example conversation.
 
-    PYTHONPATH=.links:tests/support .venv/bin/python docs/images/serve_page.py     # half a minute
+    PYTHONPATH=tests/support .venv/bin/python docs/images/serve_page.py     # half a minute
 
 The server runs the demo model, which cannot write such an answer: the conversation is put into the
 browser's storage. It needs Debian's `chromium`.
