@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from exl2flow.cli.commands import (
+    agent,
     bench,
     chat,
     clean,
@@ -128,6 +129,7 @@ for _name, _command, _examples in (
     ("generate", generate.generate, generate.EXAMPLES),
     ("chat", chat.chat, chat.EXAMPLES),
     ("serve", serve.serve, serve.EXAMPLES),
+    ("agent", agent.agent, agent.EXAMPLES),
     ("publish", publish.publish, publish.EXAMPLES),
     ("why", why.why, why.EXAMPLES),
     ("clean", clean.clean_command, clean.EXAMPLES),

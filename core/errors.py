@@ -15,6 +15,7 @@ Exl2FlowError
 ├── PreflightFailed
 ├── SweepFailed
 ├── ServerFailed
+├── AgentFailed
 ├── HubError              ─ HubUnavailable
 ├── PublicationRefused
 ├── PublicationDamaged
@@ -171,6 +172,10 @@ class SweepFailed(Exl2FlowError):
 
 class ServerFailed(Exl2FlowError):
     """No Prefect API answers, or a temporary server did not start."""
+
+
+class AgentFailed(Exl2FlowError):
+    """An agent's program is missing, or there is no server for its model."""
 
 
 class HubError(Exl2FlowError):
