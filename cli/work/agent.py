@@ -28,6 +28,7 @@ READY = b"READY=1"  # of sd_notify(3)
 ANSWER_SECONDS = 10.0
 STOP_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LOG_LINES = 15
+SHORT_CONTEXT = 32_768  # tokens; prompts of agents begin with 10,000 to 30,000
 ERROR = "error: "
 
 
@@ -171,6 +172,9 @@ def _run(agent: Agent, program: str, at: Endpoint, arguments: Sequence[str]) -> 
 
     Ctrl-C is for the agent, which gets it from the terminal. SIGTERM raises, and ends it.
     """
+    if at.context < SHORT_CONTEXT:
+        why = f"the context has {at.context} tokens, which agents may fill before they begin"
+        say(f"warning: {why}; use a model with more, or raise `--max-tokens`", style="yellow")
     launch = agent.launch(at)
     environment = os.environ | {k: v for k, v in launch.environment.items() if v is not None}
     for variable in launch.environment.keys() & environment.keys():
@@ -191,6 +195,8 @@ def _run(agent: Agent, program: str, at: Endpoint, arguments: Sequence[str]) -> 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End a process that may have ended: by SIGTERM, then by SIGKILL."""
     process.terminate()
+    if process.stdin is not None:
+        process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_SECONDS)
         return
