@@ -13,7 +13,7 @@ from exl2flow.cli.options import Values, settings_of, with_options
 from exl2flow.cli.options.layers import as_toml, layered
 from exl2flow.cli.output.console import say, tell
 from exl2flow.core.errors import ConfigError
-from exl2flow.core.options.serving import LISTEN, ServeOptions
+from exl2flow.core.options.serving import KEY_VARIABLE, LISTEN, ServeOptions
 
 if TYPE_CHECKING:
     from exl2flow.engine import PromptCache
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from exl2flow.serve.hosts.reloading import Configuration
 
 BACKLOG = 256  # connections that are not accepted yet
-KEY_VARIABLE = "EXL2FLOW_API_KEY"
 PREFIX = "EXL2FLOW_SERVE_"  # of environment variables, before the name of an option
 CHUNKS = {"cpu": 512, "cuda": 2048}  # prompt tokens that others wait for, 0.1 s of a small model
 EXAMPLES = (

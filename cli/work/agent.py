@@ -18,9 +18,10 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from exl2flow.cli.output.console import say
-from exl2flow.cli.work.agents import AGENTS, KEY_VARIABLE, NO_KEY, Agent, Endpoint
+from exl2flow.cli.work.agents import AGENTS, NO_KEY, Agent, Endpoint
 from exl2flow.core import words
 from exl2flow.core.errors import AgentFailed, ConfigError
+from exl2flow.core.options.serving import KEY_VARIABLE
 
 HOST = "127.0.0.1"
 SERVER = "exl2flow.cli.work.agent_server"

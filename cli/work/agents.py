@@ -8,7 +8,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-KEY_VARIABLE = "EXL2FLOW_API_KEY"
+from exl2flow.core.options.serving import KEY_VARIABLE
+
 NO_KEY = "none"  # agents demand a key; a server without keys takes any
 TIMEOUT_MS = 3_600_000  # of one answer: a long prompt may take minutes on a slow device
 PROVIDER = "exl2flow"

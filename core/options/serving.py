@@ -9,6 +9,7 @@ from exl2flow.core.options.base import Duration, Option
 from exl2flow.core.options.generation import SlotOptions
 
 LISTEN: Final = "Running"
+KEY_VARIABLE: Final = "EXL2FLOW_API_KEY"  # of the environment
 
 
 class ServeOptions(SlotOptions):
