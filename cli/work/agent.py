@@ -18,7 +18,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from exl2flow.cli.output.console import say
-from exl2flow.cli.work.agents import AGENTS, NO_KEY, Agent, Endpoint
+from exl2flow.cli.work.agents import AGENTS, NO_KEY, Agent, Endpoint, Launch
 from exl2flow.core import words
 from exl2flow.core.errors import AgentFailed, ConfigError
 from exl2flow.core.options.serving import KEY_VARIABLE
@@ -177,20 +177,26 @@ def _run(agent: Agent, program: str, at: Endpoint, arguments: Sequence[str]) -> 
         why = f"the context has {at.context} tokens, which agents may fill before they begin"
         say(f"warning: {why}; use a model with more, or raise `--max-tokens`", style="yellow")
     launch = agent.launch(at)
-    environment = os.environ | {k: v for k, v in launch.environment.items() if v is not None}
-    for variable in launch.environment.keys() & environment.keys():
-        if launch.environment[variable] is None:
-            del environment[variable]
     before = signal.signal(signal.SIGINT, lambda *_: None)  # `SIG_IGN` would be inherited
     process = None
     try:
-        process = subprocess.Popen([program, *launch.arguments, *arguments], env=environment)
+        process = subprocess.Popen(
+            [program, *launch.arguments, *arguments], env=_environment(launch)
+        )
         code = process.wait()
         return code if code >= 0 else 128 - code
     finally:
         if process is not None:
             _end(process)
         signal.signal(signal.SIGINT, before)
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    """Return the environment of an agent, which reaches the server without a proxy."""
+    others = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    direct = f"{others},{HOST}" if others else HOST
+    variables = {**os.environ, "NO_PROXY": direct, "no_proxy": direct, **launch.environment}
+    return {name: value for name, value in variables.items() if value is not None}
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

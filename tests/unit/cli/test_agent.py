@@ -123,6 +123,7 @@ def test_an_agent_gets_an_answer_of_a_running_server_which_goes_on(
     name: str, path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ANTHROPIC_API_KEY", "of the vendor")
+    monkeypatch.setenv("NO_PROXY", "example.com")
     out = path / "out"
 
     result = called(name, DEMO, "--port", port_of(served), "--tokens", 512, "--", "-p", out, 7)
@@ -135,6 +136,7 @@ def test_an_agent_gets_an_answer_of_a_running_server_which_goes_on(
     assert told["answer"]["model"] == DEMO.name
     assert str(CONTEXT) in json.dumps([told["given"], told["variables"]])
     assert ("ANTHROPIC_API_KEY" in told["variables"]) == (name != "claude")
+    assert told["variables"]["no_proxy"] == "example.com,127.0.0.1"
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
