@@ -21,6 +21,7 @@ from exl2flow.cli.commands import (
     chat,
     clean,
     convert,
+    doctor,
     generate,
     inspection,
     measure,
@@ -133,6 +134,7 @@ for _name, _command, _examples in (
     ("publish", publish.publish, publish.EXAMPLES),
     ("why", why.why, why.EXAMPLES),
     ("clean", clean.clean_command, clean.EXAMPLES),
+    ("doctor", doctor.doctor, doctor.EXAMPLES),
     ("webhook", _webhook.webhook, _webhook.EXAMPLES),
 ):
     _epilog = "\n\n".join(("Examples:", *_examples))

@@ -39,9 +39,9 @@ def say(text: str, *, style: str = "") -> None:
     ERR.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
-def tell(text: str) -> None:
+def tell(text: str, *, style: str = "") -> None:
     """Print a line of the result on stdout, unwrapped, so that paths can be copied."""
-    OUT.print(printable(text), markup=False, soft_wrap=True)
+    OUT.print(printable(text), style=style, markup=False, soft_wrap=True)
 
 
 def plain(text: str) -> str:

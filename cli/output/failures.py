@@ -175,7 +175,7 @@ def explain_defect(error: Exception, arguments: Sequence[str]) -> None:
     first = str(error).strip().partition("\n")[0]
     told = (
         f"error: unexpected {type(error).__name__}: {first}\n"
-        f"the traceback is in `{Path(file.name)}`; please report it; `exl2flow --debug …` shows "
-        f"the traceback{saved_work(arguments)}"
+        f"the traceback is in `{Path(file.name)}`; please report it, with what "
+        f"`exl2flow doctor --json` prints; `exl2flow --debug …` shows the traceback{saved_work(arguments)}"
     )
     _fail(FAILURE, "Unexpected", told, arguments, style="red")

@@ -38,7 +38,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "prefect_dask": ("flows/runs/runners.py",),
     "prefect_ray": ("flows/runs/runners.py",),
     "prompt_toolkit": ("cli/terminal/",),
-    "psutil": ("flows/server/",),
+    "packaging": ("cli/work/machine.py",),
+    "psutil": ("flows/server/", "cli/work/machine.py"),
     "pyarrow": ("quant/tokenize/", "inference/scoring/text.py", "calibration_data/build.py"),
     "prometheus_client": ("serve/",),
     "pydantic": (
@@ -58,7 +59,9 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "sentencepiece": ("model/text/sentencepiece_model.py", "model/text/tokenizer.py"),
     "tokenizers": ("model/text/",),
     "typer": ("cli/", "flows/cli/"),
-    "cupy": tuple(f"kernels/cuda/{name}.py" for name in ("compiler", "exchange", "ops", "ptx")),
+    "cupy": tuple(
+        f"kernels/cuda/{name}.py" for name in ("compiler", "exchange", "ops", "ptx", "trial")
+    ),
     "huggingface_hub": ("pipeline/hub/", "tasks/revisions.py"),
     "h11": ("serve/http/running.py",),
     "uvicorn": ("flows/server/temporary_process.py", "flows/webhook.py", "serve/"),

@@ -26,6 +26,7 @@ CARRIED_BY = {
     "markdown_it": "markdown-it-py",
     "pydantic_core": "pydantic",
     "httpx": "prefect",
+    "packaging": "huggingface_hub",
     "starlette": "fastapi",
     "yaml": "pyyaml",
 }  # a dependency's own dependency
