@@ -82,7 +82,6 @@ app = typer.Typer(
     + "\n\nExamples:\n\nexl2flow convert ./Llama-3.2-1B --out ./Llama-3.2-1B-exl2 --bpw 4.0"
     + "\n\nexl2flow generate ./Llama-3.2-1B-exl2 --prompt 'Once upon a time'",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

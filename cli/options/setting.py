@@ -46,6 +46,12 @@ def one_of(kind: Any) -> Callable[[str], str]:
     return parse
 
 
+def words_in(metavar: str | None) -> list[str]:
+    """Return the words that a metavar such as `auto|cpu|cuda` or `MODEL|mtp` names as values."""
+    parts = (metavar or "").split("|")
+    return [part for part in parts if part.isalpha() and part.islower()] if parts[1:] else []
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """An option or argument that sets `field`, a dotted path from a command's model.
@@ -85,6 +91,7 @@ class Setting:
             "help": self.help,
             "metavar": self.option.metavar,
             "parser": parser,
+            "autocompletion": self._completion() if choices is None else None,
             "show_default": self.default or False,
             "rich_help_panel": self.panel,
             "hidden": self.is_rare,
@@ -99,6 +106,17 @@ class Setting:
             annotation=Annotated[kind if is_needed else kind | None, marker],
             default=inspect.Parameter.empty if is_needed else None,
         )
+
+    def _completion(self) -> Callable[[str], list[str]] | None:
+        """Return what completes a value in a shell; None: files do."""
+        named = words_in(self.option.metavar)
+        if not named:
+            return None
+
+        def complete(incomplete: str) -> list[str]:
+            return [word for word in named if word.startswith(incomplete)]
+
+        return complete
 
     def _numbers(self, text: str) -> tuple[float, ...]:
         """Return the numbers in a comma-separated list; raises `ConfigError`."""

@@ -176,6 +176,7 @@ def explain_defect(error: Exception, arguments: Sequence[str]) -> None:
     told = (
         f"error: unexpected {type(error).__name__}: {first}\n"
         f"the traceback is in `{Path(file.name)}`; please report it, with what "
-        f"`exl2flow doctor --json` prints; `exl2flow --debug …` shows the traceback{saved_work(arguments)}"
+        "`exl2flow doctor --json` prints; `exl2flow --debug …` shows the traceback"
+        f"{saved_work(arguments)}"
     )
     _fail(FAILURE, "Unexpected", told, arguments, style="red")

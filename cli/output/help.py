@@ -1,9 +1,13 @@
 """Help of commands in words: typer's own shows types of Python, and brackets within brackets."""
 
+from textwrap import shorten
 from typing import Any
 
 from rich.markup import escape
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+BRIEF = 70  # columns of a completion's help
+DEFAULT = " [dim]"  # in the help of an option, before its default
 
 
 class HelpCommand(TyperCommand):
@@ -20,6 +24,12 @@ class HelpCommand(TyperCommand):
         given = zip(arguments, names, strict=True)
         return ["[OPTIONS]", *(name if each.required else f"[{name}]" for each, name in given)]
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return what completes a word in a shell, also options that only `--help-all` lists."""
+        for parameter in self.params:
+            parameter.hidden = False  # type: ignore[attr-defined]  # arguments and options have it
+        return [*map(_brief, super().shell_complete(ctx, incomplete))]
+
 
 class HelpGroup(TyperGroup):
     """Commands with readable help."""
@@ -28,11 +38,21 @@ class HelpGroup(TyperGroup):
         """Return options, `--help` included."""
         return [_readable(parameter) for parameter in super().get_params(ctx)]
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return what completes a word in a shell."""
+        return [*map(_brief, super().shell_complete(ctx, incomplete))]
+
+
+def _brief(item: Any) -> Any:
+    """Shorten a completion's help to a line; fish takes further lines for further completions."""
+    item.help = item.help and shorten(item.help.partition(DEFAULT)[0], BRIEF, placeholder="…")
+    return item
+
 
 def _readable(parameter: Any) -> Any:
     """Show a default as `[default: 115]`, no type of an argument, no value of a switch."""
     if isinstance(shown := parameter.show_default, str):  # typer's own adds parentheses
-        parameter.help = f"{parameter.help} [dim]{escape(f'[default: {shown}]')}[/dim]"
+        parameter.help = f"{parameter.help}{DEFAULT}{escape(f'[default: {shown}]')}[/dim]"
         parameter.show_default = False
     if isinstance(parameter, TyperArgument):
         parameter.display_type_rich = lambda ctx: None  # type: ignore[method-assign]  # of one

@@ -7,7 +7,7 @@ from pathlib import Path
 from exl2flow.cli.output.console import show, tell
 from exl2flow.cli.output.tables import plan_table
 from exl2flow.cli.work.findings import Machine, findings
-from exl2flow.cli.work.gpus import Card, CupyBuild, Driver, TorchBuild, probe_gpus
+from exl2flow.cli.work.gpus import CupyBuild, Driver, Gpu, TorchBuild, probe_gpus
 from exl2flow.cli.work.machine import (
     EXTRAS,
     Disk,
@@ -115,7 +115,7 @@ def _cupy(build: CupyBuild) -> str:
     return _joined(*build.packages, compiler, build.problem or ran)
 
 
-def _card(card: Card) -> str:
+def _card(card: Gpu) -> str:
     return _joined(
         card.name,
         None if card.total is None else words.size(card.total),

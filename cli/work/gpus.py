@@ -57,7 +57,7 @@ class CupyBuild:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class Gpu:
     """A GPU; total, free: bytes, copy_rate: GB/s at which a copy reads and writes its memory."""
 
     name: str = ""
@@ -75,7 +75,7 @@ class Gpus:
     driver: Driver
     torch: TorchBuild
     cupy: CupyBuild
-    cards: tuple[Card, ...]
+    cards: tuple[Gpu, ...]
     hidden_by: str | None = None
 
     @property
@@ -98,7 +98,7 @@ def probe_gpus() -> Gpus:
     )
 
 
-def probe_driver() -> tuple[Driver, tuple[Card, ...]]:
+def probe_driver() -> tuple[Driver, tuple[Gpu, ...]]:
     """Return the driver, and the GPUs that `nvidia-smi` lists."""
     cuda = tried(supported_cuda, lambda why: None)
     program = shutil.which("nvidia-smi", path=f"{os.environ.get('PATH', '')}:{WSL_PROGRAMS}")
@@ -143,12 +143,12 @@ def _loaded_driver() -> str | None:
     return driver_version(DRIVER.read_text()) if DRIVER.exists() else None
 
 
-def _listed(row: list[str]) -> Card:
+def _listed(row: list[str]) -> Gpu:
     """Return a GPU from its line; what a card does not tell is `[N/A]`."""
     name, _, *sizes, capability = row
     total, free = (int(cell) * MIB if cell.isdecimal() else None for cell in sizes)
     known = capability if capability.replace(".", "").isdecimal() else None
-    return Card(name=name, total=total, free=free, capability=known)
+    return Gpu(name=name, total=total, free=free, capability=known)
 
 
 def probe_torch() -> TorchBuild:
@@ -203,21 +203,21 @@ def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _card(index: int) -> Card:
-    found = tried(lambda: probe_card(index), lambda why: Card(name=f"GPU {index}", problem=why))
+def _card(index: int) -> Gpu:
+    found = tried(lambda: probe_card(index), lambda why: Gpu(name=f"GPU {index}", problem=why))
     return found if found.problem else timed(found, index)
 
 
-def probe_card(index: int) -> Card:
+def probe_card(index: int) -> Gpu:
     """Return a GPU as torch sees it."""
     import torch
 
     about = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    return Card(name=about.name, total=total, free=free, capability=f"{about.major}.{about.minor}")
+    return Gpu(name=about.name, total=total, free=free, capability=f"{about.major}.{about.minor}")
 
 
-def timed(card: Card, index: int) -> Card:
+def timed(card: Gpu, index: int) -> Gpu:
     """Return a GPU with the rate at which it copies, which torch's own kernels measure."""
     try:
         import torch

@@ -20,9 +20,9 @@ from exl2flow.cli.work import gpus as gpu_probes
 from exl2flow.cli.work.doctor import rows, show_machine
 from exl2flow.cli.work.findings import Findings, Machine, findings
 from exl2flow.cli.work.gpus import (
-    Card,
     CupyBuild,
     Driver,
+    Gpu,
     Gpus,
     TorchBuild,
     listed_by,
@@ -47,7 +47,7 @@ from exl2flow.cli.work.machine import (
 )
 
 GIB = 1 << 30
-CARD = Card(name="NVIDIA H200", total=150 * GIB, free=149 * GIB, capability="9.0", copy_rate=4500.0)
+CARD = Gpu(name="NVIDIA H200", total=150 * GIB, free=149 * GIB, capability="9.0", copy_rate=4500.0)
 WORKING = Gpus(
     driver=Driver(version="580.95.05", cuda="13.0"),
     torch=TorchBuild(version="2.13.0", works=True, cuda="13.0", gpus=1),
@@ -255,8 +255,8 @@ def test_gpus_are_listed_by_the_program_of_the_driver(
     assert driver.version == "580.95.05"
     assert driver.problem is None
     assert cards == (
-        Card(name="NVIDIA H200", total=143771 << 20, free=143000 << 20, capability="9.0"),
-        Card(name="NVIDIA GB10", capability="12.1"),
+        Gpu(name="NVIDIA H200", total=143771 << 20, free=143000 << 20, capability="9.0"),
+        Gpu(name="NVIDIA GB10", capability="12.1"),
     )
 
 
@@ -295,7 +295,7 @@ def test_torch_without_a_gpu_sees_none_and_says_so_of_a_card() -> None:
     build = probe_torch()
 
     assert (build.version, build.works, build.gpus) == (torch.__version__, True, 0)
-    card = tried(lambda: probe_card(0), lambda why: Card(problem=why))
+    card = tried(lambda: probe_card(0), lambda why: Gpu(problem=why))
     assert card.problem is not None
     assert "CUDA" in card.problem
     assert timed(CARD, 0).problem is not None
@@ -420,7 +420,7 @@ NO_CUDA = TorchBuild(version="2.13.0+cpu", works=True)
         ({"driver": Driver(problem="`nvidia-smi` fails: x"), "cards": ()}, "fails: x", None),
         ({"cards": (replace(CARD, problem="out of memory"),)}, "H200: out of memory", None),
         (
-            {"cards": (Card(name="RTX 2080", capability="7.5"),)},
+            {"cards": (Gpu(name="RTX 2080", capability="7.5"),)},
             "RTX 2080 has compute capability 7.5, the kernels need 8.0",
             None,
         ),
