@@ -45,7 +45,8 @@ class HelpGroup(TyperGroup):
 
 def _brief(item: Any) -> Any:
     """Shorten a completion's help to a line; fish takes further lines for further completions."""
-    item.help = item.help and shorten(item.help.partition(DEFAULT)[0], BRIEF, placeholder="…")
+    text = (item.help or "").partition(DEFAULT)[0].replace("'", "’")  # zsh would drop it
+    item.help = shorten(text, BRIEF, placeholder="…") or None
     return item
 
 
