@@ -10,7 +10,13 @@ LOWEST := .venv-lowest/bin
 
 .PHONY: demo dev quick test test-all test-base test-gpu test-cards sanitize test-lowest campaign check format build clean
 
-demo: .venv/.installed
+# The extra with which a GPU is used: cuda13 or cuda12, whichever the driver supports, else none. `make demo CUDA=none`
+# chooses; asked for by `demo` only, because `nvidia-smi` can take a second.
+CUDA = $(shell case "$$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Z ]*Version *: *\([0-9]*\).*/\1/p')" in \
+    (12) echo cuda12;; (1[3-9]) echo cuda13;; (*) echo none;; esac)
+
+.SECONDEXPANSION:
+demo: .venv/.installed .venv/.with-$$(CUDA)
 	$(BIN)/exl2flow convert demo/model --out demo-exl2 --bpw 4.0 \
 	    --rows 16 --row-tokens 512 --measure-rows 16 --measure-row-tokens 512 --validate-rows 16 \
 	    --validate-row-tokens 512 --validate-text demo/heldout.txt
@@ -21,6 +27,14 @@ demo: .venv/.installed
 	    "2 to 6 GB, a few minutes the first time; pip reports only errors"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[convert,prefect]'
+	touch $@
+
+.venv/.with-cuda12 .venv/.with-cuda13: .venv/.installed
+	@echo "installing what uses the GPU ($(@:.venv/.with-%=%)); \`make demo CUDA=none\` leaves it out"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(@:.venv/.with-%=%)]'
+	touch $@
+
+.venv/.with-none: .venv/.installed
 	touch $@
 
 # A contributor's environment: the same plus the development tools.
