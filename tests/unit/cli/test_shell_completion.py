@@ -68,6 +68,7 @@ def test_zsh_gets_words_with_their_help_and_apostrophes_that_it_does_not_drop() 
     (line,) = completed("exl2flow clean --keep", "zsh")
 
     assert line.startswith('_arguments \'*: :(("--keep-latest":"Finished conversions')
+    assert "multiple of the source’s." in ratio
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
