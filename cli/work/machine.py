@@ -144,8 +144,8 @@ def probe_server() -> PrefectServer:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         told = in_words(reason) if isinstance(reason, BaseException) else str(reason)
         return PrefectServer(url=url, problem=f"it does not answer: {told}")
-    told = None if healthy else "what answers is not a Prefect server that is well"
-    return PrefectServer(url=url, problem=told)
+    ill = None if healthy else "what answers is not a Prefect server that is well"
+    return PrefectServer(url=url, problem=ill)
 
 
 def without_password(url: str) -> str:
