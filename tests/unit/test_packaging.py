@@ -135,7 +135,8 @@ def test_every_dependency_is_pinned() -> None:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["convert"], *extras["prefect"], *extras["dev"]]
 
-    missing = {normalized(requirement) for requirement in wanted} - {"exl2flow", *pinned()}
+    free = {"exl2flow", "nvidia-cuda-nvrtc"}  # torch for CUDA chooses the latter
+    missing = {normalized(requirement) for requirement in wanted} - {*free, *pinned()}
 
     assert not missing
     assert pinned()["torch"] == "2.13.0"
