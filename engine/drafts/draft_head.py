@@ -13,10 +13,11 @@ from torch.nn import functional
 from exl2flow.kernels import FusedLinear, get_ops, on_device
 from exl2flow.kernels.interface.packed import TILE
 from exl2flow.model import DenseLinear, Linear
+from exl2flow.model.config.mtp import DRAFT_TILES
 from exl2flow.model.layers.decoder import Head
 from exl2flow.model.layers.linear import PackedLinear, narrowed
 
-LIKELIEST, OWN = 1024, 256  # tiles of the likeliest ids, and of those of texts
+LIKELIEST, OWN = DRAFT_TILES  # tiles of the likeliest ids, and of those of texts
 LEAST = 2  # times as many tiles has a head of which a part is worth it
 
 

@@ -139,17 +139,8 @@ def load_model(
     source, limit = _source(folder, place, texts, is_streamed=streamed)
     if ranks is not None:
         check_ranks(source.spec, ranks.count)
-    spec, tensors = source.spec, source.tensors
-    in_host = host_bytes(spec, tensors.names, wanted=embedding, device=place) > 0
-    if isinstance(placement, Split):
-        placement = split_model(
-            placement, spec, tensors, device=place, context=limit, in_host=in_host
-        )
-    placement = placement or Placement.on(place, spec.num_layers)
-    read = _Embeddings(source, placement.embedding, in_host=in_host, or_device=embedding == "auto")
-    decoder, tokenizer = _load(
-        source, placement, read, ranks, is_streamed=streamed, progress=progress
-    )
+    whole = _placed(source, placement, place, embedding=embedding, context=limit)
+    decoder, tokenizer = _load(source, whole, ranks, is_streamed=streamed, progress=progress)
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
@@ -248,43 +239,55 @@ def _checked_limit(max_tokens: int | None, spec: ModelSpec) -> int:
     return limit
 
 
-@dataclass(frozen=True, slots=True)
-class _Embeddings:
-    """Reads the embedding for a device; or_device: into its memory if host memory cannot be had."""
+class _Placed(NamedTuple):
+    """Where parts go; in_host: the embedding stays in host memory, `or_device` if it cannot."""
 
-    source: StreamedSublayers
-    device: torch.device
+    placement: Placement
     in_host: bool
     or_device: bool
 
-    def __call__(self) -> Embedding:
-        read = partial(
-            build_embedding,
-            self.source.spec,
-            self.source.tensors,
-            dtype=self.source.dtype,
-            device=self.device,
+
+def _placed(
+    source: StreamedSublayers,
+    placement: Placement | Split | None,
+    device: torch.device,
+    *,
+    embedding: str,
+    context: int,
+) -> _Placed:
+    """Return where parts go, as `load_model` is asked; context: the longest text."""
+    spec, tensors = source.spec, source.tensors
+    in_host = host_bytes(spec, tensors.names, wanted=embedding, device=device) > 0
+    if isinstance(placement, Split):
+        placement = split_model(
+            placement, spec, tensors, device=device, context=context, in_host=in_host
         )
-        try:
-            return read(in_host=self.in_host)
-        except BackendUnavailable as error:
-            if not self.or_device:
-                raise
-            log.warning("the embedding takes memory of the GPU: %s", error)
-        return read()
+    placement = placement or Placement.on(device, spec.num_layers)
+    return _Placed(placement, in_host, or_device=embedding == "auto")
+
+
+def _read_embedding(source: StreamedSublayers, place: _Placed) -> Embedding:
+    device = place.placement.embedding
+    read = partial(build_embedding, source.spec, source.tensors, dtype=source.dtype, device=device)
+    try:
+        return read(in_host=place.in_host)
+    except BackendUnavailable as error:
+        if not place.or_device:
+            raise
+        log.warning("the embedding takes memory of the GPU: %s", error)
+    return read()
 
 
 def _load(
     source: StreamedSublayers,
-    placement: Placement,
-    read_embedding: Callable[[], Embedding],
+    place: _Placed,
     ranks: Ranks | None,
     *,
     is_streamed: bool,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[Decoder, Tokenizer]:
     """Load a model's parts and its tokenizer concurrently; raise the first error in part order."""
-    spec, tensors, dtype = source.spec, source.tensors, source.dtype
+    spec, tensors, dtype, placement = source.spec, source.tensors, source.dtype, place.placement
     of_head = None if ranks is None else HeadShare(ranks)
 
     def read_head(embedding: Future[Embedding]) -> Head:
@@ -312,7 +315,7 @@ def _load(
             with torch.cuda.device(device):
                 get_ops(device).prepare()
         tokenizer = threads[placement.head].begin(partial(Tokenizer.load, spec.source_dir))
-        embedding = threads[placement.embedding].begin(read_embedding)
+        embedding = threads[placement.embedding].begin(partial(_read_embedding, source, place))
         head = threads[placement.head].begin(partial(read_head, embedding))  # early: it takes long
         sublayers = [
             threads[device].begin(partial(read, sublayer, device))

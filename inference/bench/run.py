@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -32,30 +33,34 @@ LONGEST = 1.0  # seconds of the repeats of one piece of work
 Report = Callable[[str], None]
 
 
+class Loading(TypedDict, total=False):
+    """How a model is loaded; see `load_model`."""
+
+    placement: Split | None
+    tensor_parallel: int | str | Sequence[int] | None
+    embedding: str
+
+
 def bench(
     folder: Path,
     *,
     device: str = "auto",
-    placement: Split | None = None,
-    tensor_parallel: int | str | Sequence[int] | None = None,
-    embedding: str = "auto",
     cache: str | None = None,
     context: int = PROMPTS[0],
     rows: Sequence[int] = (1, 4, 16),
     report: Report = lambda text: None,
+    **loading: Unpack[Loading],
 ) -> Speed:
     """Load a model and time it.
 
     Args:
         folder: the model.
         device: auto, cpu or cuda.
-        placement: how the model is divided among GPUs; None: it is on one.
-        tensor_parallel: see `load_model`; memory is that of the first GPU.
-        embedding: see `load_model`.
         cache: its cache's format; None: fp16 on a GPU, fp32 on a CPU.
         context: tokens before the decoded ones, at most.
         rows: numbers of sequences that are decoded at once.
         report: called with what is done next.
+        loading: more for `load_model`; memory is that of the first GPU.
 
     Raises:
         SourceModelError: the folder is not a runnable model.
@@ -67,13 +72,7 @@ def bench(
     cache_format(form, place)
     report("loading")
     start = time.perf_counter()
-    model = load_model(
-        folder,
-        device=device,
-        placement=placement,
-        tensor_parallel=tensor_parallel,
-        embedding=embedding,
-    )
+    model = load_model(folder, device=device, **loading)
     devices = model.decoder.placement.devices  # of this process
     for used in devices if place.type == "cuda" else ():
         torch.cuda.synchronize(used)

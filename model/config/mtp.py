@@ -14,6 +14,10 @@ PREFIX = "mtp."  # of the names here
 TOKEN_COUNTS = "mtp.token_counts"  # how often each id occurred in calibration rows, int32 (v,)
 
 
+# Draft tokens are chosen among the likeliest ids, and those of texts: tiles of a copy of the head
+DRAFT_TILES = 1024, 256
+
+
 @dataclass(frozen=True, kw_only=True)
 class MtpSpec:
     """A block: what joins embedding and state, and one layer of full attention behind it.

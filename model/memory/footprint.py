@@ -14,8 +14,10 @@ import torch
 from exl2flow.kernels import CACHE_FORMATS, MOST_BESIDE, PAGE_TOKENS, DeltaSlots
 from exl2flow.kernels.interface.cache_formats import LayerStore
 from exl2flow.kernels.interface.groups import PANEL_ROWS
+from exl2flow.kernels.interface.packed import TILE
 from exl2flow.model.config.delta_spec import DeltaSpec
 from exl2flow.model.config.experts_spec import MlpSpec
+from exl2flow.model.config.mtp import DRAFT_TILES, MtpSpec
 from exl2flow.model.config.spec import AttentionSpec, ModelSpec
 from exl2flow.model.config.sublayer_spec import ProjectionSpec, SublayerSpec
 
@@ -111,6 +113,14 @@ class DeviceNeed:
         )
 
     @classmethod
+    def of_block(cls, block: MtpSpec, texts: Texts) -> "DeviceNeed":
+        """Return the needs of a block that drafts tokens: its layer, and its copy of the head."""
+        head, joint = block.layer.head, block.joint
+        copied = min(sum(DRAFT_TILES) * TILE, head.out_features) * head.in_features
+        grown = _layout_bytes(joint.in_features, joint.out_features)
+        return cls.of_layer(block.layer, 0, texts) + cls(layout=grown + copied)
+
+    @classmethod
     def of_head(cls, spec: ModelSpec, texts: Texts, *, packed: bool = True) -> "DeviceNeed":
         """Return the needs of the head: logits fp32, and what sorts them."""
         return cls(
@@ -142,18 +152,30 @@ class Footprint:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, *, context: int, cache_format: str, sequences: int = 1
+        cls,
+        spec: ModelSpec,
+        *,
+        context: int,
+        cache_format: str,
+        sequences: int = 1,
+        tokens: int | None = None,
+        block: MtpSpec | None = None,
     ) -> "Footprint":
-        """Return the needs for sequences of `context` tokens; they do not depend on the bits."""
+        """Return the needs for sequences of `context` tokens; they do not depend on the bits.
+
+        tokens: of the cache; None: as many as the sequences have together. block: drafts tokens.
+        """
         texts = Texts(
             context=context,
-            pages=sequences * pages(context),
+            pages=sequences * pages(context) if tokens is None else pages(tokens),
             cache_format=cache_format,
             sequences=sequences,
         )
         share = DeviceNeed.of_embedding(spec, texts) + DeviceNeed.of_head(spec, texts)
         for index in range(spec.num_layers):
             share += DeviceNeed.of_layer(spec, index, texts)
+        if block is not None:
+            share += DeviceNeed.of_block(block, texts)
         return cls(
             context=context,
             cache_format=cache_format,

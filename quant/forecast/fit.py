@@ -12,6 +12,7 @@ from exl2flow.model import resolve
 from exl2flow.model.memory.footprint import Footprint
 from exl2flow.model.memory.host_embedding import host_bytes
 from exl2flow.quant.allocate.bit_range import BitRange
+from exl2flow.quant.allocate.block import block_in
 
 USUAL_CONTEXT = 8192  # tokens
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
@@ -70,7 +71,13 @@ def find_fit(config: RunOptions) -> Fit | None:
         raise ConfigError(
             f"`--context {context}` exceeds the model's {spec.max_positions} positions"
         )
-    needs = Footprint.of(spec, context=context, cache_format=options.cache)
+    is_kept = config.block is not None and config.block.block != "drop"
+    needs = Footprint.of(
+        spec,
+        context=context,
+        cache_format=options.cache,
+        block=block_in(spec) if is_kept else None,
+    )
     reach = BitRange.of(config, spec)
     smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
     host = host_bytes(spec, [f"{spec.head.key}."], wanted="auto", device=torch.device("cuda"))

@@ -94,7 +94,7 @@ ORDER = {
         "store",
         "requests",
     ),
-    "kernels": ("streams", "interface", "reference", "plans", "cuda", "backend"),
+    "kernels": ("streams", "host_memory", "interface", "reference", "plans", "cuda", "backend"),
     "model": ("config", "files", "text", "layers", "memory", "tensor_parallel"),
     "quant": (
         "walk",
