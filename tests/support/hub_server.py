@@ -377,6 +377,7 @@ def used_by_client(hub: Hub) -> Iterator[None]:
         patch.setattr(constants, "ENDPOINT", hub.url)
         patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + FILES)
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.setattr(constants, "HF_HUB_CACHE", str(hub.root / "cache"))
         patch.setattr(constants, "HF_TOKEN_PATH", str(hub.root / "no-token"))
         patch.setenv("HF_TOKEN", TOKEN)
         for module in (_http, file_download):
