@@ -8,7 +8,7 @@ and keeps finished files. A model that is complete here needs no Hub.
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -198,11 +198,28 @@ def download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[
         revision=commit,
         local_dir=folder,
         allow_patterns=[file.path for file in files],
-        tqdm_class=_meter(current(), sum(file.size for file in files), wanted.repo),
+        tqdm_class=meter(current(), sum(file.size for file in files), wanted.repo),
     )
     sync_files(folder / file.path for file in files)  # before digests are remembered
     large = [folder / file.path for file in files if file.lfs is not None]
     sha256 = digests(sorted(large), folder.parents[2] / DIGESTS_FILE)
+    check_arrived(wanted.repo, folder, files, sha256)
+
+
+def check_arrived(
+    repo: str, folder: Path, files: Iterable[RepoFile], sha256: Mapping[Path, str]
+) -> None:
+    """Compare downloaded files with the Hub's digests.
+
+    Args:
+        repo: their repository, for messages.
+        folder: what their paths are relative to.
+        files: as the Hub lists them.
+        sha256: digests of the large ones, by path.
+
+    Raises:
+        HubUnavailable: some differ; they are deleted, and the next attempt fetches them again.
+    """
     damaged = list[str]()
     for file in files:
         path = folder / file.path
@@ -211,16 +228,16 @@ def download(hub: Hub, wanted: HubModel, commit: str, folder: Path, files: list[
         else:
             kind, actual, expected = "git digest", git_hash(path.read_bytes()), file.blob_id
         if actual != expected:
-            path.unlink()
+            path.resolve().unlink()  # in a cache, a link leads to the content
+            path.unlink(missing_ok=True)
             damaged.append(
-                f"`{file.path}` of `{wanted.repo}` arrived with {kind} {actual}, the Hub "
-                f"says {expected}"
+                f"`{file.path}` of `{repo}` arrived with {kind} {actual}, the Hub says {expected}"
             )
     if damaged:
         raise HubUnavailable(f"damaged on the Hub or in transit: {'; '.join(damaged)}")
 
 
-def _meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
+def meter(progress: Progress, total: int, repo: str) -> type[tqdm]:
     """Return a progress bar class for the client that reports ticks and draws nothing.
 
     The client may count bytes on several bars, for network and disk; the one furthest ahead counts.

@@ -65,9 +65,9 @@ def variants(hub: Hub, repo: str, revision: str | None = None) -> list[Variant]:
     with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-variants") as threads:
         trees = threads.map(partial(_files, hub, repo), heads)
         found = [
-            (commit, name, folder, files)
+            (commit, name, folder, tuple(tree[path] for path in paths))
             for (commit, name), tree in zip(heads.items(), trees, strict=True)
-            for folder, files in models_in(tree).items()
+            for folder, paths in models_in(tree).items()
         ]
         configs = threads.map(lambda one: _config(hub, repo, one[0], one[2]), found)
         offers = [_variant(repo, *one, config) for one, config in zip(found, configs, strict=True)]
@@ -101,19 +101,25 @@ def quantized(
     return is_named, bits if is_named else None
 
 
-def models_in(files: Iterable[RepoFile]) -> dict[str, tuple[RepoFile, ...]]:
-    """Return folder → files of the model in it; a model has a config and weights."""
-    folders = dict[str, list[RepoFile]]()
-    for file in files:
-        folder, _, name = file.path.rpartition("/")
+def models_in(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Return folder → paths of the model in it; a model has a config and weights."""
+    folders = dict[str, list[str]]()
+    for path in paths:
+        folder, _, name = path.rpartition("/")
         if is_of_model(name):
-            folders.setdefault(folder, []).append(file)
-    return {folder: tuple(inside) for folder, inside in folders.items() if _is_model(inside)}
+            folders.setdefault(folder, []).append(path)
+    return {folder: inside for folder, inside in folders.items() if _is_model(inside)}
 
 
-def _is_model(files: Iterable[RepoFile]) -> bool:
-    names = [file.path.rpartition("/")[2] for file in files]
+def _is_model(paths: Iterable[str]) -> bool:
+    names = [path.rpartition("/")[2] for path in paths]
     return CONFIG_FILE in names and any(map(is_shard, names))
+
+
+def telling(named: Mapping[str, str]) -> dict[str, str]:
+    """Return commit → the one of its names that tells the most: bits, else main, else the last."""
+    names = sorted(named, key=lambda name: (bits_of(name) is not None, name == MAIN))
+    return {named[name]: name for name in names}
 
 
 def _heads(hub: Hub, repo: str, revision: str | None) -> dict[str, str]:
@@ -123,17 +129,15 @@ def _heads(hub: Hub, repo: str, revision: str | None) -> dict[str, str]:
         return {str(info.sha): revision}
     refs = hub.call(repo, lambda: hub.api.list_repo_refs(repo))
     named = {ref.name: ref.target_commit for ref in (*refs.tags, *refs.branches)}
-    # the last name of a commit stays: one with bits, else main, else another branch, else a tag
-    names = sorted(named, key=lambda name: (bits_of(name) is not None, name == MAIN))
-    return {named[name]: name for name in names}
+    return telling(named)
 
 
-def _files(hub: Hub, repo: str, commit: str) -> list[RepoFile]:
-    """Return all files of a commit."""
+def _files(hub: Hub, repo: str, commit: str) -> dict[str, RepoFile]:
+    """Return path → file of a commit."""
 
-    def listed() -> list[RepoFile]:
+    def listed() -> dict[str, RepoFile]:
         tree = hub.api.list_repo_tree(repo, revision=commit, recursive=True)
-        return [entry for entry in tree if isinstance(entry, RepoFile)]
+        return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
 
     return hub.call(repo, listed)
 
