@@ -36,3 +36,13 @@ class ModelName:
     def is_plain(self) -> bool:
         """Whether it may also be a path: it has neither a revision nor a choice."""
         return self.revision is None and self.choice is None
+
+
+def on_hub(model: Path) -> ModelName | None:
+    """Return the name by which the Hub has a model; None for a folder, which goes first."""
+    return None if model.exists() else ModelName.of(model)
+
+
+def name_of(model: Path) -> str:
+    """Return the name of a model for clients and records: that on the Hub, or of its folder."""
+    return str(on_hub(model) or model.resolve().name)

@@ -1,6 +1,6 @@
 """`exl2flow bench`: how fast a model loads, reads and decodes on this machine."""
 
-from exl2flow.cli.options import AsJson, ModelFolder, with_options
+from exl2flow.cli.options import AsJson, ModelFolder, local, with_options
 from exl2flow.cli.output.console import emit_json, say
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import BenchOptions
@@ -27,6 +27,7 @@ def bench_command(model: ModelFolder, *, options: BenchOptions, as_json: AsJson 
     from exl2flow.inference.bench import bench
     from exl2flow.pipeline.devices import choose_allocator
 
+    model = local(model, plain=as_json)
     choose_allocator()
     largest = max(counts)
     tokens = largest * whole_pages(options.context + 1)

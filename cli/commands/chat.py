@@ -6,15 +6,17 @@ from typing import Annotated
 
 import typer
 
-from exl2flow.cli.options import Values, with_options
+from exl2flow.cli.options import NAMED, Values, local, with_options
 from exl2flow.cli.options.chat import CHAT, build_chat, profile_of
 from exl2flow.cli.output.console import OUT, printable
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.model_name import on_hub
 from exl2flow.core.options.chat import ChatFiles
 
 EXAMPLES = (
     "exl2flow chat ./Llama-3.2-1B-4.0bpw",
     "exl2flow chat ./model --system 'You are a pirate.' --temperature 0.7 --stats",
+    "exl2flow chat org/name:4.0",
     "exl2flow chat ./model --resume",
     "exl2flow chat ./model --draft ./smaller-model --cache q6",
     "git diff | exl2flow chat ./model --system 'Write a commit message.' > message.txt",
@@ -23,9 +25,7 @@ EXAMPLES = (
 
 @with_options(*CHAT)
 def chat(
-    model: Annotated[
-        Path | None, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.")
-    ] = None,
+    model: Annotated[Path | None, typer.Argument(metavar="MODEL", help=NAMED)] = None,
     *,
     as_json: Annotated[
         bool,
@@ -47,15 +47,17 @@ def chat(
         list_formats()
         return
     if model is None:
-        raise ConfigError("give the folder of a model")
+        raise ConfigError("give the folder of a model, or its name on the Hub")
     if files.remember and files.profile is None:
         raise ConfigError("`--remember` goes with `--profile`")
-    profile, origin = profile_of(model, files.profile, remember=files.remember)
+    folder = local(model, plain=as_json)
+    key = str(on_hub(model) or model.resolve())
+    profile, origin = profile_of(key, files.profile, remember=files.remember)
     given = {**profile, **values}
     try:
-        config = build_chat(given, model)
+        config = build_chat(given, folder)
     except ConfigError as error:
-        build_chat(values, model)  # raises if not the profile is wrong
+        build_chat(values, folder)  # raises if not the profile is wrong
         raise ConfigError(f"{origin}: {error}") from error
     talks = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
     if talks:
@@ -63,6 +65,6 @@ def chat(
     from exl2flow.cli.terminal.start import answer_one, talk  # these import torch
 
     if talks:
-        talk(model, config, given, files)
+        talk(folder, key, config, given, files)
     else:
-        answer_one(model, config, given, files, as_json=as_json)
+        answer_one(folder, key, config, given, files, as_json=as_json)

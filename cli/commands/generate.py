@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from exl2flow.cli.options import ModelFolder, with_options
+from exl2flow.cli.options import ModelFolder, local, with_options
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.options.generation import GenerationOptions
 from exl2flow.core.options.sampling import SamplingSettings
@@ -44,6 +44,7 @@ def generate(
         raise ConfigError("`--json` and `--negative-prompt` go with `--prompt`")
     from exl2flow.cli.work.completion import complete, complete_all  # imports torch
 
+    model = local(model, plain=as_json)
     settings = SamplingSettings.greedy() if options.greedy else settings
     if prompt is not None:
         complete(model, prompt, options, settings, as_json=as_json)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from exl2flow.cli.options import local
 from exl2flow.cli.output.console import emit_json
 
 EXAMPLES = (
@@ -17,7 +18,12 @@ EXAMPLES = (
 
 def inspect_command(
     model: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of an EXL2 model, whatever wrote it.")
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Folder of an EXL2 model, whatever wrote it, or its name on the Hub: org/name, "
+            "org/name:4.0 (bits).",
+        ),
     ],
     *,
     matrices: Annotated[
@@ -44,7 +50,7 @@ def inspect_command(
     from exl2flow.cli.output.results import show_contents, write_matrices  # these import torch
     from exl2flow.inference.report.inspection import inspect_model
 
-    contents = inspect_model(model)
+    contents = inspect_model(local(model, plain=as_json))
     write_matrices(contents, csv, parquet)
     if as_json:
         emit_json(contents.to_json())

@@ -4,15 +4,17 @@ import json
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl2flow.cli.options import Values, settings_of, with_options
+from exl2flow.cli.options import Values, local, settings_of, with_options
 from exl2flow.cli.options.layers import as_toml, layered
 from exl2flow.cli.output.console import say, tell
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.model_name import name_of
 from exl2flow.core.options.serving import KEY_VARIABLE, LISTEN, ServeOptions
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ CHUNKS = {"cpu": 512, "cuda": 2048}  # prompt tokens that others wait for, 0.1 s
 EXAMPLES = (
     "exl2flow serve ./Llama-3.2-1B-4.0bpw",
     "exl2flow serve ./model --slots 32 --cache q6 --draft ./smaller-model",
+    "exl2flow serve org/name:4.0 --also org/name:6.0 --swap",
     "exl2flow serve --config serve.toml",
     f"{KEY_VARIABLE}=… exl2flow serve ./model --host 0.0.0.0 --allow-host gpu.lan",
 )
@@ -86,7 +89,9 @@ def serve(
         tell(add_key(options.keys, new_key))
         return
     if options.model is None:
-        raise ConfigError("give the folder of a model, or a `--config` with `model`")
+        raise ConfigError(
+            "give the folder of a model, its name on the Hub, or a `--config` with `model`"
+        )
     _run(options.model, Configuration(options, lambda: checked(read(), config), config))
 
 
@@ -100,20 +105,24 @@ def _run(model: Path, configuration: "Configuration") -> None:
     from exl2flow.serve.http.running import run
 
     options = configuration.options
-    if options.swap and options.models is None:
-        raise ConfigError("`--swap` goes with `--models`")
+    if options.swap and options.models is None and not options.also:
+        raise ConfigError("`--swap` goes with `--models` or `--also`")
     keys = Keys(options.keys, os.environ.get(KEY_VARIABLE))
     if not keys and is_open(options.host):
         why = f"`--host` is {options.host}, which others can reach"
         raise ConfigError(f"{why}; set {KEY_VARIABLE} or give `--keys`")
+    first = local(model)
+    names = _names({first: model} | {local(one): one for one in options.also})
     with listening(options.host, options.port) as (listener, address):
         keep = prompt_cache(_absolute(options))
 
         def make(folder: Path) -> "ModelHost":
-            now, is_first = _absolute(configuration.options), folder.resolve() == model.resolve()
-            return _host(folder.absolute(), now if is_first else _of_any(now), keep)
+            now, is_first = _absolute(configuration.options), folder.resolve() == first.resolve()
+            given = now if is_first else _of_any(now)
+            return _host(folder.absolute(), names.get(folder.resolve()), given, keep)
 
-        models = Models(make(model), make)  # nothing else holds the host, which may be freed
+        also = {name: folder for folder, name in names.items() if folder != first.resolve()}
+        models = Models(make(first), make, also)  # nothing else holds the host, which may be freed
         configuration.on_reload += [lambda: models.renew(configuration.options), keys.look]
         _log_requests(options)
         listener.listen(BACKLOG)
@@ -122,6 +131,21 @@ def _run(model: Path, configuration: "Configuration") -> None:
             say(f"for other machines: {url_of(own, listener.getsockname()[1])}", style="dim")
         is_reread = not (options.keys is None and configuration.path is None)
         run(create_app(models, keys), models, listener, configuration if is_reread else None)
+
+
+def _names(given: Mapping[Path, Path]) -> dict[Path, str]:
+    """Return real folder → the name of its model, each folder once, from folder → what was given.
+
+    Raises:
+        ConfigError: two models have one name.
+    """
+    names = dict[Path, str]()
+    for folder, one in given.items():
+        names.setdefault(folder.resolve(), name_of(one))
+    for folder, name in names.items():
+        if list(names.values()).count(name) > 1:
+            raise ConfigError(f"`{folder}` and another model are both named `{name}`; rename one")
+    return names
 
 
 def _absolute(options: ServeOptions) -> ServeOptions:
@@ -142,7 +166,7 @@ def _of_any(options: ServeOptions) -> ServeOptions:
     return options.model_copy(update=own)
 
 
-def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost":
+def _host(model: Path, name: str | None, options: ServeOptions, keep: "PromptCache") -> "ModelHost":
     from exl2flow.cli.options.chat import of_model
     from exl2flow.cli.work.loading import load, with_own_draft
     from exl2flow.engine import Adapter, Generator
@@ -172,6 +196,7 @@ def _host(model: Path, options: ServeOptions, keep: "PromptCache") -> "ModelHost
         fmt=fmt if is_known else None,
         defaults=of_model(model),
         adapters=tuple(Adapter.load(folder, loaded) for folder in options.lora),
+        name=name,
     )
     host.start()
     host.load_seconds = time.monotonic() - began

@@ -1,10 +1,12 @@
 """Options of commands, made from the fields that they set."""
 
 from exl2flow.cli.options.build import Values, build, flags, validated, with_options
-from exl2flow.cli.options.common import AsJson, FlowSwitches, ModelFolder, RunSwitches
+from exl2flow.cli.options.common import NAMED, AsJson, FlowSwitches, ModelFolder, RunSwitches
+from exl2flow.cli.options.named import local
 from exl2flow.cli.options.setting import Setting, settings_of
 
 __all__ = [
+    "NAMED",
     "AsJson",
     "FlowSwitches",
     "ModelFolder",
@@ -13,6 +15,7 @@ __all__ = [
     "Values",
     "build",
     "flags",
+    "local",
     "settings_of",
     "validated",
     "with_options",

@@ -111,14 +111,19 @@ def home(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or Path.home() / default) / "exl2flow"
 
 
-def profile_of(model: Path, name: str | None, *, remember: bool) -> tuple[dict[str, Any], str]:
+def profile_of(key: str, name: str | None, *, remember: bool) -> tuple[dict[str, Any], str]:
     """Return the options of a profile, or of the one remembered for the model, and its origin.
+
+    Args:
+        key: the model's folder, or its name on the Hub.
+        name: of the profile; None: the one remembered.
+        remember: whether to remember this one.
 
     Raises:
         ConfigError: no such profile, or it has no such option; or a file is damaged.
         CorruptCheckpoint, ReadFailed: the names that are remembered cannot be read.
     """
-    folder, key = home("XDG_CONFIG_HOME", ".config"), str(model.resolve())
+    folder = home("XDG_CONFIG_HOME", ".config")
     used = _all_remembered(folder / REMEMBERED).get(key) if name is None else name
     values = read_profile(folder / PROFILES, used) if isinstance(used, str) else {}
     if remember and name is not None:

@@ -11,7 +11,8 @@ from exl2flow.core.options.base import Option, Options
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")
 ]
-ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.")]
+NAMED = "Model folder, or org/name:4.0 (EXL2) on the Hub."
+ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help=NAMED)]
 
 
 class RunSwitches(Options):

@@ -38,26 +38,30 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 NAMES = {"user_name": "User", "bot_name": "Assistant"}
 
 
-def talk(model: Path, config: ChatConfig, given: Values, files: ChatFiles) -> None:
-    """Talk with the user until they leave; `given` are the options that are no defaults."""
-    file = files.conversation or _file_of(model)
+def talk(model: Path, key: str, config: ChatConfig, given: Values, files: ChatFiles) -> None:
+    """Talk with the user until they leave; `given` are the options that are no defaults.
+
+    model: its folder. key: the same, or its name on the Hub.
+    """
+    file = files.conversation or _file_of(key)
     with _begun(model, config, given, file, resume=files.resume) as chat:
         session, screen = chat.session, chat.screen
         words = {name[1:]: one.words for name, one in COMMANDS.items()}
         history = home(*STATE) / "chat-history"
         chat.typed = Typed(config.chat.user_name, words, history, say=screen.say)
-        screen.say(f"{model}; {chat.why}; /help", "dim")
+        name = model if key == str(model.resolve()) else key
+        screen.say(f"{name}; {chat.why}; /help", "dim")
         if session.turns or session.notes:
             chat.recall()
         chat.run()
 
 
 def answer_one(
-    model: Path, config: ChatConfig, given: Values, files: ChatFiles, *, as_json: bool
+    model: Path, key: str, config: ChatConfig, given: Values, files: ChatFiles, *, as_json: bool
 ) -> None:
     """Answer the message on standard input on standard output, without control codes."""
     message = _message(model)
-    file = files.conversation or (_file_of(model) if files.resume else None)
+    file = files.conversation or (_file_of(key) if files.resume else None)
     with _begun(model, config, given, file, resume=files.resume) as chat:
         session = chat.session
         for note in session.notes:
@@ -88,12 +92,12 @@ def answer_one(
         say(summary(counts), style="dim")
 
 
-def _file_of(model: Path) -> Path:
+def _file_of(key: str) -> Path:
     """Return the file that keeps the last conversation with a model."""
     folder = home(*STATE)
     with suppress(OSError):  # a home that cannot be written, which is said with the first turn
         make_private_folder(folder)
-    name = f"{model.resolve().name}-{digest_of(str(model.resolve()))[:8]}.json"
+    name = f"{key.rpartition('/')[2]}-{digest_of(key)[:8]}.json"
     return folder / "chats" / name
 
 

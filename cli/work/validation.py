@@ -1,12 +1,15 @@
 """Scores models, and prints and plots the comparison; its imports take seconds."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from exl2flow.cli.options import local
 from exl2flow.cli.output.console import emit_json, say, tell
 from exl2flow.cli.output.progress import shown
 from exl2flow.cli.output.results import show_comparison
 from exl2flow.cli.work.sources import fetched_with_progress
+from exl2flow.core.model_name import on_hub
 from exl2flow.core.options.comparison import ComparedModels
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.options.validation import ValidateOptions
@@ -28,8 +31,10 @@ def validate_models(
     Raises:
         ValidationFailed: a model is above a limit.
     """
-    scores = _scored(config, options, plain=as_json)
-    models = compared(scores)
+    folders = {local(model, plain=as_json): model for model in config.models}
+    scores = _scored(list(folders), config, options, plain=as_json)
+    names = {str(folder): str(model) for folder, model in folders.items()}
+    models = compared(scores, names)
     if as_json:
         between = differences(models)
         for score, model in zip(scores, models, strict=True):
@@ -48,10 +53,12 @@ def validate_models(
     judge(scores, options)
 
 
-def _scored(config: ComparedModels, options: ValidateOptions, *, plain: bool) -> list[Score]:
-    models, reference = config.models, config.reference
+def _scored(
+    models: Sequence[Path], config: ComparedModels, options: ValidateOptions, *, plain: bool
+) -> list[Score]:
+    reference, first = config.reference, config.models[0]
     if reference is not None:
-        root = default_work_root(models[0])
+        root = default_work_root(Path(first.name) if on_hub(first) else first)
         reference = fetched_with_progress(reference, root, config.token_block, plain=plain)
     with shown(plain=plain) as progress:
         return evaluate(

@@ -13,7 +13,7 @@ class ComparedModels(Options):
     """Models to validate, and the reference to compare them with."""
 
     models: Annotated[Paths, Option("MODEL...", is_argument=True)] = Field(
-        min_length=1, description="model folders, EXL2 or plain"
+        min_length=1, description="model folders, EXL2 or plain, or names of EXL2 models on the Hub"
     )
     reference: Annotated[OptionalPath, Option("SOURCE")] = Field(
         default=EMPTY,

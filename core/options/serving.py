@@ -20,7 +20,8 @@ class ServeOptions(SlotOptions):
     """
 
     model: Annotated[Path | None, Option("MODEL", is_argument=True)] = Field(
-        default=None, description="model folder, EXL2 or plain"
+        default=None,
+        description="model folder, EXL2 or plain, or the name of an EXL2 model on the Hub",
     )
     host: Annotated[str, Option("ADDRESS", LISTEN)] = Field(
         default="127.0.0.1",
@@ -39,8 +40,12 @@ class ServeOptions(SlotOptions):
         default=None,
         description="folder with further models, a folder each, which can replace this one",
     )
+    also: Annotated[list[Path], Option("MODEL", LISTEN)] = Field(
+        default=[],
+        description="further model, a folder or a name on the Hub, which can replace this one",
+    )
     swap: Annotated[bool, Option(panel=LISTEN)] = Field(
-        default=False, description="load the model of `models` that a request names"
+        default=False, description="load the model of `models` or `also` that a request names"
     )
     swap_wait: Annotated[Duration, Option("SECONDS", LISTEN, rare=True)] = Field(
         default=30.0,

@@ -1,7 +1,7 @@
 """Compare models of one source: does the divergence fall as the bytes rise?"""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -52,9 +52,12 @@ def known_score(folder: Path) -> Score | None:
     return Score.of(str(folder), record.score)
 
 
-def compared(scores: Sequence[Score]) -> list[Compared]:
-    """Describe scored models by their folders, in the same order."""
-    labels = distinct_names([Path(score.model) for score in scores])
+def compared(scores: Sequence[Score], names: Mapping[str, str] = {}) -> list[Compared]:
+    """Describe scored models by their folders, in the same order.
+
+    names: folder → name of those that have another one than their folder.
+    """
+    labels = distinct_names([Path(names.get(score.model, score.model)) for score in scores])
     return [_compared(score, label) for score, label in zip(scores, labels, strict=True)]
 
 

@@ -228,8 +228,8 @@ def check_arrived(
         else:
             kind, actual, expected = "git digest", git_hash(path.read_bytes()), file.blob_id
         if actual != expected:
-            path.resolve().unlink()  # in a cache, a link leads to the content
-            path.unlink(missing_ok=True)
+            for part in (path.resolve(), path):  # in a cache, a link leads to the content
+                part.unlink(missing_ok=True)
             damaged.append(
                 f"`{file.path}` of `{repo}` arrived with {kind} {actual}, the Hub says {expected}"
             )

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from exl2flow.core import words
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.model_name import name_of
 from exl2flow.core.options.sampling import SamplingSettings
 from exl2flow.core.options.serving import ServeOptions
 from exl2flow.serve.answers.fields import NAMES, Body
@@ -56,11 +57,16 @@ def checked(options: ServeOptions, path: Path | None) -> ServeOptions:
 
 
 def names_of(options: ServeOptions) -> list[str]:
-    """Return the names of the model, alone and with each adapter, and of `models`."""
-    name = "" if options.model is None else options.model.resolve().name
+    """Return the names of the model, alone and with each adapter, of `also` and of `models`."""
+    name = "" if options.model is None else name_of(options.model)
     others = [] if options.models is None else options.models.glob("*/config.json")
     adapters = (f"{name}:{folder.name}" for folder in options.lora)
-    return [name, *adapters, *(config.parent.name for config in others)]
+    return [
+        name,
+        *adapters,
+        *map(name_of, options.also),
+        *(config.parent.name for config in others),
+    ]
 
 
 def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -88,12 +88,16 @@ class ModelHost:
         fmt: PromptFormat | None,
         defaults: dict[str, Any],
         adapters: tuple[Adapter, ...] = (),
+        name: str | None = None,
     ) -> None:
-        """Make the generator; `make` is called again after a failure."""
+        """Make the generator; `make` is called again after a failure.
+
+        name: for clients, without it that of the folder.
+        """
         self.model, self.options, self.defaults = model, options, defaults
         self.adapters = {one.folder.name: one for one in adapters}
         self.default_adapters = [*self.adapters]
-        self.name, self.created = model.spec.source_dir.resolve().name, int(time.time())
+        self.name, self.created = name or model.spec.source_dir.resolve().name, int(time.time())
         self.tokenizer, self.width = model.tokenizer, model.spec.vocab_size
         self.load_seconds, self.tokens = 0.0, Names(model.tokenizer)
         generator = make()

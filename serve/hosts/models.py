@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,12 +27,18 @@ class Models:
     loading it has taken. created: when the server began.
     """
 
-    def __init__(self, host: ModelHost, make: Make) -> None:
-        """Begin with a host that runs; `make` loads another folder, in a thread."""
+    def __init__(self, host: ModelHost, make: Make, also: Mapping[str, Path] = {}) -> None:
+        """Begin with a host that runs.
+
+        Args:
+            host: of the first model.
+            make: loads another folder, in a thread.
+            also: name → folder of further models, besides those in the folder `models`.
+        """
         self.host: ModelHost | None = host
         self.options, self.name, self._make = host.options, host.name, make
         self.load_seconds, self.created = host.load_seconds, host.created
-        self._first = host.model.spec.source_dir
+        self._named = {host.name: host.model.spec.source_dir, **also}
         self._users, self._used_at, self._is_free = 0, time.monotonic(), asyncio.Event()
         self._change: asyncio.Task[None] | None = None
         self._failed, self._lost_at = dict[str, tuple[float, str]](), -math.inf
@@ -53,7 +59,7 @@ class Models:
     @property
     def folders(self) -> dict[str, Path]:
         """The folders that can be loaded, by name; links do not lead out of `--models`."""
-        found, inside = {self._first.resolve().name: self._first}, self.options.models
+        found, inside = {**self._named}, self.options.models
         if inside is not None:
             for config in sorted(inside.glob("*/config.json")):
                 folder = config.parent.resolve()
@@ -165,7 +171,7 @@ class Models:
 
     async def _host_for(self, name: str) -> ModelHost:
         while True:
-            wanted = self._named(name)
+            wanted = self._answering(name)
             self._check(wanted)
             if self._change is not None:
                 await asyncio.wait({self._change})
@@ -178,11 +184,11 @@ class Models:
             await asyncio.sleep(0)  # those whom the loaded model answers go first
             await self._changed(wanted)
 
-    def _named(self, name: str) -> str:
+    def _answering(self, name: str) -> str:
         """Return the model that answers for a name."""
         name = self.options.aliases.get(name, name)
         known = [] if self.host is None else self.host.names
-        if name in ("", self.name, *known, *(one.split(":")[-1] for one in known)):
+        if name in ("", self.name, *known, *(one.removeprefix(f"{self.name}:") for one in known)):
             return self.name
         if self.options.swap:
             alone = name.rpartition(":")[0]  # with an adapter, which shows once it is loaded

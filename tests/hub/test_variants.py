@@ -1,30 +1,14 @@
 """Listings and configs tell what a repository offers, by the habits of EXL2 repositories."""
 
-import json
-
 import pytest
-from hub_server import Hub, Tree
+from hub_server import Hub
+from offered import EXL2, inside, offered
 
 from exl2flow.core.errors import HubError
 from exl2flow.pipeline.hub.client import Hub as Client
 from exl2flow.pipeline.hub.variants import Variant, bits_of, variants
 
 REPO = "org/tiny-exl2"
-EXL2 = {"quant_method": "exl2"}
-
-
-def model(hub: Hub, quantization: object = None, *, weights: int = 1000) -> Tree:
-    """Return the files of a model; only their names, sizes and the config are real."""
-    config = {} if quantization is None else {"quantization_config": quantization}
-    return {
-        "config.json": hub.entry(json.dumps(config).encode(), is_lfs=False),
-        "output.safetensors": hub.entry(b"0" * weights, is_lfs=True),
-        "training.log": hub.entry(b"of no use", is_lfs=False),
-    }
-
-
-def inside(folder: str, tree: Tree) -> Tree:
-    return {f"{folder}/{name}": entry for name, entry in tree.items()}
 
 
 def found(repo: str = REPO, revision: str | None = None) -> list[Variant]:
@@ -57,24 +41,27 @@ def test_names_tell_bits(name: str, bits: float | None) -> None:
 
 def test_a_branch_per_bitrate(hub: Hub) -> None:
     hub.create(REPO)
-    low = hub.commit(REPO, "3.0bpw", model(hub, {**EXL2, "bits": 3.0}, weights=300))
-    high = hub.commit(REPO, "6_5-h8", model(hub, EXL2, weights=650))
+    low = hub.commit(REPO, "3.0bpw", offered(hub, {**EXL2, "bits": 3.0}, weights=300))
+    high = hub.commit(REPO, "6_5-h8", offered(hub, EXL2, weights=650))
 
     first, second = found()
 
     assert (first.revision, first.commit, first.folder) == ("6_5-h8", high, "")
     assert (first.bits, first.is_exl2) == (6.5, True)
     assert (second.revision, second.commit, second.bits) == ("3.0bpw", low, 3.0)
-    assert second.size == 300 + len(
-        '{"quantization_config": {"quant_method": "exl2", "bits": 3.0}}'
-    )
-    assert {file.path for file in second.files} == {"config.json", "output.safetensors"}
+    assert second.size == 300 + sum(file.size for file in second.files if file.lfs is None)
+    assert {file.path for file in second.files} == {
+        "config.json",
+        "tokenizer.json",
+        "output-00001-of-00002.safetensors",
+        "output-00002-of-00002.safetensors",
+    }
     assert not hub.asked("safetensors")
 
 
 def test_a_folder_per_bitrate(hub: Hub) -> None:
     hub.create(REPO)
-    tree = inside("4bpw-h6", model(hub, EXL2)) | inside("all/8_0", model(hub, EXL2))
+    tree = inside("4bpw-h6", offered(hub, EXL2)) | inside("all/8_0", offered(hub, EXL2))
     commit = hub.commit(REPO, "main", tree | {"README.md": hub.entry(b"#", is_lfs=False)})
 
     assert [(one.folder, one.bits, one.revision, one.commit) for one in found()] == [
@@ -100,7 +87,7 @@ def test_main_alone_is_told_by_its_config_and_the_name_of_the_repository(
     hub: Hub, repo: str, quantization: object, expected: tuple[bool, float | None]
 ) -> None:
     hub.create(repo)
-    hub.commit(repo, "main", model(hub, quantization))
+    hub.commit(repo, "main", offered(hub, quantization))
 
     [only] = found(repo)
 
@@ -109,7 +96,7 @@ def test_main_alone_is_told_by_its_config_and_the_name_of_the_repository(
 
 def test_a_commit_of_several_branches_counts_once(hub: Hub) -> None:
     hub.create(REPO)
-    tree = model(hub, EXL2)
+    tree = offered(hub, EXL2)
     for branch in ("old", "4.0bpw"):
         hub.commit(REPO, branch, tree)
     hub.repos[REPO]["branches"]["main"] = hub.head(REPO, "4.0bpw")
@@ -120,8 +107,8 @@ def test_a_commit_of_several_branches_counts_once(hub: Hub) -> None:
 
 def test_one_revision_is_looked_at_alone(hub: Hub) -> None:
     hub.create(REPO)
-    commit = hub.commit(REPO, "3.0bpw", model(hub, EXL2))
-    hub.commit(REPO, "4.0bpw", model(hub, EXL2, weights=2))
+    commit = hub.commit(REPO, "3.0bpw", offered(hub, EXL2))
+    hub.commit(REPO, "4.0bpw", offered(hub, EXL2, weights=2))
 
     assert [one.bits for one in found(revision="3.0bpw")] == [3.0]
     [by_commit] = found(revision=commit)
@@ -130,9 +117,9 @@ def test_one_revision_is_looked_at_alone(hub: Hub) -> None:
         found(revision="5.0bpw")
 
 
-def test_what_lacks_weights_or_a_config_is_no_model(hub: Hub) -> None:
+def test_what_lacks_weights_or_a_config_is_no_offered(hub: Hub) -> None:
     hub.create(REPO)
-    tree = model(hub, EXL2)
+    tree = offered(hub, EXL2)
     del tree["config.json"]
     hub.commit(REPO, "main", tree | {"measurement.json": hub.entry(b"{}", is_lfs=False)})
 

@@ -88,6 +88,7 @@ ORDER = {
         "errors",
         "words",
         "device_name",
+        "model_name",
         "reports",
         "options",
         "runtime",
