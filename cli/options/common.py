@@ -11,7 +11,7 @@ from exl2flow.core.options.base import Option, Options
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on stdout instead of tables.")
 ]
-NAMED = "Model folder, or org/name:4.0 (EXL2) on the Hub."
+NAMED = "Folder, or EXL2 model on the Hub: org/name:4.0."
 ModelFolder = Annotated[Path, typer.Argument(metavar="MODEL", help=NAMED)]
 
 
