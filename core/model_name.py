@@ -11,7 +11,7 @@ PATTERN = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelName:
+class HubName:
     """`org/name`, `org/name@revision`, `org/name:4.0`, or all of it.
 
     choice: bits per weight, or the name of a branch or folder.
@@ -22,7 +22,7 @@ class ModelName:
     choice: str | None = None
 
     @classmethod
-    def of(cls, text: Path | str) -> "ModelName | None":
+    def of(cls, text: Path | str) -> "HubName | None":
         """Parse a name; None for anything else, such as most paths."""
         match = PATTERN.fullmatch(str(text))
         return match and cls(**match.groupdict())
@@ -38,9 +38,9 @@ class ModelName:
         return self.revision is None and self.choice is None
 
 
-def on_hub(model: Path) -> ModelName | None:
+def on_hub(model: Path) -> HubName | None:
     """Return the name by which the Hub has a model; None for a folder, which goes first."""
-    return None if model.exists() else ModelName.of(model)
+    return None if model.exists() else HubName.of(model)
 
 
 def name_of(model: Path) -> str:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from exl2flow.cli.output.console import say
 from exl2flow.core.errors import SourceModelError
-from exl2flow.core.model_name import ModelName, on_hub
+from exl2flow.core.model_name import HubName, on_hub
 
 
 def local(model: Path, *, plain: bool = False) -> Path:
@@ -20,7 +20,7 @@ def local(model: Path, *, plain: bool = False) -> Path:
     """
     name = on_hub(model)
     if name is None:
-        if ModelName.of(model) is not None:
+        if HubName.of(model) is not None:
             say(f"`{model}` is a folder here and is used, not a model on the Hub", style="dim")
         return model
     if name.is_plain and model.parent.is_dir():

@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from exl2flow.core import words
 from exl2flow.core.errors import HubError, HubUnavailable, SourceModelError
-from exl2flow.core.model_name import ModelName
+from exl2flow.core.model_name import HubName
 from exl2flow.core.runtime.progress import current
 from exl2flow.core.store.files import digest
 from exl2flow.pipeline.hub.cached import cache_of, cached, missing, remember
@@ -24,7 +24,7 @@ from exl2flow.pipeline.hub.variants import Variant, bits_of, variants
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS = 2  # retries of a request, where the cache may serve instead
+ATTEMPTS = 1  # retries of a request, where the cache may serve instead
 WORKERS = 2  # files at a time: an interruption loses those that are under way
 TOLERANCE = 0.05  # bits per weight between a model and what is asked for
 EXACT = 1e-6
@@ -34,7 +34,7 @@ EXACT = 1e-6
 class Offers:
     """The models that a name may mean. where: whose they are, for messages."""
 
-    name: ModelName
+    name: HubName
     models: Sequence[Variant]
     where: str = "it has"
 
@@ -76,7 +76,7 @@ class Offers:
                 f"`{repo}` has no EXL2 model `{self.name.choice}`; {self.where}:"
                 f"\n{self.listed(models)}"
             )
-        own, at = repo.rpartition("/")[2], ModelName(repo=repo, revision=self.name.revision)
+        own, at = repo.rpartition("/")[2], HubName(repo=repo, revision=self.name.revision)
         raise SourceModelError(
             f"`{at}` has no EXL2 model, {self._others()}; name a repository that has, or convert "
             f"one yourself: `exl2flow convert {at} --out ./{own}-4.0bpw --bpw 4.0`, "
@@ -109,7 +109,7 @@ class Offers:
         for choice in (*bits, *_names(model)):
             if self.named(choice) == [model]:
                 return str(replace(self.name, choice=choice))
-        name = ModelName(repo=model.repo, revision=model.revision, choice=model.folder or None)
+        name = HubName(repo=model.repo, revision=model.revision, choice=model.folder or None)
         return str(name)
 
 
@@ -128,7 +128,7 @@ def _place(model: Variant) -> str:
     return f"{model.revision}/{model.folder}".rstrip("/")
 
 
-def folder_of(name: ModelName, hub: Hub, *, say: Callable[[str], None] = log.info) -> Path:
+def folder_of(name: HubName, hub: Hub, *, say: Callable[[str], None] = log.info) -> Path:
     """Return the folder of a model in the Hub's cache; fetch what it lacks.
 
     Args:
@@ -146,12 +146,13 @@ def folder_of(name: ModelName, hub: Hub, *, say: Callable[[str], None] = log.inf
     return cache_of(model.repo) / "snapshots" / model.commit / model.folder
 
 
-def offers_of(name: ModelName, hub: Hub, *, say: Callable[[str], None] = log.info) -> Offers:
+def offers_of(name: HubName, hub: Hub, *, say: Callable[[str], None] = log.info) -> Offers:
     """Return what the Hub offers under a name, or else the cache.
 
     Raises:
         HubError: no such repository or revision, or neither the Hub nor the cache has it.
     """
+    here = cached(hub, name.repo, name.revision)
     if constants.HF_HUB_OFFLINE:
         failure = HubError(
             f"`{name.repo}` is not in `{constants.HF_HUB_CACHE}`, and HF_HUB_OFFLINE is set; "
@@ -159,12 +160,11 @@ def offers_of(name: ModelName, hub: Hub, *, say: Callable[[str], None] = log.inf
         )
         why = "HF_HUB_OFFLINE is set"
     else:
-        quick = replace(hub, waits=hub.waits[:ATTEMPTS])
+        quick = replace(hub, waits=hub.waits[:ATTEMPTS]) if here else hub
         try:
             return Offers(name=name, models=variants(quick, name.repo, name.revision))
         except HubUnavailable as error:
             failure, why = error, str(error)
-    here = cached(hub, name.repo, name.revision)
     if not here:
         raise failure
     say(f"{why}; using what `{constants.HF_HUB_CACHE}` has of `{name.repo}`")
@@ -172,7 +172,7 @@ def offers_of(name: ModelName, hub: Hub, *, say: Callable[[str], None] = log.inf
 
 
 def download(
-    name: ModelName, model: Variant, hub: Hub, *, say: Callable[[str], None] = log.info
+    name: HubName, model: Variant, hub: Hub, *, say: Callable[[str], None] = log.info
 ) -> None:
     """Fetch the files of a model that the cache lacks, and compare them with the Hub's digests.
 
@@ -203,7 +203,7 @@ def download(
     remember(model)
 
 
-def check_room(name: ModelName, needed: int) -> None:
+def check_room(name: HubName, needed: int) -> None:
     """Raise `HubError` if the disk of the cache has no room for a download."""
     cache = Path(constants.HF_HUB_CACHE)
     place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from offered import EXL2, inside, offered
 
 from exl2flow.core.errors import Exl2FlowError, HubError, HubUnavailable, SourceModelError
-from exl2flow.core.model_name import ModelName, name_of
+from exl2flow.core.model_name import HubName, name_of
 from exl2flow.core.runtime.progress import Tick, reporting_to
 from exl2flow.pipeline.hub.client import Hub as Client
 from exl2flow.pipeline.hub.named import folder_of
@@ -41,7 +41,7 @@ def folders(hub: Hub) -> str:
 
 
 def get(text: str) -> Path:
-    name = ModelName.of(text)
+    name = HubName.of(text)
     assert name is not None
     return folder_of(name, Client.open(), say=said.append)
 
@@ -87,7 +87,7 @@ def cut_off(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_names_are_told_from_paths(text: str, expected: object) -> None:
-    name = ModelName.of(text)
+    name = HubName.of(text)
 
     assert (name and (name.repo, name.revision, name.choice)) == expected
     assert name is None or str(name) == text
