@@ -19,12 +19,14 @@ def make_host(
     fmt: PromptFormat | None = None,
     defaults: Mapping[str, Any] = {},
     adapters: tuple[Adapter, ...] = (),
+    name: str | None = None,
     **options: Any,
 ) -> ModelHost:
     """Return a host; options: by default two slots, and no grammars for tools."""
     given = ServeOptions(**{"slots": 2, "tool_grammar": "off", **options})
     make = make or (lambda: Generator(model, slots=given.slots))
-    return ModelHost(model, make, given, fmt=fmt, defaults={**defaults}, adapters=adapters)
+    known = {"fmt": fmt, "defaults": {**defaults}, "adapters": adapters, "name": name}
+    return ModelHost(model, make, given, **known)
 
 
 def models_of(host: ModelHost) -> Models:

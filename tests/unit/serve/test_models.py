@@ -331,3 +331,26 @@ def test_a_model_that_lost_a_process_is_loaded_again(folder: Path) -> None:
 
     ended(run())
     assert loader.made == ["a", "a"]
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_models_with_names_of_the_hub_replace_each_other(folder: Path, adapter: bool) -> None:
+    names = {folder / "a": "org/tiny:4.0", folder / "b": "org/tiny:6.0"}
+
+    def make(path: Path) -> ModelHost:
+        host = make_host(load_model(path, device="cpu"), name=names[path], swap=True)
+        host.start()
+        return host
+
+    async def used() -> list[str]:
+        models = Models(make(folder / "a"), make, {"org/tiny:6.0": folder / "b"})
+        assert models.names == ["org/tiny:4.0", "org/tiny:6.0"]
+        found = list[str]()
+        for name in ("org/tiny:6.0", "4.0", "org/tiny:4.0"):
+            async with models.using(name + ":adapter" * adapter) as host:
+                found.append(host.name)
+        await models.close()
+        return found
+
+    # a number alone is no name, and answered by the model that is loaded
+    assert asyncio.run(used()) == ["org/tiny:6.0", "org/tiny:6.0", "org/tiny:4.0"]
