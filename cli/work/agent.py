@@ -21,6 +21,7 @@ from exl2flow.cli.output.console import say
 from exl2flow.cli.work.agents import AGENTS, NO_KEY, Agent, Endpoint, Launch
 from exl2flow.core import words
 from exl2flow.core.errors import AgentFailed, ConfigError
+from exl2flow.core.model_name import name_of
 from exl2flow.core.options.serving import KEY_VARIABLE
 
 HOST = "127.0.0.1"
@@ -88,7 +89,7 @@ def _endpoint(model: Path, port: int) -> Endpoint | None:
         raise AgentFailed(f"{why}; {otherwise}") from error
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise AgentFailed(f"the program at {url} is no server of models; {otherwise}") from error
-    name = model.expanduser().resolve().name
+    name = name_of(model.expanduser())
     if name not in rows:
         served = ", ".join(f"`{one}`" for one in rows)
         raise AgentFailed(f"the server at {url} has {served}, not `{name}`; {otherwise}")
