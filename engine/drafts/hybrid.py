@@ -79,6 +79,12 @@ class HybridProposer:
     def wants(self, request: DraftRequest) -> bool:
         return self._copies.wants(request) or self._other.wants(request)
 
+    def run_ahead(self, slots: int, drafts: int) -> None:
+        self._other.run_ahead(slots, drafts)
+
+    def forget(self) -> None:
+        self._other.forget()
+
     def follow(self, requests: Mapping[int, DraftRequest]) -> None:
         self._other.follow(requests)
 

@@ -118,6 +118,9 @@ class ModelProposer:
     def wants(self, request: DraftRequest) -> bool:
         return request.most(DraftKind.MODEL) > 0
 
+    def run_ahead(self, *_: object) -> None: ...
+    def forget(self) -> None: ...
+
     def follow(self, requests: Mapping[int, DraftRequest]) -> None:
         """Note texts that go on without this model; what they add is read when it is asked."""
         for request in requests.values():

@@ -108,6 +108,7 @@ class MtpProposer:
         self._lengths = WeakKeyDictionary[object, int]()  # of texts at the model's last pass
         self._known_ids = WeakKeyDictionary[object, int]()  # of texts, in the head
         self.drafted = torch.zeros(size, draft.tokens, dtype=torch.int64, device=device)
+        self._ahead: tuple[int, int] | None = None  # slots and tokens that are drafted already
 
     @property
     def stored(self) -> list[torch.Tensor]:
@@ -155,6 +156,13 @@ class MtpProposer:
         self._run(requests, max(counts.values()))
         return {slot: Proposal([ON_DEVICE] * n, DraftKind.MTP) for slot, n in counts.items()}
 
+    def run_ahead(self, slots: int, drafts: int) -> None:
+        drafts = min(drafts, self._most)
+        self._ahead = self._chained(slots, 1 + drafts, drafts), drafts
+
+    def forget(self) -> None:
+        self._ahead = None
+
     def _count(self, request: DraftRequest) -> int:
         if request.length < 2:  # no token has a state before it
             return 0
@@ -162,10 +170,17 @@ class MtpProposer:
 
     def _run(self, requests: Mapping[int, DraftRequest], drafts: int) -> None:
         """Read what texts have got since the model's last pass, and draft behind it."""
-        batch = min(bucket(1 + max(requests)), len(self.drafted))
-        count = bucket(max(self._unread(request) for request in requests.values()))
-        key = batch, min(count, self._hidden.shape[1]), drafts
+        count = max([self._unread(request) for request in requests.values()])
+        (batch, known), self._ahead = self._ahead or (0, 0), None
+        if drafts > known or max(requests) >= batch:
+            self._chained(1 + max(requests), count, drafts)
+
+    def _chained(self, slots: int, count: int, drafts: int) -> int:
+        """Launch the chain of the first slots, and of some more; return how many those are."""
+        batch = min(bucket(slots), len(self.drafted))
+        key = batch, min(bucket(count), self._hidden.shape[1]), drafts
         self._slots.graphs.replay(("mtp", *key), partial(self._chain, *key))
+        return batch
 
     def _unread(self, request: DraftRequest) -> int:
         """Return at least how many tokens are behind states that the last pass has left."""

@@ -112,6 +112,15 @@ class Proposer(Protocol):
     def propose(self, requests: Mapping[int, DraftRequest]) -> Mapping[int, Proposal]:
         """Return draft tokens for each slot."""
 
+    def run_ahead(self, slots: int, drafts: int) -> None:
+        """Draft for the first slots behind a step that runs, of so many draft tokens, if it can.
+
+        The next proposal then is there already, unless `forget` is called.
+        """
+
+    def forget(self) -> None:
+        """Forget what was drafted ahead: slots have changed otherwise than by a step."""
+
 
 class HostProposer:
     """What a proposer is that reads ids only: nothing of it is on the device."""
@@ -124,6 +133,8 @@ class HostProposer:
     def copy(self, *_: object) -> None: ...
     def follow(self, *_: object) -> None: ...
     def warm_up(self, *_: object) -> None: ...
+    def run_ahead(self, *_: object) -> None: ...
+    def forget(self) -> None: ...
 
 
 class Drafter(Protocol):

@@ -79,10 +79,13 @@ class Decode:
         if any(step_job.job.constraint is not None for step_job in step_jobs):
             self.catch_up()  # what a constraint allows follows from the last token
         launched = self._sample(step_jobs, slots)
+        is_stepwise = any(step_job.job.is_stepwise for step_job in step_jobs)
+        is_late = self._device_slots.is_asynchronous and not is_stepwise
+        if is_late and launched is not None and launched.has_drafts:
+            self._device_slots.draft_ahead(slots, len(launched.results) - 1)
         self.catch_up()
         self._launched = launched
-        is_stepwise = any(step_job.job.is_stepwise for step_job in step_jobs)
-        if not self._device_slots.is_asynchronous or is_stepwise:
+        if not is_late:
             self.catch_up()
 
     def _must_wait(self) -> bool:

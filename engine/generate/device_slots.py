@@ -193,12 +193,14 @@ class DeviceSlots:
 
     def stand_at(self, slot: int, ids: Sequence[int]) -> None:
         """Set the tokens of a slot's sequence; the last one is read next."""
+        self._forget()
         self.lengths[slot].fill_(len(ids) - 1)  # an assignment would wait for the device
         self.begins[slot].fill_(len(ids) - 2)
         self.ids[slot, 0].fill_(ids[-1])
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Set the pages of a slot's sequence."""
+        self._forget()
         self.tables[slot] = self.cache.spare
         indexes = on_device(torch.tensor(pages, dtype=torch.int32), self.cache.device)
         self.tables[slot, : len(pages)] = indexes
@@ -211,11 +213,13 @@ class DeviceSlots:
             SourceModelError: the vocabulary does not have it.
         """
         check_ids([token], self._decoder.spec)
+        self._forget()
         self.ids[slot, 0].fill_(token)
         self.sampler.history[slot, position].fill_(token)
 
     def leave(self, slot: int) -> None:
         """Free a slot."""
+        self._forget()
         self.tables[slot] = self.cache.spare
         self.runner.tables_changed()
         self.lengths[slot].fill_(0)
@@ -248,6 +252,7 @@ class DeviceSlots:
         on, in order; adapters: of each segment; states: return them, else none.
         """
         self._reads += 1
+        self._forget()
         states = states or self._hidden is not None
         found = self.runner.read(ids, segments, embeddings, adapters, states=states)
         hidden = self.no_hidden if found is None else found
@@ -260,6 +265,7 @@ class DeviceSlots:
         """Copy a page."""
         if copy is None:
             return
+        self._forget()
         self.runner.copy(copy.source, copy.target)
         if self.proposer is not None:
             pages = torch.tensor([[copy.source], [copy.target]])
@@ -323,6 +329,15 @@ class DeviceSlots:
         if self.is_asynchronous:
             torch.cuda.current_stream(self.cache.device).synchronize()
         self.check_ranks()
+
+    def draft_ahead(self, slots: int, drafts: int) -> None:
+        """Draft behind a step that runs, while the host waits for its tokens."""
+        if self.proposer is not None:
+            self.proposer.run_ahead(slots, drafts)
+
+    def _forget(self) -> None:
+        if self.proposer is not None:
+            self.proposer.forget()
 
     def max_drafts(self, slots: int) -> int:
         """Return the most draft tokens per slot that a step has rows for."""

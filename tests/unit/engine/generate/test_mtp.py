@@ -79,6 +79,31 @@ def test_texts_are_those_without_a_draft(
     assert counts.drafts["mtp"][0] > 0
 
 
+def test_a_step_is_drafted_for_while_the_one_before_is_read(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The block runs once for a step, and drafts what it drafts when all tokens are known."""
+    chain, counts = MtpProposer._chain, list[int]()
+
+    def counted(proposer: MtpProposer, batch: int, count: int, drafts: int) -> None:
+        counts.append(drafts)
+        chain(proposer, batch, count, drafts)
+
+    monkeypatch.setattr(MtpProposer, "_chain", counted)
+    request = Request([5, 6, 7, 8], settings=GREEDY, stops=(), max_new_tokens=60)
+    statistics = []
+    for is_late in (False, True):
+        monkeypatch.setattr(DeviceSlots, "is_asynchronous", is_late)
+        generator = Generator(model, tokens=512, slots=1, draft=Mtp(tokens=3))
+        counts.clear()
+        [events] = run(generator, [request])
+        statistics.append(events[-1].statistics)
+        assert len(counts) <= statistics[-1].steps + 2
+
+    assert statistics[0].drafts == statistics[1].drafts
+    assert statistics[0].steps == statistics[1].steps
+
+
 @pytest.mark.parametrize(
     ("slots", "is_late"),
     [
