@@ -60,7 +60,6 @@ def agent(
     build(ServeOptions, values)  # refuses what is out of range
     options = [] if config is None else ["--config", str(config)]
     for setting in SETTINGS:
-        if (value := values.get(setting.field)) is not None:
-            options += [setting.flag] if value is True else [setting.flag, str(value)]
+        options += setting.words(values.get(setting.field))
     code = run_agent(name, model, arguments or (), port=port, options=options)
     raise typer.Exit(code)

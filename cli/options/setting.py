@@ -74,6 +74,13 @@ class Setting:
         name = self.field if self.option.is_argument else self.flag.removeprefix("--")
         return name.replace("-", "_")
 
+    def words(self, value: object) -> list[str]:
+        """Return the words that give a value on another command line; None: none."""
+        if value is None or isinstance(value, bool):
+            return [self.flag] if value else []
+        rows = value if isinstance(value, list) else [value]
+        return [word for row in rows for word in (self.flag, str(row))]
+
     def parameter(self) -> inspect.Parameter:
         """Return the command's parameter, None unless given: presets fill the others."""
         kind: Any = self.info.annotation

@@ -172,3 +172,11 @@ def version_of(distribution: str) -> str | None:
 
 def _is_met(wanted: Requirement, found: str | None) -> bool:
     return found is not None and wanted.specifier.contains(found, prereleases=True)
+
+
+def memory_of(pid: int) -> int:
+    """Return the main memory of a process in bytes; 0 once it has ended."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from exl2flow.core.options.base import Duration, Option
+from exl2flow.core.options.base import Duration, Option, Options, Size
 from exl2flow.core.options.generation import SlotOptions
 
 LISTEN: Final = "Running"
@@ -124,3 +124,16 @@ class ServeOptions(SlotOptions):
     defaults: dict[str, Any] = Field(default={})
     forced: dict[str, Any] = Field(default={})
     aliases: dict[str, str] = Field(default={})
+
+
+class SoakOptions(Options):
+    """Options of `exl2flow soak` besides those of the server."""
+
+    turns: Annotated[int, Option("N", LISTEN)] = Field(
+        default=100, ge=1, description="turns to run"
+    )
+    memory: Annotated[Size | None, Option("SIZE", LISTEN)] = Field(
+        default=None,
+        description="memory of the GPU that is left to the server, as 24GB: another process holds "
+        "the rest; empty: what is free",
+    )

@@ -1,4 +1,4 @@
-"""The server behind an agent: the program `exl2flow`, which ends with whoever started it.
+"""The server behind a command: the program `exl2flow`, which ends with whoever started it.
 
 Its standard input is a pipe from that process; the end of the pipe means that the process has
 ended, however it did, and ends this one at once.
