@@ -299,6 +299,6 @@ class FitOptions(Options):
         description="tokens whose cache must fit; empty: 8192, or the model's if it has fewer",
     )
     cache: Annotated[CacheName, Option("FORMAT", "Result")] = Field(
-        default="fp16",
+        default="q8",
         description="format of that cache: fp16, fp8, q8, q8/q6, q6, q6/q4, q4",
     )

@@ -40,6 +40,7 @@ class Fit:
             ("laid out", f"{size(needs.layout)} more than in the files, at most"),
             ("work", f"{size(needs.work)}, activations and one layer's cache as fp16"),
             ("device", f"{size(needs.device)}, CUDA itself and fragmentation"),
+            ("to run", f"`--cache {needs.cache_format} --max-tokens {needs.context}`"),
             ("sum", f"{size(self.weights - self.host + needs.total)} of {size(self.memory)}"),
         ]
 
