@@ -235,10 +235,15 @@ def _summary(contents: ModelContents) -> list[tuple[str, str]]:
             f"{sum(p.numel for p in contents.parts) / 1e6:.1f} M weights, {words.size(quantized)}",
         ),
         ("other tensors", words.size(contents.plain_bytes)),
+        *([("in host memory", _in_host(contents.host_bytes))] if contents.host_bytes else []),
         ("files", words.size(contents.file_bytes)),
         *_divergence(contents),
         *_experts(contents),
     ]
+
+
+def _in_host(nbytes: int) -> str:
+    return f"{words.size(nbytes)} of these, the embedding, whose rows a GPU reads there"
 
 
 def _block(bpw: float) -> str:

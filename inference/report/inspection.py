@@ -25,9 +25,10 @@ from exl2flow.core.reports import (
 from exl2flow.core.runtime.collection import uncollected
 from exl2flow.inference.report.blocks import block_name, by_block, is_group
 from exl2flow.inference.report.record import Record, read_object, read_record
-from exl2flow.model import QuantizedMatrix, TensorFiles
+from exl2flow.model import QuantizedMatrix, TensorFiles, resolve
 from exl2flow.model.config.mtp import PREFIX
 from exl2flow.model.files.exl2 import is_quantized, tensor_names
+from exl2flow.model.memory.host_embedding import host_bytes
 
 EXPERTS = ".experts."  # in the names of an expert's matrices
 _META = torch.device("meta")
@@ -111,7 +112,8 @@ class PartContents:
 class ModelContents:
     """A whole folder. `layers`: quantized parts of layers; `others`: parts such as the head.
 
-    block: quantized parts of the model's own block that drafts tokens (MTP).
+    block: quantized parts of the model's own block that drafts tokens (MTP); host_bytes: of an
+    embedding that stays in host memory beside a GPU.
     """
 
     folder: Path
@@ -121,6 +123,7 @@ class ModelContents:
     others: tuple[PartContents, ...]
     block: tuple[PartContents, ...]
     plain_bytes: int
+    host_bytes: int
     file_bytes: int
     record: Record | None
 
@@ -165,6 +168,7 @@ class ModelContents:
             "weights": sum(p.numel for p in self.parts),
             "quantized_bytes": sum(p.bits for p in self.parts) // 8,
             "plain_bytes": self.plain_bytes,
+            "host_bytes": self.host_bytes,
             "file_bytes": self.file_bytes,
             "layers": [part.to_json() for part in self.layers],
             "others": [part.to_json() for part in self.others],
@@ -206,9 +210,18 @@ def inspect_model(folder: Path) -> ModelContents:
         others=tuple(part for part in model if _layer_index(part.name) is None),
         block=tuple(part for part in parts if part not in model),
         plain_bytes=stored - sum(part.bits for part in parts) // 8,
+        host_bytes=_in_host(folder, tensors),
         file_bytes=sum(path.stat().st_size for path in tensors.files),
         record=record,
     )
+
+
+def _in_host(folder: Path, tensors: TensorFiles) -> int:
+    try:
+        spec = resolve(folder)
+    except SourceModelError:  # of a family that does not run here
+        return 0
+    return host_bytes(spec, tensors.names, wanted="auto", device=torch.device("cuda"))
 
 
 def _first_text(value: object) -> str | None:

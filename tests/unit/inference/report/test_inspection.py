@@ -3,14 +3,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import make_tiny
 from zeros import zeros
 
 from exl2flow.core.errors import MissingTensor, SourceModelError
 from exl2flow.core.store.files import write_tensors
 from exl2flow.core.store.stage import RECORD_FILE, SCORE_FILE
 from exl2flow.inference.report.inspection import inspect_model
-from exl2flow.model import QuantParams
+from exl2flow.model import QuantParams, resolve
 from exl2flow.model.files.exl2 import tensor_names
+from exl2flow.model.memory import host_embedding
 
 PARAMS = QuantParams(bit_widths=(5, 4), proportions=(0.25, 0.75), group_sizes=(32, 64))
 K, N = 128, 64
@@ -45,7 +47,7 @@ def test_a_foreign_model_is_listed_in_walk_order_with_exact_bits(foreign: Path) 
     bits = PARAMS.total_bits(K, N)
     assert [part.bits for part in contents.parts] == [bits, 2 * bits, bits, bits]
     assert contents.bpw == bits / (K * N)
-    assert contents.plain_bytes == 16
+    assert (contents.plain_bytes, contents.host_bytes) == (16, 0)
     assert contents.record is None
 
 
@@ -117,3 +119,15 @@ def test_a_matrix_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(MissingTensor, match="lm_head"):
         inspect_model(tmp_path)
+
+
+def test_an_embedding_beside_a_gpu_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_embedding, "HOST_FROM", 1)
+    source = make_tiny("llama", tmp_path, tie_word_embeddings=False)
+    write_tensors(source / "more.safetensors", zeros(PARAMS, K, N).to_tensors("model.more"))
+
+    contents = inspect_model(source)
+
+    spec = resolve(source)
+    assert contents.host_bytes == 2 * spec.vocab_size * spec.hidden_size
+    assert contents.to_json()["host_bytes"] == contents.host_bytes
