@@ -41,7 +41,7 @@ def completed(line: str, shell: str = "bash") -> list[str]:
         ("exl2flow convert --quality e", ["exllamav2"]),
         ("exl2flow bench --device ", ["auto", "cpu", "cuda"]),
         ("exl2flow generate --draft ", ["mtp"]),
-        ("exl2flow generate --cache q", ["q8", "q6", "q4"]),
+        ("exl2flow generate --cache q", ["q8", "q8/q6", "q8/q4", "q6", "q6/q4", "q4"]),
         ("exl2flow convert --validate-row", ["--validate-rows", "--validate-row-tokens"]),
         ("exl2flow convert ", []),  # then the shell completes files
         ("exl2flow convert --out ", []),
