@@ -15,7 +15,8 @@ class _Registered:
     """An array of a GPU (`__cuda_array_interface__`) in host memory, which it keeps alive."""
 
     def __init__(self, host: torch.Tensor, device: torch.device) -> None:
-        api, self.host = torch.cuda.cudart(), host
+        api = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch's
+        self.host = host
         with torch.cuda.device(device):  # whose array torch then sees
             status = api.cudaHostRegister(host.data_ptr(), host.nbytes, PORTABLE_MAPPED)
             if int(status):
