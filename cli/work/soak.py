@@ -15,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from exl2flow.cli.output.console import say, show, tell
 from exl2flow.cli.output.tables import table_of
 from exl2flow.cli.work.gpus import probe_driver
@@ -114,7 +116,7 @@ def run_soak(
     """
     device = resolve_device(server.device)
     is_gpu, port = device.type == "cuda", _free_port()
-    with _held(options.memory) if is_gpu and options.memory else nullcontext():
+    with _held(options.memory, device) if is_gpu and options.memory else nullcontext():
         before = _gpu_memory() if is_gpu else 0
         with serving(model, port, given) as process:
             client = Client(port)
@@ -281,9 +283,9 @@ def _gpu_memory() -> int:
 
 
 @contextmanager
-def _held(left: int) -> Iterator[None]:
-    """Leave so many bytes of the GPU to others during the block."""
-    command = [sys.executable, "-P", "-m", HOLDER, str(int(left))]
+def _held(left: int, device: torch.device) -> Iterator[None]:
+    """Leave so many bytes of a GPU to others during the block."""
+    command = [sys.executable, "-P", "-m", HOLDER, str(int(left)), str(device)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         if not process.stdout.readline():
