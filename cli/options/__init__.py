@@ -2,7 +2,7 @@
 
 from exl2flow.cli.options.build import Values, build, flags, validated, with_options
 from exl2flow.cli.options.common import NAMED, AsJson, FlowSwitches, ModelFolder, RunSwitches
-from exl2flow.cli.options.named import local
+from exl2flow.cli.options.named import local, named
 from exl2flow.cli.options.setting import Setting, settings_of
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "build",
     "flags",
     "local",
+    "named",
     "settings_of",
     "validated",
     "with_options",

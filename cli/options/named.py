@@ -18,16 +18,28 @@ def local(model: Path, *, plain: bool = False) -> Path:
         HubError: the model cannot be fetched.
         SourceModelError: the name means none or several, or is a mistyped path.
     """
+    name = named(model)
+    if name is None:
+        return model
+    from exl2flow.cli.work.names import fetched  # imports torch
+
+    return fetched(name, plain=plain)
+
+
+def named(model: Path) -> HubName | None:
+    """Return the name by which the Hub has a model; None for a folder, which goes first.
+
+    Raises:
+        SourceModelError: it is a mistyped path.
+    """
     name = on_hub(model)
     if name is None:
         if HubName.of(model) is not None:
             say(f"`{model}` is a folder here and is used, not a model on the Hub", style="dim")
-        return model
+        return None
     if name.is_plain and model.parent.is_dir():
         raise SourceModelError(
             f"no folder `{model}`, but `{model.parent}` is one; correct the path, or write "
             f"`{model}@main` or `{model}:4.0` for a model on the Hub"
         )
-    from exl2flow.cli.work.names import fetched  # imports torch
-
-    return fetched(name, plain=plain)
+    return name

@@ -21,8 +21,9 @@ from huggingface_hub.utils._http import hf_raise_for_status
 from exl2flow.core.errors import Exl2FlowError, HubError, HubUnavailable
 from exl2flow.core.runtime.progress import reporting_to
 from exl2flow.core.store.files import digest
-from exl2flow.core.store.model_files import is_shard
+from exl2flow.core.store.model_files import CONFIG_FILE, is_shard
 from exl2flow.core.store.outline import Outline
+from exl2flow.core.store.shard_index import INDEX_FILE
 from exl2flow.core.store.source import HubModel, hub_model
 from exl2flow.pipeline.hub.client import TIMEOUT, Hub
 from exl2flow.pipeline.hub.fetch import (
@@ -34,6 +35,7 @@ from exl2flow.pipeline.hub.fetch import (
     needed_files,
     pinned_commit,
 )
+from exl2flow.pipeline.hub.variants import Variant
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,8 @@ def _outline(
         with reporting_to(lambda tick: None):  # it is not yet the fetch that a run reports
             fetch_small = partial(download, hub, wanted, commit, folder, small)
             hub.call(wanted.repo, fetch_small, transfers=True)
-        write = partial(_write_headers, hub, wanted, folder, shards)
+        placed = [(commit, file, folder / file.path) for file in shards]
+        write = partial(_write_headers, hub, wanted.repo, placed)
         hub.call(wanted.repo, write, transfers=True)
         digests = {file.path: digest(folder / file.path) for file in small}
         digests |= {file.path: file.lfs.sha256 for file in shards if file.lfs is not None}
@@ -132,6 +135,42 @@ def _outline(
     return folder
 
 
+@contextmanager
+def headers_of(hub: Hub, models: Sequence[Variant]) -> Iterator[list[Path]]:
+    """Provide, while the block runs, a folder for each model: its config and headers of weights.
+
+    Args:
+        hub: a client.
+        models: of one repository, as the Hub lists them.
+
+    Raises:
+        HubError: they cannot be read, or the server sends no parts of files.
+    """
+    with TemporaryDirectory(prefix="exl2flow-", ignore_cleanup_errors=True) as temporary:
+        root = Path(temporary).resolve()
+        folders = [root / f"{index:04}" for index in range(len(models))]  # none begins another
+        shards = list[tuple[str, RepoFile, Path]]()
+        for model, folder in zip(models, folders, strict=True):
+            folder.mkdir()
+            for file in model.files:
+                place = folder / Path(file.path).name
+                if is_shard(place.name):
+                    shards.append((model.commit, file, place))
+                elif place.name in (CONFIG_FILE, INDEX_FILE):
+                    _copy(hub, model, file, place)
+            Outline(place=str(folder), download_bytes=model.size, digests={}).write(folder)
+        if shards:
+            repo = models[0].repo
+            hub.call(repo, partial(_write_headers, hub, repo, shards), transfers=True)
+        yield folders
+
+
+def _copy(hub: Hub, model: Variant, file: RepoFile, place: Path) -> None:
+    """Copy a small file of a model; the Hub's cache keeps it."""
+    fetch = partial(hub.api.hf_hub_download, model.repo, file.path, revision=model.commit)
+    place.write_bytes(Path(hub.call(model.repo, fetch)).read_bytes())
+
+
 def _say_not_outlined(wanted: HubModel, error: Exception) -> None:
     log.warning("cannot check `%s` before it is fetched (%s); checking it then", wanted.repo, error)
 
@@ -141,27 +180,32 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def _write_headers(hub: Hub, wanted: HubModel, folder: Path, shards: Sequence[RepoFile]) -> None:
-    """Write sparse files of the shards' sizes that begin with their headers."""
+def _write_headers(hub: Hub, repo: str, shards: Sequence[tuple[str, RepoFile, Path]]) -> None:
+    """Write sparse files of the shards' sizes that begin with their headers.
 
-    def part(shard: RepoFile, begin: int, end: int) -> bytes:
-        return _part(hub, wanted, folder.parent.name, shard.path, range(begin, end))
+    Args:
+        hub: a client.
+        repo: `org/name`.
+        shards: commit, file and where to write it, of each.
+    """
 
-    def write(shard: RepoFile) -> None:
-        start = part(shard, 0, min(LENGTH_BYTES, shard.size))
+    def write(placed: tuple[str, RepoFile, Path]) -> None:
+        commit, shard, path = placed
+        part = partial(_part, hub, repo, commit, shard.path)
+        start = part(range(min(LENGTH_BYTES, shard.size)))
         length = int.from_bytes(start, "little")
         is_header = 0 < length <= min(LONGEST_HEADER, shard.size - LENGTH_BYTES)
-        with (folder / shard.path).open("wb") as file:
+        with path.open("wb") as file:
             file.write(start)
             if is_header:  # else the check of the file says what is wrong
-                file.write(part(shard, LENGTH_BYTES, LENGTH_BYTES + length))
+                file.write(part(range(LENGTH_BYTES, LENGTH_BYTES + length)))
             file.truncate(shard.size)
 
     with ThreadPoolExecutor(READERS, thread_name_prefix="exl2flow-header") as threads:
         list(threads.map(write, shards))
 
 
-def _part(hub: Hub, wanted: HubModel, commit: str, name: str, where: range) -> bytes:
+def _part(hub: Hub, repo: str, commit: str, name: str, where: range) -> bytes:
     """Return bytes of a file on the Hub.
 
     Raises:
@@ -177,7 +221,7 @@ def _part(hub: Hub, wanted: HubModel, commit: str, name: str, where: range) -> b
         headers=api.headers,
     )
     asked = {"Range": f"bytes={where[0]}-{where[-1]}", "Accept-Encoding": "identity"}
-    url = hf_hub_url(wanted.repo, name, revision=commit, endpoint=api.endpoint)
+    url = hf_hub_url(repo, name, revision=commit, endpoint=api.endpoint)
     with get_session().stream("GET", url, headers={**headers, **asked}, timeout=TIMEOUT) as answer:
         if answer.is_error:
             answer.read()
@@ -186,5 +230,5 @@ def _part(hub: Hub, wanted: HubModel, commit: str, name: str, where: range) -> b
             raise HubError(f"the server of `{name}` sends no parts of files")
         content = answer.read()
     if len(content) != len(where):
-        raise HubUnavailable(f"`{name}` of `{wanted.repo}` arrived in part")
+        raise HubUnavailable(f"`{name}` of `{repo}` arrived in part")
     return content

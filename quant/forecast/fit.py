@@ -4,17 +4,18 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.core.errors import BudgetUnreachable
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.store.source import WANTED
 from exl2flow.core.words import size, size_to_ask_for
-from exl2flow.model import resolve
+from exl2flow.model import ModelSpec, resolve
+from exl2flow.model.config.mtp import MtpSpec
 from exl2flow.model.memory.footprint import Footprint
 from exl2flow.model.memory.host_embedding import host_bytes
+from exl2flow.model.memory.on_card import context_of
 from exl2flow.quant.allocate.bit_range import BitRange
 from exl2flow.quant.allocate.block import block_in
 
-USUAL_CONTEXT = 8192  # tokens
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
 
@@ -67,21 +68,13 @@ def find_fit(config: RunOptions) -> Fit | None:
     if options is None:
         return None
     spec = resolve(config.source, wanted=WANTED)
-    context = options.context or min(USUAL_CONTEXT, spec.max_positions)
-    if context > spec.max_positions:
-        raise ConfigError(
-            f"`--context {context}` exceeds the model's {spec.max_positions} positions"
-        )
-    is_kept = config.block is not None and config.block.block != "drop"
+    context = context_of(spec, options.context)
     needs = Footprint.of(
-        spec,
-        context=context,
-        cache_format=options.cache,
-        block=block_in(spec) if is_kept else None,
+        spec, context=context, cache_format=options.cache, block=running_block(config, spec)
     )
     reach = BitRange.of(config, spec)
     smallest, largest = (HEADER_BYTES + size for size in reach.output_bytes)
-    host = host_bytes(spec, [f"{spec.head.key}."], wanted="auto", device=torch.device("cuda"))
+    host = output_host_bytes(spec)
     left = int(options.memory) + host - needs.total
     if left < smallest:
         raise BudgetUnreachable(
@@ -95,3 +88,14 @@ def find_fit(config: RunOptions) -> Fit | None:
     bits = 8 * (weights - reach.plain - HEADER_BYTES) - reach.head[1]
     bpw = max(reach.decoder[0], min(reach.decoder[1], bits)) / reach.numel
     return Fit(memory=int(options.memory), needs=needs, weights=weights, host=host, bpw=bpw)
+
+
+def running_block(config: RunOptions, spec: ModelSpec) -> MtpSpec | None:
+    """Return the block of an output that drafts tokens, None if there is none."""
+    is_kept = config.block is not None and config.block.block != "drop"
+    return block_in(spec) if is_kept else None
+
+
+def output_host_bytes(spec: ModelSpec) -> int:
+    """Return the bytes of an output's embedding that a GPU leaves in host memory."""
+    return host_bytes(spec, [f"{spec.head.key}."], wanted="auto", device=torch.device("cuda"))

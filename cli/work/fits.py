@@ -1,0 +1,240 @@
+"""The body of `exl2flow fits`: what fits a GPU, and what to type; its imports take seconds."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from shlex import quote
+
+import torch
+
+from exl2flow.cli.output.console import emit_json, say, show, tell
+from exl2flow.cli.output.tables import plan_table, table_of
+from exl2flow.core import words
+from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.core.model_name import HubName
+from exl2flow.core.options.groups import FitOptions
+from exl2flow.core.reports import Json
+from exl2flow.core.runtime.memory import total_memory
+from exl2flow.model.memory.on_card import OnCard
+from exl2flow.pipeline.fits import Candidate, Found, found_in, found_on_hub, on_card
+from exl2flow.pipeline.hub.client import Hub
+
+SMALLEST_CACHE = "q4"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A bitrate beside a GPU. size: bytes of all files; command: what to type for it."""
+
+    name: str
+    label: str
+    bits: float | None
+    size: int
+    card: OnCard
+    command: str
+
+    def in_words(self) -> Mapping[str, str]:
+        """Return column → cell."""
+        card, needs = self.card, self.card.needs
+        return {
+            "model": self.label,
+            "bits": words.fixed(self.bits, 2),
+            "files": words.size(self.size),
+            "weights": words.size(card.weights - card.host),
+            "cache": words.size(needs.cache),
+            "all else": words.size(needs.total - needs.cache),
+            "sum": words.size(card.total),
+            "fits": "yes" if card.fits else "no",
+            "most tokens": f"{card.most_tokens:,}" if card.most_tokens else words.UNKNOWN,
+        }
+
+    def to_json(self) -> Json:
+        """Return the row with sizes in bytes."""
+        card, needs = self.card, asdict(self.card.needs)
+        return {
+            "name": self.name,
+            "bits": self.bits,
+            "size": self.size,
+            "weights": card.weights,
+            "host": card.host,
+            **{part: needs[part] for part in ("cache", "layout", "work", "device")},
+            "total": card.total,
+            "fits": card.fits,
+            "most_tokens": card.most_tokens,
+            "command": self.command,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """What `--fit` makes of a model to convert."""
+
+    bpw: float
+    size: int
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What of a model fits. problem: why nothing does, and what would help; empty: something fits.
+
+    largest: only of a model to convert.
+    """
+
+    model: str
+    rows: Sequence[Row]
+    problem: str
+    largest: Largest | None = None
+
+
+def memory_here() -> int:
+    """Return the bytes of this machine's first GPU.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("no GPU here to take the memory of; give that of a card: `--memory 24GB`")
+    return int(total_memory(torch.device("cuda:0")))
+
+
+def show_fits(model: HubName | Path, wanted: FitOptions, *, as_json: bool) -> None:
+    """Print what of a model fits a GPU.
+
+    Raises:
+        BudgetUnreachable: nothing fits, which is printed all the same.
+        HubError, SourceModelError: there is no such model, or it is not supported.
+        ConfigError: the context exceeds the model's positions.
+    """
+    with _found(model) as found:
+        answer = _answer(str(model), found, wanted)
+    if as_json:
+        emit_json(_to_json(answer, wanted))
+    elif answer.rows:
+        _print(answer, wanted)
+    if answer.problem:
+        raise BudgetUnreachable(answer.problem)
+
+
+def _found(model: HubName | Path) -> AbstractContextManager[Found]:
+    if isinstance(model, HubName):
+        return found_on_hub(model, Hub.open(), say=lambda line: say(line, style="dim"))
+    return nullcontext(found_in(model))
+
+
+def _answer(model: str, found: Found, wanted: FitOptions) -> Answer:
+    if found.source is not None:
+        return _of_conversions(model, found.source, wanted)
+    rows = [_existing(one, wanted) for one in found.exl2]
+    problem = "" if any(row.card.fits for row in rows) else _nothing_fits(rows, found, wanted)
+    return Answer(model=model, rows=rows, problem=problem)
+
+
+def _existing(model: Candidate, wanted: FitOptions) -> Row:
+    card = on_card(model, wanted)
+    cache = "" if wanted.cache == "fp16" else f" --cache {wanted.cache}"
+    return Row(
+        name=model.typed,
+        label=model.label,
+        bits=model.bits,
+        size=model.size,
+        card=card,
+        command=f"exl2flow chat {quote(model.typed)}{cache} --max-tokens {card.needs.context}",
+    )
+
+
+def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer:
+    """Return what conversions would make; this needs the extra `convert`."""
+    from exl2flow.quant.forecast.outputs import largest_output, outputs
+
+    typed, own = quote(source.typed), Path(source.typed.partition("@")[0]).resolve().name
+
+    def convert(end: str, target: str) -> str:
+        return f"exl2flow convert {typed} --out {quote(f'./{own}-{end}')} {target}"
+
+    rows = [
+        Row(
+            name=source.typed,
+            label=f"{one.bpw} bpw",
+            bits=one.bpw,
+            size=one.size,
+            card=one.card,
+            command=convert(f"{one.bpw}bpw", f"--bpw {one.bpw}"),
+        )
+        for one in outputs(source.folder, wanted)
+    ]
+    try:
+        fit = largest_output(source.folder, wanted)
+    except BudgetUnreachable as error:
+        return Answer(model=model, rows=rows, problem=str(error).replace("--fit", "--memory"))
+    memory, cache = _typed_size(int(wanted.memory)), f" --cache {wanted.cache}"
+    target = f"--fit {memory} --context {fit.needs.context}{cache * (wanted.cache != 'fp16')}"
+    command = convert(memory, target)
+    largest = Largest(bpw=fit.bpw, size=fit.weights, command=command)
+    return Answer(model=model, rows=rows, problem="", largest=largest)
+
+
+def _nothing_fits(rows: Sequence[Row], found: Found, wanted: FitOptions) -> str:
+    """Return the smallest model, what it takes, and what would suffice for it."""
+    least = min(rows, key=lambda row: row.card.total)
+    card, needs = least.card, least.card.needs
+    ways = [f"`--memory {words.size_to_ask_for(card.total)}`"]
+    if card.most_tokens:
+        ways.append(f"`--context {card.most_tokens}`")
+    model = found.exl2[rows.index(least)]
+    small = on_card(model, wanted.model_copy(update={"cache": SMALLEST_CACHE}))
+    if small.fits:
+        ways.append(f"`--cache {SMALLEST_CACHE}`")
+    return (
+        f"nothing fits {words.size(wanted.memory)}: the smallest model, `{least.name}`, takes "
+        f"{words.size(card.total)}, of which the {needs.cache_format} cache of "
+        f"{needs.context:,} tokens {words.size(needs.cache)}; use {' or '.join(ways)}"
+    )
+
+
+def _typed_size(count: int) -> str:
+    """Return a size as an option takes it, rounded down to a tenth of its unit: `24GB`."""
+    name, width = words.unit(count)
+    return f"{math.floor(10 * count / width) / 10:g}{name}"
+
+
+def _print(answer: Answer, wanted: FitOptions) -> None:
+    show(table_of([row.in_words() for row in answer.rows]))
+    show(plan_table([*_notes(answer.rows[0].card)]))
+    fitting = [row.command for row in answer.rows if row.card.fits]
+    if answer.largest is not None:
+        fitting.append(answer.largest.command)
+    if fitting:
+        tell("\nwhat to type", style="bold")
+    for command in fitting:
+        tell(f"  {command}")
+    if answer.largest is not None:
+        size = words.size(answer.largest.size)
+        tell(f"the last makes the largest that fits: {size}, about {answer.largest.bpw:.2f} bpw")
+
+
+def _notes(card: OnCard) -> Iterator[tuple[str, str]]:
+    """Yield what the columns are made of."""
+    needs = card.needs
+    yield "memory", words.size(card.memory)
+    if card.host:
+        yield "embedding", f"{words.size(card.host)} of the files, in host memory"
+    yield "cache", f"{needs.cache_format}, {needs.context:,} tokens"
+    parts = ((needs.layout, "laid out"), (needs.work, "work"), (needs.device, "device"))
+    yield "all else", ", ".join(f"{words.size(count)} {what}" for count, what in parts)
+    yield "most tokens", "of cache that fit beside the weights, in pages of 256"
+
+
+def _to_json(answer: Answer, wanted: FitOptions) -> Json:
+    largest = answer.largest
+    return {
+        "model": answer.model,
+        "memory": int(wanted.memory),
+        "context": answer.rows[0].card.needs.context if answer.rows else wanted.context,
+        "cache": wanted.cache,
+        "fits": not answer.problem,
+        "models": [row.to_json() for row in answer.rows],
+        "largest": None if largest is None else asdict(largest),
+    }
