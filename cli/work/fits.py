@@ -85,7 +85,7 @@ class Answer:
 
     model: str
     rows: Sequence[Row]
-    problem: str
+    problem: str = ""
     largest: Largest | None = None
 
 
@@ -112,8 +112,8 @@ def show_fits(model: HubName | Path, wanted: FitOptions, *, as_json: bool) -> No
         answer = _answer(str(model), found, wanted)
     if as_json:
         emit_json(_to_json(answer, wanted))
-    elif answer.rows:
-        _print(answer, wanted)
+    else:
+        _print(answer)
     if answer.problem:
         raise BudgetUnreachable(answer.problem)
 
@@ -128,8 +128,14 @@ def _answer(model: str, found: Found, wanted: FitOptions) -> Answer:
     if found.source is not None:
         return _of_conversions(model, found.source, wanted)
     rows = [_existing(one, wanted) for one in found.exl2]
-    problem = "" if any(row.card.fits for row in rows) else _nothing_fits(rows, found, wanted)
-    return Answer(model=model, rows=rows, problem=problem)
+    if any(row.card.fits for row in rows):
+        return Answer(model=model, rows=rows)
+    small = [on_card(one, _with_small_cache(wanted)) for one in found.exl2]
+    return Answer(model=model, rows=rows, problem=_nothing_fits(rows, small))
+
+
+def _with_small_cache(wanted: FitOptions) -> FitOptions:
+    return wanted.model_copy(update={"cache": SMALLEST_CACHE})
 
 
 def _existing(model: Candidate, wanted: FitOptions) -> Row:
@@ -167,28 +173,34 @@ def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer
     ]
     try:
         fit = largest_output(source.folder, wanted)
-    except BudgetUnreachable as error:
-        return Answer(model=model, rows=rows, problem=str(error).replace("--fit", "--memory"))
+    except BudgetUnreachable:
+        small = [one.card for one in outputs(source.folder, _with_small_cache(wanted))]
+        return Answer(model=model, rows=rows, problem=_nothing_fits(rows, small))
     memory, cache = _typed_size(int(wanted.memory)), f" --cache {wanted.cache}"
     target = f"--fit {memory} --context {fit.needs.context}{cache * (wanted.cache != 'fp16')}"
     command = convert(memory, target)
     largest = Largest(bpw=fit.bpw, size=fit.weights, command=command)
-    return Answer(model=model, rows=rows, problem="", largest=largest)
+    return Answer(model=model, rows=rows, largest=largest)
 
 
-def _nothing_fits(rows: Sequence[Row], found: Found, wanted: FitOptions) -> str:
-    """Return the smallest model, what it takes, and what would suffice for it."""
+def _nothing_fits(rows: Sequence[Row], small: Sequence[OnCard]) -> str:
+    """Return what the smallest model takes, and what would suffice for it.
+
+    Args:
+        rows: at least one.
+        small: the same models with the smallest cache.
+    """
     least = min(rows, key=lambda row: row.card.total)
     card, needs = least.card, least.card.needs
     ways = [f"`--memory {words.size_to_ask_for(card.total)}`"]
     if card.most_tokens:
         ways.append(f"`--context {card.most_tokens}`")
-    model = found.exl2[rows.index(least)]
-    small = on_card(model, wanted.model_copy(update={"cache": SMALLEST_CACHE}))
-    if small.fits:
+    if any(one.fits for one in small):
         ways.append(f"`--cache {SMALLEST_CACHE}`")
+    is_made = len(rows) > 1 and len({row.name for row in rows}) == 1  # all of one source
+    what = f"`{least.name}`" + f" at {least.label}" * is_made
     return (
-        f"nothing fits {words.size(wanted.memory)}: the smallest model, `{least.name}`, takes "
+        f"nothing fits {words.size(card.memory)}: the smallest model, {what}, takes "
         f"{words.size(card.total)}, of which the {needs.cache_format} cache of "
         f"{needs.context:,} tokens {words.size(needs.cache)}; use {' or '.join(ways)}"
     )
@@ -200,7 +212,7 @@ def _typed_size(count: int) -> str:
     return f"{math.floor(10 * count / width) / 10:g}{name}"
 
 
-def _print(answer: Answer, wanted: FitOptions) -> None:
+def _print(answer: Answer) -> None:
     show(table_of([row.in_words() for row in answer.rows]))
     show(plan_table([*_notes(answer.rows[0].card)]))
     fitting = [row.command for row in answer.rows if row.card.fits]
@@ -232,7 +244,7 @@ def _to_json(answer: Answer, wanted: FitOptions) -> Json:
     return {
         "model": answer.model,
         "memory": int(wanted.memory),
-        "context": answer.rows[0].card.needs.context if answer.rows else wanted.context,
+        "context": answer.rows[0].card.needs.context,
         "cache": wanted.cache,
         "fits": not answer.problem,
         "models": [row.to_json() for row in answer.rows],

@@ -15,6 +15,7 @@ import pytest
 from conversions import small_config, small_options
 from fp8_models import make_fp8
 from gptq_models import as_gptq
+from hub_fixtures import shards, weights_served
 from hub_server import TOKEN, Hub
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -52,26 +53,6 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
     assert not list(folder.iterdir())
-
-
-def shards(hub: Hub, repo: str = "org/tiny") -> dict[str, Path]:
-    """Return path on the storage → file of each shard."""
-    tree = hub.repos[repo]["commits"][hub.head(repo, "main")]
-    weights = [e["sha256"] for name, e in tree.items() if name.startswith("model") and e["lfs"]]
-    return {f"/objects/{sha256}": hub.path_of(sha256) for sha256 in weights}
-
-
-def weights_served(hub: Hub) -> int:
-    """Return how many bytes behind the headers of shards were asked for."""
-    files, total = shards(hub), 0
-    for request in hub.requests:
-        if request.method == "GET" and request.path in files:
-            data = files[request.path].read_bytes()
-            header = 8 + int.from_bytes(data[:8], "little")
-            match = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
-            begin, end = (int(match[1]), int(match[2]) + 1) if match else (0, len(data))
-            total += max(0, end - max(begin, header))
-    return total
 
 
 def conversion(root: Path, **values: object) -> ConversionConfig:

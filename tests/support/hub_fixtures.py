@@ -1,6 +1,7 @@
 """Fixtures of tests with a Hub: one for each test, this process as its client, models."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +95,27 @@ def run(models: list[Path], **values: Any) -> Published:
     """Publish with the token of the environment."""
     known = {"models": models, "repo": REPO, "device": "cpu", "max_kl": 100, **values}
     return publish(PublishConfig.model_validate(known), hub_tasks.Hub.open())
+
+
+def shards(hub: Hub, repo: str = "org/tiny") -> dict[str, Path]:
+    """Return path on the storage → file of each shard, of all commits."""
+    trees = hub.repos[repo]["commits"].values()
+    entries = [(path.rpartition("/")[2], entry) for tree in trees for path, entry in tree.items()]
+    weights = [e["sha256"] for name, e in entries if name.startswith("model") and e["lfs"]]
+    return {f"/objects/{sha256}": hub.path_of(sha256) for sha256 in weights}
+
+
+def weights_served(hub: Hub, repo: str = "org/tiny") -> int:
+    """Return how many bytes behind the headers of shards were asked for."""
+    files, total = shards(hub, repo), 0
+    for request in hub.requests:
+        if request.method == "GET" and request.path in files:
+            data = files[request.path].read_bytes()
+            header = 8 + int.from_bytes(data[:8], "little")
+            match = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
+            begin, end = (int(match[1]), int(match[2]) + 1) if match else (0, len(data))
+            total += max(0, end - max(begin, header))
+    return total
 
 
 def change(path: Path, **values: Any) -> None:
