@@ -12,7 +12,12 @@ import torch
 from exl2flow.cli.output.console import emit_json, say, show, tell
 from exl2flow.cli.output.tables import plan_table, table_of
 from exl2flow.core import words
-from exl2flow.core.errors import BudgetUnreachable, ConfigError
+from exl2flow.core.errors import (
+    BudgetUnreachable,
+    ConfigError,
+    SourceModelError,
+    TensorShapeError,
+)
 from exl2flow.core.model_name import HubName
 from exl2flow.core.options.groups import FitOptions
 from exl2flow.core.reports import Json
@@ -160,6 +165,13 @@ def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer
     def convert(end: str, target: str) -> str:
         return f"exl2flow convert {typed} --out {quote(f'./{own}-{end}')} {target}"
 
+    try:
+        made = [*outputs(source.folder, wanted)]
+    except TensorShapeError:  # a list of lines, each of which says what is wrong
+        raise
+    except SourceModelError as error:
+        error.args = (f"`{source.typed}` is no EXL2 model and cannot be converted: {error}",)
+        raise
     rows = [
         Row(
             name=source.typed,
@@ -169,7 +181,7 @@ def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer
             card=one.card,
             command=convert(f"{one.bpw}bpw", f"--bpw {one.bpw}"),
         )
-        for one in outputs(source.folder, wanted)
+        for one in made
     ]
     try:
         fit = largest_output(source.folder, wanted)

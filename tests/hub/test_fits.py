@@ -184,7 +184,7 @@ def damaged(hub: Hub) -> str:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (other_architecture, "OtherForCausalLM"),
+        (other_architecture, "`org/other` is no EXL2 model and cannot be converted: "),
         (another_method, "`org/exl3` has no EXL2 model, but weights of another kind in `4.0bpw`"),
         (no_model, "`org/nothing` has no EXL2 model, nor any other model"),
         (lambda hub: "org/absent", "no `org/absent` on the Hub, or it is private"),

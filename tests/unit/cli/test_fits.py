@@ -250,6 +250,7 @@ def test_folders_without_a_model_are_explained(bitrates: Path, tmp_path: Path) -
     assert [each.exit_code for each in (empty, missing, other)] == [1, 1, 1]
     assert "holds neither a model (a `config.json` beside `*.safetensors`) nor" in empty.stderr
     assert "error: no folder `absent`; give that of a model" in missing.stderr
+    assert f"`{tmp_path / 'x'}` is no EXL2 model and cannot be converted: " in other.stderr
     assert "OtherForCausalLM" in other.stderr
 
 
