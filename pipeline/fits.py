@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from exl2flow.core.errors import Exl2FlowError, SourceModelError
 from exl2flow.core.model_name import HubName
 from exl2flow.core.options.groups import FitOptions
@@ -18,8 +16,8 @@ from exl2flow.core.store.model_files import CONFIG_FILE, is_of_model, weight_fil
 from exl2flow.inference.report.record import read_object
 from exl2flow.model import CanonicalTensors, resolve
 from exl2flow.model.files.exl2 import is_quantized
-from exl2flow.model.memory.host_embedding import host_bytes
-from exl2flow.model.memory.on_card import OnCard, context_of
+from exl2flow.model.memory.on_card import OnCard, context_of, needs_of
+from exl2flow.model.memory.plan import plan_of
 from exl2flow.pipeline.hub.cached import cache_of
 from exl2flow.pipeline.hub.client import Hub
 from exl2flow.pipeline.hub.fetch import MAIN
@@ -172,14 +170,8 @@ def on_card(model: Candidate, wanted: FitOptions) -> OnCard:
         SourceModelError: its config or the headers of its weights are damaged or not supported.
         ConfigError: the context exceeds the model's positions.
     """
-    spec, gpu = resolve(model.folder), torch.device("cuda")
-    tensors = CanonicalTensors(spec)
-    return OnCard.of(
-        spec,
-        memory=int(wanted.memory),
-        weights=sum(path.stat().st_size for path in tensors.files),
-        host=host_bytes(spec, tensors.names, wanted="auto", device=gpu),
-        context=context_of(spec, wanted.context),
-        cache_format=wanted.cache,
-        block=block_in(spec),
-    )
+    spec = resolve(model.folder)
+    context = context_of(spec, wanted.context)
+    plan = plan_of(model.folder, context=context, cache_format=wanted.cache)
+    needs = needs_of(spec, cache_format=wanted.cache, block=block_in(spec))
+    return OnCard.of(plan, needs, memory=int(wanted.memory), positions=spec.max_positions)

@@ -55,7 +55,7 @@ def fits(
             help="Format of that cache: fp16, fp8, q8, q8/q6, q6, q6/q4, q4.",
             parser=one_of(CacheName),
         ),
-    ] = "fp16",
+    ] = FitOptions.model_fields["cache"].default,
     as_json: AsJson = False,
 ) -> None:
     """Show which bitrates of a model fit a GPU, with their cache, and what to type for them.

@@ -42,30 +42,30 @@ class Row:
 
     def in_words(self) -> Mapping[str, str]:
         """Return column → cell."""
-        card, needs = self.card, self.card.needs
+        card, plan, needs = self.card, self.card.plan, self.card.plan.needs
         return {
             "model": self.label,
             "bits": words.fixed(self.bits, 2),
             "files": words.size(self.size),
-            "weights": words.size(card.weights - card.host),
+            "weights": words.size(plan.weights - plan.host),
             "cache": words.size(needs.cache),
             "all else": words.size(needs.total - needs.cache),
-            "sum": words.size(card.total),
+            "sum": words.size(plan.total),
             "fits": "yes" if card.fits else "no",
             "most tokens": f"{card.most_tokens:,}" if card.most_tokens else words.UNKNOWN,
         }
 
     def to_json(self) -> Json:
         """Return the row with sizes in bytes."""
-        card, needs = self.card, asdict(self.card.needs)
+        card, plan, needs = self.card, self.card.plan, asdict(self.card.plan.needs)
         return {
             "name": self.name,
             "bits": self.bits,
             "size": self.size,
-            "weights": card.weights,
-            "host": card.host,
+            "weights": plan.weights,
+            "host": plan.host,
             **{part: needs[part] for part in ("cache", "layout", "work", "device")},
-            "total": card.total,
+            "total": plan.total,
             "fits": card.fits,
             "most_tokens": card.most_tokens,
             "command": self.command,
@@ -145,14 +145,14 @@ def _with_small_cache(wanted: FitOptions) -> FitOptions:
 
 def _existing(model: Candidate, wanted: FitOptions) -> Row:
     card = on_card(model, wanted)
-    cache = "" if wanted.cache == "fp16" else f" --cache {wanted.cache}"
     return Row(
         name=model.typed,
         label=model.label,
         bits=model.bits,
         size=model.size,
         card=card,
-        command=f"exl2flow chat {quote(model.typed)}{cache} --max-tokens {card.needs.context}",
+        command=f"exl2flow chat {quote(model.typed)} --cache {wanted.cache} "
+        f"--max-tokens {card.plan.needs.context}",
     )
 
 
@@ -188,8 +188,8 @@ def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer
     except BudgetUnreachable:
         small = [one.card for one in outputs(source.folder, _with_small_cache(wanted))]
         return Answer(model=model, rows=rows, problem=_nothing_fits(rows, small))
-    memory, cache = _typed_size(int(wanted.memory)), f" --cache {wanted.cache}"
-    target = f"--fit {memory} --context {fit.needs.context}{cache * (wanted.cache != 'fp16')}"
+    memory = _typed_size(int(wanted.memory))
+    target = f"--fit {memory} --context {fit.needs.context} --cache {wanted.cache}"
     command = convert(memory, target)
     largest = Largest(bpw=fit.bpw, size=fit.weights, command=command)
     return Answer(model=model, rows=rows, largest=largest)
@@ -202,9 +202,9 @@ def _nothing_fits(rows: Sequence[Row], small: Sequence[OnCard]) -> str:
         rows: at least one.
         small: the same models with the smallest cache.
     """
-    least = min(rows, key=lambda row: row.card.total)
-    card, needs = least.card, least.card.needs
-    ways = [f"`--memory {words.size_to_ask_for(card.total)}`"]
+    least = min(rows, key=lambda row: row.card.plan.total)
+    card, needs = least.card, least.card.plan.needs
+    ways = [f"`--memory {words.size_to_ask_for(card.plan.total)}`"]
     if card.most_tokens:
         ways.append(f"`--context {card.most_tokens}`")
     if any(one.fits for one in small):
@@ -213,7 +213,7 @@ def _nothing_fits(rows: Sequence[Row], small: Sequence[OnCard]) -> str:
     what = f"`{least.name}`" + f" at {least.label}" * is_made
     return (
         f"nothing fits {words.size(card.memory)}: the smallest model, {what}, takes "
-        f"{words.size(card.total)}, of which the {needs.cache_format} cache of "
+        f"{words.size(card.plan.total)}, of which the {needs.cache_format} cache of "
         f"{needs.context:,} tokens {words.size(needs.cache)}; use {' or '.join(ways)}"
     )
 
@@ -241,10 +241,10 @@ def _print(answer: Answer) -> None:
 
 def _notes(card: OnCard) -> Iterator[tuple[str, str]]:
     """Yield what the columns are made of."""
-    needs = card.needs
+    needs = card.plan.needs
     yield "memory", words.size(card.memory)
-    if card.host:
-        yield "embedding", f"{words.size(card.host)} of the files, in host memory"
+    if card.plan.host:
+        yield "embedding", f"{words.size(card.plan.host)} of the files, in host memory"
     yield "cache", f"{needs.cache_format}, {needs.context:,} tokens"
     parts = ((needs.layout, "laid out"), (needs.work, "work"), (needs.device, "device"))
     yield "all else", ", ".join(f"{words.size(count)} {what}" for count, what in parts)
@@ -256,7 +256,7 @@ def _to_json(answer: Answer, wanted: FitOptions) -> Json:
     return {
         "model": answer.model,
         "memory": int(wanted.memory),
-        "context": answer.rows[0].card.needs.context,
+        "context": answer.rows[0].card.plan.needs.context,
         "cache": wanted.cache,
         "fits": not answer.problem,
         "models": [row.to_json() for row in answer.rows],

@@ -10,7 +10,8 @@ from exl2flow.core.options.groups import FitOptions
 from exl2flow.core.store.source import WANTED
 from exl2flow.model import resolve
 from exl2flow.model.files.source_tensors import check_storable, check_tensors, has_all_layers
-from exl2flow.model.memory.on_card import OnCard, context_of
+from exl2flow.model.memory.on_card import OnCard, context_of, needs_of
+from exl2flow.model.memory.plan import MemoryPlan
 from exl2flow.quant.allocate.bit_range import BitRange
 from exl2flow.quant.forecast.fit import (
     HEADER_BYTES,
@@ -50,21 +51,16 @@ def outputs(source: Path, wanted: FitOptions) -> Iterator[Output]:
     check_tensors(spec)
     context = context_of(spec, wanted.context)
     configs = [ConversionConfig(source=source, out=OUT, bpw=bpw) for bpw in BITRATES]
-    reach = BitRange.of(configs[0], spec)
+    reach, host = BitRange.of(configs[0], spec), output_host_bytes(spec)
+    needs = needs_of(spec, cache_format=wanted.cache, block=running_block(configs[0], spec))
     for config, bpw in zip(configs, BITRATES, strict=True):
         try:
             size = reach.plain + reach.packed_bytes(config, spec)
         except BudgetUnreachable:  # of a model whose matrices are small
             continue
-        card = OnCard.of(
-            spec,
-            memory=int(wanted.memory),
-            weights=HEADER_BYTES + size,
-            host=output_host_bytes(spec),
-            context=context,
-            cache_format=wanted.cache,
-            block=running_block(config, spec),
-        )
+        plan = MemoryPlan(weights=HEADER_BYTES + size, host=host, needs=needs(context))
+        memory, positions = int(wanted.memory), spec.max_positions
+        card = OnCard.of(plan, needs, memory=memory, positions=positions)
         yield Output(bpw=bpw, size=size, card=card)
 
 

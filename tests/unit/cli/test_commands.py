@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from exl2flow.cli.commands import (
     bench,
     convert,
+    fits,
     generate,
     inspection,
     measure,
@@ -37,6 +38,7 @@ COMMANDS = {
     "sweep": (sweep.EXAMPLES, (SweepConfig,)),
     "measure": (measure.EXAMPLES, (MeasureConfig,)),
     "refine": (refine.EXAMPLES, (RefinementConfig,)),
+    "fits": (fits.EXAMPLES, ()),
     "inspect": (inspection.EXAMPLES, ()),
     "validate": (validate.EXAMPLES, (ComparedModels, ValidateOptions)),
     "bench": (bench.EXAMPLES, (BenchOptions,)),

@@ -20,7 +20,8 @@ from exl2flow.core.options.groups import FitOptions
 from exl2flow.model import resolve
 from exl2flow.model.memory import host_embedding
 from exl2flow.model.memory.footprint import DEVICE_BYTES, Footprint
-from exl2flow.model.memory.on_card import OnCard
+from exl2flow.model.memory.on_card import OnCard, needs_of
+from exl2flow.model.memory.plan import MemoryPlan, plan_of
 from exl2flow.pipeline.stages import STAGES
 from exl2flow.quant.forecast.fit import find_fit
 from exl2flow.quant.forecast.outputs import outputs
@@ -72,7 +73,7 @@ def test_an_exl2_folder_takes_the_bytes_that_fit_counts(bitrates: Path, tmp_path
 
     [row] = answer(folder, "--memory", "24GB", "--context", "512", "--cache", "q6")["models"]
 
-    weights = (folder / "model.safetensors").stat().st_size
+    weights = plan_of(folder, context=512, cache_format="q6").weights
     parts = ("cache", "layout", "work", "device")
     assert {part: row[part] for part in parts} == {p: getattr(fit.needs, p) for p in parts}
     assert row["weights"] == weights
@@ -103,8 +104,8 @@ def test_the_block_that_drafts_counts(tmp_path: Path) -> None:
     fit = find_fit(small_config(folder, tmp_path, fit={"memory": "24GB", "context": 128}))
     assert fit is not None
     without = Footprint.of(resolve(folder), context=128, cache_format="fp16")
-    assert output.card.needs == fit.needs
-    assert output.card.needs.cache > without.cache
+    assert output.card.plan.needs == fit.needs
+    assert output.card.plan.needs.cache > without.cache
 
 
 def test_a_large_embedding_stays_in_host_memory(
@@ -158,16 +159,10 @@ def test_the_command_for_the_largest_is_accepted(source: Path, tmp_path: Path) -
     assert (fit["weights"], fit["context"]) == (largest["size"], 512)
 
 
-def on_card(spec_of: Path, room: int) -> OnCard:
-    return OnCard.of(
-        resolve(spec_of),
-        memory=room,
-        weights=0,
-        host=0,
-        context=256,
-        cache_format="q4",
-        block=None,
-    )
+def on_card(folder: Path, room: int) -> OnCard:
+    needs = needs_of(resolve(folder), cache_format="q4", block=None)
+    plan = MemoryPlan(weights=5000, host=1000, needs=needs(256))
+    return OnCard.of(plan, needs, memory=room + 4000, positions=POSITIONS)
 
 
 def test_most_tokens_fit_and_one_page_more_does_not(source: Path) -> None:
@@ -250,7 +245,6 @@ def test_folders_without_a_model_are_explained(bitrates: Path, tmp_path: Path) -
     assert [each.exit_code for each in (empty, missing, other)] == [1, 1, 1]
     assert "holds neither a model (a `config.json` beside `*.safetensors`) nor" in empty.stderr
     assert "error: no folder `absent`; give that of a model" in missing.stderr
-    assert f"`{tmp_path / 'x'}` is no EXL2 model and cannot be converted: " in other.stderr
     assert "OtherForCausalLM" in other.stderr
 
 
