@@ -82,7 +82,7 @@ class Largest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CardAnswer:
     """What of a model fits. problem: why nothing does, and what would help; empty: something fits.
 
     largest: only of a model to convert.
@@ -129,14 +129,14 @@ def _found(model: HubName | Path) -> AbstractContextManager[Found]:
     return nullcontext(found_in(model))
 
 
-def _answer(model: str, found: Found, wanted: FitOptions) -> Answer:
+def _answer(model: str, found: Found, wanted: FitOptions) -> CardAnswer:
     if found.source is not None:
         return _of_conversions(model, found.source, wanted)
     rows = [_existing(one, wanted) for one in found.exl2]
     if any(row.card.fits for row in rows):
-        return Answer(model=model, rows=rows)
+        return CardAnswer(model=model, rows=rows)
     small = [on_card(one, _with_small_cache(wanted)) for one in found.exl2]
-    return Answer(model=model, rows=rows, problem=_nothing_fits(rows, small))
+    return CardAnswer(model=model, rows=rows, problem=_nothing_fits(rows, small))
 
 
 def _with_small_cache(wanted: FitOptions) -> FitOptions:
@@ -156,7 +156,7 @@ def _existing(model: Candidate, wanted: FitOptions) -> Row:
     )
 
 
-def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer:
+def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> CardAnswer:
     """Return what conversions would make; this needs the extra `convert`."""
     from exl2flow.quant.forecast.outputs import largest_output, outputs
 
@@ -187,12 +187,12 @@ def _of_conversions(model: str, source: Candidate, wanted: FitOptions) -> Answer
         fit = largest_output(source.folder, wanted)
     except BudgetUnreachable:
         small = [one.card for one in outputs(source.folder, _with_small_cache(wanted))]
-        return Answer(model=model, rows=rows, problem=_nothing_fits(rows, small))
+        return CardAnswer(model=model, rows=rows, problem=_nothing_fits(rows, small))
     memory = _typed_size(int(wanted.memory))
     target = f"--fit {memory} --context {fit.needs.context} --cache {wanted.cache}"
     command = convert(memory, target)
     largest = Largest(bpw=fit.bpw, size=fit.weights, command=command)
-    return Answer(model=model, rows=rows, largest=largest)
+    return CardAnswer(model=model, rows=rows, largest=largest)
 
 
 def _nothing_fits(rows: Sequence[Row], small: Sequence[OnCard]) -> str:
@@ -224,7 +224,7 @@ def _typed_size(count: int) -> str:
     return f"{math.floor(10 * count / width) / 10:g}{name}"
 
 
-def _print(answer: Answer) -> None:
+def _print(answer: CardAnswer) -> None:
     show(table_of([row.in_words() for row in answer.rows]))
     show(plan_table([*_notes(answer.rows[0].card)]))
     fitting = [row.command for row in answer.rows if row.card.fits]
@@ -251,7 +251,7 @@ def _notes(card: OnCard) -> Iterator[tuple[str, str]]:
     yield "most tokens", "of cache that fit beside the weights, in pages of 256"
 
 
-def _to_json(answer: Answer, wanted: FitOptions) -> Json:
+def _to_json(answer: CardAnswer, wanted: FitOptions) -> Json:
     largest = answer.largest
     return {
         "model": answer.model,

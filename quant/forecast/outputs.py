@@ -26,7 +26,7 @@ OUT = Path("fits")  # a conversion needs the name of an output; nothing is writt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class PlannedOutput:
     """What a conversion with `bpw` makes. size: about how many bytes, as its plan says."""
 
     bpw: float
@@ -34,7 +34,7 @@ class Output:
     card: OnCard
 
 
-def outputs(source: Path, wanted: FitOptions) -> Iterator[Output]:
+def outputs(source: Path, wanted: FitOptions) -> Iterator[PlannedOutput]:
     """Yield what conversions of a model make, by descending bits.
 
     Args:
@@ -61,7 +61,7 @@ def outputs(source: Path, wanted: FitOptions) -> Iterator[Output]:
         plan = MemoryPlan(weights=HEADER_BYTES + size, host=host, needs=needs(context))
         memory, positions = int(wanted.memory), spec.max_positions
         card = OnCard.of(plan, needs, memory=memory, positions=positions)
-        yield Output(bpw=bpw, size=size, card=card)
+        yield PlannedOutput(bpw=bpw, size=size, card=card)
 
 
 def largest_output(source: Path, wanted: FitOptions) -> Fit:
