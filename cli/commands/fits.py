@@ -49,7 +49,7 @@ def fits(
         ),
     ] = None,
     cache: Annotated[
-        str,
+        CacheName,
         typer.Option(
             metavar="FORMAT",
             help="Format of that cache: fp16, fp8, q8, q8/q6, q6, q6/q4, q4.",
