@@ -9,7 +9,8 @@ from serving import DEMO
 from typer.testing import CliRunner
 
 from exl2flow.cli.main import app
-from exl2flow.cli.work.soak import Client, SoakResult
+from exl2flow.cli.work.soak import SoakResult
+from exl2flow.cli.work.soak_client import SoakClient
 
 STATUS = {"slots": 2, "max_model_len": 512, "cache_pages": 4}
 
@@ -71,7 +72,7 @@ def failing() -> int:
 
 
 def test_a_refused_text_is_a_failure_with_its_turn(failing: int) -> None:
-    client, verdict = Client(failing), SoakResult(device="cpu")
+    client, verdict = SoakClient(failing), SoakResult(device="cpu")
 
     assert client.kinds[-1] == "swap"
     verdict.note("swap", client.turn("swap", 0))
