@@ -13,6 +13,7 @@ import torch
 
 from exl2flow.core.device_name import device_name, index_of
 from exl2flow.core.errors import BackendUnavailable, ConfigError
+from exl2flow.core.installing import install
 from exl2flow.kernels.reference.ops import TORCH_OPS, Ops
 
 log = logging.getLogger(__name__)
@@ -83,14 +84,14 @@ def _cuda_ops() -> Ops:
         from exl2flow.kernels.cuda.ptx import nvrtc_version
     except ImportError as error:
         raise BackendUnavailable(
-            f"the kernels need CuPy ({error}): `pip install 'cupy-cuda13x>=14'` or "
-            f"`pip install 'cupy-cuda12x>=14'`, whichever your driver supports{OTHERWISE}"
+            f"the kernels need CuPy ({error}): `{install(['cupy-cuda13x>=14'])}`, or "
+            f"`cupy-cuda12x` in its place, whichever your driver supports{OTHERWISE}"
         ) from error
     if (found := nvrtc_version()) < LEAST_NVRTC:
         least, names = ".".join(map(str, LEAST_NVRTC)), ".".join(map(str, found))
         raise BackendUnavailable(
             f"the kernels need NVRTC {least} or later, and CuPy finds {names}: install a newer "
-            f"CUDA toolkit, or `pip install 'nvidia-cuda-nvrtc-cu12>={least}'`{OTHERWISE}"
+            f"CUDA toolkit, or `{install([f'nvidia-cuda-nvrtc-cu12>={least}'])}`{OTHERWISE}"
         )
     return CUDA_OPS
 

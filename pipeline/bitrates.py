@@ -9,6 +9,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
+from exl2flow.core.installing import install
 from exl2flow.core.options.base import MEASUREMENT_FILE
 from exl2flow.core.options.naming import without_credentials
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
@@ -77,7 +78,7 @@ def check_runner(config: SweepConfig) -> None:
         names = " and ".join(f"`{name}`" for name in missing)
         raise ConfigError(
             f"the runner `{config.runner}` is not installed: no {names}; install it with "
-            f"`pip install '{PACKAGES[config.runner]}'`"
+            f"`{install([PACKAGES[config.runner]])}`"
         )
     if config.cluster:
         _check_cluster(config.runner, config.cluster)

@@ -1,7 +1,8 @@
 """Libraries that only some commands need, and how to install them."""
 
-import shlex
 from importlib.metadata import requires
+
+from exl2flow.core.installing import install
 
 PROJECT = "exl2flow"
 BRINGS = {"docket": "pydocket", "yaml": "pyyaml", "httpx": "prefect"}  # module → distribution
@@ -14,10 +15,7 @@ def how_to_install(module: str) -> str | None:
     for extra in EXTRAS:
         wanted = requirements(extra)
         if any(requirement.startswith(name) for requirement in wanted):
-            return (
-                f"`{module}` is missing, which the extra `{extra}` brings: "
-                f"`pip install {shlex.join(wanted)}`"
-            )
+            return f"`{module}` is missing, which the extra `{extra}` brings: `{install(wanted)}`"
     return None
 
 

@@ -1,12 +1,12 @@
 """What a machine can do, what it cannot, and what to type: conclusions of `exl2flow doctor`."""
 
-import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from exl2flow.cli.output.extras import requirements
 from exl2flow.cli.work.gpus import Gpus
 from exl2flow.cli.work.machine import Disk, Extra, HostMemory, PrefectServer, System
+from exl2flow.core.installing import install, reinstall, replace
 from exl2flow.core.options.environment import LEAST_ARCHITECTURE
 
 RUN = "run models: generate, chat, serve, bench, inspect"
@@ -92,19 +92,13 @@ def names(gpus: Gpus) -> str:
     return ", ".join(dict.fromkeys(card.name for card in gpus.cards))
 
 
-def install(wanted: Sequence[str]) -> str:
-    """Return the command that installs distributions."""
-    return f"pip install {shlex.join(wanted)}"
-
-
 def _base_failure(base: Extra, gpus: Gpus) -> Failure | None:
     if base.missing:
         why = f"missing or of another version: {', '.join(base.missing)}"
         return Failure(what=RUN, why=why, command=install(base.missing), is_fault=True)
     if gpus.torch.problem is not None and not gpus.torch.works:
         why = f"torch cannot be imported: {gpus.torch.problem}"
-        command = f"pip install --force-reinstall {shlex.quote(_torch())}"
-        return Failure(what=RUN, why=why, command=command, is_fault=True)
+        return Failure(what=RUN, why=why, command=reinstall(_torch()), is_fault=True)
     return None
 
 
@@ -171,7 +165,7 @@ def _blind(gpus: Gpus) -> tuple[str, str | None]:
     else:
         return torch.problem or "torch sees no GPU, and does not say why", None
     if _is_default(gpus):
-        return why, f"pip install --force-reinstall {shlex.quote(_torch())}"
+        return why, reinstall(_torch())
     return f"{why}; {TORCH_PAGE} has the command for CUDA {OLDEST_CUDA}", None
 
 
@@ -191,11 +185,11 @@ def _mended_cupy(gpus: Gpus) -> str:
     (wanted,) = _cupy(gpus)
     found = [package.partition(" ")[0] for package in gpus.cupy.packages]
     if len(found) > 1 or not wanted.startswith(found[0] + ">"):
-        return f"pip uninstall -y {' '.join(found)} && {install([wanted])}"
+        return replace(found, wanted)
     if gpus.cupy.nvrtc is None or gpus.cupy.runs is None:
         is_12 = "12" in found[0]
         return install(["nvidia-cuda-nvrtc-cu12>=12.4" if is_12 else "nvidia-cuda-nvrtc>=13"])
-    return f"pip install --force-reinstall {shlex.quote(wanted)}"
+    return reinstall(wanted)
 
 
 def _card_problem(gpus: Gpus) -> str | None:

@@ -87,6 +87,7 @@ ORDER = {
     "core": (
         "errors",
         "words",
+        "installing",
         "device_name",
         "model_name",
         "reports",

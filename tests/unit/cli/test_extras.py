@@ -9,6 +9,7 @@ import typer
 from exl2flow.cli.output.extras import how_to_install
 from exl2flow.cli.output.failures import explained
 from exl2flow.cli.work import running
+from exl2flow.core.installing import pip
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,9 @@ def test_a_missing_library_is_told_with_what_installs_its_extra(
     told = how_to_install(module)
 
     assert told is not None
-    assert told.startswith(f"`{module}` is missing, which the extra `{extra}` brings: `pip install")
+    assert told.startswith(
+        f"`{module}` is missing, which the extra `{extra}` brings: `{pip()} install"
+    )
     assert requirement in told
 
 
