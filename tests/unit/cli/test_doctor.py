@@ -315,6 +315,7 @@ def test_cupy_compiles_a_kernel_without_a_gpu() -> None:
 def test_cupy_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ptx", "trial"):
         monkeypatch.delitem(sys.modules, f"exl2flow.kernels.cuda.{name}", raising=False)
+        monkeypatch.delattr(f"exl2flow.kernels.cuda.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)  # as Python marks what is not there
 
     build = probe_cupy(0)
