@@ -18,6 +18,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(enco
 SETUPTOOLS: dict[str, Any] = PROJECT["tool"]["setuptools"]
 FACADE = "package"  # what `import exl2flow` gives: a docstring and the version
 TOP = sorted({*SETUPTOOLS["package-dir"].values()} - {FACADE})
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 SOURCES = ("calibration_data/text", "calibration_data/heldout")  # of the Parquet files, not shipped
 NOT_PACKAGES = {"benchmarks", "build", "campaigns", "demo", "demo-exl2", "dist", "docs", "tests"}
 CARRIED_BY = {
@@ -189,11 +190,22 @@ def test_extra_of_an_earlier_version_can_still_be_named(extra: str) -> None:
 def test_messages_and_pages_install_what_a_registry_has() -> None:
     """The project itself is on no registry; an unquoted bracket fails in zsh."""
     files = [path for top in TOP for path in (ROOT / top).rglob("*.py")]
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    wrong = re.compile(r"(?<!/)exl2flow\[\w|pip install (-e )?\.\[")
+    wrong = re.compile(r"(?<!/)exl2flow\[[\w,]+\](?! @ git\+https://)|pip install (-e )?\.\[")
 
-    for path in [*files, *pages]:
+    for path in [*files, *PAGES]:
         assert not wrong.search(path.read_text(encoding="utf-8")), path
+
+
+def test_pages_install_from_the_repository_in_quotes_with_extras_that_exist() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    named = re.findall(
+        r"(\S*)exl2flow\[([\w,]+)\] @ git\+https://github.com/OWNER/exl2flow(\S)", text
+    )
+
+    assert {(before, after) for before, _, after in named} == {("'", "'")}
+    assert {extra for _, extras, _ in named for extra in extras.split(",")} <= {
+        *PROJECT["project"]["optional-dependencies"]
+    }
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
