@@ -20,7 +20,7 @@ def pip() -> str:
     if (folder / OF_PIPX).exists():
         return f"pipx runpip {shlex.quote(folder.name)}"
     if find_spec("pip") is None and _is_of_uv(folder / OF_A_VENV):
-        return f"VIRTUAL_ENV={shlex.quote(str(folder))} uv pip"
+        return f"UV_PYTHON={shlex.quote(str(folder))} uv pip"
     found = shutil.which("pip")
     if found is not None and Path(found).parent == Path(sys.executable).parent:
         return "pip"

@@ -34,7 +34,7 @@ def test_uv_is_asked_where_it_made_the_environment(environment: Path) -> None:
     (environment / "pyvenv.cfg").write_text("home = /usr/bin\nuv = 0.13.9\n")
 
     assert reinstall("torch>=2.11") == (
-        f"VIRTUAL_ENV={environment} uv pip install --force-reinstall 'torch>=2.11'"
+        f"UV_PYTHON={environment} uv pip install --force-reinstall 'torch>=2.11'"
     )
 
 
@@ -63,4 +63,4 @@ def test_what_is_typed_runs_in_a_shell() -> None:
     )
 
     assert util.find_spec("pip") is None or sys.prefix in done.stdout
-    assert shutil.which(pip().split()[0]) or pip().startswith("VIRTUAL_ENV=")
+    assert shutil.which(pip().split()[0]) or pip().startswith("UV_PYTHON=")
