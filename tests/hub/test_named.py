@@ -1,6 +1,7 @@
 """EXL2 models come from the Hub by name: one is chosen, pinned, fetched into the Hub's cache."""
 
 import shutil
+import threading
 import socket
 from pathlib import Path
 
@@ -241,12 +242,13 @@ def test_a_disk_without_room_is_refused_before_the_download(
 def test_a_branch_that_moves_during_the_download_mixes_nothing(
     hub: Hub, branches: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved, usual = list[str](), hub.fault
+    moved, usual, turn = list[str](), hub.fault, threading.Lock()
 
     def moving(request: Request) -> Fault | None:
-        if "/objects/" in request.path and not moved:  # the first of two shards
-            tree = offered(hub, {**EXL2, "bits": 4.0}, mark="n")
-            moved.append(hub.commit(REPO, "4.0bpw", tree))
+        with turn:  # shards are asked for at once
+            if "/objects/" in request.path and not moved:
+                tree = offered(hub, {**EXL2, "bits": 4.0}, mark="n")
+                moved.append(hub.commit(REPO, "4.0bpw", tree))
         return usual(request)
 
     monkeypatch.setattr(hub, "fault", moving)
