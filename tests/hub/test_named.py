@@ -1,8 +1,8 @@
 """EXL2 models come from the Hub by name: one is chosen, pinned, fetched into the Hub's cache."""
 
 import shutil
-import threading
 import socket
+import threading
 from pathlib import Path
 
 import pytest

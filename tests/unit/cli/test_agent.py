@@ -156,6 +156,7 @@ def test_a_server_of_our_own_ends_behind_the_agent(path: Path, tmp_path: Path) -
     assert f"serving on http://127.0.0.1:{port}/v1" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_server_of_our_own_ends_if_the_command_is_killed(path: Path, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "out"
     words = ("codex", DEMO, "--port", port, "--format", "chatml", "--", out, "wait")
@@ -199,6 +200,7 @@ def test_ctrl_c_while_the_server_starts_ends_it(path: Path, tmp_path: Path) -> N
     assert is_free(port)
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why(path: Path, tmp_path: Path) -> None:
     result = called("claude", tmp_path, "--port", free_port())
 

@@ -72,6 +72,7 @@ def test_zsh_gets_words_with_their_help_and_apostrophes_that_it_does_not_drop() 
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.slow
 def test_the_script_for_bash_completes_in_bash() -> None:
     program = Path(sys.executable).with_name("exl2flow")
     script = (
