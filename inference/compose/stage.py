@@ -87,7 +87,14 @@ def _writer(run: StageRun[RunOptions], *, texts: int, span: int) -> TextWriter:
     """Load the model, with room for a batch."""
     split = Split.of(run.config, tokens=texts * whole_pages(span), slots=texts)
     longest = None if split is None else span  # room is left for these texts only
-    model = load_model(run.config.source, device=run.device, placement=split, max_tokens=longest)
+    is_gpu = torch.device(run.device).type == "cuda"  # whose memory is planned with all weights
+    model = load_model(
+        run.config.source,
+        device=run.device,
+        placement=split,
+        max_tokens=longest,
+        embedding="gpu" if is_gpu else "auto",
+    )
     return TextWriter(model, texts=texts, span=span)
 
 

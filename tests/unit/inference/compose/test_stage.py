@@ -240,9 +240,11 @@ def test_a_split_has_room_for_the_rows_of_a_batch(
 ) -> None:
     given = []
 
-    def load(folder: Path, *, placement: Split, max_tokens: int, device: str) -> LoadedModel:
+    def load(
+        folder: Path, *, placement: Split, max_tokens: int, device: str, embedding: str
+    ) -> LoadedModel:
         given.append((placement, max_tokens))
-        return load_model(folder, device=device)
+        return load_model(folder, device=device, embedding=embedding)
 
     monkeypatch.setattr(composition, "TEXTS_AT_ONCE", 2)
     monkeypatch.setattr(compose, "load_model", load)
