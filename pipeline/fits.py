@@ -16,6 +16,7 @@ from exl2flow.core.store.model_files import CONFIG_FILE, is_of_model, weight_fil
 from exl2flow.inference.report.record import read_object
 from exl2flow.model import CanonicalTensors, resolve
 from exl2flow.model.files.exl2 import is_quantized
+from exl2flow.model.layers.mtp import block_in
 from exl2flow.model.memory.on_card import OnCard, context_of, needs_of
 from exl2flow.model.memory.plan import plan_of
 from exl2flow.pipeline.hub.cached import cache_of
@@ -24,7 +25,6 @@ from exl2flow.pipeline.hub.fetch import MAIN
 from exl2flow.pipeline.hub.named import Offers, offers_of
 from exl2flow.pipeline.hub.outline import headers_of
 from exl2flow.pipeline.hub.variants import Variant, quantized
-from exl2flow.quant.allocate.block import block_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

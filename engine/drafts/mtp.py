@@ -34,7 +34,7 @@ from exl2flow.engine.loading.load import LoadedModel
 from exl2flow.kernels.cuda.graphs import bucket
 from exl2flow.model import Decoder, ModelSpec, RopeTables
 from exl2flow.model.config.mtp import TOKEN_COUNTS, MtpSpec, mtp_of
-from exl2flow.model.layers.mtp import build_mtp, is_complete, tensors_of
+from exl2flow.model.layers.mtp import block_in, build_mtp, tensors_of
 from exl2flow.model.layers.placement import Placement
 
 _HAVE_BLOCKS = WeakKeyDictionary[Decoder, bool]()  # to tell, headers of all files are read
@@ -257,8 +257,7 @@ def block_of(model: LoadedModel) -> MtpSpec:
 def _missing(model: LoadedModel) -> str:
     """Return why a model drafts nothing by itself; empty: it does."""
     if model.decoder not in _HAVE_BLOCKS:
-        found = mtp_of(model.spec)
-        _HAVE_BLOCKS[model.decoder] = found is not None and is_complete(found)
+        _HAVE_BLOCKS[model.decoder] = block_in(model.spec) is not None
     if not _HAVE_BLOCKS[model.decoder]:
         return (
             f"`{model.spec.source_dir}` has no block that drafts tokens (MTP); use n-grams, or a "

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Protocol, Self, TypedDict, Unpack
 
@@ -23,6 +22,8 @@ from exl2flow.model import CanonicalTensors, ModelSpec, Placement, TensorFiles, 
 from exl2flow.model.layers.linear import is_packed
 from exl2flow.model.memory.footprint import DeviceNeed, Texts, exact_format
 from exl2flow.model.memory.footprint import pages as page_count
+from exl2flow.model.memory.host_embedding import is_head
+from exl2flow.model.memory.plan import held_bytes
 
 GB = 10**9
 EXAMPLES = {
@@ -62,17 +63,14 @@ class Sizes:
         embedding = head = 0
         inside = re.compile(rf"{re.escape(spec.layers_key)}(\d+)\.")
         for name in tensors.names:
-            nbytes = tensors.nbytes(name)
-            if tensors.dtype(name).is_floating_point and tensors.dtype(name) != dtype:
-                nbytes = prod(tensors.shape(name)) * dtype.itemsize
+            nbytes = held_bytes(tensors, name, dtype)
             if (layer := inside.match(name)) and int(layer[1]) < spec.num_layers:
                 layers[int(layer[1])] += nbytes
             elif name.startswith((f"{spec.embedding_key}.", f"{apart}.")):
                 embedding += nbytes
             elif name.startswith((f"{spec.head.key}.", f"{spec.final_norm.key}.")):
                 head += nbytes
-        has_own = any(name.startswith(f"{spec.head.key}.") for name in tensors.names)
-        shared = embedding if spec.tied_head and not has_own else 0
+        shared = embedding if is_head(spec, tensors.names) else 0
         return cls(
             embedding=embedding,
             layers=tuple(layers),

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from exl2flow.model.config.mtp import PREFIX, MtpSpec
+from exl2flow.model.config.mtp import PREFIX, MtpSpec, mtp_of
+from exl2flow.model.config.spec import ModelSpec
 from exl2flow.model.files.canonical import CanonicalTensors
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.model.layers.cache import KvCache
@@ -76,11 +77,17 @@ def tensors_of(spec: MtpSpec) -> CanonicalTensors:
     return CanonicalTensors(spec.layer, start=PREFIX)
 
 
-def is_complete(spec: MtpSpec) -> bool:
-    """Return whether files have all tensors of a block, its matrices in any form that is read."""
-    names = tensors_of(spec)
-    packed = {f"{p.key}.weight" for p in spec.projections if is_packed(p.key, names)}
-    return all(name in packed or name in names for name in spec.tensors)
+def block_in(spec: ModelSpec) -> MtpSpec | None:
+    """Return the block that a model's files have, its matrices in any form that is read.
+
+    None: there is no block, or tensors of it are missing.
+    """
+    found = mtp_of(spec)
+    if found is None:
+        return None
+    names = tensors_of(found)
+    packed = {f"{p.key}.weight" for p in found.projections if is_packed(p.key, names)}
+    return found if all(name in packed or name in names for name in found.tensors) else None
 
 
 def build_mtp(

@@ -11,6 +11,11 @@ from exl2flow.model.config.spec import ModelSpec
 HOST_FROM = 500_000_000  # bytes; a row takes microseconds on the bus, whatever the size
 
 
+def is_head(spec: ModelSpec, names: Collection[str]) -> bool:
+    """Return whether the embedding is the head as well: no tensor of these names is the head's."""
+    return spec.tied_head and not any(name.startswith(f"{spec.head.key}.") for name in names)
+
+
 def host_bytes(
     spec: ModelSpec, names: Collection[str], *, wanted: str, device: torch.device
 ) -> int:
@@ -26,13 +31,13 @@ def host_bytes(
         ConfigError: what is wanted makes no sense.
     """
     nbytes = prod((spec.vocab_size, spec.hidden_size)) * torch.float16.itemsize
-    is_head = spec.tied_head and not any(name.startswith(f"{spec.head.key}.") for name in names)
+    is_shared = is_head(spec, names)
     if device.type == "cpu" and wanted == "gpu":
         raise ConfigError("`--embedding gpu`, but the model runs on a CPU; leave it out")
-    if device.type != "cpu" and wanted == "cpu" and is_head:
+    if device.type != "cpu" and wanted == "cpu" and is_shared:
         raise ConfigError(
             f"`--embedding cpu`, but the embedding of `{spec.source_dir}` is its head, too, which "
             "the GPU reads for each token; leave it out"
         )
-    stays = wanted == "cpu" or (wanted == "auto" and nbytes > HOST_FROM and not is_head)
+    stays = wanted == "cpu" or (wanted == "auto" and nbytes > HOST_FROM and not is_shared)
     return nbytes if stays and device.type != "cpu" else 0

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from exl2flow.model.config.mtp import mtp_of
 from exl2flow.model.config.resolution import resolve
 from exl2flow.model.files.canonical import CanonicalTensors
-from exl2flow.model.layers.mtp import is_complete
-from exl2flow.model.memory.footprint import HALF, Footprint
+from exl2flow.model.files.weights import TensorFiles
+from exl2flow.model.layers.mtp import block_in
+from exl2flow.model.memory.footprint import Footprint
 from exl2flow.model.memory.host_embedding import host_bytes
 
 
@@ -45,16 +45,16 @@ def plan_of(
         ConfigError: `embedding` contradicts the model.
     """
     spec = resolve(folder)
-    tensors, block = CanonicalTensors(spec), mtp_of(spec)
-    is_drafting = drafts and block is not None and is_complete(block)
+    tensors = CanonicalTensors(spec)
     return MemoryPlan(
-        weights=sum(_held(tensors, name) for name in tensors.names),
+        weights=sum(held_bytes(tensors, name, torch.float16) for name in tensors.names),
         host=host_bytes(spec, tensors.names, wanted=embedding, device=torch.device("cuda")),
-        needs=Footprint.of(spec, block=block if is_drafting else None, **texts),
+        needs=Footprint.of(spec, block=block_in(spec) if drafts else None, **texts),
     )
 
 
-def _held(tensors: CanonicalTensors, name: str) -> int:
-    """Return the bytes of a tensor on a GPU, where floating-point numbers are fp16."""
-    is_float = tensors.dtype(name).is_floating_point
-    return HALF * prod(tensors.shape(name)) if is_float else tensors.nbytes(name)
+def held_bytes(tensors: TensorFiles, name: str, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor in memory, where floating-point numbers have this dtype."""
+    if tensors.dtype(name).is_floating_point and tensors.dtype(name) != dtype:
+        return prod(tensors.shape(name)) * dtype.itemsize
+    return tensors.nbytes(name)

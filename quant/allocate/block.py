@@ -12,19 +12,11 @@ from exl2flow.core.store.files import Layout, safetensors_header
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.model.config.mtp import TOKEN_COUNTS, MtpSpec, carrying_block, mtp_of, without_block
 from exl2flow.model.files.exl2 import QuantParams, padded_columns, quantized_layout
-from exl2flow.model.layers.mtp import is_complete
+from exl2flow.model.layers.mtp import block_in
 from exl2flow.quant.allocate.layout import FORMAT_METADATA, Choice, plain_layout, tensor_bytes
 from exl2flow.quant.walk.working_memory import stored_elements
 
 EXAMPLE = QuantParams.uniform(4, 32)  # whose tensors stand for any others of a matrix
-
-
-def block_in(spec: ModelSpec) -> MtpSpec | None:
-    """Return the block that a model's files have, with all its tensors; None: none."""
-    found = mtp_of(spec)
-    if found is None or not is_complete(found):
-        return None
-    return found
 
 
 def quantized_block(config: RunOptions, spec: ModelSpec | None = None) -> MtpSpec | None:

@@ -62,9 +62,9 @@ from exl2flow.core.store.store import versions
 from exl2flow.model import CanonicalTensors, ModelSpec, TensorFiles, Tokenizer, carried, resolve
 from exl2flow.model.files.exl2 import QuantizedMatrix, tensor_names
 from exl2flow.model.files.source_tensors import source_form
+from exl2flow.model.layers.mtp import block_in
 from exl2flow.quant.allocate.block import (
     block_bytes,
-    block_in,
     block_options,
     quantized_block,
     stored_spec,

@@ -10,11 +10,11 @@ from exl2flow.core.store.source import WANTED
 from exl2flow.core.words import size, size_to_ask_for
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.model.config.mtp import MtpSpec
+from exl2flow.model.layers.mtp import block_in
 from exl2flow.model.memory.footprint import Footprint
 from exl2flow.model.memory.host_embedding import host_bytes
 from exl2flow.model.memory.on_card import context_of
 from exl2flow.quant.allocate.bit_range import BitRange
-from exl2flow.quant.allocate.block import block_in
 
 HEADER_BYTES = 2**20  # generous, for names and shapes in all files together
 
