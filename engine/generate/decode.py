@@ -11,7 +11,7 @@ import torch
 
 from exl2flow.core.errors import InferenceError, TextStuck
 from exl2flow.core.requests.request import Request, Sampled
-from exl2flow.engine.drafts import ON_DEVICE
+from exl2flow.engine.drafts import ON_DEVICE, DraftKind
 from exl2flow.engine.filters import prepare
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.generate.draft_positions import restored
@@ -55,6 +55,12 @@ class _Launched:
     def has_drafts(self) -> bool:
         return any(one.draft for one in self.step_jobs)
 
+    @property
+    def own_drafts(self) -> int:
+        """The most draft tokens of a text by the model's own block."""
+        own = (len(one.draft) for one in self.step_jobs if one.kind is DraftKind.MTP)
+        return max(own, default=0)
+
 
 class Decode:
     """Runs decode steps: samples tokens for each job whose prompt is read, and outputs them."""
@@ -81,8 +87,8 @@ class Decode:
         launched = self._sample(step_jobs, slots)
         is_stepwise = any(step_job.job.is_stepwise for step_job in step_jobs)
         is_late = self._device_slots.is_asynchronous and not is_stepwise
-        if is_late and launched is not None and launched.has_drafts:
-            self._device_slots.draft_ahead(slots, len(launched.results) - 1)
+        if is_late and launched is not None and launched.own_drafts:
+            self._device_slots.draft_ahead(slots, launched.own_drafts)
         self.catch_up()
         self._launched = launched
         if not is_late:

@@ -83,10 +83,10 @@ def decode(rows: CacheRows, slots: torch.Tensor | slice) -> torch.Tensor:
     if element is Element.UPPER_BYTE:
         return (data.to(torch.int16) << 8).view(torch.float16)[:, : rows.width]
     codes = codes_of(element, data)
-    runs = codes.view(len(data), codes.shape[1] // RUN, RUN).float() - (1 << (element.bits - 1))
-    if element is Element.ROTATED_6:
-        runs *= 4
-    values = (runs * rows.scales[slots][..., None].float()).flatten(1)
+    center = 1 << (element.bits - 1)
+    runs = codes.view(len(data), codes.shape[1] // RUN, RUN).float() - center
+    scales = rows.scales[slots].float() * (element.steps // center)
+    values = (runs * scales[..., None]).flatten(1)
     return (_rotated(values) / RUN)[:, : rows.width].half()
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,21 @@ from texts import ids_of, run
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
-from exl2flow.engine.drafts import DraftRequest, HybridDraft, Mtp, Proposal, draft_head, hybrid
+from exl2flow.engine.drafts import (
+    DraftKind,
+    DraftRequest,
+    HybridDraft,
+    Mtp,
+    Proposal,
+    draft_head,
+    hybrid,
+)
 from exl2flow.engine.drafts.draft_head import DraftHead
 from exl2flow.engine.drafts.mtp import MtpProposer
 from exl2flow.engine.filters import GrammarFilter
 from exl2flow.engine.generate.device_slots import DeviceSlots
+from exl2flow.engine.generate.drafting import Drafting
+from exl2flow.engine.generate.step_job import StepJob
 from exl2flow.inference import (
     Generator,
     LoadedModel,
@@ -102,6 +113,36 @@ def test_a_step_is_drafted_for_while_the_one_before_is_read(
 
     assert statistics[0].drafts == statistics[1].drafts
     assert statistics[0].steps == statistics[1].steps
+
+
+def test_while_a_text_copies_the_block_drafts_nothing_ahead(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step whose draft tokens were copied: the block only follows."""
+    ahead, steps = list[int](), list[set[str]]()
+    run_ahead, step_jobs = MtpProposer.run_ahead, Drafting.step_jobs
+
+    def counted(proposer: MtpProposer, slots: int, drafts: int) -> None:
+        ahead.append(drafts)
+        run_ahead(proposer, slots, drafts)
+
+    def seen(drafting: Drafting, *given: Any, **options: Any) -> list[StepJob]:
+        found = step_jobs(drafting, *given, **options)
+        steps.append({one.kind for one in found if one.draft and one.kind is not None})
+        return found
+
+    monkeypatch.setattr(hybrid, "LONG", 2)
+    monkeypatch.setattr(MtpProposer, "run_ahead", counted)
+    monkeypatch.setattr(Drafting, "step_jobs", seen)
+    monkeypatch.setattr(DeviceSlots, "is_asynchronous", True)
+    request = Request([5, 6, 7, 8] * 20, settings=GREEDY, stops=(), max_new_tokens=60)
+
+    run(Generator(model, tokens=512, slots=1, draft=HybridDraft(other=Mtp(tokens=3))), [request])
+
+    copied = sum(kinds == {DraftKind.NGRAM} for kinds in steps)
+    own = sum(DraftKind.MTP in kinds for kinds in steps)
+    assert copied
+    assert len(ahead) == own
 
 
 @pytest.mark.parametrize(
