@@ -175,7 +175,7 @@ class ServerFailed(Exl2FlowError):
 
 
 class AgentFailed(Exl2FlowError):
-    """An agent's program is missing, or there is no server for its model."""
+    """An agent's program is missing, or no server serves its model."""
 
 
 class HubError(Exl2FlowError):

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from exl2flow.cli.options import Values, build, settings_of, with_options
+from exl2flow.cli.options import ModelFolder, Values, build, settings_of, with_options, words_of
 from exl2flow.core.options.serving import LISTEN, ServeOptions
 
 # of `exl2flow serve`; others are in the file of `--config`
@@ -24,7 +24,7 @@ def agent(
     name: Annotated[
         str, typer.Argument(metavar="AGENT", help="The agent: claude, codex or opencode.")
     ],
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder, EXL2 or plain.")],
+    model: ModelFolder,
     arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="-- ARGUMENTS", help="Arguments of the agent, behind `--`."),
@@ -59,7 +59,6 @@ def agent(
 
     build(ServeOptions, values)  # refuses what is out of range
     options = [] if config is None else ["--config", str(config)]
-    for setting in SETTINGS:
-        options += setting.words(values.get(setting.field))
+    options += words_of(SETTINGS, values)
     code = run_agent(name, model, arguments or (), port=port, options=options)
     raise typer.Exit(code)

@@ -75,5 +75,7 @@ def _tokens(text: str) -> int:
     """Return a number of tokens; raises `ConfigError`."""
     match = TOKENS.fullmatch(text)
     if match is None:
-        raise ConfigError(f"`--context {text}` is no number of tokens, such as 8192 or 32k")
+        raise ConfigError(
+            f"`--context {text}` is not a number of tokens; give one such as 8192 or 32k"
+        )
     return int(match[1]) * UNITS[match[2].lower()]

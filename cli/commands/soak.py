@@ -10,6 +10,7 @@ from exl2flow.cli.options import (
     local,
     settings_of,
     with_options,
+    words_of,
 )
 from exl2flow.cli.output.console import emit_json
 from exl2flow.core.options.serving import ServeOptions, SoakOptions
@@ -20,14 +21,13 @@ FIELDS = {
     *("max_tokens", "ngram", "slots", "tokens"),
 }
 OF_SERVER = tuple(setting for setting in settings_of(ServeOptions) if setting.field in FIELDS)
-OF_SOAK = settings_of(SoakOptions)
 EXAMPLES = (
     "exl2flow soak ./model --cache q6 --tokens 65536 --slots 2",
     "exl2flow soak ./model --cache q8/q4 --max-tokens 262144 --slots 1 --memory 24GB",
 )
 
 
-@with_options(*OF_SOAK, *OF_SERVER)
+@with_options(*settings_of(SoakOptions), *OF_SERVER)
 def soak(model: ModelFolder, *, values: Values, as_json: AsJson = False) -> None:
     """Run a server at its limits: growing conversations, long prompts, answers that are cut off.
 
@@ -36,13 +36,11 @@ def soak(model: ModelFolder, *, values: Values, as_json: AsJson = False) -> None
     """
     from exl2flow.cli.work.soak import run_soak, show_soak
 
-    own = {setting.field: values.get(setting.field) for setting in OF_SOAK}
-    options = build(SoakOptions, {name: x for name, x in own.items() if x is not None})
-    server = {setting.field: values.get(setting.field) for setting in OF_SERVER}
-    chosen = build(ServeOptions, {name: x for name, x in server.items() if x is not None})
-    words = [word for setting in OF_SERVER for word in setting.words(server[setting.field])]
-    words += ["--swap"] if chosen.also else []
-    verdict = run_soak(local(model), options, chosen, words, is_quiet=as_json)
+    own = SoakOptions.model_fields
+    options = build(SoakOptions, {name: x for name, x in values.items() if name in own})
+    server = build(ServeOptions, {name: x for name, x in values.items() if name not in own})
+    words = words_of(OF_SERVER, values) + (["--swap"] if server.also else [])
+    verdict = run_soak(local(model), options, server, words, is_quiet=as_json)
     if as_json:
         emit_json(verdict.to_json())
     else:

@@ -74,13 +74,6 @@ class Setting:
         name = self.field if self.option.is_argument else self.flag.removeprefix("--")
         return name.replace("-", "_")
 
-    def words(self, value: object) -> list[str]:
-        """Return the words that give a value on another command line; None: none."""
-        if value is None or isinstance(value, bool):
-            return [self.flag] if value else []
-        rows = value if isinstance(value, list) else [value]
-        return [word for row in rows for word in (self.flag, str(row))]
-
     def parameter(self) -> inspect.Parameter:
         """Return the command's parameter, None unless given: presets fill the others."""
         kind: Any = self.info.annotation
@@ -227,3 +220,16 @@ def _settings(model: type, group: str = "") -> Iterator[Setting]:
             panel=option.panel,
             is_rare=bool(group) if option.rare is None else option.rare,
         )
+
+
+def words_of(settings: Iterable[Setting], values: Mapping[str, Any]) -> list[str]:
+    """Return the words that give values, by field, on another command line; None: not given."""
+    words = list[str]()
+    for setting in settings:
+        value = values.get(setting.field)
+        if isinstance(value, bool):
+            words += [setting.flag] if value else []
+        elif value is not None:
+            rows = value if isinstance(value, list) else [value]
+            words += [word for row in rows for word in (setting.flag, str(row))]
+    return words

@@ -37,7 +37,7 @@ def run_agent(
         options: words of `exl2flow serve`, for a server that is started here.
 
     Raises:
-        AgentFailed: the agent is not installed, or there is no server for the model.
+        AgentFailed: the agent is not installed, or no server serves the model.
     """
     if (agent := AGENTS.get(name)) is None:
         raise ConfigError(f"no agent `{name}`{words.nearest(name, AGENTS)}")
@@ -71,14 +71,14 @@ def _endpoint(model: Path, port: int) -> Endpoint | None:
         if error.code == 401:
             why = f"the server at {url} refuses the key; set `{KEY_VARIABLE}` to one of its keys"
             raise AgentFailed(why) from error
-        raise AgentFailed(f"the program at {url} is no server of models; {otherwise}") from error
+        raise AgentFailed(f"the program at {url} is not a model server; {otherwise}") from error
     except URLError as error:
         if isinstance(error.reason, ConnectionRefusedError):
             return None
         why = f"the program at {url} does not answer: {words.cause(error)}"
         raise AgentFailed(f"{why}; {otherwise}") from error
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
-        raise AgentFailed(f"the program at {url} is no server of models; {otherwise}") from error
+        raise AgentFailed(f"the program at {url} is not a model server; {otherwise}") from error
     name = name_of(model.expanduser())
     if name not in rows:
         served = ", ".join(f"`{one}`" for one in rows)
@@ -89,7 +89,7 @@ def _endpoint(model: Path, port: int) -> Endpoint | None:
 
 
 def _models(url: str, key: str) -> Mapping[str, int | None]:
-    """Return the names that a server knows, with the context of those that are loaded."""
+    """Return the model names of a server → context length, None for a model that is not loaded."""
     request = Request(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"})
     with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_SECONDS) as answer:
         listed: list[dict[str, Any]] = json.load(answer)["data"]

@@ -110,7 +110,7 @@ def show_fits(model: HubName | Path, wanted: FitOptions, *, as_json: bool) -> No
 
     Raises:
         BudgetUnreachable: nothing fits, which is printed all the same.
-        HubError, SourceModelError: there is no such model, or it is not supported.
+        HubError, SourceModelError: the model does not exist, or is not supported.
         ConfigError: the context exceeds the model's positions.
     """
     with _found(model) as found:

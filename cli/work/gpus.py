@@ -85,7 +85,7 @@ class Gpus:
 
 
 def probe_gpus() -> Gpus:
-    """Return driver, libraries and cards: those that torch sees, else those of the driver."""
+    """Probe the driver, the libraries, and the GPUs that torch sees, or else the driver lists."""
     driver, listed = probe_driver()
     build = tried(probe_torch, lambda why: TorchBuild(version=version_of("torch"), problem=why))
     seen = tuple(_card(index) for index in range(build.gpus))
@@ -174,7 +174,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def probe_cupy(gpus: int) -> CupyBuild:
-    """Return the build of CuPy, and whether a kernel compiles and runs on so many GPUs."""
+    """Return the installed CuPy, and whether a kernel compiles and runs on each of the GPUs."""
     pairs = ((name, version_of(name)) for name in CUPY_PACKAGES)
     found = CupyBuild(packages=tuple(f"{name} {known}" for name, known in pairs if known))
     if not found.packages:

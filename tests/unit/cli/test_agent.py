@@ -254,7 +254,7 @@ class _Other(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("code", "told"), [(404, "is no server of models; end it"), (401, "refuses the key; set")]
+    ("code", "told"), [(404, "is not a model server; end it"), (401, "refuses the key; set")]
 )
 def test_other_programs_at_the_port_are_refused(code: int, told: str, path: Path) -> None:
     with HTTPServer(("127.0.0.1", 0), _Other) as other:

@@ -208,7 +208,11 @@ def test_no_output_of_a_source_fits(source: Path) -> None:
     [
         (("--memory", "24"), "`--memory` is 24: 24 bytes are too few; give the unit, as 24GB", 2),
         (("--memory", "much"), "`--memory` is much: could not parse value and unit", 2),
-        (("--memory", "24GB", "--context", "32kB"), "`--context 32kB` is no number of tokens", 2),
+        (
+            ("--memory", "24GB", "--context", "32kB"),
+            "`--context 32kB` is not a number of tokens; give one such as 8192",
+            2,
+        ),
         (("--memory", "24GB", "--context", "0"), "`--context` is 0: input should be greater", 2),
         (("--memory", "24GB", "--context", "1k"), "`--context 1024` exceeds the model's 1000", 2),
         (("--memory", "24GB", "--cache", "q7"), "`q7` is not one of `fp16`", 2),
