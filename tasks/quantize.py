@@ -12,7 +12,7 @@ from exl2flow.inference.report.plots import Measured, render_errors
 from exl2flow.inference.report.tables import Row, cost_rows, markdown_table, sublayer_row
 from exl2flow.model import ModelSpec, resolve
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE
-from exl2flow.quant.quantize.stage import read_report, result_files
+from exl2flow.quant.quantize.matrix_work import read_report, result_files
 from exl2flow.tasks.artifacts import MOST_ROWS, Artifacts, markdown_plot
 
 

@@ -117,6 +117,11 @@ DeviceOption = Annotated[
     Option("auto|cpu|cuda", "Running"),
     Field(description="auto: a GPU if one is usable, else the CPU; cuda:1: the second GPU"),
 ]
+Gpus = Annotated[
+    str | None,
+    Field(pattern=r"^(all|[1-9][0-9]{0,2}|(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2}))+)$"),
+    Option("N|all|N,…", "Running"),
+]
 GpuSplit = Annotated[
     str | None,
     Option("GB,…|auto", "Running", rare=True),

@@ -9,8 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from exl2flow.core.device_name import index_of
 from exl2flow.core.options.base import (
     DeviceOption,
+    Gpus,
     Option,
     Size,
     SplitModels,
@@ -116,6 +118,10 @@ class RunOptions(SplitModels):
         "measurement; empty: `.exl2flow` beside the output",
     )
     device: DeviceOption = "auto"
+    gpus: Gpus = Field(
+        default=None,
+        description="GPUs that share the work: how many, all, or which (0,2); empty: one",
+    )
     token_block: TokenBlock = None
     clean_after: bool = Field(
         default=False,
@@ -147,6 +153,12 @@ class RunOptions(SplitModels):
     def _check_out(self) -> Self:
         if self.out.resolve() == self.source.resolve():
             raise ValueError("`out` is the source folder; choose another one")
+        return self
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.gpus is not None and index_of(self.device) is not None:
+            raise ValueError(f"`device` is {self.device}, which is one GPU; name it in `gpus`")
         return self
 
     @property

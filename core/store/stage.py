@@ -6,7 +6,8 @@ the source model. Changing an option redoes the stages that depend on it and no 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,8 @@ from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.device_locks import turn
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import Progress, Tick
+from exl2flow.core.runtime.ranks import ALONE, WorkRanks
+from exl2flow.core.store.crew import Crew, Errand, places
 from exl2flow.core.store.damage import OUTPUT, check_input, forget_damaged, trust
 from exl2flow.core.store.files import FileRecord, digest_of
 from exl2flow.core.store.manifest import RunRecord
@@ -51,6 +54,17 @@ class StageRun(Generic[Read]):
     device: str
     progress: Progress
     stop: StopRequest
+    ranks: WorkRanks = ALONE
+
+    def settle(self, names: AbstractSet[str]) -> None:
+        """Wait until all ranks have come here, and what they committed is in the manifest.
+
+        Args:
+            names: files that all of them together have committed.
+        """
+        self.ranks.told_by_all(None)
+        if self.ranks.rank == 0:
+            self.folder.wait_for(names)
 
     def tick(self, done: int, total: int, detail: str = "") -> None:
         """Report progress of this stage."""
@@ -82,7 +96,8 @@ class Stage(Generic[Reads]):
     needs: memory and disk it takes for a model, whose sizes (`quant.walk.needs`) are the second
     argument; None: little;
     is_shared: models that differ in their target share its result;
-    removable: `clean` may take its tensors once the output, which has them too, is complete.
+    removable: `clean` may take its tensors once the output, which has them too, is complete;
+    is_dealt: whether several GPUs share its work.
     """
 
     name: str
@@ -96,6 +111,7 @@ class Stage(Generic[Reads]):
     needs: Callable[[Reads, Any], Need | None] = lambda config, sizes: None
     is_shared: bool = False
     removable: bool = False
+    is_dealt: Callable[[Reads], bool] = lambda config: False
 
 
 class _Touched(Exception):
@@ -113,6 +129,7 @@ class Pipeline:
         source = self.source = self._fingerprint()
         self.work = WorkDir.of(config.work_dir_root, source)
         self._is_alone = False
+        self._crew: Crew | None = None
         self.refs: dict[str, StageRef] = {}
         self.options: dict[str, dict[str, object]] = {}
         for stage in self.stages.values():
@@ -128,10 +145,11 @@ class Pipeline:
             self.refs[stage.name] = self.work.ref(stage.name, digest_of(identity))
 
     @property
-    def _place(self) -> str:
-        """The device on which stages compute; results record its class only."""
+    def _places(self) -> list[str]:
+        """The devices on which stages compute; results record their class only."""
         named = self.config.device
-        return named if named.startswith(f"{self.device}:") else self.device
+        usual = named if named.startswith(f"{self.device}:") else self.device
+        return places(self.config.gpus, usual)
 
     def _fingerprint(self) -> SourceFingerprint:
         memory = self.config.work_dir_root / DIGESTS_FILE
@@ -155,20 +173,19 @@ class Pipeline:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other runs out of the output while all stages run.
+        """Keep other runs out of the output while all stages run, and one crew for all of them.
 
         Raises:
             WorkDirBusy: another process writes into the output.
         """
-        if OUTPUT not in self.stages:
-            yield
-            return
-        with self.work.lock_output(self.config.out):
-            self._is_alone = True
+        has_output = OUTPUT in self.stages
+        with self.work.lock_output(self.config.out) if has_output else nullcontext():
+            self._is_alone = has_output
             try:
                 yield
             finally:
                 self._is_alone = False
+                self._dismiss()
 
     def run(self, name: str, *, progress: Progress) -> StageRef:
         """Run a stage unless it is complete, and return its reference.
@@ -200,20 +217,20 @@ class Pipeline:
 
         A stage whose files are touched goes on from its last result, as often as that moves it on.
         """
-        done = -1
+        done, place = -1, self._places[0]
         while True:
             folder = self._opened(stage, ref)
             work = StageRun(
                 config=self.config,
                 folder=folder,
                 inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
-                device=self._place,
+                device=place,
                 progress=progress,
                 stop=stop,
             )
             try:
-                with turn(self._place):
-                    stage.run(work)
+                with turn(place):
+                    self._carry_out(stage, work)
                 folder.complete()
             except _Touched as touched:
                 if len(folder.manifest.files) <= done:
@@ -226,6 +243,37 @@ class Pipeline:
             else:
                 trust(folder.path)
                 return
+
+    def _carry_out(self, stage: Stage[Any], work: StageRun[Any]) -> None:
+        """Run a stage, with the GPUs that share its work.
+
+        Raises:
+            Exl2FlowError: what the stage raises; or another process is lost.
+        """
+        used = self._places
+        if len(used) == 1 or not stage.is_dealt(self.config):
+            stage.run(work)
+            return
+        if self._crew is None:
+            self._crew = Crew(used)
+        folder = work.folder
+        errand = Errand(
+            run=stage.run,
+            config=self.config,
+            path=folder.path,
+            manifest=folder.manifest,
+            inputs=work.inputs,
+        )
+        try:
+            self._crew.work(errand, work)
+        except BaseException:
+            self._dismiss()
+            raise
+
+    def _dismiss(self) -> None:
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            crew.close()
 
     def _opened(self, stage: Stage[Any], ref: StageRef) -> StageFolder:
         """Return the folder of a stage, which records only what came of the files as they are now.

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
@@ -40,6 +41,7 @@ DAMAGED = ".damaged-"  # in the name of a folder set aside; the time follows
 STATES_INTERVAL_SECONDS = 20.0  # hidden states are large: a resume replays what came after them
 STATES_SHARE = 0.1  # of the time may be spent on saving them, if that takes longer than usual
 STATES_LONGEST = 15  # intervals between saves at most
+TOLD = 60.0  # seconds until what other processes have told is recorded
 
 
 class StageRef(BaseModel):
@@ -60,6 +62,7 @@ class StageFolder:
         self.manifest = manifest
         self.check: Callable[[], None] = lambda: None  # may refuse what is about to be recorded
         self._lock = threading.RLock()  # a background thread stores results
+        self._committed = threading.Condition(self._lock)
         self._states_time = time.monotonic()
         self._states_cost = 0.0
         self._opened_at = time.monotonic()
@@ -102,14 +105,34 @@ class StageFolder:
             saved is not None and saved.record.matches(self.path / saved.file)
         )
 
-    def commit(self, name: str, sha256: str, *, cursor: int | None = None) -> None:
-        """Record a file that has been written, and the progress of the stage."""
+    def commit(
+        self, name: str, sha256: str, *, cursor: int | None = None, counts: bool = False
+    ) -> None:
+        """Record a file that has been written, and the progress of the stage.
+
+        Args:
+            name: of the file.
+            sha256: of its content.
+            cursor: how much of the stage is done; None: as before, or one more if it `counts`.
+            counts: whether the file is one of the stage's steps.
+        """
         self.check()
-        with self._lock:
+        with self._committed:
             self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
-            if cursor is not None:
-                self.manifest.cursor = cursor
+            self.manifest.cursor = self.manifest.cursor + counts if cursor is None else cursor
             self.save()
+            self._committed.notify_all()
+
+    def wait_for(self, names: AbstractSet[str]) -> None:
+        """Wait until files are recorded, which other processes have told.
+
+        Raises:
+            StoreError: they are not, although all has been told.
+        """
+        with self._committed:
+            if not self._committed.wait_for(lambda: names <= self.manifest.files.keys(), TOLD):
+                missing = ", ".join(sorted(set(names) - self.manifest.files.keys()))
+                raise StoreError(f"`{self.path}` lacks {missing}; repeat the command")
 
     def remove(self, names: Iterable[str]) -> None:
         """Delete files that no resume needs, whether they are recorded or not.

@@ -18,7 +18,7 @@ import torch
 from exl2flow.core.errors import BackendUnavailable, ConfigError
 from exl2flow.core.requests.request import check_integer
 from exl2flow.engine.loading.layer_split import Split, split_model
-from exl2flow.engine.loading.team import Team, places
+from exl2flow.engine.loading.team import ModelTeam, places
 from exl2flow.kernels import Threads, get_ops, resolve_device
 from exl2flow.model import (
     CanonicalTensors,
@@ -63,7 +63,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     max_tokens: int
     ranks: Ranks | None = None
-    team: Team | None = None
+    team: ModelTeam | None = None
 
     def __repr__(self) -> str:
         """Return the model's folder, kind and place, not all of its parts."""
@@ -183,7 +183,7 @@ def _load_led(
 ) -> LoadedModel:
     """Load a model that this process shares with others, which it starts."""
     check_ranks(resolve(folder).undivided(), len(devices))
-    team = Team(devices)
+    team = ModelTeam(devices)
 
     def note(done: int, total: int) -> None:
         team.check()

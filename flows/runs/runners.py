@@ -166,8 +166,12 @@ def _attempt(
         with _running(_runner(config, workers), config) as runner, _demands(config):
             elsewhere = config.runner != "threads"
             given = {"share": share if elsewhere else None}
+            on_one = {"gpus": None} if elsewhere or workers > 1 else {}  # bitrates have one each
             futures = {
-                name: runner.submit(make_bitrate, {"name": name, "config": conversion, **given})
+                name: runner.submit(
+                    make_bitrate,
+                    {"name": name, "config": conversion.model_copy(update=on_one), **given},
+                )
                 for name, conversion in conversions.items()
             }
             outcomes = {}

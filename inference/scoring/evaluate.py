@@ -20,6 +20,7 @@ import torch
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.reports import RowSums, Score
 from exl2flow.core.runtime.memory import free_memory
+from exl2flow.core.runtime.ranks import ALONE, WorkRanks, pieces
 from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.inference.scoring.intervals import intervals
 from exl2flow.model import SublayerSpec, check_ids, with_bos
@@ -49,6 +50,26 @@ class RowScores:
     agreements: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """The rows that a rank scores: pieces of each text.
+
+    others: called when this rank has saved its own; returns those of the others, to rank 0.
+    """
+
+    ranks: WorkRanks = ALONE
+    others: Callable[[], Mapping[RowKey, RowScores]] = dict
+
+    def rows(self, texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
+        """Yield this rank's rows of texts (rows, t)."""
+        for text, ids in enumerate(texts):
+            for piece in self.ranks.own(len(ids)):
+                yield from ((text, row) for row in piece)
+
+
+ALL_ROWS = RowShare()
+
+
 def evaluate(
     models: Sequence[Path],
     ids: torch.Tensor,
@@ -72,6 +93,7 @@ def evaluate_texts(
     advance: Advance | None = None,
     known: Mapping[RowKey, RowScores] | None = None,
     save: Save = lambda scores: None,
+    share: RowShare = ALL_ROWS,
 ) -> list[list[Score]]:
     """Score models on several texts, in one pass over their files if memory allows.
 
@@ -84,9 +106,10 @@ def evaluate_texts(
             done; may raise to stop.
         known: scores of rows from an earlier, interrupted call.
         save: called with the scores of each finished block of rows.
+        share: of this rank.
 
     Returns:
-        The scores of each model, one per text.
+        The scores of each model, one per text; at other ranks than 0 none.
 
     Raises:
         ConfigError: a model's vocabulary differs from the reference's.
@@ -101,8 +124,8 @@ def evaluate_texts(
     for ids in texts:
         check_ids(ids, everyone[-1].spec)
     row_scores = dict(known or {})
-    rows = [(text, row) for text, ids in enumerate(texts) for row in range(len(ids))]
-    blocks = list(_blocks(everyone, texts, [key for key in rows if key not in row_scores]))
+    own = [key for key in share.rows(texts) if key not in row_scores]
+    blocks = list(_blocks(everyone, texts, own))
     *starts, passes = accumulate((len(model.spec.sublayers) for model in everyone), initial=0)
     total = len(blocks) * passes
 
@@ -116,13 +139,22 @@ def evaluate_texts(
         save(scores)
     if advance and blocks:
         advance(total, total, "")
+    row_scores |= share.others()
+    return [] if share.ranks.rank else _all_scores(everyone, texts, row_scores)
+
+
+def _all_scores(
+    everyone: Sequence[StreamedModel],
+    texts: Sequence[torch.Tensor],
+    row_scores: Mapping[RowKey, RowScores],
+) -> list[list[Score]]:
+    """Return the scores of each model but the reference, one per text."""
     scored = [
         ([row_scores[text, row] for row in range(len(ids))], _digest(ids))
         for text, ids in enumerate(texts)
     ]
-    return [
-        [_score(everyone, i, rows, digest) for rows, digest in scored] for i in range(len(runners))
-    ]
+    runners = [place for place, model in enumerate(everyone) if not model.is_reference]
+    return [[_score(everyone, i, rows, digest) for rows, digest in scored] for i in runners]
 
 
 def _digest(ids: torch.Tensor) -> str:
@@ -162,8 +194,9 @@ def _scored(
     block: Sequence[RowKey],
     report: Report,
 ) -> Iterator[tuple[RowKey, RowScores]]:
-    """Yield the scores of a block of rows."""
-    keys = [[key for key in block if key[0] == text] for text in range(len(texts))]
+    """Yield the scores of a block of rows; those of two pieces do not pass together."""
+    whole = [[(text, row) for row in p] for text, x in enumerate(texts) for p in pieces(len(x))]
+    keys = [[key for key in piece if key in block] for piece in whole]
     parts = [part for part in keys if part]
     place = everyone[0].device
     ids = [texts[part[0][0]][[row for _, row in part]].to(place) for part in parts]

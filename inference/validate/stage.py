@@ -41,7 +41,7 @@ from exl2flow.core.store.store import StageFolder
 from exl2flow.engine.loading.layer_split import SplitOptions
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
-from exl2flow.inference.scoring.evaluate import RowKey, RowScores, evaluate_texts
+from exl2flow.inference.scoring.evaluate import RowKey, RowScores, RowShare, evaluate_texts
 from exl2flow.inference.scoring.sample import sample_text
 from exl2flow.inference.scoring.text import text_rows
 from exl2flow.kernels import get_ops
@@ -169,20 +169,25 @@ def validate(run: StageRun[ModelOptions]) -> None:
     folder, out = run.folder, run.config.out.resolve()
     if not all(map(folder.valid, (REPORT_FILE, MARKDOWN_FILE, PLOT_FILE, str(out / SCORE_FILE)))):
         _report(run)
+    if run.ranks.rank:
+        return
     folder.remove(path.name for path in folder.path.glob(f"{ROWS_PREFIX}*"))
     total, score = folder.manifest.total, report_in(folder.path).score
     run.tick(total, total, f"kl_divergence={words.divergence(score.kl_divergence)}")
 
 
 def _report(run: StageRun[ModelOptions]) -> None:
-    """Score the output, and write what was found."""
+    """Score the output, and write what was found; ranks share the rows."""
     config, options = run.config, run.config.validate_options
     out = config.out.resolve()
     held_out = held_out_rows([config.source], options)
     calibration = _calibration_rows(run.inputs["tokenize"])
-    if options.sample_tokens:
+    if options.sample_tokens and run.ranks.rank == 0:
         get_ops(run.device).prepare()
-    score, cross_check = _scores(run, held_out, calibration)
+    scores = _scores(run, held_out, calibration)
+    if scores is None:
+        return
+    score, cross_check = scores
     run.stop_if_asked()
     sample = ""
     if options.sample_tokens:
@@ -226,8 +231,8 @@ def _calibration_rows(folder: Path) -> torch.Tensor:
 
 def _scores(
     run: StageRun[ModelOptions], held_out: torch.Tensor, calibration: torch.Tensor
-) -> tuple[Score, Score | None]:
-    """Score the output on both texts in one pass over it and its source."""
+) -> tuple[Score, Score | None] | None:
+    """Score the output on both texts in one pass over it and its source; None: rank 0 does it."""
     manifest = run.folder.manifest
 
     def advance(done: int, total: int, detail: str) -> None:
@@ -237,8 +242,15 @@ def _scores(
         if is_new:
             run.tick(done, manifest.total, detail)
 
+    def of_others() -> Mapping[RowKey, RowScores]:
+        if not run.ranks.are_many:
+            return {}
+        told = run.ranks.told_by_all(_row_files(run.folder))
+        run.settle({name for names in told for name in names})
+        return _read_rows(run.folder) if run.ranks.rank == 0 else {}
+
     texts = [held_out, calibration] if len(calibration) else [held_out]
-    [(score, *others)] = evaluate_texts(
+    scored = evaluate_texts(
         [run.config.out.resolve()],
         texts,
         reference=run.config.source,
@@ -246,7 +258,11 @@ def _scores(
         advance=advance,
         known=_read_rows(run.folder),
         save=partial(_write_rows, run.folder),
+        share=RowShare(run.ranks, of_others),
     )
+    if run.ranks.rank:
+        return None
+    [(score, *others)] = scored
     return score, others[0] if others else None
 
 
@@ -312,4 +328,5 @@ VALIDATE: Stage[ModelOptions] = Stage(
     options=_options,
     run=validate,
     files=lambda config: filter(None, [config.validate_options.text]),
+    is_dealt=lambda config: True,
 )

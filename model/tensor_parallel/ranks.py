@@ -9,11 +9,9 @@ from datetime import timedelta
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import distributed
-from torch.distributed.rendezvous import rendezvous
 
 from exl2flow.core.errors import BackendUnavailable, InferenceError
-from exl2flow.core.options.environment import survive_lost_ranks
+from exl2flow.core.runtime.ranks import group_of, meet
 from exl2flow.model.tensor_parallel.peers import PeerExchange
 
 SEED_BITS = 63
@@ -72,12 +70,8 @@ class Ranks:
         """
         is_nccl = (backend or ("gloo" if device is None else "nccl")) == "nccl"
         try:
-            meeting = rendezvous(init_method, rank, count, timeout=PATIENCE)
-            store, rank, count = next(meeting)
-            store.set_timeout(PATIENCE)
-            if is_led:
-                survive_lost_ranks()
-            group = _group(store, rank, count, is_nccl=is_nccl)
+            store, rank, count = meet(init_method, rank, count, PATIENCE, is_led=is_led)
+            group = group_of(store, rank, count, PATIENCE, is_nccl=is_nccl)
         except (RuntimeError, ValueError) as error:
             raise BackendUnavailable(
                 f"the ranks of a model did not meet: {error}; start each with `torchrun`"
@@ -188,14 +182,3 @@ class Ranks:
                 f"rank {self.rank} lost another one of {self.count}: {error}; start all again"
             ) from error
         return parts
-
-
-def _group(store: Any, rank: int, count: int, *, is_nccl: bool) -> Any:
-    """Return ranks that meet in a store, apart from the group that `torch.distributed` may have."""
-    if not is_nccl:
-        return distributed.ProcessGroupGloo(store, rank, count, timeout=PATIENCE)
-    if not distributed.is_nccl_available():
-        raise RuntimeError("this build of torch has no NCCL")
-    options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = PATIENCE
-    return distributed.ProcessGroupNCCL(store, rank, count, options)

@@ -22,6 +22,7 @@ NOT_RECORDED = {  # places, what changes no file, and what other files record
     "publish",
     "clean_after",
     "device",
+    "gpus",
     "gpu_split",
     "reserve",
     "devices",

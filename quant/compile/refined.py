@@ -32,8 +32,8 @@ from exl2flow.quant.compile.stage import (
     write_shard,
 )
 from exl2flow.quant.judge.stage import JUDGEMENT_FILE
+from exl2flow.quant.quantize.matrix_work import read_report, result_files
 from exl2flow.quant.quantize.routing import EXPERTS, experts_entry
-from exl2flow.quant.quantize.stage import read_report, result_files
 from exl2flow.quant.refine.stored_model import StoredModel
 from exl2flow.quant.refine.tuned import latest
 from exl2flow.quant.tune.written import TUNING_FILE

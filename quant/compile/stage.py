@@ -87,11 +87,8 @@ from exl2flow.quant.compile.recorded_options import (
     recorded_conversion,
 )
 from exl2flow.quant.compile.stored_block import StoredBlock
+from exl2flow.quant.quantize.matrix_work import read_report, result_files
 from exl2flow.quant.quantize.routing import experts_entry
-from exl2flow.quant.quantize.stage import (
-    read_report,
-    result_files,
-)
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.training.trainable import fits_half
 from exl2flow.quant.tune.written import TUNING_FILE

@@ -14,7 +14,7 @@ from exl2flow.model.config.mtp import TOKEN_COUNTS, MtpSpec
 from exl2flow.quant.allocate.block import block_layout, plain_block_layout
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.mtp.stage import block_files
-from exl2flow.quant.quantize.stage import read_report
+from exl2flow.quant.quantize.matrix_work import read_report
 from exl2flow.quant.tokenize.stage import load_rows
 from exl2flow.quant.training.trainable import fits_half
 

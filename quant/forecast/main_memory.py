@@ -18,7 +18,7 @@ from exl2flow.core.store.need import Need
 from exl2flow.model import CanonicalTensors, ModelSpec, ProjectionSpec
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.model.files.weights import PIECE_BYTES
-from exl2flow.quant.quantize.stage import ERROR_ROWS
+from exl2flow.quant.quantize.matrix_work import ERROR_ROWS
 from exl2flow.quant.sensitivity.fisher import block_size
 from exl2flow.quant.sensitivity.stage import SENSITIVITY, factor_bytes_of, head_block
 from exl2flow.quant.walk.needs import FLOAT, HALF, Card

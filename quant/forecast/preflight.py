@@ -9,9 +9,12 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from exl2flow.core.errors import Exl2FlowError, PreflightFailed, StoreError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.memory import available_memory
+from exl2flow.core.store.crew import places
 from exl2flow.core.store.model_files import CONFIG_FILE, carried_files, left_out
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.outline import Outline
@@ -64,7 +67,9 @@ def preflight(
     problems: list[str] = []
     attempt = partial(_attempted, problems)
     device = attempt(lambda: resolve_device(config.device))
-    card = Card.of(device, config.max_memory) if device and device.type == "cuda" else None
+    used = (device and attempt(lambda: places(config.gpus, str(device)))) or []
+    cards = [Card.of(torch.device(place), config.max_memory) for place in used if place != "cpu"]
+    card = min(cards, key=lambda card: card.memory, default=None)
     option = "--work-root" if config.work_root else "--out"  # whose parent is the default
     attempt(lambda: _check_writable(config.work_dir_root, option))
     attempt(lambda: _check_output(config))
@@ -85,7 +90,7 @@ def preflight(
         to_do = () if problems else run or stages
         if has_layers and is_measured:
             plan = attempt(
-                lambda: _plan(config, stages, spec, card, to_do, device=str(device), anew=anew)
+                lambda: _plan(config, stages, spec, card, to_do, device=", ".join(used), anew=anew)
             )
         if plan is not None:
             attempt(lambda: check_disk([plan], stages))

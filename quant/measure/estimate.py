@@ -16,7 +16,7 @@ from exl2flow.core.options.config import RoundingOptions, RunOptions
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
 from exl2flow.kernels import run_concurrently
-from exl2flow.model import DenseLinear, Sublayer, SublayerSpec
+from exl2flow.model import DenseLinear, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantParams
 from exl2flow.quant.measure.candidates import HEAD_OPTIONS, PROJECTION_OPTIONS, single_widths
 from exl2flow.quant.measure.compact import is_compact, read_numbers, write_results
@@ -158,19 +158,40 @@ def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tens
         model: the source.
         rows: int64 (rows, t).
     """
-    folder = run.folder
-    folder.manifest.total = len(model.spec.sublayers) + 1
+    folder, order = run.folder, model.spec.sublayers
+    folder.manifest.total = len(order) + 1
     factors = FactorFiles(run.inputs["sensitivity"], model.device)
     compact = is_compact(len(model.spec.projections) + 1)
     work = Estimating(folder=folder, factors=factors, options=run.config.rounding, compact=compact)
-    states = walk(run, model, rows, work, to_end=not folder.valid(HEAD_FILE))
+    files = [*map(work.file, order), HEAD_FILE]
+    parts = [*(sublayer.projections for sublayer in order), (model.spec.head,)]
+    own = own_places(run, files, parts)
+    factors.order = ["head" if place == len(order) else place for place in own]
+    states = walk(run, model, rows, work, to_end=len(order) in own, own=own)
     if states is not None:
         results = made_to_fit(partial(_head, model, states, work))
         by_key = {model.spec.head.key: results}
         sha256 = write_results(folder.path / HEAD_FILE, by_key, compact=compact)
-        folder.commit(HEAD_FILE, sha256, cursor=folder.manifest.total)
+        folder.commit(HEAD_FILE, sha256, counts=True)
+    run.settle({*files})
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
-    return [*map(work.file, model.spec.sublayers), HEAD_FILE]
+    return files
+
+
+def own_places(
+    run: StageRun[RunOptions], files: Sequence[str], parts: Sequence[Sequence[ProjectionSpec]]
+) -> list[int]:
+    """Return the places of the files that this rank makes, of those that are not there.
+
+    Args:
+        run: the stage.
+        files: of its results.
+        parts: the projections that each is about.
+    """
+    left = [place for place, file in enumerate(files) if not run.folder.valid(file)]
+    costs = [float(sum(p.in_features * p.numel for p in parts[place])) for place in left]
+    owners = run.ranks.owners(costs)
+    return [place for place, owner in zip(left, owners, strict=True) if owner == run.ranks.rank]
 
 
 def _head(model: SourceModel, states: torch.Tensor, work: Estimating) -> Results:

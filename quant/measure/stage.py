@@ -37,7 +37,7 @@ from exl2flow.quant.measure.compact import (
     write_compact,
     write_results,
 )
-from exl2flow.quant.measure.estimate import estimate_all, estimate_options
+from exl2flow.quant.measure.estimate import estimate_all, estimate_options, own_places
 from exl2flow.quant.measure.measurement import (
     MEASUREMENT_FILE,
     Candidate,
@@ -250,9 +250,13 @@ def measure(run: StageRun[RunOptions]) -> None:
         compact = is_compact(sum(len(sublayer.parts) for sublayer in model.spec.sublayers))
         rows = load_rows(folder, "measure")  # costs that are not in nats are not judged
         work = Measuring(folder=run.folder, options=run.config.rounding, compact=compact)
-        walk(run, model, rows, work, to_end=False)
-        files = [work.file(sublayer) for sublayer in model.spec.sublayers]
-    merge(run, model.spec, files, compact=compact)
+        order = model.spec.sublayers
+        files = [work.file(sublayer) for sublayer in order]
+        own = own_places(run, files, [sublayer.projections for sublayer in order])
+        walk(run, model, rows, work, to_end=False, own=own)
+        run.settle({*files})
+    if run.ranks.rank == 0:
+        merge(run, model.spec, files, compact=compact)
 
 
 def merge(
@@ -274,7 +278,7 @@ def merge(
             "fingerprint": run.folder.manifest.fingerprint,
             "versions": versions(),
             "options": json.loads(run.config.calibration.model_dump_json()),
-            "notes": run.folder.manifest.notes,
+            "notes": sorted(run.folder.manifest.notes),  # ranks add theirs at any time
         },
     }
     if not compact:
@@ -346,4 +350,5 @@ MEASURE: Stage[RunOptions] = Stage(
     gpu_options=lambda config: effect_of_limit(config, config.calibration.measure_row_tokens),
     needs=needs,
     is_shared=True,
+    is_dealt=lambda config: True,
 )

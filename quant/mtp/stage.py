@@ -28,7 +28,8 @@ from exl2flow.quant.measure.results import CandidateResult, Results
 from exl2flow.quant.measure.stage import Measuring
 from exl2flow.quant.mtp.allocation import allocated, measured_joint, used_bits
 from exl2flow.quant.mtp.pairs import BlockSource
-from exl2flow.quant.quantize.stage import Quantizing, read_report, sublayer_file
+from exl2flow.quant.quantize.matrix_work import read_report, sublayer_file
+from exl2flow.quant.quantize.stage import Quantizing
 from exl2flow.quant.quantize.stage import needs as quantizing_needs
 from exl2flow.quant.quantize.stored_form import as_stored
 from exl2flow.quant.tokenize.stage import load_rows, unjudged_rows
@@ -89,8 +90,9 @@ class _Converting:
             if folder.valid(file):
                 work.replay(sublayer, states, path)
                 continue
-            sha256 = work.compute(sublayer, states, path)()
-            self.commit(file, sha256, f"{spec.name} {work.describe(path)}")
+            store = work.compute(sublayer, states, path)
+            assert store is not None  # no other rank works on a block
+            self.commit(file, store(), f"{spec.name} {work.describe(path)}")
 
     def measure(self) -> None:
         """Write the candidates of the joint and of the sublayers, on a part of the rows."""
@@ -236,7 +238,7 @@ def _options(config: ConversionConfig) -> dict[str, object]:
 
 MTP: Stage[ConversionConfig] = Stage(
     name="mtp",
-    schema=1,
+    schema=2,
     inputs=("tokenize",),
     options=_options,
     run=convert_block,

@@ -5,6 +5,7 @@ for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goe
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,11 +13,13 @@ import torch
 
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.runtime.memory import limit_of
+from exl2flow.core.runtime.ranks import ALONE, WorkRanks
 from exl2flow.kernels import CHUNK_ELEMENTS
 from exl2flow.model import DenseLinear, Head, Linear, Sublayer
 from exl2flow.model.layers.experts import RoutedReads
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN
+from exl2flow.quant.walk.deal import Pairs, PieceSums, TensorSums
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import device_of, relative_distance, row_batches
@@ -31,20 +34,20 @@ JUDGE_STEP = 8  # every eighth of them judges a correction
 class CrossProducts:
     """Sums `X̂ᵀ(X - X̂)` over rows while advancing the source's states."""
 
-    def __init__(self, sublayer: Sublayer, source: torch.Tensor, rows: range) -> None:
+    def __init__(self, sublayer: Sublayer, source: torch.Tensor, pairs: Pairs) -> None:
         """Begin with zeros.
 
         Args:
             sublayer: with the source's weights.
             source: states fp32 (p, t, hidden) of the source; advanced in place.
-            rows: the row numbers that they belong to.
+            pairs: whose states these are.
         """
-        self.sublayer, self.source, self.rows = sublayer, source, rows
-        self._fitting = fitting(len(rows))
+        self.sublayer, self.source, self.pairs = sublayer, source, pairs
+        self._fitting = fitting(len(pairs.rows))
         self._wanted: dict[int, dict[str, torch.Tensor]] = {}
         self._tokens: dict[str, int] = {}  # by capture of an expert
         self._changed = list[torch.Tensor]()  # shares of routes that differ, by row
-        self._sums: dict[str, torch.Tensor] = {}
+        self._sums: PieceSums[TensorSums] | None = None
 
     def together(self, rows: range) -> Iterator[list[int]]:
         """Yield which of these rows the source has, by number, divided as they pass together.
@@ -54,8 +57,8 @@ class CrossProducts:
         """
         judging, others = list[list[int]](), list[int]()
         for row in rows:
-            if row in self.rows:
-                place = self.rows.index(row)
+            if row in self.pairs.rows:
+                place = self.pairs.rows.index(row)
                 is_alone = self.sublayer.spec.group is None or place % JUDGE_STEP == 0
                 judging.append([row]) if is_alone else others.append(row)
         yield from sorted([*judging, others]) if others else judging
@@ -64,14 +67,18 @@ class CrossProducts:
         """Advance the source's states of rows."""
         self._leave(rows, self.sublayer(self._entering(rows)))
 
+    def _places(self, rows: Sequence[int]) -> list[int]:
+        """Return where rows are in `source`."""
+        return [self.pairs.rows.index(row) - self.pairs.first for row in rows]
+
     def _entering(self, rows: Sequence[int]) -> torch.Tensor:
-        device, places = device_of(self.sublayer), [self.rows.index(row) for row in rows]
+        device, places = device_of(self.sublayer), self._places(rows)
         parts = [self.source[place : place + 1].to(device, non_blocking=True) for place in places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _leave(self, rows: Sequence[int], outputs: torch.Tensor) -> None:
-        for row, output in zip(rows, outputs, strict=True):
-            self.source[self.rows.index(row)].copy_(output, non_blocking=True)
+        for place, output in zip(self._places(rows), outputs, strict=True):
+            self.source[place].copy_(output, non_blocking=True)
 
     def add(self, rows: Sequence[int], read: Mapping[str, torch.Tensor]) -> None:
         """Add what projections of the quantized model read of rows, see `Sublayer.reads`.
@@ -81,7 +88,7 @@ class CrossProducts:
         hidden = self._entering(rows)
         wanted: Mapping[str, torch.Tensor] = self.sublayer.reads(hidden)
         outputs = self.sublayer.output(hidden, wanted)
-        place, is_routed = self.rows.index(rows[0]), self.sublayer.spec.group is not None
+        place, is_routed = self.pairs.rows.index(rows[0]), self.sublayer.spec.group is not None
         if is_routed:
             self._changed += [differing(wanted, read)] * len(rows)
             wanted = self.sublayer.reads_like(hidden, read)
@@ -90,32 +97,58 @@ class CrossProducts:
         self._leave(rows, outputs)  # which `hidden` may be
         if place not in self._fitting:
             return
+        sums = self._sums_with(rows[0])
         for capture, x in wanted.items():
             quantized = read[capture].flatten(0, -2)
-            if capture not in self._sums:
-                k = quantized.shape[-1]
-                self._sums[capture] = torch.zeros(k, k, device=quantized.device)
             if is_routed:
                 self._tokens[capture] = self._tokens.get(capture, 0) + len(quantized)
-            self._sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
+            sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
+
+    def _sums_with(self, row: int) -> TensorSums:
+        """Return the sums of the piece of a row; rows come in order."""
+        deal = self.pairs.deal
+        number = sum(row - deal.own.start >= piece.stop for piece in deal.pieces)
+        return self._all_sums().at(number)
+
+    def _all_sums(self) -> PieceSums[TensorSums]:
+        if self._sums is None:
+            widths = {p.capture: p.in_features for p in self.sublayer.spec.projections}
+            empty = TensorSums.square(widths, device_of(self.sublayer))
+            self._sums = PieceSums(self.pairs.deal, empty)
+        return self._sums
 
     def wanted(self) -> list[Mapping[str, torch.Tensor]]:
-        """Return what parts of the source contribute to the rows that judge, by unit."""
+        """Return what parts of the source contribute to this rank's rows that judge, by unit."""
+        first = self.pairs.first
         return [
-            self._wanted.get(place) or {"": self.source[place][None]}
-            for place in range(0, len(self.rows), JUDGE_STEP)
+            self._wanted.get(first + place) or {"": self.source[place][None]}
+            for place in range(-first % JUDGE_STEP, len(self.source), JUDGE_STEP)
         ]
 
-    def means(self) -> dict[str, torch.Tensor]:
+    def means(self, owners: Mapping[str, int] | None = None) -> dict[str, torch.Tensor]:
         """Return capture name → the mean over rows, fp32 (k, k); of experts, over their tokens.
 
         Consumes the sums.
+
+        Args:
+            owners: capture → the rank that gets its mean; None: rank 0 gets all.
         """
-        sums, self._sums = self._sums, {}
+        sums, self._sums = self._all_sums(), None
+        tokens = Counter[str]()
+        for of_rank in self.pairs.deal.ranks.told_by_all(self._tokens):
+            tokens.update(of_rank)
+        found = sums.total(lambda capture: (owners or {}).get(capture, 0))
         return {
-            capture: total.div_(max(1, self._tokens.get(capture, len(self._fitting))))
-            for capture, total in sums.items()
+            capture: total.div_(max(1, tokens.get(capture, len(self._fitting))))
+            for capture, total in found.items()
         }
+
+    def gather(self) -> None:
+        """Take what other ranks know of changed routes."""
+        ranks, own = self.pairs.deal.ranks, self._changed
+        if ranks.are_many:
+            told = ranks.told_by_all(torch.stack(own).cpu() if own else torch.zeros(0))
+            self._changed = [*torch.cat(told).to(device_of(self.sublayer))]
 
     def changed_routes(self) -> float | None:
         """Return the share of choices of experts that differ from the source's, if known."""
@@ -140,8 +173,10 @@ def advance_source(sublayer: Sublayer, source: CrossProducts, states: torch.Tens
         source: which has seen nothing.
         states: of all rows of the quantized model, fp32 (rows, t, hidden).
     """
-    for batch in row_batches(sublayer, states):
-        for rows in source.together(range(batch.start, batch.stop)):
+    deal = source.pairs.deal
+    first = deal.own.start
+    for batch in row_batches(sublayer, states, deal.pieces):
+        for rows in source.together(range(first + batch.start, first + batch.stop)):
             look()
             source.advance(rows)
 
@@ -191,6 +226,7 @@ class Correction:
         hessians: Mapping[str, torch.Tensor],
         crosses: CrossProducts,
         coverage: Coverage | None = None,
+        owners: Mapping[str, int] | None = None,
     ) -> dict[str, Linear]:
         """Return the targets if they bring outputs closer to the source's, else the weights.
 
@@ -198,25 +234,33 @@ class Correction:
 
         Args:
             sublayer: with the source's weights.
-            states: inputs fp32 (rows, t, hidden) in the quantized model.
-            hessians: by capture, fp32 (k, k).
+            states: inputs of this rank's rows in the quantized model, fp32 (rows, t, hidden).
+            hessians: of the captures of this rank, fp32 (k, k).
             crosses: has seen all rows.
             coverage: of experts, whose Hessians may be mixed with that of their layer.
+            owners: capture → rank; None: all are rank 0's.
         """
-        means, paired = crosses.means(), states[:: crosses.rows.step]
+        means, pairs = crosses.means(owners), crosses.pairs
         source = dict(sublayer.linears)
         if coverage is not None:
             for capture, cross in means.items():
                 cross.mul_(coverage.share_of(capture, len(cross)))
-        targets = dict[str, Linear]()
+        own = dict[str, torch.Tensor]()
         for capture, hessian in hessians.items():
             members = sublayer.spec.reading(capture)
             move = self.move(hessian, means.pop(capture), name=members[0].reads)
-            targets |= {p.name: moved(source[p.name], move) for p in members}
+            if move is not None:
+                own |= {p.name: moved(source[p.name], move).weight for p in members}
+        ranks, targets = pairs.deal.ranks, dict(source)
+        for owner in range(ranks.count):
+            mine = own if owner == ranks.rank else None
+            for name, weight in ranks.bring(mine, owner, device_of(sublayer)).items():
+                targets[name] = DenseLinear(weight, source[name].bias)
         errors, wanted = [], crosses.wanted()
+        judging = pairs.every(pairs.of(states), JUDGE_STEP)
         for linears in (source, targets):
             sublayer.linears.update(linears)
-            errors.append(output_errors(sublayer, _judging(paired), wanted))
+            errors.append(output_errors(sublayer, judging, wanted, ranks))
         sublayer.linears.update(source)
         plain, corrected = errors
         helped = {unit for unit in plain if corrected[unit] < plain[unit]}
@@ -226,32 +270,47 @@ class Correction:
         }
 
     def head_target(
-        self, head: Head, hessian: torch.Tensor, states: torch.Tensor, source: torch.Tensor
-    ) -> Linear:
+        self,
+        head: Head,
+        hessian: torch.Tensor | None,
+        states: torch.Tensor,
+        source: torch.Tensor,
+        pairs: Pairs,
+    ) -> Linear | None:
         """Return the head's target if predictions come closer to the source's, else its weight.
+
+        At rank 0; others receive None.
 
         Args:
             head: of the source.
-            hessian: of its inputs, fp32 (hidden, hidden).
-            states: final states of the quantized model for the paired rows, fp32 (p, t, hidden).
+            hessian: of its inputs, fp32 (hidden, hidden); others than rank 0 have none.
+            states: final states of the quantized model for this rank's pairs, fp32 (p, t, hidden).
             source: those of the source.
+            pairs: whose they are.
         """
-        rows = fitting(len(states))
+        device, places = head.linear.weight.device, fitting(len(pairs.rows))
+        deal, width = pairs.deal, head.linear.weight.shape[1]
 
         def read(row: torch.Tensor) -> torch.Tensor:
-            return head.normed(row.to(hessian.device))
+            return head.normed(row.to(device))
 
-        cross = torch.zeros_like(hessian)
-        for row in rows:
-            quantized = read(states[row])
-            cross += quantized.T @ (read(source[row]) - quantized)
-        move = self.move(hessian, cross / len(rows), name="lm_head")
+        sums = PieceSums(deal, TensorSums.square({"head": width}, device))
+        for number, piece in enumerate(deal.pieces):
+            cross = sums.at(number)
+            for place, row in enumerate(pairs.own):
+                inside = piece.start <= row - deal.own.start < piece.stop
+                if inside and pairs.first + place in places:
+                    quantized = read(states[place])
+                    cross["head"] += quantized.T @ (read(source[place]) - quantized)
+        total = sums.total()
+        expected, found = (deal.ranks.gather(pairs.every(x, JUDGE_STEP)) for x in (source, states))
+        if hessian is None or expected is None or found is None:
+            return None
+        move = self.move(hessian, total["head"] / len(places), name="lm_head")
         target = moved(head.linear, move)
 
         def error(linear: Linear) -> float:
-            return mean_divergence(
-                head, _judging(source), head.with_linear(linear), _judging(states)
-            )
+            return mean_divergence(head, expected, head.with_linear(linear), found)
 
         return target if error(target) < error(head.linear) else head.linear
 
@@ -275,14 +334,18 @@ def moved(linear: Linear, move: torch.Tensor | None) -> Linear:
 
 
 def output_errors(
-    sublayer: Sublayer, states: torch.Tensor, wanted: Sequence[Mapping[str, torch.Tensor]]
+    sublayer: Sublayer,
+    states: torch.Tensor,
+    wanted: Sequence[Mapping[str, torch.Tensor]],
+    ranks: WorkRanks = ALONE,
 ) -> dict[str, float]:
     """Return by unit the mean over rows of ‖y - y_source‖ / ‖y_source‖ with the current linears.
 
     Args:
         sublayer: of the quantized model.
-        states: that enter it, fp32 (rows, t, hidden).
+        states: of this rank's rows that enter it, fp32 (rows, t, hidden).
         wanted: what the source's units contribute, by row; those without tokens do not count.
+        ranks: among which rows are dealt.
     """
     device, errors = device_of(sublayer), dict[str, list[torch.Tensor]]()
     for row, expected in zip(states, wanted, strict=True):
@@ -290,8 +353,20 @@ def output_errors(
         for unit, y in sublayer.contributions(hidden, sublayer.reads(hidden)).items():
             if len(y):
                 errors.setdefault(unit, []).append(relative_distance(y, expected[unit]))
-    means = torch.stack([torch.stack(found).mean() for found in errors.values()])
-    return dict(zip(errors, means.tolist(), strict=True))
+    found = {unit: torch.stack(of_unit) for unit, of_unit in errors.items()}
+    if ranks.are_many:
+        found = _joined(ranks.told_by_all({unit: x.cpu() for unit, x in found.items()}), device)
+    means = torch.stack([of_unit.mean() for of_unit in found.values()])
+    return dict(zip(found, means.tolist(), strict=True))
+
+
+def _joined(
+    by_rank: Sequence[Mapping[str, torch.Tensor]], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return what ranks found of each unit, in their order."""
+    units = dict.fromkeys(unit for of_rank in by_rank for unit in of_rank)
+    parts = {unit: [of_rank[unit] for of_rank in by_rank if unit in of_rank] for unit in units}
+    return {unit: torch.cat(of_unit).to(device) for unit, of_unit in parts.items()}
 
 
 def paired_rows(rows: int) -> range:
@@ -302,7 +377,3 @@ def paired_rows(rows: int) -> range:
 def fitting(pairs: int) -> Sequence[int]:
     """Return the indices of the pairs that fit a correction: all but the ones that judge it."""
     return [place for place in range(pairs) if place % JUDGE_STEP] or range(pairs)
-
-
-def _judging(states: torch.Tensor) -> torch.Tensor:
-    return states[::JUDGE_STEP]

@@ -5,20 +5,16 @@ sublayers before it. One file per sublayer holds the stored tensors; its header 
 the digest of every reconstruction, which `compile` checks after writing.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from exl2flow.core import words
 from exl2flow.core.options.config import HELD_OUT_ROWS, RunOptions
 from exl2flow.core.reports import MatrixReport, SublayerReport
-from exl2flow.core.runtime.memory import limit_of
-from exl2flow.core.store.files import read_metadata, read_tensors
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import get_ops, record_stream, run_concurrently, tensor_cores
@@ -27,16 +23,22 @@ from exl2flow.model import (
     ModelSpec,
     ProjectionSpec,
     Sublayer,
-    SublayerSpec,
 )
-from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.quant.allocate.budget import read_choice
 from exl2flow.quant.allocate.layout import Choice
 from exl2flow.quant.quantize.correction import (
     Correction,
     CrossProducts,
-    advance_source,
     paired_rows,
+)
+from exl2flow.quant.quantize.dealt import deal_runs, of_all_ranks
+from exl2flow.quant.quantize.matrix_work import (
+    HEAD_FILE,
+    MatrixWork,
+    read_report,
+    row_errors,
+    summary,
+    trained_in_log,
 )
 from exl2flow.quant.quantize.routing import experts_in_log
 from exl2flow.quant.quantize.stored_form import Packed, install, storing
@@ -54,209 +56,24 @@ from exl2flow.quant.rounding.error_feedback import (
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
     collect_hessians,
-    head_hessian,
-    widest_first,
+    dealt_head_hessian,
 )
-from exl2flow.quant.rounding.together import runs_together
-from exl2flow.quant.sensitivity.fisher import Factors, shared_factors
-from exl2flow.quant.sensitivity.stage import FactorFiles
+from exl2flow.quant.sensitivity.fisher import Factors
 from exl2flow.quant.tokenize.stage import judging_texts, load_rows, unjudged_rows
 from exl2flow.quant.training.block import (
-    BlockRows,
     Texts,
     block_bytes,
-    corrected_output,
-    output_metric_of,
-    row_bytes,
-    train_block,
     trains_within,
 )
-from exl2flow.quant.training.kept import kept_in
+from exl2flow.quant.walk.deal import Pairs
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, SUBLAYER_WEIGHT, ModelSizes
 from exl2flow.quant.walk.pinned import made_to_fit
-from exl2flow.quant.walk.source_model import SourceModel, device_of, relative_distance
-from exl2flow.quant.walk.walk import STATE_FILES, Store, SublayerWork, advance, walk
-from exl2flow.quant.walk.working_memory import stored_elements
+from exl2flow.quant.walk.source_model import SourceModel, device_of
+from exl2flow.quant.walk.walk import STATE_FILES, Store, advance, walk
 
-HEAD_FILE = "sublayers/head.safetensors"
 CORRECTED_WEIGHT = 8  # bytes per weight more: corrected targets, and one being computed
 JUDGING_ROWS = 3 * HELD_OUT_ROWS  # at most, of all texts that judge
-ERROR_ROWS = 16  # rows whose unquantized outputs are kept to report a sublayer's error
-
-
-def sublayer_file(sublayer: SublayerSpec) -> str:
-    """Return the name of a sublayer's tensors inside the stage folder of `quantize`."""
-    return f"sublayers/{sublayer.index:04d}.{sublayer.kind}.safetensors"
-
-
-def result_files(spec: ModelSpec) -> list[str]:
-    """Return the files of a finished `quantize` stage, in model order."""
-    return [*map(sublayer_file, spec.sublayers), HEAD_FILE]
-
-
-def read_report(path: Path) -> SublayerReport:
-    """Return the report on a quantized sublayer: errors, parameters, reconstruction digests."""
-    return SublayerReport.from_json(json.loads(read_metadata(path)["report"]))
-
-
-def trained_in_log(report: SublayerReport) -> str:
-    """Return what training did to a sublayer's error; empty: nothing."""
-    return "" if report.trained is None else f" trained={report.trained:.3f}"
-
-
-class MatrixWork(SublayerWork):
-    """Base for work whose results are the matrices of each sublayer, and of the head.
-
-    States are those of the model with its new matrices; the source's own ones of `again` follow.
-    Matrices are rounded in the metric of Fisher factors, or by their Hessians alone.
-    """
-
-    def __init__(
-        self,
-        run: StageRun[RunOptions],
-        spec: ModelSpec,
-        rows: int,
-        texts: Texts | None = None,
-    ) -> None:
-        """Begin.
-
-        Args:
-            run: the stage.
-            spec: of the model.
-            rows: to work on.
-            texts: whose rows follow these and judge sublayers that are trained; None: none is.
-        """
-        self.folder = run.folder
-        self.options = run.config.rounding
-        self.spec, self.texts = spec, texts
-        self.worked_on, self.rows = rows, rows + sum(map(len, (texts or {}).values()))
-        self.paired = range(0)  # rows of the source whose errors are corrected
-        self.error_rows = range(0, rows, max(1, rows // ERROR_ROWS))
-        factors = run.inputs.get("sensitivity")
-        self.factors = factors and FactorFiles(factors, run.device)
-
-    def file(self, sublayer: SublayerSpec) -> str:
-        """See `SublayerWork`."""
-        return sublayer_file(sublayer)
-
-    def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
-        """See `SublayerWork`: advance states through the matrices of an earlier run."""
-        quantized, source = states[: self.rows], states[self.rows :]
-        pairs = CrossProducts(sublayer, source[: len(self.paired)], self.paired)
-        advance_source(sublayer, pairs, quantized[: self.worked_on])
-        advance(sublayer, source[len(self.paired) :])
-        tensors = read_tensors(path)
-        for projection in sublayer.spec.projections:
-            matrix = QuantizedMatrix.from_tensors(projection.key, tensors)
-            install(sublayer, projection, matrix.to(device_of(sublayer)))
-        advance(sublayer, quantized)
-
-    def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
-        """Return projection → Fisher factors of a sublayer or the head; empty if there are none."""
-        return self.factors.read(index) if self.factors else {}
-
-    def factor(
-        self, first: ProjectionSpec, hessian: torch.Tensor, factors: Mapping[str, Factors]
-    ) -> HessianFactor:
-        """Return the factor of an activation, given the first projection that reads it."""
-        return self.factored([first], [hessian], factors)[0]
-
-    def factored(
-        self,
-        firsts: Sequence[ProjectionSpec],
-        hessians: Sequence[torch.Tensor],
-        factors: Mapping[str, Factors],
-    ) -> list[HessianFactor]:
-        """Return the factors of activations, given the first projection that reads each."""
-        return shared_factors(firsts, hessians, factors, self.options, note=self.folder.note)
-
-    def output_metric(self, factors: Factors | None) -> torch.Tensor | None:
-        """Return the metric of errors in one row of a matrix, fp32 (blocks, b, b)."""
-        if factors is None or not self.options.rounds:
-            return None
-        return factors.output.damped(self.options.output_damping).blocks
-
-    def trained(
-        self,
-        sublayer: Sublayer,
-        rounded: dict[str, RoundedMatrix],
-        factors: Mapping[str, Factors],
-        states: torch.Tensor,
-        *,
-        returned: torch.Tensor | None = None,
-    ) -> tuple[dict[str, RoundedMatrix], float | None]:
-        """Return matrices trained on what the source returns, see `train_block`, if memory allows.
-
-        Args:
-            sublayer: with the source's weights.
-            rounded: projection → matrix.
-            factors: of the projections, or empty.
-            states: that enter it, fp32 (rows, t, hidden).
-            returned: what the source's own have become, or None.
-        """
-        if self.texts is None:
-            return rounded, None
-        device, spec, tokens = device_of(sublayer), sublayer.spec, states.shape[1]
-        limit = limit_of(device) if device.type == "cuda" else None
-        if not trains_within(limit, self.spec, spec, tokens):
-            self.folder.note(f"{spec.name}: not trained, which takes too much memory")
-            return rounded, None
-        last = [p.name for p in sublayer.spec.projections if p.is_last]
-        damping = self.options.output_damping
-        outputs = [factors[name].output.damped(damping) for name in last if factors]
-        rows = BlockRows(
-            device=device,
-            states=states,
-            wanted=corrected_output(sublayer, returned, self.options.correction),
-            metric=output_metric_of(sublayer, outputs),
-            texts=self.texts,
-            at_once=max(1, kept_in(limit) // row_bytes(self.spec, spec, tokens)),
-        )
-        return train_block(rounded, sublayer, rows, self.options)
-
-    def store_head(self, packed: Packed) -> None:
-        """Write the head's matrix and its report, and commit the file."""
-        sha256 = self.store_alone(packed, HEAD_FILE)
-        self.folder.commit(HEAD_FILE, sha256, cursor=self.folder.manifest.total)
-
-    def store_alone(self, packed: Packed, file: str) -> str:
-        """Write a matrix that belongs to no sublayer, with its report; return the sha256."""
-
-        def finish(
-            reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
-        ) -> SublayerReport:
-            (report,) = reports
-            alone = summary(packed.projection.key, [packed], reports)
-            return replace(alone, rel_err=report.rel_err, before=report.refined.get("before"))
-
-        return storing(self.folder.path / file, [packed], {}, finish)()
-
-
-def summary(
-    name: str, packed: Sequence[Packed], matrices: Sequence[MatrixReport]
-) -> SublayerReport:
-    """Return the report on a sublayer or the head, without its own errors."""
-    bits = sum(item.matrix.total_bits for item in packed)
-    numel = sum(stored_elements(item.projection) for item in packed)
-    return SublayerReport(name=name, bits=bits, bpw=bits / numel, matrices=tuple(matrices))
-
-
-def row_errors(
-    sublayer: Sublayer, states: Iterable[torch.Tensor], reference: Mapping[int, torch.Tensor]
-) -> torch.Tensor:
-    """Return the relative error of each row of states, in the reference's order, fp32 (rows,).
-
-    That of a group of experts is the error of the states that its layer would return without the
-    groups after it, so squares of all groups add up to about that of the layer.
-    """
-    device = device_of(sublayer)
-
-    def settled(row: torch.Tensor) -> torch.Tensor:
-        return sublayer.settled(row.to(device, non_blocking=True))
-
-    pairs = zip(states, reference.values(), strict=True)
-    return torch.stack([relative_distance(settled(row), settled(y)) for row, y in pairs])
 
 
 class Quantizing(MatrixWork):
@@ -274,9 +91,12 @@ class Quantizing(MatrixWork):
         super().__init__(run, spec, rows, texts)
         self.choice = choice
         if texts is not None:
-            self.paired, self.again = range(rows), range(self.rows)
+            self.pairs, self.again = Pairs(range(rows), self.deal), range(self.rows)
         elif self.options.correction:
-            self.paired = self.again = paired_rows(rows)
+            self.pairs, self.again = Pairs(paired_rows(rows), self.deal), paired_rows(rows)
+        if run.ranks.are_many:
+            again = [place for place, row in enumerate(self.again) if row in self.deal.own]
+            self.here = [*self.deal.own, *(rows + place for place in again)]
         self.correction = Correction(
             strength=self.options.correction, damping=self.options.damping, note=run.folder.note
         )
@@ -287,31 +107,47 @@ class Quantizing(MatrixWork):
         figures = f"bpw={words.bits(report.bpw)} rel_err={words.error(report.rel_err)}"
         return figures + trained_in_log(report) + experts_in_log(report)
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store | None:
         """See `SublayerWork`: round, pack, and advance the states quantized."""
         quantized, twins = states[: self.rows], states[self.rows :]
-        worked_on = quantized[: self.worked_on]
-        crosses = CrossProducts(sublayer, twins[: len(self.paired)], self.paired)
-        coverage = Coverage.of(sublayer, worked_on, self.options.expert_tokens)
+        worked_on, paired = quantized[: self.worked_on], len(self.pairs.own)
+        crosses = CrossProducts(sublayer, twins[:paired], self.pairs)
+        coverage = Coverage.of(sublayer, worked_on, self.options.expert_tokens, self.deal)
+        runs, owners = deal_runs(sublayer, self.deal.ranks)
         hessians, reference = collect_hessians(
-            sublayer, worked_on, keep=self.error_rows, observe=crosses, coverage=coverage
+            sublayer,
+            worked_on,
+            keep=self.error_rows,
+            observe=crosses,
+            coverage=coverage,
+            deal=self.deal,
+            owners=owners,
         )
-        advance(sublayer, twins[len(self.paired) :])
+        advance(sublayer, twins[paired:])
         source, targets = dict(sublayer.linears), dict(sublayer.linears)
         if self.options.correction:
             targets = self.correction.sublayer_targets(
-                sublayer, worked_on, hessians, crosses, coverage
+                sublayer, worked_on, hessians, crosses, coverage, owners
             )
         factors = self.read_factors(sublayer.spec.index)
-        rounded = self._round_sublayer(sublayer, targets, hessians, factors)
+        rounded = self._round_sublayer(sublayer, targets, hessians, factors, runs)
         rounded, trained = self.trained(sublayer, rounded, factors, quantized, returned=twins)
-        packed = []
-        for p in sublayer.spec.projections:
-            item = self._packed(p, source[p.name], rounded[p.name], hessians[p.capture], factors)
-            packed.append(item)
-            install(sublayer, p, item.matrix)
-        advance(sublayer, quantized)
-        errors = row_errors(sublayer, (quantized[row] for row in reference), reference)
+        own = {
+            p.name: self._packed(p, source[p.name], rounded[p.name], hessians[p.capture], factors)
+            for p in sublayer.spec.projections
+            if p.name in rounded
+        }
+        params = {p.name: str(self.choice[p.key]) for p in sublayer.spec.projections}
+        packed = of_all_ranks(sublayer, own, self.deal.ranks, params)
+        for item in packed:
+            install(sublayer, item.projection, item.matrix)
+        self.advance(sublayer, quantized)
+        first = self.deal.own.start
+        errors = row_errors(sublayer, (quantized[row - first] for row in reference), reference)
+        crosses.gather()
+        of_all = self.deal.ranks.gather(errors) if self.deal.ranks.are_many else errors
+        if of_all is None:
+            return None
 
         def finish(
             reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
@@ -324,24 +160,28 @@ class Quantizing(MatrixWork):
                 trained=trained,
             )
 
-        return storing(path, packed, {"errors": errors}, finish)
+        return storing(path, packed, {"errors": of_all}, finish)
 
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
-        """Quantize the head on the final states and commit its file."""
+        """Quantize the head on the final states and commit its file; rank 0 rounds it."""
         projection, head = model.spec.head, model.head()
         quantized = states[: self.worked_on]
-        source = states[self.rows :][: len(self.paired)]
-        hessian = head_hessian(head, quantized)
-        factors = self.read_factors("head")
+        source = states[self.rows :][: len(self.pairs.own)]
+        hessian = dealt_head_hessian(head, quantized, self.deal)
+        factors = self.read_factors("head") if hessian is not None else {}
 
-        def target() -> Linear:
+        def target() -> Linear | None:
             if not self.options.correction:
                 return head.linear
-            paired = quantized[:: self.paired.step]
-            return self.correction.head_target(head, hessian, paired, source)
+            paired = self.pairs.of(quantized)
+            return self.correction.head_target(head, hessian, paired, source, self.pairs)
 
         # keep no reference to targets and weights, which are as large as the head
-        jobs = [self._job(projection, target(), factors)]
+        linear = target()
+        if hessian is None or linear is None:
+            return
+        jobs = [self._job(projection, linear, factors)]
+        del linear
         (matrix,) = self._round(jobs, self.factored([projection], [hessian], factors))
         self.store_head(self._packed(projection, head.linear, matrix, hessian, factors))
 
@@ -426,16 +266,17 @@ class Quantizing(MatrixWork):
         targets: dict[str, Linear],
         hessians: Mapping[str, torch.Tensor],
         factors: Mapping[str, Factors],
+        runs: Sequence[Sequence[str]],
     ) -> dict[str, RoundedMatrix]:
-        """Return projection → rounded matrix; readers of one activation are rounded together.
+        """Return projection → rounded matrix of some runs of captures.
 
-        Empties `targets`: each is as large as the sublayer's weights.
+        Readers of one activation are rounded together. Empties `targets`: each is as large as the
+        sublayer's weights.
         """
-        jobs = {
-            p.name: self._job(p, targets.pop(p.name), factors) for p in sublayer.spec.projections
-        }
-
         spec = sublayer.spec
+        own = [p for run in runs for capture in run for p in spec.reading(capture)]
+        jobs = {p.name: self._job(p, targets[p.name], factors) for p in own}
+        targets.clear()
 
         def factored(run: Sequence[str]) -> list[HessianFactor]:
             firsts = [spec.reading(capture)[0] for capture in run]
@@ -452,7 +293,6 @@ class Quantizing(MatrixWork):
             round_run = self._round if len(run) == 1 else self._round_together
             return dict(zip(names, round_run(own, found), strict=True))
 
-        runs = runs_together(spec, widest_first(hessians), device_of(sublayer))
         works = [partial(work, run) for run in runs]
         parts = run_concurrently(works, device_of(sublayer))
         rounded = {name: matrix for part in parts for name, matrix in part.items()}
@@ -478,7 +318,8 @@ def quantize(run: StageRun[RunOptions]) -> None:
     ids = torch.cat([ids, *(texts or {}).values()])
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
-        made_to_fit(partial(work.head, model, states))
+        finish = partial(work.head, model, states)
+        finish() if run.ranks.are_many else made_to_fit(finish)
     total = run.folder.manifest.total
     run.tick(total, total, "lm_head")
 
@@ -536,11 +377,12 @@ def _options(config: RunOptions) -> dict[str, object]:
 
 QUANTIZE: Stage[RunOptions] = Stage(
     name="quantize",
-    schema=7,
+    schema=8,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
     needs=needs,
     removable=True,
+    is_dealt=lambda config: not config.rounding.block_steps,
 )

@@ -97,6 +97,32 @@ class Packed:
         )
 
 
+class Received(Packed):
+    """A matrix that another rank has packed."""
+
+    def __init__(
+        self,
+        projection: ProjectionSpec,
+        stored: Mapping[str, torch.Tensor],
+        figures: Mapping[str, torch.Tensor],
+        params: str,
+    ) -> None:
+        """Take it.
+
+        Args:
+            projection: the projection of the matrix.
+            stored: tensors of its stored form, by their names there.
+            figures: what `Packed.tensors` returned at that rank; rank 0 alone has them.
+            params: the chosen parameters.
+        """
+        self.projection, self._params, self._refined = projection, params, {}
+        self.matrix = QuantizedMatrix.from_tensors(projection.key, stored)
+        begin = f"{projection.key}/"
+        self._figures = {
+            name.removeprefix(begin): x for name, x in figures.items() if name.startswith(begin)
+        }
+
+
 class Unchanged(Packed):
     """A matrix that stays as it is stored, and the report on it."""
 

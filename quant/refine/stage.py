@@ -18,16 +18,16 @@ from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix, Sublayer
-from exl2flow.quant.quantize.routing import experts_in_log
-from exl2flow.quant.quantize.stage import (
+from exl2flow.quant.quantize.matrix_work import (
     HEAD_FILE,
     MatrixWork,
-    needs,
     read_report,
     row_errors,
     summary,
     trained_in_log,
 )
+from exl2flow.quant.quantize.routing import experts_in_log
+from exl2flow.quant.quantize.stage import needs
 from exl2flow.quant.quantize.stored_form import Packed, Unchanged, install, storing
 from exl2flow.quant.refine.improvement import improve, params_of
 from exl2flow.quant.refine.stored_model import StoredModel

@@ -16,6 +16,7 @@ from exl2flow.core.reports import ExpertTokens
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.model import Sublayer
 from exl2flow.model.layers.experts import ExpertsSublayer
+from exl2flow.quant.walk.deal import Deal
 from exl2flow.quant.walk.source_model import device_of, row_batches
 
 LAYER = "layer.input"  # name of the Hessian of all tokens that enter a layer
@@ -47,34 +48,49 @@ class Coverage:
     sampled: torch.Tensor
 
     @classmethod
-    def of(cls, sublayer: Sublayer, states: torch.Tensor, expert_tokens: int) -> Self | None:
+    def of(
+        cls,
+        sublayer: Sublayer,
+        states: torch.Tensor,
+        expert_tokens: int,
+        deal: Deal | None = None,
+    ) -> Self | None:
         """Count tokens, and choose additional ones; None for sublayers without experts.
 
         Args:
             sublayer: of the source or with quantized matrices: routers are the same.
             states: fp32 (rows, t, hidden), or pairs, see `layers.experts`.
             expert_tokens: below which an expert is topped up; 0: its in-features.
+            deal: whose rows these are; None: they are all there are.
         """
         if not isinstance(sublayer, ExpertsSublayer):
             return None
         first = sublayer.spec.projection("up")
         least = expert_tokens or first.in_features
         total = torch.zeros(sublayer.router.rule.experts, dtype=torch.int64)
-        for rows in row_batches(sublayer, states):
+        for rows in row_batches(sublayer, states, deal.pieces if deal else None):
             look()
             ids = sublayer.routes(states[rows].to(device_of(sublayer))).ids
             total += torch.bincount(ids.flatten(), minlength=len(total)).cpu()
+        if deal:
+            total = torch.stack(deal.ranks.told_by_all(total)).sum(dim=0)
         counts = {expert: int(total[expert]) for expert in sublayer.group.experts}
         starved = [expert for expert, count in counts.items() if count < least]
-        tokens = states.shape[0] * states.shape[1]
+        tokens = (deal.rows if deal else states.shape[0]) * states.shape[1]
         wanted = min(tokens, SAMPLE * sublayer.spec.projection("down").in_features)
         return cls(
             sublayer=sublayer,
             counts=counts,
             least=least,
-            added=_added(sublayer, states, {e: least - counts[e] for e in starved}),
+            added=_added(sublayer, states, {e: least - counts[e] for e in starved}, deal),
             sampled=torch.arange(0, tokens, max(1, tokens // max(1, wanted))),
         )
+
+    def widths(self) -> dict[str, int]:
+        """Return the in-features of what `reads` yields beyond what projections read."""
+        width = {p.capture: p.in_features for p in self.sublayer.spec.projections}
+        samples = {f"{expert}.sample": width[f"{expert}.inner"] for expert in self.added}
+        return {LAYER: width[f"{next(iter(self.added))}.input"], **samples} if samples else {}
 
     def reads(self, hidden: torch.Tensor, first: int) -> Iterator[Read]:
         """Yield what is read beyond the chosen experts' tokens, for experts that are topped up.
@@ -100,15 +116,19 @@ class Coverage:
         """Return the Hessians of experts, those of topped up ones mixed with their layer's.
 
         Args:
-            hessians: by capture, `LAYER` and the samples' included, means per token; consumed.
+            hessians: by capture, `LAYER` and the samples' included, means per token; consumed. A
+                rank may lack some.
         """
         layer = hessians.pop(LAYER, None)
         for expert in self.added:
-            assert layer is not None
-            sample = hessians.pop(f"{expert}.sample")
-            for capture, other in ((f"{expert}.input", layer), (f"{expert}.inner", sample)):
-                share = self.share(expert, len(other))
-                hessians[capture].mul_(share).add_(other, alpha=1 - share)
+            for capture, other in (
+                (f"{expert}.input", layer),
+                (f"{expert}.inner", hessians.pop(f"{expert}.sample", None)),
+            ):
+                if capture in hessians:
+                    assert other is not None
+                    share = self.share(expert, len(other))
+                    hessians[capture].mul_(share).add_(other, alpha=1 - share)
         return hessians
 
     def share(self, expert: int, in_features: int) -> float:
@@ -133,22 +153,33 @@ class Coverage:
         )
 
 
+def mixed_into(capture: str) -> str:
+    """Return the capture whose Hessian is mixed with this one's, which may be its own."""
+    expert, _, what = capture.partition(".")
+    return f"{expert}.inner" if what == "sample" else capture
+
+
 def _within(places: torch.Tensor, first: int, count: int) -> torch.Tensor:
     """Return the places from `first` on, of `count` tokens, counted from there."""
     return places[(places >= first) & (places < first + count)] - first
 
 
 def _added(
-    sublayer: ExpertsSublayer, states: torch.Tensor, wanted: Mapping[int, int]
+    sublayer: ExpertsSublayer,
+    states: torch.Tensor,
+    wanted: Mapping[int, int],
+    deal: Deal | None,
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Return by expert the places and weights of the tokens that it scores highest, unchosen."""
     if not wanted:
         return {}
     experts, scores = list(wanted), list[torch.Tensor]()
-    for rows in row_batches(sublayer, states):
+    for rows in row_batches(sublayer, states, deal.pieces if deal else None):
         look()
         near = sublayer.nearly_chosen(states[rows].to(device_of(sublayer)))
         scores.append(near[:, experts].T.cpu())
+    if deal:
+        scores = [x for of_rank in deal.ranks.told_by_all(scores) for x in of_rank]
     by_expert = torch.cat(scores, dim=1)  # (experts, tokens)
     added = {}
     for expert, near in zip(experts, by_expert, strict=True):

@@ -6,7 +6,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -16,7 +16,8 @@ from exl2flow.core.errors import SingularHessian
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
-from exl2flow.quant.rounding.coverage import Coverage
+from exl2flow.quant.rounding.coverage import LAYER, Coverage, mixed_into
+from exl2flow.quant.walk.deal import Deal, PieceSums
 from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class HessianSum:
 
     def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
-        self._rows: torch.Tensor | int = 0
+        self._rows: torch.Tensor | float = 0  # fp64 once there are weights
 
     def add(self, x: torch.Tensor) -> None:
         """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k)."""
@@ -42,7 +43,7 @@ class HessianSum:
 
     def add_tokens(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         """Add tokens (n, k) with weights fp32 (n,), each counted as a row."""
-        self._rows += len(x) if weights is None else weights.sum()
+        self._rows += len(x) if weights is None else weights.sum(dtype=torch.float64)
         self._add(x if weights is None else x * weights.sqrt()[:, None].to(x.dtype))
 
     def _add(self, x: torch.Tensor) -> None:
@@ -54,11 +55,56 @@ class HessianSum:
         else:
             self._sum.addmm_(x.float().T, x.float())
 
+    @classmethod
+    def of(cls, total: torch.Tensor, rows: float) -> Self:
+        """Return the sum fp32 (k, k) of a number of rows, which is consumed with it."""
+        made = cls(0)
+        made._sum, made._rows = total, rows
+        return made
+
+    def empty(self) -> Self:
+        """Return a sum of this size over nothing."""
+        return type(self)(len(self._sum), device=self._sum.device)
+
+    def add_sum(self, other: Self) -> None:
+        """Add what was added to another sum."""
+        self._sum.add_(other._sum)
+        self._rows = self._rows + other._rows
+
     def mean(self) -> torch.Tensor:
         """Return `H`, fp32 (k, k), the identity if nothing was added. Consumes the sum."""
-        if not self._rows:  # nor a weight
+        rows = float(self._rows)
+        if not rows:  # nor a weight
             return torch.eye(len(self._sum), device=self._sum.device)
-        return self._sum.div_(self._rows)
+        return self._sum.div_(rows)
+
+
+class HessianSums(dict[str, HessianSum]):
+    """The sums of several activations, by capture name."""
+
+    def empty(self) -> Self:
+        """Return sums of the same activations over nothing."""
+        return type(self)({capture: total.empty() for capture, total in self.items()})
+
+    def add_sum(self, other: Self) -> None:
+        """Add what was added to other sums."""
+        for capture, total in self.items():
+            total.add_sum(other[capture])
+
+    def total(self, deal: Deal, parts: Sequence[Self], to: Callable[[str], int]) -> Self:
+        """See `PieceSums`."""
+        if not deal.ranks.are_many:
+            (whole,) = parts
+            return whole
+        own = [{c: float(total._rows) for c, total in part.items()} for part in parts]
+        counts = [part for of_rank in deal.ranks.told_by_all(own) for part in of_rank]
+        found = type(self)()
+        for capture, like in self.items():
+            sums = [part[capture]._sum for part in parts]
+            whole_sum = deal.total(sums, like._sum, to(capture))
+            if whole_sum is not None:
+                found[capture] = HessianSum.of(whole_sum, sum(part[capture] for part in counts))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,61 +249,107 @@ def collect_hessians(
     move: bool = False,
     observe: Observer | None = None,
     coverage: Coverage | None = None,
+    deal: Deal | None = None,
+    owners: Mapping[str, int] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[int, torch.Tensor]]:
     """Run every row through the unquantized sublayer.
 
     Args:
         sublayer: with its own weights.
         states: fp32 (rows, t, hidden).
-        keep: rows whose outputs to return; None: all.
+        keep: numbers of rows whose outputs to return; None: all.
         move: whether to overwrite the states with the outputs instead of returning them.
         coverage: of the sublayer, if it has experts.
         observe: sees what projections read of its rows, before the states change.
+        deal: whose rows these are; None: they are all there are, and one piece.
+        owners: capture → the rank that gets its Hessian; None: rank 0 gets all.
 
     Returns:
-        Capture name → Hessian fp32 (k, k), and row → output fp32 (t, hidden).
+        Capture name → Hessian fp32 (k, k), of those that this rank gets, and row → output fp32
+        (t, hidden).
     """
-    sums: dict[str, HessianSum] = {}
-    outputs: dict[int, torch.Tensor] = {}
-    check = StatesCheck(sublayer.spec.name)
-    for rows in row_batches(sublayer, states):
-        look()
-        hidden = states[rows].to(device_of(sublayer), non_blocking=True)
+    passing = _Passing(sublayer, states, keep=keep, move=move, observe=observe, coverage=coverage)
+    deal = deal or Deal(len(states), is_whole=True)
+    passing.first = deal.own.start
+    sums = PieceSums(deal, _no_sums(sublayer, coverage))
+    for number, piece in enumerate(deal.pieces):
+        for rows in row_batches(sublayer, states, [piece]):
+            look()
+            passing.run(rows, sums.at(number))
+    passing.check.finish(states if move else passing.outputs)
+    ranks = deal.ranks
+    own = sums.total(lambda capture: _owner(capture, owners))
+    hessians = {capture: total.mean() for capture, total in own.items()}
+    if coverage and coverage.added and ranks.are_many:
+        layer = {LAYER: hessians[LAYER]} if ranks.rank == 0 else None
+        hessians |= ranks.bring(layer, 0, device_of(sublayer))
+    return coverage.mixed(hessians) if coverage else hessians, passing.outputs
+
+
+def _owner(capture: str, owners: Mapping[str, int] | None) -> int:
+    """Return the rank that gets a Hessian; a sample's goes with what it is mixed into."""
+    return 0 if owners is None or capture == LAYER else owners[mixed_into(capture)]
+
+
+class _Passing:
+    """Rows that pass a sublayer, for `collect_hessians`.
+
+    first: the number of the first of the states' rows; outputs: of rows to keep, by number.
+    """
+
+    def __init__(
+        self,
+        sublayer: Sublayer,
+        states: torch.Tensor,
+        *,
+        keep: range | None,
+        move: bool,
+        observe: Observer | None,
+        coverage: Coverage | None,
+    ) -> None:
+        self.sublayer, self.states, self.keep, self.move = sublayer, states, keep, move
+        self.observe, self.coverage, self.first = observe, coverage, 0
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.check = StatesCheck(sublayer.spec.name)
+
+    def run(self, rows: slice, total: HessianSums) -> None:
+        """Add to the sums what these rows read, and let them pass."""
+        sublayer, coverage = self.sublayer, self.coverage
+        hidden = self.states[rows].to(device_of(sublayer), non_blocking=True)
         read: Mapping[str, torch.Tensor] = sublayer.reads(hidden)
-        numbers = range(rows.start, rows.stop)
-        if observe is not None:
-            for seen in observe.together(numbers):
-                places = [row - rows.start for row in seen]
-                observe.add(seen, sublayer.of_rows(hidden, read, places))
+        numbers = range(self.first + rows.start, self.first + rows.stop)
+        if self.observe is not None:
+            for seen in self.observe.together(numbers):
+                places = [row - numbers.start for row in seen]
+                self.observe.add(seen, sublayer.of_rows(hidden, read, places))
         for capture, x in read.items():
             if x.ndim == 3:
-                _sum_of(sums, capture, x).add(x)
+                total[capture].add(x)
             else:
-                _sum_of(sums, capture, x).add_tokens(x)
-        for more in coverage.reads(hidden, rows.start * states.shape[1]) if coverage else ():
-            _sum_of(sums, more.capture, more.x).add_tokens(more.x, more.weights)
-        kept = [row for row in numbers if keep is None or row in keep]
+                total[capture].add_tokens(x)
+        for more in coverage.reads(hidden, numbers.start * hidden.shape[1]) if coverage else ():
+            total[more.capture].add_tokens(more.x, more.weights)
+        kept = [row for row in numbers if self.keep is None or row in self.keep]
         if not kept:
-            continue
+            return
         if len(kept) < len(numbers):
-            places = [row - rows.start for row in kept]
+            places = [row - numbers.start for row in kept]
             read = sublayer.of_rows(hidden, read, places)
             hidden = torch.stack([hidden[place] for place in places])
         output = sublayer.output(hidden, read)
-        check.add(kept, output)
-        if move:
-            states[rows].copy_(output, non_blocking=True)
+        self.check.add(kept, output)
+        if self.move:
+            self.states[rows].copy_(output, non_blocking=True)
         else:
-            outputs |= zip(kept, placed_like(states, output), strict=True)
-    check.finish(states if move else outputs)
-    hessians = {capture: total.mean() for capture, total in sums.items()}
-    return coverage.mixed(hessians) if coverage else hessians, outputs
+            self.outputs |= zip(kept, placed_like(self.states, output), strict=True)
 
 
-def _sum_of(sums: dict[str, HessianSum], capture: str, x: torch.Tensor) -> HessianSum:
-    if capture not in sums:
-        sums[capture] = HessianSum(x.shape[-1], device=x.device)
-    return sums[capture]
+def _no_sums(sublayer: Sublayer, coverage: Coverage | None) -> HessianSums:
+    """Return the sums of all that projections read, and of what coverage adds, over nothing."""
+    widths = {p.capture: p.in_features for p in sublayer.spec.projections}
+    widths |= coverage.widths() if coverage else {}
+    device = device_of(sublayer)
+    return HessianSums({c: HessianSum(k, device=device) for c, k in widths.items()})
 
 
 def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:
@@ -267,12 +359,27 @@ def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:
 
 def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
     """Return the Hessian fp32 (k, k) of the head's inputs, from final states (rows, t, hidden)."""
+    hessian = dealt_head_hessian(head, states, Deal(len(states), is_whole=True))
+    assert hessian is not None
+    return hessian
+
+
+def dealt_head_hessian(head: Head, states: torch.Tensor, deal: Deal) -> torch.Tensor | None:
+    """Return `head_hessian` over the rows of all ranks at rank 0; others receive None.
+
+    Args:
+        head: of the model.
+        states: final ones of this rank's rows, fp32 (rows, t, hidden).
+        deal: of the rows.
+    """
     device = head.linear.weight.device
-    total = HessianSum(states.shape[-1], device=device)
-    for row in states:
-        look()
-        total.add(head.normed(row[None].to(device)))
-    return total.mean()
+    sums = PieceSums(deal, HessianSums(head=HessianSum(states.shape[-1], device=device)))
+    for number, piece in enumerate(deal.pieces):
+        for row in states[piece]:
+            look()
+            sums.at(number)["head"].add(head.normed(row[None].to(device)))
+    found = sums.total()
+    return found["head"].mean() if found else None
 
 
 def factor(hessian: MixedHessian, *, damping: float, name: str) -> HessianFactor:

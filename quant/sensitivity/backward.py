@@ -35,17 +35,18 @@ class Tap:
 def sublayer_backward(
     sublayer: Sublayer, states: torch.Tensor, gradient: torch.Tensor, sums: Sums
 ) -> None:
-    """Propagate gradients from a sublayer's output to its input, row by row.
+    """Propagate gradients from a sublayer's output to its input, row by row; see `check_gradients`.
 
     Args:
-        sublayer: its linears are replaced by taps.
+        sublayer: its linears are taps meanwhile.
         states: fp32 (rows, t, hidden), entering the sublayer.
         gradient: fp32 (rows, t, hidden), with respect to its output; overwritten with the gradient
             with respect to its input.
         sums: projection → sums that receive inputs and output gradients; may lack projections.
     """
     device = device_of(sublayer)
-    taps = {name: Tap(linear) for name, linear in sublayer.linears.items()}
+    untapped = dict(sublayer.linears)
+    taps = {name: Tap(linear) for name, linear in untapped.items()}
     sublayer.linears.update(taps)
     for row in range(len(states)):
         look()
@@ -60,11 +61,16 @@ def sublayer_backward(
                 sums[name].add(*(x.flatten(0, -2).float() for x in (tap.read, by_output)))
         # last, because the gradient of an output may share its memory
         gradient[row] = gradients[0][0]
-    _check_gradients(gradient, where=sublayer.spec.name)
+    sublayer.linears.update(untapped)
+
+
+def drawn(rows: int, tokens: int, seed: int) -> torch.Tensor:
+    """Return the numbers in [0, 1) that choose the labels of all rows, (rows, tokens)."""
+    return torch.rand(rows, tokens, generator=torch.Generator().manual_seed(seed))
 
 
 def head_backward(
-    head: Head, states: torch.Tensor, *, seed: int, sums: FactorSum | None
+    head: Head, states: torch.Tensor, uniform: torch.Tensor, sums: FactorSum | None
 ) -> torch.Tensor:
     """Return the gradient by the final states, fp32 (rows, t, hidden), on their device.
 
@@ -74,12 +80,10 @@ def head_backward(
     Args:
         head: final norm and projection.
         states: fp32 (rows, t, hidden), unchanged.
-        seed: for the labels.
+        uniform: of these rows, see `drawn`.
         sums: receives the head's factors.
     """
     device = head.linear.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(states.shape[:2], generator=generator)
     gradient = torch.empty_like(states)
     for row in range(len(states)):
         hidden = states[row].detach().clone().to(device).requires_grad_()
@@ -87,7 +91,6 @@ def head_backward(
             normed = head.normed(hidden)
             by_normed = _by_normed(head, normed.detach(), uniform[row].to(device), sums)
             gradient[row] = torch.autograd.grad((normed * by_normed).sum(), hidden)[0]
-    _check_gradients(gradient, where="lm_head")
     return gradient
 
 
@@ -143,12 +146,24 @@ def draw(p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return labels.clamp_(max=p.shape[-1] - 1)
 
 
-def _check_gradients(gradients: torch.Tensor, *, where: str) -> None:
+def check_gradients(gradients: torch.Tensor, *, where: str, first: int = 0) -> None:
+    """Reject NaN and infinity; waits for the device.
+
+    Args:
+        gradients: fp32 (rows, t, hidden).
+        where: the part that they entered last.
+        first: number of the first row.
+
+    Raises:
+        NonFiniteState: naming the part and the row.
+    """
+    if not len(gradients):
+        return
     finite = torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist()
     if not all(finite):
         row = finite.index(False)
         raise NonFiniteState(
             f"gradients before `{where}` hold NaN or infinity in "
-            f"{non_finite_share(gradients[row])} of row {row}; try other calibration data, or "
-            "set the sensitivity's kind to `error`"
+            f"{non_finite_share(gradients[row])} of row {first + row}; try other calibration "
+            "data, or set the sensitivity's kind to `error`"
         )

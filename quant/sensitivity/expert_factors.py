@@ -93,7 +93,7 @@ def _added(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
 
 def sums_of(spec: SublayerSpec, *, block: int, device: torch.device) -> Sums:
     """Return empty sums of a group of experts; `block` limits the ones that the layer shares."""
-    sums = {}
+    sums = Sums()
     for p in spec.projections:
         limit = EXPERT_BLOCK if p.is_routed and p.role != "down" else block
         sums[p.name] = FactorSum(p.in_features, p.out_features, block=limit, device=device)

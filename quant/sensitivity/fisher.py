@@ -7,6 +7,7 @@ would be the square of the out-features.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -27,12 +28,12 @@ from exl2flow.quant.rounding.hessian import (
     factor_together,
     mixed,
 )
+from exl2flow.quant.walk.deal import Deal
 
 LEAST_TRACE = 1e-30  # of an output factor, against division by zero
 CAPTURES_KEY = "captures"  # header entry: projection → [input factor, columns, output factor]
 LAYER_KEY = "layer"  # header entry: the file of what experts of a layer share ...
 EXPERTS_KEY = "experts"  # ... and there: projection → role, place among those of this role
-Sums = dict[str, "FactorSum"]  # projection name → its sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +198,20 @@ class FactorSum:
         self.blocks = torch.zeros(number, size, size, device=device)
         self.squares, self.count = torch.zeros((), device=device), 0  # Σ |g|²; tokens
 
+    def empty(self) -> Self:
+        """Return sums of the same shapes, without tokens."""
+        other = copy(self)
+        other.input, other.blocks = torch.zeros_like(self.input), torch.zeros_like(self.blocks)
+        other.squares, other.count = torch.zeros_like(self.squares), 0
+        return other
+
+    def add_sum(self, other: Self) -> None:
+        """Add the sums over other tokens."""
+        self.input.add_(other.input)
+        self.blocks.add_(other.blocks)
+        self.squares.add_(other.squares)
+        self.count += other.count
+
     def add(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add tokens: inputs (t, k) and gradients of the outputs (t, n), not padded."""
         squares = gradient.square().sum(-1)
@@ -230,6 +245,42 @@ class FactorSum:
         output = self.output(tokens)
         scale = tokens * max(output.trace, LEAST_TRACE)
         return Factors(input=self.input / scale, output=output)
+
+
+def tensors(total: FactorSum) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of sums."""
+    return total.input, total.blocks, total.squares
+
+
+class Sums(dict[str, FactorSum]):
+    """Projection name → its sums."""
+
+    def empty(self) -> Self:
+        """Return sums of the same projections, without tokens."""
+        return type(self)({name: total.empty() for name, total in self.items()})
+
+    def add_sum(self, other: Self) -> None:
+        """Add the sums over other tokens."""
+        for name, total in self.items():
+            total.add_sum(other[name])
+
+    def total(self, deal: Deal, parts: Sequence[Self], to: Callable[[str], int]) -> Self:
+        """See `PieceSums`."""
+        if not deal.ranks.are_many:
+            (whole,) = parts
+            return whole
+        counts = deal.ranks.told_by_all({n: sum(part[n].count for part in parts) for n in self})
+        found = type(self)()
+        for name, like in self.items():
+            sums = [
+                deal.total([tensors(part[name])[place] for part in parts], x, to(name))
+                for place, x in enumerate(tensors(like))
+            ]
+            if sums[0] is not None:
+                found[name] = one = copy(like)
+                one.input, one.blocks, one.squares = (x for x in sums if x is not None)
+                one.count = sum(count[name] for count in counts)
+        return found
 
 
 def storing_factors(

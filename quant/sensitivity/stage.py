@@ -8,6 +8,7 @@ their gradients, at any depth.
 import logging
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from exl2flow.kernels import get_ops, tensor_cores
 from exl2flow.model import ModelSpec, ProjectionSpec, Sublayer, SublayerSpec
 from exl2flow.quant.sensitivity.backward import (
     LOGIT_ELEMENTS,
+    check_gradients,
+    drawn,
     head_backward,
     sublayer_backward,
 )
@@ -48,6 +51,7 @@ from exl2flow.quant.sensitivity.fisher import (
     unpacked,
 )
 from exl2flow.quant.tokenize.stage import split_rows, text_rows
+from exl2flow.quant.walk.deal import Deal, PieceSums
 from exl2flow.quant.walk.limits import effect_of_limit
 from exl2flow.quant.walk.needs import FLOAT, ModelSizes
 from exl2flow.quant.walk.source_model import DTYPE, SourceModel
@@ -74,10 +78,18 @@ def factor_files(spec: ModelSpec) -> list[str]:
 
 
 class FactorFiles:
-    """The factors of a finished stage; with a GPU, the next file is read ahead."""
+    """The factors of a finished stage; with a GPU, the next file is read ahead.
 
-    def __init__(self, folder: Path, device: torch.device | str) -> None:
-        self.folder = folder
+    order: of the reads; None: one sublayer after the other, then the head.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device | str,
+        order: Sequence[int | Literal["head"]] | None = None,
+    ) -> None:
+        self.folder, self.order = folder, order
         self.device = torch.device(device)
         self._ahead: dict[Path, Future[StoredFactors]] = {}
 
@@ -90,11 +102,20 @@ class FactorFiles:
         path = self._path(index)
         ahead = self._ahead.pop(path, None)
         stored = ahead.result() if ahead else StoredFactors.read(path)
-        if self.device.type == "cuda" and index != "head":
-            following = self._path(index + 1)
-            following = following if following.exists() else self._path("head")
+        following = self._following(index) if self.device.type == "cuda" else None
+        if following is not None:
             self._ahead[following] = helpers().submit(StoredFactors.read, following, pinned=True)
         return unpacked(stored, self.device) | expert_factors(stored, self.device)
+
+    def _following(self, index: int | Literal["head"]) -> Path | None:
+        """Return the file that is read next."""
+        if self.order is not None:
+            later = self.order[self.order.index(index) + 1 :]
+            return self._path(later[0]) if later else None
+        if index == "head":
+            return None
+        following = self._path(index + 1)
+        return following if following.exists() else self._path("head")
 
     def _path(self, index: int | Literal["head"]) -> Path:
         return self.folder / (HEAD_FILE if index == "head" else factor_file(index))
@@ -169,8 +190,8 @@ def sublayer_bytes(config: RunOptions, spec: ModelSpec) -> int:
     factors = factor_sizes(spec, options)
     score = max((layer.num_heads for layer in spec.attending), default=0) * row_tokens**2
     largest = max(
-        sum(p.numel + p.in_features**2 + p.out_features * 2 * row_tokens for p in s.projections)
-        + stored // 2
+        sum(p.numel + p.out_features * 2 * row_tokens for p in s.projections)
+        + _sum_elements(s, stored // 2)
         for s, stored in zip(spec.sublayers, factors, strict=False)
     )
     head = spec.hidden_size * spec.vocab_size + factors[-1] // 2
@@ -178,18 +199,30 @@ def sublayer_bytes(config: RunOptions, spec: ModelSpec) -> int:
     return FLOAT * max(largest + 4 * score, head)
 
 
+def _sum_elements(sublayer: SublayerSpec, stored: int) -> int:
+    """Return the elements of sums over rows: a total, and beside it that of a piece, or its copy.
+
+    Args:
+        sublayer: the sums of whose matrices.
+        stored: elements of the copy, from which the file is written.
+    """
+    squares = sum(p.in_features**2 for p in sublayer.projections)
+    return squares + max(squares, stored)
+
+
 def needs(config: RunOptions, sizes: ModelSizes) -> Need:
     """Forecast the stage: states, gradients, one sublayer and its sums; only the factors stay."""
     spec, row_tokens = sizes.spec, config.calibration.row_tokens
     states = sizes.token * config.sensitivity.rows * row_tokens
     files = kept_states(len(spec.sublayers)) + 2  # gradients, saved twice
-    work = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT, is_shared=True)
+    summing = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=2 * FLOAT)
+    storing = sizes.gpu_work(row_tokens, weight=4 * FLOAT, square=3 * FLOAT, is_shared=True)
     return Need(
         memory_bytes=3 * states + sublayer_bytes(config, spec),
         kept_bytes=sum(factor_sizes(spec, config.sensitivity)),
         passing_bytes=files * states,
         holds="sublayer",
-        **sizes.on_gpu(work, 3 * states),
+        **sizes.on_gpu(max(summing, storing), 3 * states),
     )
 
 
@@ -203,10 +236,11 @@ class InputStates:
     def __init__(self, run: StageRun[RunOptions], model: SourceModel, ids: torch.Tensor) -> None:
         self.run = run
         self.model = model
-        self.ids = ids
+        self.deal = Deal(len(ids), run.ranks)
+        self.ids = ids[self.deal.own.start : self.deal.own.stop]
         self.order = model.spec.sublayers
         self.every = states_between(len(self.order))
-        size = pinned_block(ids.numel() * model.spec.hidden_size * DTYPE.itemsize)
+        size = pinned_block(self.ids.numel() * model.spec.hidden_size * DTYPE.itemsize)
         room = KEPT_SHARE * (available_memory() or 0)
         self.in_memory = model.device.type == "cuda" and kept_states(len(self.order)) * size < room
         self.kept: dict[int, HostTensors] = {}
@@ -222,7 +256,7 @@ class InputStates:
         dense_from = (index - 1) // self.every * self.every
         for sublayer in self.model.sublayers(self.order[start:index]):
             states = self.model.entering(states, sublayer.spec)
-            advance(sublayer, states)
+            advance(sublayer, states, self.deal)
             spec = sublayer.spec
             after = spec.index + 1
             if after >= dense_from or after % self.every == 0:
@@ -235,7 +269,9 @@ class InputStates:
 
     def drop(self, from_index: int = 0) -> None:
         """Delete the stored states entering sublayers from an index on, which no resume needs."""
-        self.run.folder.remove([self._name(i) for i in range(from_index, len(self.order) + 1)])
+        found = (self.run.folder.path / STATES_DIR).glob("*")
+        names = [f"{STATES_DIR}/{path.name}" for path in found if int(path.name[:4]) >= from_index]
+        self.run.folder.remove(names)
 
     def _keep(self, index: int, states: torch.Tensor) -> None:
         if self.in_memory:
@@ -243,8 +279,8 @@ class InputStates:
             self.kept[index] = to_host({"states": copy}, hold=True)
             return
         name = self._name(index)
-        path = self.run.folder.path / name
-        self.run.folder.commit(name, write_tensors(path, {"states": states}))
+        sha256 = write_tensors(self.run.folder.path / name, {"states": states})
+        self.run.folder.commit(name, sha256)
 
     def _nearest(self, index: int) -> tuple[int, torch.Tensor]:
         folder = self.run.folder
@@ -257,7 +293,10 @@ class InputStates:
         return 0, self.model.initial_states(self.ids)
 
     def _name(self, index: int) -> str:
-        return f"{STATES_DIR}/{index:04d}.safetensors"
+        """Return the name of a file, which differs with the rows in it."""
+        own = self.deal.own
+        rows = f".{own.start}-{own.stop}" if self.deal.ranks.are_many else ""
+        return f"{STATES_DIR}/{index:04d}{rows}.safetensors"
 
 
 Projections = tuple[ProjectionSpec, ...]
@@ -271,7 +310,7 @@ class _WayBack:
         self.model = model
         self.options = run.config.sensitivity
         self.inputs = InputStates(run, model, ids)
-        self.tokens = ids.numel()
+        self.tokens, self.deal = ids.numel(), self.inputs.deal
         self.order = model.spec.sublayers
         self.layer: LayerSums | None = None  # of the experts that are being walked
 
@@ -303,7 +342,8 @@ class _WayBack:
         self.run.tick(folder.manifest.cursor, folder.manifest.total)
         saved = folder.load_states()
         if saved is not None and saved[0] > last_open:
-            start, self.gradient = saved[0], self.model.placed(saved[1])
+            own = self.deal.own
+            start, self.gradient = saved[0], self.model.placed(saved[1][own.start : own.stop])
             return start
         self._head()
         return len(self.order)
@@ -312,27 +352,32 @@ class _WayBack:
         begun = time.monotonic()
         block = head_block(self.options.block)
         projections = (self.model.spec.head,)
-        sums = self._sums(HEAD_FILE, projections, block=block)
-        states = self.inputs.at(len(self.order))
-        self.gradient = head_backward(
-            self.model.head(), states, seed=self.options.seed, sums=sums.get(projections[0].name)
-        )
+        sums = self._summed(self._sums(HEAD_FILE, projections, block=block))
+        states, own, head = self.inputs.at(len(self.order)), self.deal.own, self.model.head()
+        uniform = drawn(self.deal.rows, states.shape[1], self.options.seed)[own.start : own.stop]
+        self.gradient = torch.empty_like(states)
+        for number, piece in enumerate(self.deal.pieces):
+            one = sums.at(number).get(projections[0].name)
+            self.gradient[piece] = head_backward(head, states[piece], uniform[piece], one)
+        check_gradients(self.gradient, where="lm_head", first=own.start)
         self._finish(len(self.order), HEAD_FILE, projections, sums, begun)
 
     def _sublayer(self, sublayer: Sublayer) -> None:
         begun, spec = time.monotonic(), sublayer.spec
         name = factor_file(spec.index)
-        sums = self._group_sums(spec) if spec.group else self._sums(name, spec.projections)
-        states = self.inputs.at(spec.index)
+        empty = self._group_sums(spec) if spec.group else self._sums(name, spec.projections)
+        sums, states = self._summed(empty), self.inputs.at(spec.index)
         self.gradient = self.model.entering(self.gradient, spec)
-        sublayer_backward(sublayer, states, self.gradient, sums)
+        for number, piece in enumerate(self.deal.pieces):
+            sublayer_backward(sublayer, states[piece], self.gradient[piece], sums.at(number))
+        check_gradients(self.gradient, where=spec.name, first=self.deal.own.start)
         self._finish(spec.index, name, spec.projections, sums, begun, spec)
 
     def _group_sums(self, spec: SublayerSpec) -> Sums:
         """Return empty sums for a group of experts, or none if its layer is finished."""
         assert spec.group is not None
         if self.run.folder.valid(layer_file(spec.layer_index)):
-            return {}
+            return Sums()
         if spec.group.is_last:
             self.layer = LayerSums()
         return sums_of(spec, block=self.options.block, device=self.model.device)
@@ -340,20 +385,23 @@ class _WayBack:
     def _sums(self, name: str, projections: Projections, block: int | None = None) -> Sums:
         """Return empty sums for projections, or none if their file exists."""
         if self.run.folder.valid(name):
-            return {}
+            return Sums()
         block = self.options.block if block is None else block
         device = self.model.device
-        return {
-            p.name: FactorSum(p.in_features, p.out_features, block=block, device=device)
+        return Sums(
+            (p.name, FactorSum(p.in_features, p.out_features, block=block, device=device))
             for p in projections
-        }
+        )
+
+    def _summed(self, empty: Sums) -> PieceSums[Sums]:
+        return PieceSums(self.deal, empty)
 
     def _finish(
         self,
         index: int,
         name: str,
         projections: Projections,
-        sums: Sums,
+        parts: PieceSums[Sums],
         begun: float,
         spec: SublayerSpec | None = None,
     ) -> None:
@@ -362,6 +410,7 @@ class _WayBack:
         Gradients between groups of experts are not saved: a layer is repeated as a whole.
         """
         folder, group = self.run.folder, None if spec is None else spec.group
+        sums = parts.total()
         if sums:
             path = folder.path / name
             if spec is None or group is None:
@@ -383,7 +432,7 @@ class _WayBack:
             self._drop(index)
         if group is not None and not group.is_first:
             return
-        save_when_due(self.run, self.gradient, index, self.results, self.saves)
+        save_when_due(self.run, self.gradient, index, self.results, self.saves, here=self.deal.own)
 
     def _finish_layer(self, layer: int) -> None:
         """Commit what the experts of a layer share, after all of their own factors."""
@@ -420,7 +469,7 @@ def _options(config: RunOptions) -> dict[str, object]:
 
 SENSITIVITY: Stage[RunOptions] = Stage(
     name="sensitivity",
-    schema=2,
+    schema=3,
     inputs=("tokenize",),
     options=_options,
     run=sensitivity,
@@ -428,4 +477,5 @@ SENSITIVITY: Stage[RunOptions] = Stage(
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
     needs=needs,
     is_shared=True,
+    is_dealt=lambda config: True,
 )

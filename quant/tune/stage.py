@@ -26,12 +26,8 @@ from exl2flow.model import (
 )
 from exl2flow.quant.allocate.budget import decoder_numel
 from exl2flow.quant.allocate.layout import plain_tensors
-from exl2flow.quant.quantize.stage import (
-    HEAD_FILE,
-    JUDGING_ROWS,
-    result_files,
-    sublayer_file,
-)
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, result_files, sublayer_file
+from exl2flow.quant.quantize.stage import JUDGING_ROWS
 from exl2flow.quant.tokenize.stage import further_rows, judging_texts, training_rows
 from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.trainable import TrainedLinear

@@ -16,7 +16,7 @@ from exl2flow.model import Linear, ProjectionSpec, SublayerSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.layers.decoder import Head, build_embedding, capped, divergence_terms, placed
 from exl2flow.model.layers.experts import entering
-from exl2flow.quant.quantize.stage import HEAD_FILE, sublayer_file
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, sublayer_file
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.training.trainable import (
     FixedLinear,

@@ -24,7 +24,7 @@ from exl2flow.core.store.stage import StageRun
 from exl2flow.model import Head, ModelSpec, Sublayer, SublayerSpec
 from exl2flow.model.files.exl2 import QuantizedMatrix
 from exl2flow.model.layers.experts import entering
-from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, result_files, sublayer_file
 from exl2flow.quant.quantize.stored_form import as_stored, install
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.sensitivity.stage import FactorFiles

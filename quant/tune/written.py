@@ -13,7 +13,7 @@ from exl2flow.core.options.config import TrainedOptions
 from exl2flow.core.store.files import digest, replacing, write_tensors
 from exl2flow.core.store.stage import StageRun
 from exl2flow.model import ProjectionSpec
-from exl2flow.quant.quantize.stage import read_report
+from exl2flow.quant.quantize.matrix_work import read_report
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.training.trainable import TrainedLinear
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -139,11 +140,15 @@ class SourceModel:
         for sublayer in self.spec.sublayers:
             self.sublayer(sublayer)
 
-    def initial_states(self, ids: torch.Tensor) -> torch.Tensor:
+    def initial_states(self, ids: torch.Tensor, here: Sequence[int] | None = None) -> torch.Tensor:
         """Return the hidden states entering the first sublayer, fp32 (rows, t, hidden).
 
         Their memory comes from `room`. Rows that begin with a negative id become Gaussian noise
         with the mean and deviation of all other rows (format section 6).
+
+        Args:
+            ids: int64 (rows, t).
+            here: the rows to return; None: all.
 
         Raises:
             NonFiniteState: the embedding, the final norm or the head is NaN or infinite.
@@ -156,17 +161,19 @@ class SourceModel:
         embedding = build_embedding(self.spec, self.tensors, dtype=dtype, device=self.device)
         self._check_finite(name, embedding.weight)
         self._check_norm(self.spec.final_norm)
+        noise = ids[:, 0] < 0
+        if here is not None and not noise.any():
+            ids, noise, here = ids[here], noise[here], None
         states = self.room((*ids.shape, self.spec.hidden_size))
         for row, tokens in zip(states, ids, strict=True):
             look()
             row.copy_(embedding(tokens[None], dtype=DTYPE)[0])
-        noise = ids[:, 0] < 0
         if noise.any():
             others = states[~noise] if (~noise).any() else states
             generator = torch.Generator().manual_seed(0)
             drawn = torch.randn(states[noise].shape, generator=generator).to(states.device)
             states[noise] = drawn * others.std() + others.mean()
-        return states
+        return states if here is None else self.placed(states[here])
 
     def room(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Return fp32 memory for states: on the device if they fit there beside a sublayer's work.
@@ -219,18 +226,24 @@ def non_finite_share(tensor: torch.Tensor) -> str:
     return f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} elements"
 
 
-def row_batches(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
+def row_batches(
+    sublayer: Sublayer, states: torch.Tensor, pieces: Sequence[slice] | None = None
+) -> Iterator[slice]:
     """Yield batches of rows of states (rows, t, hidden) that pass a sublayer together; 1 on a CPU.
 
-    The size depends on shapes and the memory limit only, because results depend on it.
+    The size depends on shapes and the memory limit only, because results depend on it. Batches of a
+    piece are about equal; none has rows of two. None: all rows are one piece.
     """
     device, together = device_of(sublayer), 1
     if device.type == "cuda":
         spec = sublayer.spec
         room, feature = limit_of(device), widest(spec.projections)
         together = rows_together(feature, states.shape[1], room, most=most_rows(spec))
-    for begin in range(0, len(states), together):
-        yield slice(begin, min(begin + together, len(states)))
+    for piece in [slice(0, len(states))] if pieces is None else pieces:
+        rows = piece.stop - piece.start
+        count = -(-rows // together)
+        cuts = [piece.start + rows * batch // max(1, count) for batch in range(count + 1)]
+        yield from (slice(*ends) for ends in pairwise(cuts))
 
 
 def most_rows(sublayer: SublayerSpec) -> int:
@@ -264,8 +277,8 @@ def device_of(sublayer: Sublayer) -> torch.device:
 class StatesCheck:
     """Rejects NaN or infinity in hidden states; waits for the device only once."""
 
-    def __init__(self, where: str) -> None:
-        self.where = where
+    def __init__(self, where: str, first: int = 0) -> None:
+        self.where, self.first = where, first  # number of the first row
         self._rows: list[int] = []
         self._largest: list[torch.Tensor] = []
 
@@ -290,6 +303,6 @@ class StatesCheck:
             if not is_finite:
                 raise NonFiniteState(
                     f"hidden states after `{self.where}` hold NaN or infinity in "
-                    f"{non_finite_share(found[row])} of row {row}; the model overflows on this "
-                    "text: check the source, or try other calibration data"
+                    f"{non_finite_share(found[row])} of row {self.first + row}; the model "
+                    "overflows on this text: check the source, or try other calibration data"
                 )

@@ -7,7 +7,7 @@ not repeated: those sublayers only run forward, from the last saved states or fr
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from exl2flow.core.runtime.background import Background, to_host
 from exl2flow.core.runtime.interrupt import look
 from exl2flow.core.store.stage import StageRun
 from exl2flow.model import Sublayer, SublayerSpec
+from exl2flow.quant.walk.deal import Deal
 from exl2flow.quant.walk.source_model import SourceModel, StatesCheck, device_of, row_batches
 
 T = TypeVar("T")
@@ -37,17 +38,18 @@ class SublayerWork(ABC):
     """
 
     again = range(0)  # rows whose states are walked twice; the copies follow all rows
+    here: Sequence[int] | None = None  # places of this rank's states among all of these; None: all
 
     def file(self, sublayer: SublayerSpec) -> str:
         """Return the name of the sublayer's result inside the stage folder."""
         return f"sublayers/{sublayer.index:04d}.json"
 
     @abstractmethod
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store | None:
         """Do the work, advance `states` in place, and return a function that stores the result.
 
         States are fp32 (rows, t, hidden), those of `again` last. The function runs in another
-        thread, writes `path`, and returns the file's sha256.
+        thread, writes `path`, and returns the file's sha256. None: another rank stores it.
         """
 
     def replay(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> None:
@@ -59,10 +61,16 @@ class SublayerWork(ABC):
         """Describe a finished result in a few words for the log."""
 
 
-def advance(sublayer: Sublayer, states: torch.Tensor) -> None:
-    """Run every row through a sublayer, in place."""
-    check = StatesCheck(sublayer.spec.name)
-    for rows in row_batches(sublayer, states):
+def advance(sublayer: Sublayer, states: torch.Tensor, deal: Deal | None = None) -> None:
+    """Run every row through a sublayer, in place.
+
+    Args:
+        sublayer: through which.
+        states: fp32 (rows, t, hidden).
+        deal: whose rows these are; None: they are all there are.
+    """
+    check = StatesCheck(sublayer.spec.name, 0 if deal is None else deal.own.start)
+    for rows in row_batches(sublayer, states, deal.pieces if deal else None):
         look()
         output = sublayer(states[rows].to(device_of(sublayer), non_blocking=True))
         check.add(range(rows.start, rows.stop), output)
@@ -77,6 +85,7 @@ def walk(
     work: SublayerWork,
     *,
     to_end: bool,
+    own: Container[int] | None = None,
 ) -> torch.Tensor | None:
     """Do the work of all sublayers that lack it.
 
@@ -86,11 +95,12 @@ def walk(
         ids: int64 (rows, t), the calibration rows.
         work: what to do at each sublayer.
         to_end: whether to return the states after the last sublayer.
+        own: sublayers that this rank works on, by index; through others states only run. None: all.
 
     Returns:
         States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
     """
-    return remedied(model, lambda model: _walk(run, model, ids, work, to_end=to_end))
+    return remedied(model, lambda model: _walk(run, model, ids, work, to_end=to_end, own=own))
 
 
 def remedied(model: SourceModel, work: Callable[[SourceModel], T]) -> T:
@@ -115,27 +125,32 @@ def _walk(
     work: SublayerWork,
     *,
     to_end: bool,
+    own: Container[int] | None,
 ) -> torch.Tensor | None:
     order = model.spec.sublayers
     folder = run.folder
-    finished = [folder.valid(work.file(sublayer)) for sublayer in order]
+    done = [folder.valid(work.file(sublayer)) for sublayer in order]
+    finished = [done[s.index] or (own is not None and s.index not in own) for s in order]
     if all(finished) and not to_end:
         return None
     stop = len(order) if to_end else len(order) - finished[::-1].index(False)
     first_open = finished.index(False) if not all(finished) else len(order)
     saved = folder.load_states()
     if saved is not None and saved[0] <= first_open:
-        start, states = saved[0], model.placed(saved[1])
+        start = saved[0]
+        states = model.placed(saved[1] if work.here is None else saved[1][work.here])
     else:
-        start, states = 0, model.initial_states(torch.cat([ids, ids[list(work.again)]]))
-    run.tick(sum(finished), folder.manifest.total)
+        start, whole = 0, torch.cat([ids, ids[list(work.again)]])
+        states = model.initial_states(whole, work.here)
+    folder.manifest.cursor = sum(done)
+    run.tick(folder.manifest.cursor, folder.manifest.total)
 
-    def commit(spec: SublayerSpec, begun: float, cursor: int, sha256: str) -> None:
+    def commit(spec: SublayerSpec, begun: float, sha256: str) -> None:
         name = work.file(spec)
-        folder.commit(name, sha256, cursor=cursor)
+        folder.commit(name, sha256, counts=True)
         detail = f"{spec.name} {work.describe(folder.path / name)}"
         log.info("%s elapsed=%.2fs", detail, time.monotonic() - begun)
-        run.tick(cursor, folder.manifest.total, detail)
+        run.tick(folder.manifest.cursor, folder.manifest.total, detail)
 
     with Background(model.device) as results, Background(model.device) as saves:
         begun = time.monotonic()
@@ -148,8 +163,10 @@ def _walk(
             else:
                 store = work.compute(sublayer, states, path)
                 finished[spec.index] = True
-                results.store(store, partial(commit, spec, begun, sum(finished)))
-            save_when_due(run, states, spec.index + 1, results, saves, needed=spec.index + 1 < stop)
+                if store is not None:
+                    results.store(store, partial(commit, spec, begun))
+            needed, after = spec.index + 1 < stop, spec.index + 1
+            save_when_due(run, states, after, results, saves, needed=needed, here=work.here)
             begun = time.monotonic()
     return model.entering(states, None) if to_end else None
 
@@ -180,10 +197,12 @@ def save_when_due(
     saves: Background,
     *,
     needed: bool = True,
+    here: Sequence[int] | None = None,
 ) -> None:
     """Save the states entering sublayer `index`, which may change as soon as this returns.
 
-    After a signal they are saved at once, and the run stops when all results are stored.
+    After a signal they are saved at once, and the run stops when all results are stored. Rank 0
+    saves, and stops.
 
     Args:
         run: the stage.
@@ -192,9 +211,18 @@ def save_when_due(
         results: stores results.
         saves: saves states, unless those before are still being saved.
         needed: whether to save them without a signal.
+        here: places of this rank's states among all; None: they are all.
     """
     is_last = run.stop.signum is not None
-    if is_last or (needed and saves.is_idle() and run.folder.states_are_due()):
+    is_due = needed and run.ranks.rank == 0 and saves.is_idle() and run.folder.states_are_due()
+    if here is not None:
+        is_last, is_due = run.ranks.told((is_last, is_due))
+    if is_last or is_due:
+        if here is not None and run.ranks.are_many:
+            whole = run.ranks.gather(states, here)
+            if whole is None:
+                return
+            states = whole
         if states.is_pinned():
             torch.cuda.synchronize()  # what the device puts there may be on its way
         waiting = to_host({"states": states}, hold=True)

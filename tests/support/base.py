@@ -71,8 +71,8 @@ def main(arguments: Sequence[str]) -> None:
     assert served(program, model)
     refused = run(program, "convert", model, "--out", "never")
     assert refused.returncode == 1
-    named, found, typed = refused.stderr.partition("the extra `convert` brings: `")
-    assert found and "pip install" in typed, refused.stderr  # pip is called as this environment has it
+    _, _, typed = refused.stderr.partition("the extra `convert` brings: `")
+    assert "pip install" in typed, refused.stderr  # pip is called as this environment has it
     print("generate, chat and serve run; convert says what it needs")
 
 

@@ -106,7 +106,7 @@ def test_what_a_team_says_is_what_one_process_says(alone: LoadedModel, led: Load
 def test_a_rank_that_falls_silent_ends_all(
     led: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("exl2flow.engine.loading.team.SILENCE", 3.0)
+    monkeypatch.setattr("exl2flow.core.runtime.team.SILENCE", 3.0)
     assert led.team is not None
     [pid] = led.team.followers
     generator = Generator(led, slots=2, tokens=1024)

@@ -23,7 +23,7 @@ from exl2flow.engine.loading.streamed import StreamedModel
 from exl2flow.model import resolve
 from exl2flow.model.config import resolution
 from exl2flow.quant.measure.measurement import read_measurement, slot_projections
-from exl2flow.quant.quantize.stage import read_report
+from exl2flow.quant.quantize.matrix_work import read_report
 
 EXPERT = 3 * 64 * 32  # weights
 STEPS = {4: EXPERT, 2: 2 * EXPERT, 1: 1 << 27}  # steps of a layer's routed experts → most weights

@@ -25,7 +25,7 @@ from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.allocate.layout import output_layout, plain_tensors, plan_shards
 from exl2flow.quant.compile import stage as compile_module
 from exl2flow.quant.compile.stage import RECORD_FILE
-from exl2flow.quant.quantize.stage import read_report, result_files
+from exl2flow.quant.quantize.matrix_work import read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -201,7 +201,7 @@ def test_remedy_is_recorded_and_the_run_goes_on(
     assert folder is not None
     assert folder.manifest.notes == expected
     content = read_json(folder.path / MEASUREMENT_FILE)
-    assert content["exl2flow"]["notes"] == expected
+    assert content["exl2flow"]["notes"] == sorted(expected)
     entries = content["measurement"]["model.layers.0.mlp"]
     assert entries[-1]["accuracy"] > 0.98
 

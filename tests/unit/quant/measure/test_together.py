@@ -12,8 +12,8 @@ from tiny import make_tiny
 from exl2flow.model import SublayerSpec
 from exl2flow.quant.measure import estimate
 from exl2flow.quant.measure.measurement import MEASUREMENT_FILE
-from exl2flow.quant.quantize import stage as quantize
-from exl2flow.quant.quantize.stage import read_report
+from exl2flow.quant.quantize import dealt
+from exl2flow.quant.quantize.matrix_work import read_report
 from exl2flow.quant.rounding import together
 
 
@@ -56,7 +56,7 @@ def test_experts_cost_side_by_side_what_they_cost_alone(
 
     alone, errors = converted("alone")
     monkeypatch.setattr(estimate, "runs_together", on_a_gpu)
-    monkeypatch.setattr(quantize, "runs_together", on_a_gpu)
+    monkeypatch.setattr(dealt, "runs_together", on_a_gpu)
     beside, other_errors = converted("beside")
 
     assert list(alone) == list(beside)

@@ -26,9 +26,10 @@ from exl2flow.quant.quantize.correction import (
     output_errors,
     paired_rows,
 )
-from exl2flow.quant.quantize.stage import HEAD_FILE, result_files, sublayer_file
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, result_files, sublayer_file
 from exl2flow.quant.rounding.hessian import collect_hessians
 from exl2flow.quant.tokenize.stage import load_rows
+from exl2flow.quant.walk.deal import Deal, Pairs
 from exl2flow.quant.walk.source_model import SourceModel
 
 HIDDEN = 64
@@ -96,12 +97,16 @@ def error_of(sublayer: Sublayer, states: torch.Tensor, outputs: torch.Tensor) ->
     return output_errors(sublayer, states, [{"": row[None]} for row in outputs])[""]
 
 
+def paired(rows: range, count: int) -> Pairs:
+    return Pairs(rows, Deal(count, is_whole=True))
+
+
 def targets_of(
     sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor], *, strength: float
 ) -> dict[str, Linear]:
     """Return the targets of the first row: it alone makes them."""
     quantized, source = (x[:1].clone() for x in states)
-    sums = CrossProducts(sublayer, source, range(1))
+    sums = CrossProducts(sublayer, source, paired(range(1), 1))
     hessians, _ = collect_hessians(sublayer, quantized, observe=sums)
     crosses = sums.means()
     correction = Correction(strength=strength, damping=DAMPING)
@@ -187,7 +192,7 @@ def test_rows_that_judge_are_not_fitted(
     base: ConversionConfig, sublayer: Sublayer, states: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     source = states[1][::2].clone()
-    sums = CrossProducts(sublayer, source, range(0, 3, 2))
+    sums = CrossProducts(sublayer, source, paired(range(0, 3, 2), 3))
 
     collect_hessians(sublayer, states[0], observe=sums)
 
@@ -319,7 +324,7 @@ def test_a_hessian_without_a_factor_leaves_the_weights_and_says_so(
 ) -> None:
     """So it is with a negative eigenvalue, as rounding of large sums makes it."""
     quantized, source = (x[:1].clone() for x in states)
-    crosses = CrossProducts(sublayer, source, range(1))
+    crosses = CrossProducts(sublayer, source, paired(range(1), 1))
     hessians, _ = collect_hessians(sublayer, quantized, observe=crosses)
     hessians["input"] -= 2 * torch.diag(hessians["input"].diagonal())
     notes: list[str] = []

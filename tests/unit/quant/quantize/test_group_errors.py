@@ -11,7 +11,7 @@ from checkpoints import make_checkpoint
 
 from exl2flow.model import CanonicalTensors, ModelSpec, Sublayer, resolve
 from exl2flow.model.layers.experts import entering
-from exl2flow.quant.quantize.stage import row_errors
+from exl2flow.quant.quantize.matrix_work import row_errors
 from exl2flow.quant.walk.source_model import SourceModel
 
 HIDDEN = 64

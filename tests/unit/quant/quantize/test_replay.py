@@ -1,7 +1,7 @@
 """A resumed walk replays finished sublayers with the arithmetic of the first run."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from exl2flow.model.layers.attention import AttentionSublayer
 from exl2flow.model.layers.mlp import MlpSublayer
 from exl2flow.quant.quantize import correction
 from exl2flow.quant.quantize.correction import JUDGE_STEP, CrossProducts
-from exl2flow.quant.quantize.stage import HEAD_FILE, Quantizing
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE
+from exl2flow.quant.quantize.stage import Quantizing
 from exl2flow.quant.rounding import hessian
 from exl2flow.quant.rounding.hessian import collect_hessians
 from exl2flow.quant.walk import walk
+from exl2flow.quant.walk.deal import Deal, Pairs
 
 ROWS = 16
 SUBLAYERS = 4
@@ -42,9 +44,17 @@ def config(tmp_path: Path) -> ConversionConfig:
     )
 
 
-def by_fours(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
-    """Yield rows as beside a GPU."""
-    return (slice(i, min(i + 4, len(states))) for i in range(0, len(states), 4))
+def by(most: int) -> Callable[..., Iterator[slice]]:
+    """Return what yields rows as beside a GPU, so many together."""
+
+    def batches(
+        sublayer: Sublayer, states: torch.Tensor, pieces: Sequence[slice] | None = None
+    ) -> Iterator[slice]:
+        for piece in pieces or [slice(0, len(states))]:
+            for begin in range(piece.start, piece.stop, most):
+                yield slice(begin, min(begin + most, piece.stop))
+
+    return batches
 
 
 @pytest.fixture
@@ -85,7 +95,7 @@ def test_replay_passes_rows_in_the_batches_of_the_first_run(
 ) -> None:
     """A GPU takes another kernel, with other bits, for products of another shape."""
     for module in (walk, hessian):
-        monkeypatch.setattr(module, "row_batches", by_fours)
+        monkeypatch.setattr(module, "row_batches", by(4))
     pipeline = run_until(config, "quantize")
     (pipeline.path("quantize") / HEAD_FILE).unlink()
 
@@ -105,10 +115,11 @@ def test_source_rows_of_experts_pass_in_the_batches_of_the_first_run(
     tensors = CanonicalTensors(source)
     sublayer = build_sublayer(source, spec, tensors, dtype=torch.float32, device="cpu")
     for module in (hessian, correction):
-        monkeypatch.setattr(module, "row_batches", by_sixteens)
+        monkeypatch.setattr(module, "row_batches", by(16))
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(40, 8, source.hidden_size, generator=generator)
     again = range(0, 40, 3)
+    pairs = Pairs(again, Deal(40, is_whole=True))
     first = states[list(again)] + 0.1 * torch.randn(len(again), *states.shape[1:])
     second, alone = first.clone(), first.clone()
     passed: list[list[int]] = []
@@ -119,10 +130,10 @@ def test_source_rows_of_experts_pass_in_the_batches_of_the_first_run(
         inner(self, rows, outputs)
 
     monkeypatch.setattr(CrossProducts, "_leave", leave)
-    crosses = CrossProducts(sublayer, first, again)
+    crosses = CrossProducts(sublayer, first, pairs)
     collect_hessians(sublayer, states, observe=crosses)
     count = len(passed)
-    correction.advance_source(sublayer, CrossProducts(sublayer, second, again), states)
+    correction.advance_source(sublayer, CrossProducts(sublayer, second, pairs), states)
 
     assert torch.equal(first, second)
     assert passed[:count] == passed[count:]
@@ -131,9 +142,9 @@ def test_source_rows_of_experts_pass_in_the_batches_of_the_first_run(
     assert sorted(row for rows in passed[:count] for row in rows) == list(again)
     assert max(map(len, passed)) == 5
 
-    plain = CrossProducts(sublayer, alone, again)
+    plain = CrossProducts(sublayer, alone, pairs)
     for module in (hessian, correction):
-        monkeypatch.setattr(module, "row_batches", lambda *_: (slice(i, i + 1) for i in range(40)))
+        monkeypatch.setattr(module, "row_batches", by(1))
     collect_hessians(sublayer, states, observe=plain)
     torch.testing.assert_close(alone, first)
     means, singles = crosses.means(), plain.means()
@@ -141,8 +152,3 @@ def test_source_rows_of_experts_pass_in_the_batches_of_the_first_run(
     for capture, mean in means.items():
         torch.testing.assert_close(mean, singles[capture], rtol=1e-3, atol=1e-4)
     assert crosses.changed_routes() == pytest.approx(plain.changed_routes())
-
-
-def by_sixteens(sublayer: Sublayer, states: torch.Tensor) -> Iterator[slice]:
-    """Yield rows as beside a GPU, of experts."""
-    return (slice(i, min(i + 16, len(states))) for i in range(0, len(states), 16))

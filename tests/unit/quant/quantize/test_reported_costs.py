@@ -10,7 +10,7 @@ from exl2flow.core.reports import MatrixReport, SublayerReport, matrices_of, tot
 from exl2flow.core.store.files import read_json, read_tensors
 from exl2flow.core.store.stage import KINDS_FILE, RECORD_FILE
 from exl2flow.model import QuantizedMatrix
-from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files, sublayer_file
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, read_report, result_files, sublayer_file
 from exl2flow.quant.rounding.error_feedback import padded_weight
 from exl2flow.quant.sensitivity.fisher import estimate
 from exl2flow.quant.walk.source_model import SourceModel

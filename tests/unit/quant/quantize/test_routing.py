@@ -12,8 +12,8 @@ from packed_models import quantized
 
 from exl2flow.core.reports import ExpertTokens, MatrixReport
 from exl2flow.model import resolve
+from exl2flow.quant.quantize.matrix_work import summary
 from exl2flow.quant.quantize.routing import experts_entry, experts_in_log, experts_summary
-from exl2flow.quant.quantize.stage import summary
 from exl2flow.quant.quantize.stored_form import Unchanged
 
 

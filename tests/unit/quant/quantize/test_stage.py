@@ -21,12 +21,7 @@ from exl2flow.model import QuantizedLinear, QuantizedMatrix, QuantParams, Sublay
 from exl2flow.model.files.exl2 import padded_columns
 from exl2flow.quant.allocate.budget import ALLOCATION_FILE, read_choice
 from exl2flow.quant.measure.candidates import HEAD_PARAMS
-from exl2flow.quant.quantize.stage import (
-    HEAD_FILE,
-    read_report,
-    result_files,
-    sublayer_file,
-)
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, read_report, result_files, sublayer_file
 from exl2flow.quant.quantize.stored_form import Packed, reconstruction_digest
 from exl2flow.quant.rounding.descent import Metric, refine
 from exl2flow.quant.rounding.error_feedback import (

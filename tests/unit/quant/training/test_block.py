@@ -18,8 +18,8 @@ from exl2flow.core.store.files import read_json, read_tensors
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import QuantParams, Sublayer, resolve
 from exl2flow.pipeline.stages import STAGES
-from exl2flow.quant.quantize import stage
-from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files, sublayer_file
+from exl2flow.quant.quantize import matrix_work
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, read_report, result_files, sublayer_file
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
     RoundingJob,
@@ -183,7 +183,7 @@ def test_what_does_not_fit_stays_as_it_was_rounded(
     for name in ("tokenize", "sensitivity", "allocate"):
         shutil.copytree(quantized.path(name), pipeline.path(name))
     small = [s for s in spec.sublayers if s.group is None]
-    monkeypatch.setattr(stage, "trains_within", lambda limit, model, s, tokens: s in small)
+    monkeypatch.setattr(matrix_work, "trains_within", lambda limit, model, s, tokens: s in small)
 
     pipeline.run("quantize", progress=silent)
 

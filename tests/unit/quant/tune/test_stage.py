@@ -23,7 +23,7 @@ from exl2flow.core.store.stage import KINDS_FILE, ROWS_FILE, Pipeline
 from exl2flow.model import QuantizedLinear, QuantizedMatrix, resolve
 from exl2flow.model.files.weights import TensorFiles
 from exl2flow.pipeline.stages import STAGES
-from exl2flow.quant.quantize.stage import HEAD_FILE, read_report, result_files
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, read_report, result_files
 from exl2flow.quant.quantize.stored_form import reconstruction_digest
 from exl2flow.quant.tokenize.stage import rows_apart, split_rows
 from exl2flow.quant.tune.distill import Distillation

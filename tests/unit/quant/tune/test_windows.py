@@ -16,7 +16,7 @@ from exl2flow.core.store.files import read_json
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import resolve
 from exl2flow.pipeline.stages import STAGES
-from exl2flow.quant.quantize.stage import HEAD_FILE, result_files
+from exl2flow.quant.quantize.matrix_work import HEAD_FILE, result_files
 from exl2flow.quant.tune.stage import TUNE as TUNE_STAGE
 from exl2flow.quant.tune.stage import tune_memory
 from exl2flow.quant.tune.windows import window_bytes, windows

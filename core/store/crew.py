@@ -1,0 +1,123 @@
+"""A crew: processes with a GPU each that work on a stage beside this one.
+
+Each runs the same function of the stage with its own `WorkRanks`. What followers commit or note
+goes to the manifest of this process, which is the only one that writes it.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exl2flow.core.errors import ConfigError, Exl2FlowError
+from exl2flow.core.options.config import RunOptions
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.runtime.ranks import WorkRanks
+from exl2flow.core.runtime.team import Team
+from exl2flow.core.store.manifest import StageManifest
+
+log = logging.getLogger(__name__)
+
+
+def places(gpus: str | None, device: str) -> list[str]:
+    """Return the devices that share a run's work, as torch names them.
+
+    Args:
+        gpus: their number, `all`, or indexes with commas; None: the usual one.
+        device: `cuda`, or `cpu`, on which ranks are given by number.
+
+    Raises:
+        ConfigError: one is not there, or is named twice; or they are of several kinds.
+    """
+    if gpus is None:
+        return [device]
+    if device == "cpu":
+        if not gpus.isdecimal():
+            raise ConfigError(f"`--gpus {gpus}`, and the run is on the CPU; leave it out")
+        return [device] * int(gpus)
+    seen = torch.cuda.device_count()
+    chosen = range(seen if gpus == "all" else int(gpus)) if "," not in gpus else _indexes(gpus)
+    if len({*chosen}) < len(chosen):
+        raise ConfigError(f"`--gpus {gpus}` names a GPU twice")
+    if absent := [index for index in chosen if index >= seen]:
+        there = ", ".join(map(str, range(seen)))
+        raise ConfigError(f"`--gpus {gpus}` needs GPU {absent[0]}, but torch sees {there}")
+    kinds = {torch.cuda.get_device_name(index): index for index in chosen}
+    if len(kinds) > 1:
+        named = ", ".join(f"GPU {index} is a {name}" for name, index in kinds.items())
+        raise ConfigError(f"`--gpus {gpus}`: {named}; results of two kinds differ, give one kind")
+    return [f"cuda:{index}" for index in chosen]
+
+
+def _indexes(gpus: str) -> list[int]:
+    return [int(index) for index in gpus.split(",")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errand:
+    """What a follower needs to work on a stage: `run` takes a `StageRun`."""
+
+    run: Callable[[Any], None]
+    config: RunOptions
+    path: Path
+    manifest: StageManifest
+    inputs: Mapping[str, Path]
+
+
+class Crew(Team[WorkRanks]):
+    """The processes of all GPUs of a run but the first; see `core.store.crew_member`."""
+
+    program, again = "exl2flow.core.store.crew_member", "repeat the command"
+
+    def __init__(self, places: Sequence[str]) -> None:
+        """Start a process for each device but the first."""
+        devices = [torch.device(place) for place in places]
+        super().__init__(devices)
+        self._ranks: WorkRanks | None = None
+        self._used = self.use()
+
+    def meet(self, method: str) -> WorkRanks:
+        """See `Team`."""
+        return WorkRanks.join(
+            method, 0, len(self.devices), [str(device) for device in self.devices]
+        )
+
+    def work(self, errand: Errand, run: Any) -> None:
+        """Work on a stage in all processes.
+
+        Args:
+            errand: for the followers.
+            run: the `StageRun` of this process.
+
+        Raises:
+            Exl2FlowError: what this process raises; or a follower failed, or is lost.
+        """
+        self.hear(lambda rank, kind, content: _hear(run, rank, kind, content))
+        if self._ranks is None:
+            self._used()
+            self._ranks = self.join()
+        results = self.begin("work", errand)
+        try:
+            errand.run(replace(run, ranks=self._ranks))
+            results()
+        except RuntimeError as error:  # torch's, of an exchange or of this process alone
+            raise self.lost(error) from error
+
+
+def _hear(run: Any, rank: int, kind: str, content: Any) -> None:
+    """Record what a follower tells."""
+    if kind == "commit":
+        name, sha256, counts = content
+        run.folder.commit(name, sha256, counts=counts)
+        log.info("rank=%d committed %s", rank, name)
+    elif kind == "note":
+        run.folder.note(content)
+    elif kind == "tick":
+        manifest, tick = run.folder.manifest, content
+        assert isinstance(tick, Tick)
+        run.tick(manifest.cursor, manifest.total, tick.detail)
+    else:
+        raise Exl2FlowError(f"rank {rank} told `{kind}`, which nobody expects; report this")

@@ -1,0 +1,88 @@
+"""A member of a crew: `python -m exl2flow.core.store.crew_member RANK FD PID`."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from exl2flow.core.runtime.following import Channel, Follower, main
+from exl2flow.core.runtime.interrupt import StopRequest
+from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.runtime.ranks import WorkRanks
+from exl2flow.core.store.crew import Errand
+from exl2flow.core.store.files import FileRecord
+from exl2flow.core.store.manifest import StageManifest
+from exl2flow.core.store.stage import StageRun
+from exl2flow.core.store.store import StageFolder
+
+
+class ToldFolder(StageFolder):
+    """A stage's folder in a follower, which tells rank 0 what it commits."""
+
+    def __init__(self, path: Path, manifest: StageManifest, channel: Channel) -> None:
+        super().__init__(path, manifest)
+        self._channel, self._has_news = channel, False
+
+    def commit(
+        self, name: str, sha256: str, *, cursor: int | None = None, counts: bool = False
+    ) -> None:
+        """See `StageFolder`."""
+        self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
+        self._channel.send("commit", (name, sha256, counts))
+        self._has_news = self._has_news or counts
+
+    def tick(self, tick: Tick) -> None:
+        """Tell rank 0 of progress, which it makes itself but where this rank commits."""
+        if self._has_news:
+            self._channel.send("tick", tick)
+        self._has_news = False
+
+    def note(self, text: str) -> None:
+        """See `StageFolder`."""
+        self._channel.send("note", text)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Leave the files to rank 0."""
+
+    def save(self) -> None:
+        """Leave the manifest to rank 0."""
+
+
+class Member(Follower):
+    """Works on a stage when rank 0 tells it to."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self._places: Sequence[str] = ()
+        self._ranks: WorkRanks | None = None
+
+    def use(self, devices: Sequence[str]) -> None:
+        """See `Follower`."""
+        super().use(devices)
+        self._places = devices
+
+    def join(self, method: str, count: int) -> None:
+        """Meet the others."""
+        self._met = self._ranks = WorkRanks.join(method, self.rank, count, self._places)
+
+    def work(self, errand: Errand) -> None:
+        """Work on a stage."""
+        assert self._ranks is not None
+        folder = ToldFolder(errand.path, errand.manifest, self.channel)
+        errand.run(
+            StageRun(
+                config=errand.config,
+                folder=folder,
+                inputs=errand.inputs,
+                device=self._places[self.rank],
+                progress=folder.tick,
+                stop=StopRequest(),
+                ranks=self._ranks,
+            )
+        )
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(True)
+    main(Member, sys.argv[1:])

@@ -1,0 +1,60 @@
+"""Matrices of a sublayer dealt to ranks: who rounds which, and how all get them."""
+
+from collections.abc import Mapping
+
+import torch
+
+from exl2flow.core.runtime.ranks import WorkRanks
+from exl2flow.model import Sublayer
+from exl2flow.quant.quantize.stored_form import Packed, Received
+from exl2flow.quant.rounding.together import runs_together
+from exl2flow.quant.walk.source_model import device_of
+
+HALVES = 2  # of experts side by side, whatever the number of ranks
+
+
+def deal_runs(sublayer: Sublayer, ranks: WorkRanks) -> tuple[list[list[str]], dict[str, int]]:
+    """Return the captures whose readers this rank rounds, run by run; and capture → rank.
+
+    Runs, which see `runs_together`, do not depend on the number of ranks.
+    """
+    spec = sublayer.spec
+    widths = {p.capture: p.in_features for p in spec.projections}
+    captures = sorted(widths, key=lambda capture: -widths[capture])  # least memory in this order
+    runs = [
+        run[half::HALVES]
+        for run in runs_together(spec, captures, device_of(sublayer))
+        for half in range(min(HALVES, len(run)))
+    ]
+    readers = [[p for capture in run for p in spec.reading(capture)] for run in runs]
+    costs = [float(sum(p.in_features * p.numel for p in found)) for found in readers]
+    dealt = ranks.owners(costs)
+    owners = {capture: rank for run, rank in zip(runs, dealt, strict=True) for capture in run}
+    return [run for run, rank in zip(runs, dealt, strict=True) if rank == ranks.rank], owners
+
+
+def of_all_ranks(
+    sublayer: Sublayer, own: Mapping[str, Packed], ranks: WorkRanks, params: Mapping[str, str]
+) -> list[Packed]:
+    """Return the matrices of all ranks, in order; only at rank 0 can they be reported on.
+
+    Args:
+        sublayer: whose they are.
+        own: projection → matrix of this rank.
+        ranks: that have rounded some each.
+        params: projection → the chosen parameters.
+    """
+    projections = sublayer.spec.projections
+    if not ranks.are_many:
+        return [own[p.name] for p in projections]
+    device, stored = device_of(sublayer), dict[str, torch.Tensor]()
+    figures = dict[str, torch.Tensor]()
+    for owner in range(ranks.count):
+        mine, told = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for item in own.values() if owner == ranks.rank else ():
+            mine |= item.matrix.to_tensors(item.projection.key)
+            told |= item.tensors()
+        is_own = owner == ranks.rank
+        stored |= ranks.bring(mine if is_own else None, owner, device)
+        figures |= ranks.bring(told if is_own else None, owner, device, to=0)
+    return [own.get(p.name) or Received(p, stored, figures, params[p.name]) for p in projections]
