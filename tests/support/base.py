@@ -72,9 +72,7 @@ def main(arguments: Sequence[str]) -> None:
     refused = run(program, "convert", model, "--out", "never")
     assert refused.returncode == 1
     named, found, typed = refused.stderr.partition("the extra `convert` brings: `")
-    assert found and "pip install" in typed, (
-        refused.stderr
-    )  # pip is called as this environment has it
+    assert found and "pip install" in typed, refused.stderr  # pip is called as this environment has it
     print("generate, chat and serve run; convert says what it needs")
 
 
