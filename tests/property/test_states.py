@@ -159,7 +159,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def test_texts_are_as_they_are_alone(model: LoadedModel, calls: dict[str, int]) -> None:
-    for seed in (9, 19):  # short texts, and yet everything happens to a state
+    for seed in (9, 2):  # everything happens to a state in these few texts
         walk(model, random.Random(seed), jobs=6, together=6)
     everything = {"save", "load", "hold", "go_back", "move", "_evict"}
     assert not model.spec.deltas or everything <= {*calls}
