@@ -114,7 +114,8 @@ def test_folder_has_a_page_that_needs_no_network(swept: Swept) -> None:
     assert "calibration digest" in page
     assert not re.search(r"<script|<link|src=|@import", page)
     [work] = swept.config.work_dir_root.glob("tiny-*")
-    assert all(f"<b>{name}</b>" in write_up(work) for name in BITRATES)
+    of_work = write_up(work)
+    assert all(f"<b>{name}</b>" in of_work for name in BITRATES)
 
 
 @pytest.mark.slow  # `test_prefect_convert.py` repeats a conversion

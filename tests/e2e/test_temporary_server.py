@@ -5,7 +5,7 @@ import os
 import signal
 import sqlite3
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from conversions import QUICK
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from servers import PROGRAM, MigratedDatabase, wait_for
+from stage_runs import foreign_measurement
 from tiny import make_tiny
 from typer.testing import CliRunner
 from websockets.exceptions import InvalidStatus
@@ -22,6 +23,7 @@ from websockets.typing import Origin
 
 from exl2flow.cli.main import app
 from exl2flow.flows.server.temporary import TemporaryServer
+from exl2flow.model import resolve
 
 SERVER = b"exl2flow.flows.server.temporary_process"
 
@@ -34,8 +36,10 @@ def env(database: MigratedDatabase, tmp_path: Path) -> Mapping[str, str]:
     return {**own, "PREFECT_HOME": str(home), "OMP_NUM_THREADS": "1"}
 
 
-def convert(source: Path, out: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    words = [*PROGRAM, "convert", source, "--out", out, *QUICK]
+def convert(
+    source: Path, out: Path, env: Mapping[str, str], options: Sequence[str] = QUICK
+) -> subprocess.CompletedProcess[str]:
+    words = [*PROGRAM, "convert", source, "--out", out, *options]
     return subprocess.run(words, env=env, cwd=out.parent, capture_output=True, text=True)
 
 
@@ -79,12 +83,14 @@ def test_run_and_its_events_are_stored_before_the_server_ends(
 ) -> None:
     """The events are sent by `EventsWorker.drain_all`, log lines by `APILogWorker.drain_all`."""
     source, out = make_tiny("llama", tmp_path / "source", num_hidden_layers=1), tmp_path / "out"
+    measurement = foreign_measurement(tmp_path / "measurement.json", resolve(source))
+    little = (*QUICK, "--quality", "exllamav2", "--measurement", str(measurement))
 
-    done = convert(source, out, env)
+    done = convert(source, out, env, little)
     monkeypatch.setenv("PREFECT_HOME", env["PREFECT_HOME"])
     monkeypatch.setenv("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")  # as the command does
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # no server of another test
-        again = CliRunner().invoke(app, ["convert", str(source), "--out", str(out), *QUICK])
+        again = CliRunner().invoke(app, ["convert", str(source), "--out", str(out), *little])
 
     assert done.returncode == 0, done.stderr
     assert again.exit_code == 0, again.stderr

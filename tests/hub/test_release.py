@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,10 @@ REPO = "org/tiny-exl2"
 
 
 @pytest.fixture
-def source(hub: Hub, tiny_source: Path, tmp_path: Path) -> Path:
-    """The model, fetched from the Hub."""
+def source(hub: Hub, tiny_source: Path, converted: list[Path], tmp_path: Path) -> Path:
+    """The model, fetched from the Hub; its measurement is there, and what 3 and 6 bits need."""
     hub.add_folder("org/tiny", tiny_source, card={"license": "mit"})
+    shutil.copytree(converted[0].parent / "work", tmp_path / "work")
     found = hub_tasks.fetch(HubModel(repo="org/tiny"), tmp_path / "work", hub_tasks.Hub.open())
     hub.requests.clear()
     return found

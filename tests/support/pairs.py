@@ -15,11 +15,10 @@ def pairs_of(*axes: Sequence[object]) -> list[tuple[object, ...]]:
     def met(chosen: tuple[int, ...]) -> set[tuple[int, int, int, int]]:
         return {(a, b, chosen[a], chosen[b]) for a, b in spaces}
 
-    left = {pair: None for chosen in product(*map(range, map(len, axes))) for pair in met(chosen)}
-    candidates, found = list(product(*map(range, map(len, axes)))), []
-    while left:
-        best = max(candidates, key=lambda chosen: len(met(chosen) & left.keys()))
-        for pair in met(best):
-            left.pop(pair, None)
+    left = {chosen: met(chosen) for chosen in product(*map(range, map(len, axes)))}
+    found = []
+    while new := left[best := max(left, key=lambda chosen: len(left[chosen]))].copy():
+        for pairs in left.values():
+            pairs -= new
         found.append(tuple(axis[index] for axis, index in zip(axes, best, strict=True)))
     return found

@@ -1,11 +1,13 @@
 """A campaign that is killed goes on with its state, and tries what it would have tried."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,18 @@ from state import State
 
 FOLDER = ROOT / "campaigns"
 WORDS = ("fuzz.py", "--reader", "session", "config", "--seed", "3", "--inputs")
+FORKS = """
+import json, os, sys
+import fuzz
+out = os.dup(1)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+for line in sys.stdin:
+    sys.argv = json.loads(line)
+    if not (pid := os.fork()):
+        os._exit(fuzz.main())
+    os.write(out, f"{pid}\\n".encode())
+    os.write(out, f"{os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])}\\n".encode())
+"""
 
 
 def counts(path: Path) -> dict[str, dict[str, Any]]:
@@ -25,32 +39,50 @@ def counts(path: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def campaign() -> Iterator[subprocess.Popen]:
+    """A process that has imported the campaign, and runs it in forks."""
+    command = [sys.executable, "-c", FORKS]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=FOLDER, **pipes) as process:
+        yield process
+        process.stdin.close()
+
+
+def begun(campaign: subprocess.Popen, inputs: int, path: Path) -> int:
+    """Start it with a state; return its process id."""
+    campaign.stdin.write(f"{json.dumps([*WORDS, str(inputs), '--state', str(path)])}\n")
+    campaign.stdin.flush()
+    return int(campaign.stdout.readline())
+
+
+def code(campaign: subprocess.Popen) -> int:
+    """Return how it ended."""
+    return int(campaign.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def killed(campaign: subprocess.Popen, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the state of a campaign that was killed in the middle."""
     path = tmp_path_factory.mktemp("state") / "fuzz.json"
-    process = subprocess.Popen(
-        [sys.executable, *WORDS, "1000000", "--state", str(path)],
-        cwd=FOLDER,
-        stdout=subprocess.DEVNULL,
-    )
+    pid = begun(campaign, 1000000, path)
     while not path.exists():
-        assert process.poll() is None
+        assert Path(f"/proc/{pid}/cmdline").exists()
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(pid, signal.SIGKILL)
+    assert code(campaign) == -signal.SIGKILL
     return path
 
 
-def test_a_killed_campaign_goes_on_and_counts_no_case_twice(killed: Path, tmp_path: Path) -> None:
+def test_a_killed_campaign_goes_on_and_counts_no_case_twice(
+    campaign: subprocess.Popen, killed: Path, tmp_path: Path
+) -> None:
     went_on, whole = tmp_path / "went_on.json", tmp_path / "whole.json"
     shutil.copy(killed, went_on)
     inputs = max(own["tried"] for own in counts(killed).values()) + 200
-    program = "import sys, fuzz; *words, path = sys.argv[1:]\n"
-    program += "for sys.argv in ([*words, path], [*words, path.replace('went_on', 'whole')]):\n"
-    program += "    assert fuzz.main() == 0"
-    command = [sys.executable, "-c", program, *WORDS, str(inputs), "--state", str(went_on)]
 
-    subprocess.run(command, cwd=FOLDER, stdout=subprocess.DEVNULL, timeout=480, check=True)
+    for path in (went_on, whole):
+        begun(campaign, inputs, path)
+        assert code(campaign) == 0
 
     assert counts(went_on) == counts(whole)
     assert {own["tried"] for own in counts(whole).values()} == {inputs}

@@ -1,11 +1,13 @@
 """Models that two processes share: their logits and texts are those of one."""
 
-import subprocess
-import sys
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import shared_model
 import torch
 from adapters import make_adapter
 from checkpoints import make_checkpoint
@@ -21,33 +23,37 @@ from exl2flow.model import resolve
 from exl2flow.model.tensor_parallel.ranks import Ranks
 from exl2flow.model.tensor_parallel.shards import check_ranks, dealt, spans
 
-SCRIPT = Path(__file__).parents[2] / "support" / "shared_model.py"
 NEAR = 1e-5  # sums in another order
 MODELS = ("biases", "cohere", "exl2", "experts", "gptq", "one-head", "plain", "tied")
 PATIENCE = 60
 
 
-def begin(folder: Path, *, count: int = 2, more: tuple[str, ...] = ()) -> list[subprocess.Popen]:
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A process, and what it says."""
+
+    process: BaseProcess
+    log: Path
+
+
+def begin(folder: Path, *, count: int = 2, more: tuple[str, ...] = ()) -> list[Rank]:
+    ranks = [(rank, folder / f"{rank}.log") for rank in range(count)]
     return [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(count), str(folder), "cpu", *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=SCRIPT.parent,
-        )
-        for rank in range(count)
+        Rank(forked.call(shared_model.main, rank, count, folder, "cpu", *more, log=log), log)
+        for rank, log in ranks
     ]
 
 
-def ended(processes: list[subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
+def ended(ranks: list[Rank], seconds: float) -> list[tuple[int, str]]:
     """Return codes and outputs; end what has not ended in time."""
     try:
-        texts = [process.communicate(timeout=seconds)[0] for process in processes]
+        for rank in ranks:
+            rank.process.join(seconds)
+            assert rank.process.exitcode is not None, rank.log.read_text()
     finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, text) for process, text in zip(processes, texts, strict=True)]
+        for rank in ranks:
+            rank.process.kill()
+    return [(rank.process.exitcode, rank.log.read_text()) for rank in ranks]
 
 
 @pytest.fixture(scope="module")
