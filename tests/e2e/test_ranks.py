@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,20 +63,30 @@ def stop(run: Run) -> None:
 def test_two_ranks_that_are_killed_write_the_bytes_of_one(
     undisturbed: Conversion, tmp_path: Path
 ) -> None:
-    conversion = Conversion.inside(tmp_path, undisturbed.source, *TWO)
-    ends: dict[str, tuple[Callable[[Run], None], Conditions]] = {
-        "sensitivity": (kill_follower, NORMAL),
-        "measure": (kill_leader, NORMAL),
-        "quantize": (stop, SAVING),
-    }
+    conversion = undisturbed.after("tokenize", tmp_path)
+    two = replace(conversion, options=TWO)
 
-    for stage, (end, conditions) in ends.items():
-        end(begun(conversion, stage, 2, conditions))
-        assert conversion.manifest(stage)["status"] == "partial"
+    kill_follower(begun(two, "sensitivity", 2, NORMAL))
+    assert two.manifest("sensitivity")["status"] == "partial"
+    kill_leader(begun(two, "quantize", 2, SAVING))
+    assert two.manifest("quantize")["status"] == "partial"
+    two.finish()
+
+    assert two.results() == undisturbed.results()
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_what_two_ranks_begin_one_can_finish(undisturbed: Conversion, tmp_path: Path) -> None:
+    conversion = undisturbed.after("allocate", tmp_path)
+
+    stop(begun(replace(conversion, options=TWO), "quantize", 2, SAVING))
+    left = conversion.manifest("quantize")
     conversion.finish()
 
+    assert left["status"] == "partial"
+    assert left["states"] is not None
     assert conversion.results() == undisturbed.results()
-    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.slow
