@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,10 +22,11 @@ PR_SET_PDEATHSIG = 1  # Linux's prctl(2)
 class Follower:
     """A follower's objects by their keys; its own is 0.
 
-    channel: to rank 0, for what is told unasked.
+    channel: to rank 0, for what is told unasked; remedy: as of its `Team`.
     """
 
     channel: "Channel"
+    remedy: ClassVar[str]
 
     def __init__(self, rank: int) -> None:
         self.rank, self.device = rank, torch.device("cpu")
@@ -88,7 +89,7 @@ def obey(follower: Follower, channel: Channel) -> None:
         except BaseException as error:
             if not isinstance(error, Exl2FlowError | torch.OutOfMemoryError):
                 traceback.print_exc()
-            told = failure_of(error, follower.rank, follower.device)
+            told = failure_of(error, follower.rank, follower.device, follower.remedy)
             if not wants_answer:
                 channel.send("failure", told)
                 os._exit(1)  # without a word to the others, who wait for this rank

@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from exl2flow.core.errors import BackendUnavailable
 from exl2flow.core.options.environment import survive_lost_ranks
 
+CPU = torch.device("cpu")
 PIECES = 4  # of the rows of a sum; each is summed by one rank, so no more ranks than these share it
 PATIENCE = timedelta(hours=12)  # with a rank that works; the loss of one is seen at once
 
@@ -63,13 +64,15 @@ class WorkRanks:
     All make the same calls in the same order. What they make does not depend on their number: sums
     over rows are sums of `pieces`, in order.
 
-    words: a group of `torch.distributed` in main memory; group: of the devices, or None: as words.
+    words: a group of `torch.distributed` in main memory; group: of the devices, or None: as words;
+    device: of this rank.
     """
 
     rank: int = 0
     count: int = 1
     words: Any = None
     group: Any = None
+    device: torch.device = CPU
 
     @classmethod
     def join(cls, init_method: str, rank: int, count: int, devices: Sequence[str]) -> Self:
@@ -94,13 +97,13 @@ class WorkRanks:
             raise BackendUnavailable(
                 f"the processes of {count} GPUs did not meet: {error}; use one, without `--gpus`"
             ) from error
-        ranks = cls(rank, count, words, group)
-        ranks._connect(torch.device(devices[rank]))
+        ranks = cls(rank, count, words, group, torch.device(devices[rank]))
+        ranks._connect()
         return ranks
 
-    def _connect(self, device: torch.device) -> None:
+    def _connect(self) -> None:
         """Connect all pairs, while the store in which they met is there."""
-        x = torch.zeros(1, device=device)
+        x = torch.zeros(1, device=self.device)
         self._broadcast(x, 0)
         for source in range(self.count):
             for to in range(source + 1, self.count):
@@ -180,7 +183,9 @@ class WorkRanks:
         for number, (rank, place) in enumerate(order):  # one at a time: a GPU may be full
             if self.rank not in (0, rank):
                 continue
-            row = x[place] if rank == self.rank else x.new_empty(x.shape[1:], device=x.device)
+            row = x.new_empty(x.shape[1:], device=self.device)
+            if rank == self.rank:  # ranks' own may be in main memory or on their device
+                row.copy_(x[place])
             self._pass(row, rank, 0)
             there = told[rank][place]
             if self.rank == 0:
@@ -191,7 +196,6 @@ class WorkRanks:
         self,
         tensors: Mapping[str, torch.Tensor] | None,
         owner: int,
-        device: torch.device,
         to: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of one rank at all of them, or at one more.
@@ -199,7 +203,6 @@ class WorkRanks:
         Args:
             tensors: by name, of the owner; others give None.
             owner: whose they are.
-            device: where this rank receives them.
             to: the rank that receives them, others receive none; None: all do.
         """
         if not self.are_many:
@@ -211,8 +214,8 @@ class WorkRanks:
             return {}
         found = dict[str, torch.Tensor]()
         for name, (shape, dtype) in shapes.items():
-            own = None if tensors is None else tensors[name].contiguous()
-            x = torch.empty(shape, dtype=dtype, device=device) if own is None else own
+            own = None if tensors is None else tensors[name].to(self.device).contiguous()
+            x = torch.empty(shape, dtype=dtype, device=self.device) if own is None else own
             self._broadcast(x, owner) if to is None else self._pass(x, owner, to)
             found[name] = x
         return found

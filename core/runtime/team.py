@@ -53,12 +53,13 @@ Met = TypeVar("Met", bound=Meeting)
 class Team(Generic[Met]):
     """The followers of this process; they end with it, or when nothing refers to the team.
 
-    program: module that followers run; again: what a person does after a loss; devices: of the
-    ranks; hear: receives what a follower tells unasked, in the thread that watches.
+    program: module that followers run; again: what a person does after a loss; remedy: what one
+    does when memory runs out; devices: of the ranks.
     """
 
     program: ClassVar[str]
     again: ClassVar[str]
+    remedy: ClassVar[str]
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         """Start a process for each device but the first."""
@@ -153,7 +154,7 @@ class Team(Generic[Met]):
     def lost(self, error: Exception) -> Exl2FlowError:
         """End the team after an error in this process; return what caused it."""
         self._watch.failed.wait(0 if isinstance(error, torch.OutOfMemoryError) else GRACE)
-        self._watch.fail(error_of(*failure_of(error, 0, self.devices[0])))
+        self._watch.fail(error_of(*failure_of(error, 0, self.devices[0], self.remedy)))
         failure = self.failure
         assert failure is not None
         return failure
@@ -267,7 +268,7 @@ class _Watch(threading.Thread):
             try:
                 self.hear(peer.rank, kind, content)
             except Exception as error:
-                self.fail(error_of(*failure_of(error, 0, torch.device("cpu"))))
+                self.fail(error_of(*failure_of(error, 0, torch.device("cpu"), self._again)))
 
     def _lose(self, peer: _Peer, how: str) -> None:
         self.fail(InferenceError(f"rank {peer.rank} of {self._size} {how}; {self._again}"))
@@ -288,10 +289,19 @@ def _started(program: str, rank: int) -> _Peer:
     return _Peer(rank, process, connection.Connection(here.detach()), SimpleQueue())
 
 
-def failure_of(error: BaseException, rank: int, device: torch.device) -> tuple[str, str]:
-    """Return the name and the text of a rank's error, which another process can raise."""
+def failure_of(
+    error: BaseException, rank: int, device: torch.device, remedy: str
+) -> tuple[str, str]:
+    """Return the name and the text of a rank's error, which another process can raise.
+
+    Args:
+        error: of the rank.
+        rank: its number.
+        device: on which it computes.
+        remedy: what a person does when its memory runs out.
+    """
     if isinstance(error, torch.OutOfMemoryError):
-        why = f"no memory is left on `{device}` for rank {rank}; give fewer `tokens` or `slots`"
+        why = f"no memory is left on `{device}` for rank {rank}; {remedy}"
         return OutOfDeviceMemory.__name__, why
     if isinstance(error, Exl2FlowError):
         return type(error).__name__, str(error)

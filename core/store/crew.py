@@ -6,8 +6,10 @@ goes to the manifest of this process, which is the only one that writes it.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -16,10 +18,11 @@ from exl2flow.core.errors import ConfigError, Exl2FlowError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.runtime.ranks import WorkRanks
-from exl2flow.core.runtime.team import Team
+from exl2flow.core.runtime.team import BEAT, Team
 from exl2flow.core.store.manifest import StageManifest
 
 log = logging.getLogger(__name__)
+LESS = "repeat the command with fewer calibration rows, or on GPUs with more memory"
 
 
 def places(gpus: str | None, device: str) -> list[str]:
@@ -65,12 +68,14 @@ class Errand:
     path: Path
     manifest: StageManifest
     inputs: Mapping[str, Path]
+    keeps_states: bool
 
 
 class Crew(Team[WorkRanks]):
     """The processes of all GPUs of a run but the first; see `core.store.crew_member`."""
 
     program, again = "exl2flow.core.store.crew_member", "repeat the command"
+    remedy = LESS
 
     def __init__(self, places: Sequence[str]) -> None:
         """Start a process for each device but the first."""
@@ -95,21 +100,32 @@ class Crew(Team[WorkRanks]):
         Raises:
             Exl2FlowError: what this process raises; or a follower failed, or is lost.
         """
-        self.hear(lambda rank, kind, content: _hear(run, rank, kind, content))
+        done = SimpleQueue[int]()
+        self.hear(lambda rank, kind, content: _hear(run, done, rank, kind, content))
         if self._ranks is None:
             self._used()
             self._ranks = self.join()
-        results = self.begin("work", errand)
+        self.tell(0, "work", (errand,), {}, wants_answer=False)
         try:
             errand.run(replace(run, ranks=self._ranks))
-            results()
+            self._wait_for(done)
         except RuntimeError as error:  # torch's, of an exchange or of this process alone
             raise self.lost(error) from error
 
+    def _wait_for(self, done: "SimpleQueue[int]") -> None:
+        """Wait until all followers are done, and all that they told is recorded."""
+        left = {*range(1, len(self.devices))}
+        while left:
+            with suppress(Empty):
+                left.discard(done.get(timeout=BEAT))
+            self.check()
 
-def _hear(run: Any, rank: int, kind: str, content: Any) -> None:
-    """Record what a follower tells."""
-    if kind == "commit":
+
+def _hear(run: Any, done: "SimpleQueue[int]", rank: int, kind: str, content: Any) -> None:
+    """Record what a follower tells; the last word is that it is done."""
+    if kind == "done":
+        done.put(rank)
+    elif kind == "commit":
         name, sha256, counts = content
         run.folder.commit(name, sha256, counts=counts)
         log.info("rank=%d committed %s", rank, name)

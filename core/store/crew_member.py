@@ -10,7 +10,7 @@ from exl2flow.core.runtime.following import Channel, Follower, main
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.runtime.ranks import WorkRanks
-from exl2flow.core.store.crew import Errand
+from exl2flow.core.store.crew import LESS, Errand
 from exl2flow.core.store.files import FileRecord
 from exl2flow.core.store.manifest import StageManifest
 from exl2flow.core.store.stage import StageRun
@@ -52,6 +52,8 @@ class ToldFolder(StageFolder):
 class Member(Follower):
     """Works on a stage when rank 0 tells it to."""
 
+    remedy = LESS
+
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self._places: Sequence[str] = ()
@@ -79,8 +81,10 @@ class Member(Follower):
                 progress=folder.tick,
                 stop=StopRequest(),
                 ranks=self._ranks,
+                keeps_states=errand.keeps_states,
             )
         )
+        self.channel.send("done")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from exl2flow.core import words
-from exl2flow.core.errors import Interrupted, SourceModelError, StoreError
+from exl2flow.core.errors import Interrupted, OutOfDeviceMemory, SourceModelError, StoreError
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.device_locks import turn
 from exl2flow.core.runtime.interrupt import StopRequest, listening
@@ -46,7 +48,11 @@ NATS = "nats"  # the objective of an allocation whose costs are KL divergences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun(Generic[Read]):
-    """Everything a stage function receives; `Read` is the type of its options."""
+    """Everything a stage function receives; `Read` is the type of its options.
+
+    ranks: of the processes that share its work; keeps_states: whether hidden states stay on the
+    device if they fit.
+    """
 
     config: Read
     folder: StageFolder
@@ -55,6 +61,7 @@ class StageRun(Generic[Read]):
     progress: Progress
     stop: StopRequest
     ranks: WorkRanks = ALONE
+    keeps_states: bool = True
 
     def settle(self, names: AbstractSet[str]) -> None:
         """Wait until all ranks have come here, and what they committed is in the manifest.
@@ -254,15 +261,24 @@ class Pipeline:
         if len(used) == 1 or not stage.is_dealt(self.config):
             stage.run(work)
             return
+        try:
+            self._with_crew(used, stage, work)
+            return
+        except OutOfDeviceMemory as error:
+            log.warning("remedy=%s: states move to main memory, the stage resumes", error)
+        torch.cuda.empty_cache()  # now that nothing of the work is left
+        self._with_crew(used, stage, replace(work, keeps_states=False))
+
+    def _with_crew(self, used: Sequence[str], stage: Stage[Any], work: StageRun[Any]) -> None:
         if self._crew is None:
             self._crew = Crew(used)
-        folder = work.folder
         errand = Errand(
             run=stage.run,
             config=self.config,
-            path=folder.path,
-            manifest=folder.manifest,
+            path=work.folder.path,
+            manifest=work.folder.manifest,
             inputs=work.inputs,
+            keeps_states=work.keeps_states,
         )
         try:
             self._crew.work(errand, work)

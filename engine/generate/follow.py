@@ -16,12 +16,15 @@ from exl2flow.engine.cache.paged import reserve
 from exl2flow.engine.drafts import NgramDraft
 from exl2flow.engine.generate.device_slots import DeviceSlots
 from exl2flow.engine.loading.load import LoadedModel, load_model
+from exl2flow.engine.loading.team import FEWER
 from exl2flow.kernels import CacheFormat
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
 
 class ModelFollower(Follower):
     """A follower's objects: its rank's model, and runners by their keys."""
+
+    remedy = FEWER
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)

@@ -19,6 +19,7 @@ from exl2flow.core.runtime.team import Team
 from exl2flow.kernels import resolve_device
 from exl2flow.model.tensor_parallel.ranks import Ranks
 
+FEWER = "give fewer `tokens` or `slots`"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -93,6 +94,7 @@ class ModelTeam(Team[Ranks]):
     """
 
     program, again = "exl2flow.engine.generate.follow", "load the model again"
+    remedy = FEWER
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         """Start a process for each device but the first."""

@@ -238,7 +238,7 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
 @torch.inference_mode()
 def measure(run: StageRun[RunOptions]) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
-    model = SourceModel.open(run.config, run.device)
+    model = SourceModel.open(run.config, run.device, keeps_states=run.keeps_states)
     get_ops(run.device).prepare_rounding()
     folder = run.inputs["tokenize"]
     if "sensitivity" in run.inputs:

@@ -254,7 +254,7 @@ class Correction:
         ranks, targets = pairs.deal.ranks, dict(source)
         for owner in range(ranks.count):
             mine = own if owner == ranks.rank else None
-            for name, weight in ranks.bring(mine, owner, device_of(sublayer)).items():
+            for name, weight in ranks.bring(mine, owner).items():
                 targets[name] = DenseLinear(weight, source[name].bias)
         errors, wanted = [], crosses.wanted()
         judging = pairs.every(pairs.of(states), JUDGE_STEP)

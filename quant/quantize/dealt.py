@@ -47,14 +47,13 @@ def of_all_ranks(
     projections = sublayer.spec.projections
     if not ranks.are_many:
         return [own[p.name] for p in projections]
-    device, stored = device_of(sublayer), dict[str, torch.Tensor]()
-    figures = dict[str, torch.Tensor]()
+    stored, figures = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for owner in range(ranks.count):
         mine, told = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for item in own.values() if owner == ranks.rank else ():
             mine |= item.matrix.to_tensors(item.projection.key)
             told |= item.tensors()
         is_own = owner == ranks.rank
-        stored |= ranks.bring(mine if is_own else None, owner, device)
-        figures |= ranks.bring(told if is_own else None, owner, device, to=0)
+        stored |= ranks.bring(mine if is_own else None, owner)
+        figures |= ranks.bring(told if is_own else None, owner, to=0)
     return [own.get(p.name) or Received(p, stored, figures, params[p.name]) for p in projections]

@@ -305,7 +305,7 @@ class Quantizing(MatrixWork):
 @torch.no_grad()
 def quantize(run: StageRun[RunOptions]) -> None:
     """Write the stored tensors of every sublayer and of the head into the stage folder."""
-    model = SourceModel.open(run.config, run.device)
+    model = SourceModel.open(run.config, run.device, keeps_states=run.keeps_states)
     ops = get_ops(run.device)
     ops.prepare_rounding()
     if run.config.writes_sample:  # when validating

@@ -282,7 +282,7 @@ def collect_hessians(
     hessians = {capture: total.mean() for capture, total in own.items()}
     if coverage and coverage.added and ranks.are_many:
         layer = {LAYER: hessians[LAYER]} if ranks.rank == 0 else None
-        hessians |= ranks.bring(layer, 0, device_of(sublayer))
+        hessians |= ranks.bring(layer, 0)
     return coverage.mixed(hessians) if coverage else hessians, passing.outputs
 
 

@@ -452,12 +452,13 @@ class _WayBack:
 @torch.no_grad()
 def sensitivity(run: StageRun[RunOptions]) -> None:
     """Write the factors of every sublayer and of the head into the stage folder."""
-    model = SourceModel.open(run.config, run.device, gradients=True)
+    kept = run.keeps_states
+    model = SourceModel.open(run.config, run.device, gradients=True, keeps_states=kept)
     get_ops(run.device).prepare_rounding()
     run.folder.manifest.total = len(model.spec.sublayers) + 1
     rows, held_out = run.config.sensitivity.rows, run.config.held_out
     ids = spread_rows(run.inputs["tokenize"], rows, held_out)
-    remedied(model, lambda model: _WayBack(run, model, ids).walk())
+    remedied(model, lambda model: _WayBack(run, model, ids).walk(), run.ranks)
     give_back_pinned()
     run.tick(run.folder.manifest.total, run.folder.manifest.total)
 

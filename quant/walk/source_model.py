@@ -48,20 +48,34 @@ class SourceModel:
     keeps_states: bool = True  # on the device, if they fit
 
     @classmethod
-    def open(cls, config: RunOptions, device: str, *, gradients: bool = False) -> "SourceModel":
+    def open(
+        cls,
+        config: RunOptions,
+        device: str,
+        *,
+        gradients: bool = False,
+        keeps_states: bool = True,
+    ) -> "SourceModel":
         """Open the source of a conversion; reads headers only.
 
         Args:
             config: the conversion.
             device: for the tensors.
             gradients: whether gradients are needed, which narrow weights do not have.
+            keeps_states: whether states stay on the device, if they fit.
         """
         rope = config.rope
         spec = resolve(config.source).with_rope(scale=rope.scale, alpha=rope.alpha)
         where = torch.device(device)
         limit_memory(where, config.max_memory)
         dtype = NARROW if where.type == "cuda" and not gradients else DTYPE
-        return cls(spec=spec, tensors=CanonicalTensors(spec), device=where, dtype=dtype)
+        return cls(
+            spec=spec,
+            tensors=CanonicalTensors(spec),
+            device=where,
+            dtype=dtype,
+            keeps_states=keeps_states,
+        )
 
     def sublayer(self, sublayer: SublayerSpec) -> Sublayer:
         """Read one sublayer.

@@ -18,6 +18,7 @@ import torch
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.runtime.background import Background, to_host
 from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.ranks import ALONE, WorkRanks
 from exl2flow.core.store.stage import StageRun
 from exl2flow.model import Sublayer, SublayerSpec
 from exl2flow.quant.walk.deal import Deal
@@ -100,18 +101,21 @@ def walk(
     Returns:
         States fp32 (rows, t, hidden) after the last sublayer when `to_end`, with those of `again`.
     """
-    return remedied(model, lambda model: _walk(run, model, ids, work, to_end=to_end, own=own))
+    return remedied(
+        model, lambda model: _walk(run, model, ids, work, to_end=to_end, own=own), run.ranks
+    )
 
 
-def remedied(model: SourceModel, work: Callable[[SourceModel], T]) -> T:
+def remedied(model: SourceModel, work: Callable[[SourceModel], T], ranks: WorkRanks = ALONE) -> T:
     """Return the result of resumable work with a model.
 
-    If memory runs out, resume it with its states in main memory.
+    If memory runs out, resume it with its states in main memory. Of several ranks all have to
+    begin again, which is up to the pipeline.
     """
     try:
         return work(model)
     except torch.OutOfMemoryError:
-        if not model.keeps_states:
+        if ranks.are_many or not model.keeps_states:
             raise
         log.warning("remedy=out of memory: states move to main memory, the walk restarts")
     torch.cuda.empty_cache()  # now that nothing of the work is left

@@ -4,12 +4,16 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.following import Follower, main
 
 
 class ToyFollower(Follower):
     """Answers, tells, fails and ends on demand."""
+
+    remedy = "ask for less"
 
     def twice(self, x: int) -> tuple[int, int]:
         return self.rank, 2 * x
@@ -22,6 +26,9 @@ class ToyFollower(Follower):
 
     def stumble(self) -> None:
         raise KeyError("what")
+
+    def exhaust(self) -> None:
+        raise torch.OutOfMemoryError("full")
 
     def end(self) -> None:
         os._exit(3)

@@ -8,8 +8,6 @@ from together import on_all
 
 from exl2flow.core.runtime.ranks import ALONE, PIECES, WorkRanks, pieces
 
-CPU = torch.device("cpu")
-
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 5, 16, 100, 115])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
@@ -87,7 +85,7 @@ def test_tensors_of_a_rank_reach_all_or_one() -> None:
 
     def bring(ranks: WorkRanks) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         own = tensors if ranks.rank == 1 else None
-        return ranks.bring(own, 1, CPU), ranks.bring(own, 1, CPU, to=0)
+        return ranks.bring(own, 1), ranks.bring(own, 1, to=0)
 
     found = on_all(3, bring)
 
@@ -111,7 +109,7 @@ def test_alone_nothing_is_exchanged() -> None:
 
     assert ALONE.told("words") == "words"
     assert ALONE.told_by_all(1) == [1]
-    assert ALONE.bring({"x": x}, 0, CPU)["x"] is x
+    assert ALONE.bring({"x": x}, 0)["x"] is x
     gathered = ALONE.gather(x)
     assert gathered is not None
     assert gathered.equal(x)

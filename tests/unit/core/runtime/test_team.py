@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 class ToyTeam(Team[WorkRanks]):
     """Followers that run `toy_follower`."""
 
-    program, again = "toy_follower", "ask again"
+    program, again, remedy = "toy_follower", "ask again", "ask for less"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,8 @@ def test_what_a_follower_cannot_do_is_raised_and_it_lives_on(team: ToyTeam) -> N
         team.begin("refuse")()
     with pytest.raises(InferenceError, match=r"rank 1 failed with `KeyError`: 'what'"):
         team.begin("stumble")()
+    with pytest.raises(OutOfDeviceMemory, match="left on `cpu` for rank 1; ask for less"):
+        team.begin("exhaust")()
 
     assert team.begin("twice", 1)() == [(1, 2), (2, 2)]
 
@@ -82,10 +84,10 @@ def test_an_error_in_the_listener_ends_the_team() -> None:
 
 
 def test_errors_keep_their_class_between_processes() -> None:
-    out_of_memory = failure_of(torch.OutOfMemoryError("full"), 1, CPU)
+    out_of_memory = failure_of(torch.OutOfMemoryError("full"), 1, CPU, "less")
 
     assert isinstance(error_of(*out_of_memory), OutOfDeviceMemory)
-    assert isinstance(error_of(*failure_of(ConfigError("so"), 1, CPU)), ConfigError)
+    assert isinstance(error_of(*failure_of(ConfigError("so"), 1, CPU, "less")), ConfigError)
     assert type(error_of("os", "words")) is InferenceError
     assert str(error_of("Exl2FlowError", "words")) == "words"
 

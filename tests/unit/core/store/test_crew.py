@@ -4,14 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_stages import shared
 from stage_folders import commit, opened
+from toy_conversions import model
 
 from exl2flow.core.errors import ConfigError, StoreError
+from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store.crew import places
 from exl2flow.core.store.crew_member import ToldFolder
 from exl2flow.core.store.files import digest
-from exl2flow.core.store.store import StageRef, WorkDir
+from exl2flow.core.store.stage import Pipeline, Stage
+from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
 
 
 @pytest.fixture
@@ -115,3 +119,31 @@ def test_a_follower_tells_what_it_commits_and_writes_no_manifest(tmp_path: Path)
     assert folder.valid("a")
     assert folder.valid("b")
     assert (whole.path / "manifest.json").read_bytes() == before
+
+
+def test_a_stage_goes_on_with_states_in_main_memory_when_a_rank_has_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = model(tmp_path / "model")
+    config = ConversionConfig(source=source, out=tmp_path / "out", bpw=4.0, gpus="2", device="cpu")
+    dealt = Stage(
+        name="shared",
+        schema=1,
+        inputs=(),
+        options=lambda config: {},
+        run=shared,
+        is_dealt=lambda config: True,
+    )
+    pipeline, ticks = Pipeline(config, [dealt], device="cpu"), list[Tick]()
+
+    with pipeline.alone():
+        pipeline.run("shared", progress=ticks.append)
+
+    folder = StageFolder.load(pipeline.path("shared"))
+    assert folder is not None
+    assert folder.is_complete()
+    assert folder.manifest.files.keys() == {"part-0", "part-1"}
+    assert sorted(folder.manifest.notes) == ["of part-0", "of part-1"]
+    assert {tick.detail for tick in ticks} == {"part-0", "part-1"}
+    assert "no memory is left on `cpu` for rank 1" in caplog.text
+    assert "states move to main memory" in caplog.text
