@@ -67,7 +67,8 @@ def up(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="One worker for each of these, as 0,1; none: one worker without a GPU.",
+            help="One worker for each of these, as 0,1; 0+1: one worker with both, whose runs can "
+            "use them together; none: one worker without a GPU.",
             show_default="all",
         ),
     ] = None,
@@ -149,7 +150,8 @@ def _gpus(text: str | None) -> tuple[str, ...]:
     """Return the GPUs that an option names, else all, by their names in CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ConfigError: there are GPUs, but not these; runs on them would silently use the CPU.
+        ConfigError: there are GPUs, but not these; runs on them would silently use the CPU. Or one
+            is named twice.
     """
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
         import torch
@@ -159,7 +161,10 @@ def _gpus(text: str | None) -> tuple[str, ...]:
         tuple(part.strip() for part in listed.split(",") if part.strip() not in ("", "none"))
         for listed in (visible, visible if text is None else text)
     )
-    lacking = [g for g in chosen if g not in present and not g.startswith(("GPU-", "MIG-"))]
+    each = [gpu for gpus in chosen for gpu in gpus.split("+")]
+    if len({*each}) < len(each):
+        raise ConfigError(f"`--gpus {text}` names a GPU twice; each belongs to one worker")
+    lacking = [g for g in each if g not in present and not g.startswith(("GPU-", "MIG-"))]
     if lacking and present:
         raise ConfigError(
             f"`--gpus`: no GPU `{lacking[0]}`; take some of {', '.join(present)}, or none"

@@ -69,13 +69,16 @@ SERVER_ENVIRONMENT = {
 }
 
 
+TOGETHER = "+"  # between the GPUs of one worker
+
+
 class ServerSettings(Options):
     """Options of a lasting server, and its password."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     port: int = Field(default=4200, ge=1, le=65535)
     database: str | None = Field(default=None, pattern=DATABASE_PATTERN)  # None: SQLite in the home
-    gpus: tuple[str, ...] = ()  # a worker each; empty: one worker without a GPU
+    gpus: tuple[str, ...] = ()  # a worker each, `0+1` for both; empty: one worker without a GPU
     folder: Path  # where relative paths of deployments start
     auth: str = Field(default_factory=lambda: f"exl2flow:{secrets.token_urlsafe(24)}", repr=False)
 
@@ -98,7 +101,8 @@ class ServerSettings(Options):
     @property
     def workers(self) -> dict[str, str | None]:
         """Service name → CUDA_VISIBLE_DEVICES of each worker."""
-        return {f"worker-gpu{gpu}": gpu for gpu in self.gpus} or {"worker": None}
+        named = {gpus: gpus.split(TOGETHER) for gpus in self.gpus}
+        return {f"worker-gpu{'-'.join(g)}": ",".join(g) for g in named.values()} or {"worker": None}
 
 
 class Home:

@@ -1,6 +1,7 @@
 """A work root that version 0.1.0 wrote, before its folders were divided, is continued.
 
-`sensitivity` (2) and `measure` (8) have had other schemas since: they and what follows begin anew.
+`sensitivity` (3), `measure` (8) and `quantize` (8) have had other schemas since: they and what
+follows begin anew.
 """
 
 import tarfile
@@ -24,6 +25,7 @@ STORED = Path(__file__).with_name("work_root.tar.xz")
 FINISHED = ("tokenize", "sensitivity", "measure", "allocate", "quantize")
 THEN: dict[str, dict[str, Any]] = {
     "measure": {"schema": 7},
+    "quantize": {"schema": 7},
     "sensitivity": {
         "schema": 1,
         "options": lambda config: {

@@ -181,6 +181,11 @@ def test_gpu_that_does_not_exist_is_refused_or_warned_of(
     assert server._gpus(None) == ("0", "3")
     assert server._gpus("none") == ()
     assert server._gpus("0, 3,GPU-8682b4be") == ("0", "3", "GPU-8682b4be")
+    assert server._gpus("0+3") == ("0+3",)
+    with pytest.raises(ConfigError, match="no GPU `2`"):
+        server._gpus("0+2")
+    with pytest.raises(ConfigError, match="names a GPU twice"):
+        server._gpus("0+3,0")
     for gpus, lacking in (("0,2", "2"), ("-1", "-1"), ("cuda", "cuda")):
         with pytest.raises(ConfigError, match=f"no GPU `{lacking}`; take some"):
             server._gpus(gpus)

@@ -197,7 +197,7 @@ def test_settings_hold_a_password_that_only_the_owner_can_read(home: Home) -> No
 def test_services_share_the_password_and_pages_of_others_are_refused(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ServerSettings(folder=home.path, gpus=("3",))
+    settings = ServerSettings(folder=home.path, gpus=("3", "0+1"))
     server = environment(home, settings, "server")
     worker = environment(home, settings, "worker-gpu3")
 
@@ -206,6 +206,8 @@ def test_services_share_the_password_and_pages_of_others_are_refused(
     origins = "http://127.0.0.1:4200,http://localhost:4200"
     assert server["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == origins
     assert worker["CUDA_VISIBLE_DEVICES"] == "3"
+    both = environment(home, settings, "worker-gpu0-1")
+    assert both["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert not [word for word in command(home, settings, "server") if settings.auth in word]
     monkeypatch.setenv("PREFECT_SERVER_CORS_ALLOWED_ORIGINS", "https://mine.test")
     chosen = environment(home, settings, "server")["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"]
