@@ -62,10 +62,10 @@ class Deal:
         return [range(self.rows)] if self.is_whole else self.ranks.own(self.rows, rank)
 
     def total(self, parts: list[torch.Tensor], like: torch.Tensor, to: int) -> torch.Tensor | None:
-        """Return at one rank the sum over all rows, see `PieceSums.parts`; others receive None.
+        """Return at one rank the sum over all rows; others receive None.
 
         Args:
-            parts: of this rank.
+            parts: of this rank's pieces; rank 0 gives their sum alone.
             like: of their shape, dtype and device.
             to: the rank.
         """
