@@ -131,6 +131,9 @@ def _hear(run: Any, done: "SimpleQueue[int]", rank: int, kind: str, content: Any
         log.info("rank=%d committed %s", rank, name)
     elif kind == "note":
         run.folder.note(content)
+    elif kind == "warning":
+        name, text = content
+        logging.getLogger(name).warning("%s", text)
     elif kind == "tick":
         manifest, tick = run.folder.manifest, content
         assert isinstance(tick, Tick)

@@ -1,5 +1,6 @@
 """A member of a crew: `python -m exl2flow.core.store.crew_member RANK FD PID`."""
 
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -49,6 +50,18 @@ class ToldFolder(StageFolder):
         """Leave the manifest to rank 0."""
 
 
+class ToldWarnings(logging.Handler):
+    """Tells rank 0 of warnings, which shows them where its own go."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.WARNING)
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self._channel.send("warning", (record.name, record.getMessage()))
+
+
 class Member(Follower):
     """Works on a stage when rank 0 tells it to."""
 
@@ -61,6 +74,7 @@ class Member(Follower):
 
     def use(self, devices: Sequence[str]) -> None:
         """See `Follower`."""
+        logging.getLogger().addHandler(ToldWarnings(self.channel))
         super().use(devices)
         self._places = devices
 

@@ -147,3 +147,6 @@ def test_a_stage_goes_on_with_states_in_main_memory_when_a_rank_has_no_more(
     assert {tick.detail for tick in ticks} == {"part-0", "part-1"}
     assert "no memory is left on `cpu` for rank 1" in caplog.text
     assert "states move to main memory" in caplog.text
+    assert [r.name for r in caplog.records if "a warning of part-1" in r.message] == [
+        "shared_stages"
+    ]
