@@ -1,6 +1,7 @@
 """The base of all option groups, as forms show them and JSON files hold them."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -117,9 +118,18 @@ DeviceOption = Annotated[
     Option("auto|cpu|cuda", "Running"),
     Field(description="auto: a GPU if one is usable, else the CPU; cuda:1: the second GPU"),
 ]
+GPUS = r"^(all|[1-9][0-9]{0,2}|(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2}))+)$"
+
+
+def _gpus(text: str) -> str:
+    if re.fullmatch(GPUS, text) is None:
+        raise ValueError("give how many GPUs, `all`, or which, as 0,2")
+    return text
+
+
 Gpus = Annotated[
-    str | None,
-    Field(pattern=r"^(all|[1-9][0-9]{0,2}|(0|[1-9][0-9]{0,2})(,(0|[1-9][0-9]{0,2}))+)$"),
+    Annotated[str, AfterValidator(_gpus), WithJsonSchema({"type": "string", "pattern": GPUS})]
+    | None,
     Option("N|all|N,…", "Running"),
 ]
 GpuSplit = Annotated[

@@ -75,3 +75,23 @@ def test_every_command_shows_that_it_takes_one() -> None:
     wanted = "convert measure sweep refine validate generate chat serve bench publish"
     assert found.keys() >= {*wanted.split()}
     assert len(settings_of(ConversionConfig)) > 1
+
+
+@pytest.mark.parametrize("gpus", ["1", "16", "all", "0,1", "3,0,12"])
+def test_gpus_are_a_number_all_or_indexes(gpus: str) -> None:
+    config = ConversionConfig.model_validate({"source": "a", "out": "b", "bpw": 4.0, "gpus": gpus})
+
+    assert config.gpus == gpus
+
+
+@pytest.mark.parametrize("gpus", ["0", "two", "0,", ",1", "1 2", "-1", "cuda:1", ""])
+def test_other_words_for_gpus_are_refused_with_what_to_give(gpus: str) -> None:
+    with pytest.raises(ValidationError, match="how many GPUs, `all`, or which, as 0,2"):
+        ConversionConfig.model_validate({"source": "a", "out": "b", "bpw": 4.0, "gpus": gpus})
+
+
+def test_gpus_and_one_gpu_by_name_contradict_each_other() -> None:
+    given = {"source": "a", "out": "b", "bpw": 4.0, "gpus": "2", "device": "cuda:1"}
+
+    with pytest.raises(ValidationError, match="`device` is cuda:1, which is one GPU; name it in"):
+        ConversionConfig.model_validate(given)
