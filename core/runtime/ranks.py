@@ -171,12 +171,14 @@ class WorkRanks:
     def gather(self, x: torch.Tensor, places: Sequence[int] | None = None) -> torch.Tensor | None:
         """Return at rank 0 the rows of all ranks, in main memory; others receive None.
 
+        Alone, all rows are here, and returned as they are.
+
         Args:
             x: rows of this rank, (rows, …); their number may differ between ranks.
             places: of this rank's rows among all; None: they are in the order of ranks.
         """
         if not self.are_many:
-            return x.cpu()
+            return x
         told = self.told_by_all([*places] if places is not None else [None] * len(x))
         whole = torch.empty((sum(map(len, told)), *x.shape[1:]), dtype=x.dtype)
         order = [(rank, place) for rank, rows in enumerate(told) for place in range(len(rows))]

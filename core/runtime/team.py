@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -50,7 +51,7 @@ class Meeting(Protocol):
 Met = TypeVar("Met", bound=Meeting)
 
 
-class Team(Generic[Met]):
+class Team(ABC, Generic[Met]):
     """The followers of this process; they end with it, or when nothing refers to the team.
 
     program: module that followers run; again: what a person does after a loss; remedy: what one
@@ -74,9 +75,9 @@ class Team(Generic[Met]):
         """The ids of the followers' processes."""
         return [peer.process.pid for peer in self._watch.peers]
 
+    @abstractmethod
     def meet(self, method: str) -> Met:
         """Meet the followers, which have been told to; see `torch.distributed`'s init methods."""
-        raise NotImplementedError
 
     def use(self) -> Callable[[], list[Any]]:
         """Let each follower take its device; what is returned waits until all have.

@@ -5,8 +5,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
 from exl2flow.core.runtime.following import Channel, Follower, main
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import Tick
@@ -102,5 +100,4 @@ class Member(Follower):
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(True)
     main(Member, sys.argv[1:])

@@ -131,7 +131,7 @@ class StageFolder:
         """
         with self._committed:
             if not self._committed.wait_for(lambda: names <= self.manifest.files.keys(), TOLD):
-                missing = ", ".join(sorted(set(names) - self.manifest.files.keys()))
+                missing = ", ".join(sorted(names - self.manifest.files.keys()))
                 raise StoreError(f"`{self.path}` lacks {missing}; repeat the command")
 
     def remove(self, names: Iterable[str]) -> None:

@@ -195,6 +195,16 @@ class SublayerSpec:
         return self._readers.get(capture, ())
 
     @cached_property
+    def widths(self) -> Mapping[str, int]:
+        """The in-features of each activation that projections read, by capture."""
+        return {capture: readers[0].in_features for capture, readers in self._readers.items()}
+
+    @property
+    def widest_first(self) -> list[str]:
+        """The captures in the order that needs the least memory if processed one by one."""
+        return sorted(self.widths, key=lambda capture: -self.widths[capture])
+
+    @cached_property
     def _readers(self) -> Mapping[str, tuple[ProjectionSpec, ...]]:
         readers: dict[str, tuple[ProjectionSpec, ...]] = {}
         for p in self.projections:

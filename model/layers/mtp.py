@@ -80,7 +80,7 @@ def tensors_of(spec: MtpSpec) -> CanonicalTensors:
 def block_in(spec: ModelSpec) -> MtpSpec | None:
     """Return the block that a model's files have, its matrices in any form that is read.
 
-    None: there is no block, or tensors of it are missing.
+    None: the model has no block, or some of its tensors are missing.
     """
     found = mtp_of(spec)
     if found is None:

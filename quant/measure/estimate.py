@@ -29,7 +29,6 @@ from exl2flow.quant.rounding.hessian import (
     HessianFactor,
     collect_hessians,
     head_hessian,
-    widest_first,
 )
 from exl2flow.quant.rounding.together import runs_together
 from exl2flow.quant.sensitivity.fisher import shared_factor, shared_factors
@@ -64,7 +63,7 @@ class Estimating(SublayerWork):
         factors = self.factors.read(sublayer.spec.index)
         spec, note = sublayer.spec, self.folder.note
         copies = len(single_widths(PROJECTION_OPTIONS))
-        runs = runs_together(spec, widest_first(hessians), device_of(sublayer), copies=copies)
+        runs = runs_together(spec, spec.widest_first, device_of(sublayer), copies=copies)
         largest = max(runs, key=lambda run: _weights(spec, run))
 
         def factored(run: Sequence[str]) -> list[HessianFactor]:
@@ -181,7 +180,7 @@ def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tens
 def own_places(
     run: StageRun[RunOptions], files: Sequence[str], parts: Sequence[Sequence[ProjectionSpec]]
 ) -> list[int]:
-    """Return the places of the files that this rank makes, of those that are not there.
+    """Return the indexes of the missing files that this rank makes.
 
     Args:
         run: the stage.

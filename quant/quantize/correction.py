@@ -5,7 +5,6 @@ for the latter is W + (X̂ᵀX̂)⁻¹ X̂ᵀ(X - X̂) W; a strength below 1 goe
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from exl2flow.model import DenseLinear, Head, Linear, Sublayer
 from exl2flow.model.layers.experts import RoutedReads
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.hessian import LEAST_DAMPING, LEAST_MEAN
-from exl2flow.quant.walk.deal import Pairs, PieceSums, TensorSums
+from exl2flow.quant.walk.deal import MatrixSum, NamedSums, Pairs, PieceSums
 from exl2flow.quant.walk.divergence import mean_divergence
 from exl2flow.quant.walk.pinned import is_tall
 from exl2flow.quant.walk.source_model import device_of, relative_distance, row_batches
@@ -45,9 +44,8 @@ class CrossProducts:
         self.sublayer, self.source, self.pairs = sublayer, source, pairs
         self._fitting = fitting(len(pairs.rows))
         self._wanted: dict[int, dict[str, torch.Tensor]] = {}
-        self._tokens: dict[str, int] = {}  # by capture of an expert
         self._changed = list[torch.Tensor]()  # shares of routes that differ, by row
-        self._sums: PieceSums[TensorSums] | None = None
+        self._sums: PieceSums[MatrixSum] | None = None
 
     def together(self, rows: range) -> Iterator[list[int]]:
         """Yield which of these rows the source has, by number, divided as they pass together.
@@ -100,20 +98,19 @@ class CrossProducts:
         sums = self._sums_with(rows[0])
         for capture, x in wanted.items():
             quantized = read[capture].flatten(0, -2)
-            if is_routed:
-                self._tokens[capture] = self._tokens.get(capture, 0) + len(quantized)
-            sums[capture].addmm_(quantized.T, x.flatten(0, -2) - quantized)
+            sums[capture].count += len(quantized) if is_routed else len(rows)
+            sums[capture].matrix.addmm_(quantized.T, x.flatten(0, -2) - quantized)
 
-    def _sums_with(self, row: int) -> TensorSums:
+    def _sums_with(self, row: int) -> NamedSums[MatrixSum]:
         """Return the sums of the piece of a row; rows come in order."""
         deal = self.pairs.deal
         number = sum(row - deal.own.start >= piece.stop for piece in deal.pieces)
         return self._all_sums().at(number)
 
-    def _all_sums(self) -> PieceSums[TensorSums]:
+    def _all_sums(self) -> PieceSums[MatrixSum]:
         if self._sums is None:
-            widths = {p.capture: p.in_features for p in self.sublayer.spec.projections}
-            empty = TensorSums.square(widths, device_of(self.sublayer))
+            device, widths = device_of(self.sublayer), self.sublayer.spec.widths
+            empty = NamedSums({c: MatrixSum(k, device=device) for c, k in widths.items()})
             self._sums = PieceSums(self.pairs.deal, empty)
         return self._sums
 
@@ -134,14 +131,8 @@ class CrossProducts:
             owners: capture → the rank that gets its mean; None: rank 0 gets all.
         """
         sums, self._sums = self._all_sums(), None
-        tokens = Counter[str]()
-        for of_rank in self.pairs.deal.ranks.told_by_all(self._tokens):
-            tokens.update(of_rank)
         found = sums.total(lambda capture: (owners or {}).get(capture, 0))
-        return {
-            capture: total.div_(max(1, tokens.get(capture, len(self._fitting))))
-            for capture, total in found.items()
-        }
+        return {capture: total.matrix.div_(max(1, total.count)) for capture, total in found.items()}
 
     def gather(self) -> None:
         """Take what other ranks know of changed routes."""
@@ -290,23 +281,24 @@ class Correction:
         """
         device, places = head.linear.weight.device, fitting(len(pairs.rows))
         deal, width = pairs.deal, head.linear.weight.shape[1]
+        empty = NamedSums(head=MatrixSum(width, device=device))
 
         def read(row: torch.Tensor) -> torch.Tensor:
             return head.normed(row.to(device))
 
-        sums = PieceSums(deal, TensorSums.square({"head": width}, device))
+        sums = PieceSums(deal, empty)
         for number, piece in enumerate(deal.pieces):
             cross = sums.at(number)
             for place, row in enumerate(pairs.own):
                 inside = piece.start <= row - deal.own.start < piece.stop
                 if inside and pairs.first + place in places:
                     quantized = read(states[place])
-                    cross["head"] += quantized.T @ (read(source[place]) - quantized)
+                    cross["head"].matrix += quantized.T @ (read(source[place]) - quantized)
         total = sums.total()
         expected, found = (deal.ranks.gather(pairs.every(x, JUDGE_STEP)) for x in (source, states))
         if hessian is None or expected is None or found is None:
             return None
-        move = self.move(hessian, total["head"] / len(places), name="lm_head")
+        move = self.move(hessian, total["head"].matrix / len(places), name="lm_head")
         target = moved(head.linear, move)
 
         def error(linear: Linear) -> float:

@@ -19,11 +19,9 @@ def deal_runs(sublayer: Sublayer, ranks: WorkRanks) -> tuple[list[list[str]], di
     Runs, which see `runs_together`, do not depend on the number of ranks.
     """
     spec = sublayer.spec
-    widths = {p.capture: p.in_features for p in spec.projections}
-    captures = sorted(widths, key=lambda capture: -widths[capture])  # least memory in this order
     runs = [
         run[half::HALVES]
-        for run in runs_together(spec, captures, device_of(sublayer))
+        for run in runs_together(spec, spec.widest_first, device_of(sublayer))
         for half in range(min(HALVES, len(run)))
     ]
     readers = [[p for capture in run for p in spec.reading(capture)] for run in runs]

@@ -145,7 +145,7 @@ class Quantizing(MatrixWork):
         first = self.deal.own.start
         errors = row_errors(sublayer, (quantized[row - first] for row in reference), reference)
         crosses.gather()
-        of_all = self.deal.ranks.gather(errors) if self.deal.ranks.are_many else errors
+        of_all = self.deal.ranks.gather(errors)
         if of_all is None:
             return None
 

@@ -88,7 +88,7 @@ class Coverage:
 
     def widths(self) -> dict[str, int]:
         """Return the in-features of what `reads` yields beyond what projections read."""
-        width = {p.capture: p.in_features for p in self.sublayer.spec.projections}
+        width = self.sublayer.spec.widths
         samples = {f"{expert}.sample": width[f"{expert}.inner"] for expert in self.added}
         return {LAYER: width[f"{next(iter(self.added))}.input"], **samples} if samples else {}
 

@@ -6,7 +6,7 @@ inverse of the damped, act-ordered `H` (`docs/format.md` section 4).
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -17,7 +17,7 @@ from exl2flow.core.runtime.interrupt import look
 from exl2flow.kernels import CHUNK_ELEMENTS, tensor_cores
 from exl2flow.model import Head, Sublayer, narrowed
 from exl2flow.quant.rounding.coverage import LAYER, Coverage, mixed_into
-from exl2flow.quant.walk.deal import Deal, PieceSums
+from exl2flow.quant.walk.deal import Deal, MatrixSum, NamedSums, PieceSums
 from exl2flow.quant.walk.source_model import StatesCheck, device_of, placed_like, row_batches
 
 log = logging.getLogger(__name__)
@@ -29,21 +29,20 @@ ATTEMPTS = 10  # each adds the damping once more
 LEAF = 512  # rows of a triangular matrix that are inverted at once
 
 
-class HessianSum:
-    """Accumulates `XᵀX` of calibration rows in fp32; a GPU multiplies fp16 numbers."""
+class HessianSum(MatrixSum):
+    """Accumulates `XᵀX` of calibration rows in fp32; a GPU multiplies fp16 numbers.
 
-    def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
-        self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
-        self._rows: torch.Tensor | float = 0  # fp64 once there are weights
+    count: of rows, fp64 () once there are weights.
+    """
 
     def add(self, x: torch.Tensor) -> None:
         """Add the inputs of one calibration row, (t, k), or of several, (rows, t, k)."""
-        self._rows += len(x) if x.ndim == 3 else 1
+        self.count += len(x) if x.ndim == 3 else 1
         self._add(x.reshape(-1, x.shape[-1]))
 
     def add_tokens(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> None:
         """Add tokens (n, k) with weights fp32 (n,), each counted as a row."""
-        self._rows += len(x) if weights is None else weights.sum(dtype=torch.float64)
+        self.count += len(x) if weights is None else weights.sum(dtype=torch.float64)
         self._add(x if weights is None else x * weights.sqrt()[:, None].to(x.dtype))
 
     def _add(self, x: torch.Tensor) -> None:
@@ -51,60 +50,16 @@ class HessianSum:
             return
         if x.is_cuda:
             x = narrowed(x)
-            torch.addmm(self._sum, x.T, x, out_dtype=torch.float32, out=self._sum)
+            torch.addmm(self.matrix, x.T, x, out_dtype=torch.float32, out=self.matrix)
         else:
-            self._sum.addmm_(x.float().T, x.float())
-
-    @classmethod
-    def of(cls, total: torch.Tensor, rows: float) -> Self:
-        """Return the sum fp32 (k, k) of a number of rows, which is consumed with it."""
-        made = cls(0)
-        made._sum, made._rows = total, rows
-        return made
-
-    def empty(self) -> Self:
-        """Return a sum of this size over nothing."""
-        return type(self)(len(self._sum), device=self._sum.device)
-
-    def add_sum(self, other: Self) -> None:
-        """Add what was added to another sum."""
-        self._sum.add_(other._sum)
-        self._rows = self._rows + other._rows
+            self.matrix.addmm_(x.float().T, x.float())
 
     def mean(self) -> torch.Tensor:
         """Return `H`, fp32 (k, k), the identity if nothing was added. Consumes the sum."""
-        rows = float(self._rows)
+        rows = float(self.count)
         if not rows:  # nor a weight
-            return torch.eye(len(self._sum), device=self._sum.device)
-        return self._sum.div_(rows)
-
-
-class HessianSums(dict[str, HessianSum]):
-    """The sums of several activations, by capture name."""
-
-    def empty(self) -> Self:
-        """Return sums of the same activations over nothing."""
-        return type(self)({capture: total.empty() for capture, total in self.items()})
-
-    def add_sum(self, other: Self) -> None:
-        """Add what was added to other sums."""
-        for capture, total in self.items():
-            total.add_sum(other[capture])
-
-    def total(self, deal: Deal, parts: Sequence[Self], to: Callable[[str], int]) -> Self:
-        """See `PieceSums`."""
-        if not deal.ranks.are_many:
-            (whole,) = parts
-            return whole
-        own = [{c: float(total._rows) for c, total in part.items()} for part in parts]
-        counts = [part for of_rank in deal.ranks.told_by_all(own) for part in of_rank]
-        found = type(self)()
-        for capture, like in self.items():
-            sums = [part[capture]._sum for part in parts]
-            whole_sum = deal.total(sums, like._sum, to(capture))
-            if whole_sum is not None:
-                found[capture] = HessianSum.of(whole_sum, sum(part[capture] for part in counts))
-        return found
+            return torch.eye(len(self.matrix), device=self.matrix.device)
+        return self.matrix.div_(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +220,8 @@ def collect_hessians(
         owners: capture → the rank that gets its Hessian; None: rank 0 gets all.
 
     Returns:
-        Capture name → Hessian fp32 (k, k), of those that this rank gets, and row → output fp32
-        (t, hidden).
+        Capture name → Hessian fp32 (k, k), for the captures that this rank owns; and row number →
+        output fp32 (t, hidden).
     """
     passing = _Passing(sublayer, states, keep=keep, move=move, observe=observe, coverage=coverage)
     deal = deal or Deal(len(states), is_whole=True)
@@ -312,7 +267,7 @@ class _Passing:
         self.outputs: dict[int, torch.Tensor] = {}
         self.check = StatesCheck(sublayer.spec.name)
 
-    def run(self, rows: slice, total: HessianSums) -> None:
+    def run(self, rows: slice, total: NamedSums[HessianSum]) -> None:
         """Add to the sums what these rows read, and let them pass."""
         sublayer, coverage = self.sublayer, self.coverage
         hidden = self.states[rows].to(device_of(sublayer), non_blocking=True)
@@ -344,17 +299,11 @@ class _Passing:
             self.outputs |= zip(kept, placed_like(self.states, output), strict=True)
 
 
-def _no_sums(sublayer: Sublayer, coverage: Coverage | None) -> HessianSums:
+def _no_sums(sublayer: Sublayer, coverage: Coverage | None) -> NamedSums[HessianSum]:
     """Return the sums of all that projections read, and of what coverage adds, over nothing."""
-    widths = {p.capture: p.in_features for p in sublayer.spec.projections}
-    widths |= coverage.widths() if coverage else {}
+    widths = {**sublayer.spec.widths, **(coverage.widths() if coverage else {})}
     device = device_of(sublayer)
-    return HessianSums({c: HessianSum(k, device=device) for c, k in widths.items()})
-
-
-def widest_first(hessians: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return captures in the order that needs the least memory if processed one after another."""
-    return sorted(hessians, key=lambda capture: -len(hessians[capture]))
+    return NamedSums({c: HessianSum(k, device=device) for c, k in widths.items()})
 
 
 def head_hessian(head: Head, states: torch.Tensor) -> torch.Tensor:
@@ -373,7 +322,7 @@ def dealt_head_hessian(head: Head, states: torch.Tensor, deal: Deal) -> torch.Te
         deal: of the rows.
     """
     device = head.linear.weight.device
-    sums = PieceSums(deal, HessianSums(head=HessianSum(states.shape[-1], device=device)))
+    sums = PieceSums(deal, NamedSums(head=HessianSum(states.shape[-1], device=device)))
     for number, piece in enumerate(deal.pieces):
         for row in states[piece]:
             look()

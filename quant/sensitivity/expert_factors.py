@@ -54,7 +54,7 @@ class LayerSums:
             self.inputs[p.role] = _added(self.inputs.get(p.role), total.input)
         if p.role == "down":
             self.sizes.append(total.input.diagonal().mean())
-            self.counts[p.name] = total.count
+            self.counts[p.name] = int(total.count)
             self.output = _added(self.output, total.blocks)
 
     def tensors(self, tokens: int) -> dict[str, torch.Tensor]:

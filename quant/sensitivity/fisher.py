@@ -7,7 +7,6 @@ would be the square of the out-features.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -28,7 +27,7 @@ from exl2flow.quant.rounding.hessian import (
     factor_together,
     mixed,
 )
-from exl2flow.quant.walk.deal import Deal
+from exl2flow.quant.walk.deal import Accumulated, NamedSums
 
 LEAST_TRACE = 1e-30  # of an output factor, against division by zero
 CAPTURES_KEY = "captures"  # header entry: projection → [input factor, columns, output factor]
@@ -184,8 +183,10 @@ def block_size(columns: int, limit: int) -> int:
     return fits * COLUMN_MULTIPLE
 
 
-class FactorSum:
-    """Sums over tokens for the two factors of one projection, fp32."""
+class FactorSum(Accumulated):
+    """Sums over tokens for the two factors of one projection, fp32; count: of tokens."""
+
+    summed = ("input", "blocks", "squares")
 
     def __init__(
         self, in_features: int, out_features: int, *, block: int, device: torch.device
@@ -196,21 +197,7 @@ class FactorSum:
         number = self.columns // size
         self.input = torch.zeros(in_features, in_features, device=device)
         self.blocks = torch.zeros(number, size, size, device=device)
-        self.squares, self.count = torch.zeros((), device=device), 0  # Σ |g|²; tokens
-
-    def empty(self) -> Self:
-        """Return sums of the same shapes, without tokens."""
-        other = copy(self)
-        other.input, other.blocks = torch.zeros_like(self.input), torch.zeros_like(self.blocks)
-        other.squares, other.count = torch.zeros_like(self.squares), 0
-        return other
-
-    def add_sum(self, other: Self) -> None:
-        """Add the sums over other tokens."""
-        self.input.add_(other.input)
-        self.blocks.add_(other.blocks)
-        self.squares.add_(other.squares)
-        self.count += other.count
+        self.squares = torch.zeros((), device=device)  # Σ |g|²
 
     def add(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
         """Add tokens: inputs (t, k) and gradients of the outputs (t, n), not padded."""
@@ -247,40 +234,7 @@ class FactorSum:
         return Factors(input=self.input / scale, output=output)
 
 
-def tensors(total: FactorSum) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of sums."""
-    return total.input, total.blocks, total.squares
-
-
-class Sums(dict[str, FactorSum]):
-    """Projection name → its sums."""
-
-    def empty(self) -> Self:
-        """Return sums of the same projections, without tokens."""
-        return type(self)({name: total.empty() for name, total in self.items()})
-
-    def add_sum(self, other: Self) -> None:
-        """Add the sums over other tokens."""
-        for name, total in self.items():
-            total.add_sum(other[name])
-
-    def total(self, deal: Deal, parts: Sequence[Self], to: Callable[[str], int]) -> Self:
-        """See `PieceSums`."""
-        if not deal.ranks.are_many:
-            (whole,) = parts
-            return whole
-        counts = deal.ranks.told_by_all({n: sum(part[n].count for part in parts) for n in self})
-        found = type(self)()
-        for name, like in self.items():
-            sums = [
-                deal.total([tensors(part[name])[place] for part in parts], x, to(name))
-                for place, x in enumerate(tensors(like))
-            ]
-            if sums[0] is not None:
-                found[name] = one = copy(like)
-                one.input, one.blocks, one.squares = (x for x in sums if x is not None)
-                one.count = sum(count[name] for count in counts)
-        return found
+Sums = NamedSums[FactorSum]  # by projection
 
 
 def storing_factors(

@@ -83,13 +83,9 @@ class FactorFiles:
     order: of the reads; None: one sublayer after the other, then the head.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        device: torch.device | str,
-        order: Sequence[int | Literal["head"]] | None = None,
-    ) -> None:
-        self.folder, self.order = folder, order
+    def __init__(self, folder: Path, device: torch.device | str) -> None:
+        self.folder = folder
+        self.order: Sequence[int | Literal["head"]] | None = None
         self.device = torch.device(device)
         self._ahead: dict[Path, Future[StoredFactors]] = {}
 
@@ -352,7 +348,7 @@ class _WayBack:
         begun = time.monotonic()
         block = head_block(self.options.block)
         projections = (self.model.spec.head,)
-        sums = self._summed(self._sums(HEAD_FILE, projections, block=block))
+        sums = PieceSums(self.deal, self._sums(HEAD_FILE, projections, block=block))
         states, own, head = self.inputs.at(len(self.order)), self.deal.own, self.model.head()
         uniform = drawn(self.deal.rows, states.shape[1], self.options.seed)[own.start : own.stop]
         self.gradient = torch.empty_like(states)
@@ -366,7 +362,7 @@ class _WayBack:
         begun, spec = time.monotonic(), sublayer.spec
         name = factor_file(spec.index)
         empty = self._group_sums(spec) if spec.group else self._sums(name, spec.projections)
-        sums, states = self._summed(empty), self.inputs.at(spec.index)
+        sums, states = PieceSums(self.deal, empty), self.inputs.at(spec.index)
         self.gradient = self.model.entering(self.gradient, spec)
         for number, piece in enumerate(self.deal.pieces):
             sublayer_backward(sublayer, states[piece], self.gradient[piece], sums.at(number))
@@ -393,15 +389,12 @@ class _WayBack:
             for p in projections
         )
 
-    def _summed(self, empty: Sums) -> PieceSums[Sums]:
-        return PieceSums(self.deal, empty)
-
     def _finish(
         self,
         index: int,
         name: str,
         projections: Projections,
-        parts: PieceSums[Sums],
+        parts: PieceSums[FactorSum],
         begun: float,
         spec: SublayerSpec | None = None,
     ) -> None:

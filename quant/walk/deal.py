@@ -4,35 +4,14 @@ A sum is that of `pieces` of the rows, each summed apart, added in order: it is 
 the number of ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Generic, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 import torch
 
 from exl2flow.core.runtime.ranks import ALONE, WorkRanks
-
-
-class Addable(Protocol):
-    """Tensors that are summed over rows."""
-
-    def empty(self) -> Self:
-        """Return sums of the same shapes, over no rows."""
-
-    def add_sum(self, other: Self) -> None:
-        """Add those of other rows."""
-
-    def total(self, deal: "Deal", parts: Sequence[Self], to: Callable[[str], int]) -> Self:
-        """Return what this rank gets of the total of the parts of all; this is of their shapes.
-
-        Args:
-            deal: of the rows.
-            parts: of this rank.
-            to: name of a part of the sum → the rank that gets it.
-        """
-
-
-Sum = TypeVar("Sum", bound=Addable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +53,103 @@ class Deal:
         return self.ranks.total(parts, counts, like, to)
 
 
+class Accumulated:
+    """Tensors that are summed over rows.
+
+    summed: names of the attributes that hold them; count: of what was added.
+    """
+
+    summed: ClassVar[tuple[str, ...]]
+    count: torch.Tensor | float = 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the sums."""
+        return [getattr(self, name) for name in self.summed]
+
+    def replaced(self, tensors: Iterable[torch.Tensor], count: float = 0) -> Self:
+        """Return other sums of these shapes."""
+        other = copy(self)
+        for name, x in zip(self.summed, tensors, strict=True):
+            setattr(other, name, x)
+        other.count = count
+        return other
+
+    def empty(self) -> Self:
+        """Return sums of these shapes over nothing."""
+        return self.replaced(map(torch.zeros_like, self.tensors()))
+
+    def add_sum(self, other: Self) -> None:
+        """Add what was added to other sums."""
+        for x, y in zip(self.tensors(), other.tensors(), strict=True):
+            x.add_(y)
+        self.count = self.count + other.count
+
+
+class MatrixSum(Accumulated):
+    """A sum of products of activations: `matrix` fp32 (k, k)."""
+
+    summed = ("matrix",)
+
+    def __init__(self, k: int, *, device: torch.device | str = "cpu") -> None:
+        self.matrix = torch.zeros(k, k, dtype=torch.float32, device=device)
+
+
+Sum = TypeVar("Sum", bound=Accumulated)
+
+
+class NamedSums(dict[str, Sum]):
+    """Sums by name, such as that of an activation or a projection."""
+
+    def empty(self) -> Self:
+        """Return the same sums over nothing."""
+        return type(self)({name: total.empty() for name, total in self.items()})
+
+    def add_sum(self, other: Self) -> None:
+        """Add what was added to other sums."""
+        for name, total in self.items():
+            total.add_sum(other[name])
+
+    def total(self, deal: Deal, parts: Sequence[Self], to: Callable[[str], int]) -> Self:
+        """Return the sums over all rows that this rank gets; these are of their shapes.
+
+        Args:
+            deal: of the rows.
+            parts: see `Deal.total`.
+            to: name → the rank that gets the sum.
+        """
+        if not deal.ranks.are_many:
+            (whole,) = parts
+            return whole
+        own = [{name: _number(total.count) for name, total in part.items()} for part in parts]
+        counts = [part for of_rank in deal.ranks.told_by_all(own) for part in of_rank]
+        found = dict[str, Sum]()
+        for name, like in self.items():
+            own_tensors = [part[name].tensors() for part in parts]
+            sums = [
+                deal.total([of_part[place] for of_part in own_tensors], x, to(name))
+                for place, x in enumerate(like.tensors())
+            ]
+            whole_sums = [x for x in sums if x is not None]
+            if whole_sums:
+                found[name] = like.replaced(whole_sums, sum(part[name] for part in counts))
+        return type(self)(found)
+
+
+def _number(count: torch.Tensor | float) -> float:
+    return float(count) if isinstance(count, torch.Tensor) else count
+
+
 class PieceSums(Generic[Sum]):
     """Sums over the pieces of this rank, which come in order."""
 
-    def __init__(self, deal: Deal, empty: Sum) -> None:
-        """Begin with the sum of no rows."""
+    def __init__(self, deal: Deal, empty: NamedSums[Sum]) -> None:
+        """Begin with the sums of no rows."""
         self.deal, self._empty = deal, empty
-        self._parts: list[Sum] = []  # of pieces; rank 0, whose are the first, adds them at once
+        self._parts: list[NamedSums[Sum]] = []  # rank 0, whose are the first, adds them at once
         self._open, self._number = empty, -1
 
-    def at(self, number: int) -> Sum:
-        """Return the sum of a piece, to be added to; it ends those before."""
+    def at(self, number: int) -> NamedSums[Sum]:
+        """Return the sums of a piece, to be added to; it ends those before."""
         while self._number < number:
             self._close()
             self._open = self._empty.empty() if self._parts else self._empty
@@ -99,43 +164,16 @@ class PieceSums(Generic[Sum]):
         else:
             self._parts.append(self._open)
 
-    def total(self, to: Callable[[str], int] = lambda name: 0) -> Sum:
-        """Return what this rank gets of the sum over all rows; it ends the sums.
+    def total(self, to: Callable[[str], int] = lambda name: 0) -> NamedSums[Sum]:
+        """Return what this rank gets of the sums over all rows; it ends the sums.
 
         Args:
-            to: name of a part of the sum → the rank that gets it.
+            to: name → the rank that gets the sum.
         """
         self.at(len(self.deal.pieces) - 1)
         self._close()
         parts, self._parts = self._parts, []
         return self._empty.total(self.deal, parts, to)
-
-
-class TensorSums(dict[str, torch.Tensor]):
-    """Sums that are tensors, by name."""
-
-    @classmethod
-    def square(cls, widths: Mapping[str, int], device: torch.device) -> Self:
-        """Return zeros fp32 (k, k), given k by name."""
-        return cls({name: torch.zeros(k, k, device=device) for name, k in widths.items()})
-
-    def empty(self) -> Self:
-        """See `Addable`."""
-        return type(self)({name: torch.zeros_like(x) for name, x in self.items()})
-
-    def add_sum(self, other: Self) -> None:
-        """See `Addable`."""
-        for name, x in self.items():
-            x.add_(other[name])
-
-    def total(self, deal: Deal, parts: Sequence[Self], to: Callable[[str], int]) -> Self:
-        """See `Addable`."""
-        found = type(self)()
-        for name, like in self.items():
-            whole = deal.total([part[name] for part in parts], like, to(name))
-            if whole is not None:
-                found[name] = whole
-        return found
 
 
 @dataclass(frozen=True, slots=True)

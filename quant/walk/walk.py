@@ -222,7 +222,7 @@ def save_when_due(
     if here is not None:
         is_last, is_due = run.ranks.told((is_last, is_due))
     if is_last or is_due:
-        if here is not None and run.ranks.are_many:
+        if here is not None:
             whole = run.ranks.gather(states, here)
             if whole is None:
                 return

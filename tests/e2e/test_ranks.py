@@ -28,7 +28,7 @@ def followers(run: Run) -> list[int]:
 
 
 def begun(conversion: Conversion, stage: str, results: int, conditions: Conditions) -> Run:
-    """Start or resume; return when a stage has so many results, and there is a follower."""
+    """Start or resume a run; return once a stage has `results` results and a follower runs."""
     run = conversion.start(conditions)
 
     def is_there() -> bool:

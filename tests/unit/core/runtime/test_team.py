@@ -22,6 +22,9 @@ class ToyTeam(Team[WorkRanks]):
 
     program, again, remedy = "toy_follower", "ask again", "ask for less"
 
+    def meet(self, method: str) -> WorkRanks:
+        return WorkRanks.join(method, 0, len(self.devices), ["cpu"] * len(self.devices))
+
 
 @pytest.fixture(scope="module")
 def team() -> Iterator[ToyTeam]:

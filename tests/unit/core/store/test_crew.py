@@ -101,7 +101,7 @@ def test_a_follower_tells_what_it_commits_and_writes_no_manifest(tmp_path: Path)
     commit(whole, "a", "of rank 0")
     before = (whole.path / "manifest.json").read_bytes()
     told = Told()
-    folder = ToldFolder(whole.path, whole.manifest.model_copy(deep=True), told)  # type: ignore[arg-type]
+    folder = ToldFolder(whole.path, whole.manifest.model_copy(deep=True), told)
     tick = Tick(stage="measure", done=1, total=2, detail="b")
 
     folder.tick(tick)

@@ -8,7 +8,7 @@ import torch
 from tiny import make_tiny
 
 from exl2flow.core.runtime.ranks import WorkRanks
-from exl2flow.model import CanonicalTensors, Sublayer, build_sublayer, resolve
+from exl2flow.model import CanonicalTensors, Sublayer, SublayerSpec, build_sublayer, resolve
 from exl2flow.quant.quantize import dealt
 from exl2flow.quant.quantize.dealt import deal_runs
 from exl2flow.quant.rounding.together import runs_together
@@ -23,8 +23,8 @@ def sublayer(tmp_path: Path) -> Sublayer:
     return build_sublayer(spec, group, tensors, dtype=torch.float32, device="cpu")
 
 
-def on_a_gpu(spec: object, captures: list[str], device: torch.device) -> list[list[str]]:
-    return runs_together(spec, captures, torch.device("cuda"))  # type: ignore[arg-type]
+def on_a_gpu(spec: SublayerSpec, captures: list[str], device: torch.device) -> list[list[str]]:
+    return runs_together(spec, captures, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("is_gpu", [False, True])

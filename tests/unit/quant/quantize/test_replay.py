@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> ConversionConfig:
 
 
 def by(most: int) -> Callable[..., Iterator[slice]]:
-    """Return what yields rows as beside a GPU, so many together."""
+    """Return a stand-in for `row_batches` that yields at most so many rows, as on a GPU."""
 
     def batches(
         sublayer: Sublayer, states: torch.Tensor, pieces: Sequence[slice] | None = None

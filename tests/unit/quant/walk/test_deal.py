@@ -5,20 +5,21 @@ import torch
 from together import on_all
 
 from exl2flow.core.runtime.ranks import ALONE, WorkRanks
-from exl2flow.quant.walk.deal import Deal, Pairs, PieceSums, TensorSums
+from exl2flow.quant.walk.deal import Deal, MatrixSum, NamedSums, Pairs, PieceSums
 
 K = 5
 
 
-def summed(ranks: WorkRanks, x: torch.Tensor, to: int = 0) -> TensorSums:
+def summed(ranks: WorkRanks, x: torch.Tensor, to: int = 0) -> dict[str, torch.Tensor]:
     deal = Deal(len(x), ranks)
     own = x[deal.own.start : deal.own.stop]
-    sums = PieceSums(deal, TensorSums.square({"a": K, "b": K}, x.device))
+    sums = PieceSums(deal, NamedSums(a=MatrixSum(K), b=MatrixSum(K)))
     for number, piece in enumerate(deal.pieces):
         for row in own[piece]:
-            sums.at(number)["a"].addmm_(row.T, row)
-            sums.at(number)["b"].sub_(row.T @ row)
-    return sums.total(lambda name: to if name == "a" else 0)
+            sums.at(number)["a"].matrix.addmm_(row.T, row)
+            sums.at(number)["b"].matrix.sub_(row.T @ row)
+    found = sums.total(lambda name: to if name == "a" else 0)
+    return {name: total.matrix for name, total in found.items()}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 16])
@@ -38,14 +39,14 @@ def test_sums_have_the_bits_of_one_rank(rows: int, count: int) -> None:
 def test_rows_in_one_piece_are_added_one_after_the_other() -> None:
     x = torch.randn(9, 2, K)
     deal = Deal(9, is_whole=True)
-    sums = PieceSums(deal, TensorSums.square({"a": K}, x.device))
+    sums = PieceSums(deal, NamedSums(a=MatrixSum(K)))
     total = torch.zeros(K, K)
     for row in x:
-        sums.at(0)["a"].addmm_(row.T, row)
+        sums.at(0)["a"].matrix.addmm_(row.T, row)
         total.addmm_(row.T, row)
 
     assert deal.pieces == [slice(0, 9)]
-    assert sums.total()["a"].equal(total)
+    assert sums.total()["a"].matrix.equal(total)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
