@@ -6,6 +6,7 @@ from exl2flow.core.options.comparison import Comparison as Comparison
 from exl2flow.core.options.config import default_work_root
 from exl2flow.core.reports import Score
 from exl2flow.core.runtime.progress import Tick, report
+from exl2flow.core.store.crew import places
 from exl2flow.flows.runs.endings import ending
 from exl2flow.inference.report.comparison import compared
 from exl2flow.inference.validate.stage import judge
@@ -39,7 +40,7 @@ def validate(config: Comparison) -> list[Score]:
         if reference is not None:
             root = default_work_root(config.models[0])
             reference = fetched_in_flow(reference, root, config.token_block)
-        scores = score_models(config.models, reference, options, device=device)
+        scores = score_models(config.models, reference, options, places=places(config.gpus, device))
         samples = []
         for done, model in enumerate(config.models):
             report(Tick(stage="sample", done=done, total=len(config.models), detail=model.name))

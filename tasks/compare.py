@@ -22,25 +22,27 @@ from exl2flow.inference.report.tables import (
     markdown_table,
     scored_on,
 )
-from exl2flow.inference.scoring.evaluate import evaluate
-from exl2flow.inference.validate.stage import generate_sample, held_out_rows
+from exl2flow.inference.validate.compare import compare
+from exl2flow.inference.validate.stage import generate_sample
 from exl2flow.tasks.artifacts import Artifacts, ProgressArtifact, markdown_plot
 
 
 @task(name="score", task_run_name="score", persist_result=False)
 def score_models(
-    models: Sequence[Path], reference: Path | None, options: ValidateOptions, *, device: str
+    models: Sequence[Path],
+    reference: Path | None,
+    options: ValidateOptions,
+    *,
+    places: Sequence[str],
 ) -> list[Score]:
-    """Score all models on the same rows; they share the reference's forward pass."""
-    base = reference or models[0]
-    ids = held_out_rows([base, *models], options)
-    artifacts = Artifacts(base.resolve().name)
+    """Score all models on the same rows; see `compare`."""
+    artifacts = Artifacts((reference or models[0]).resolve().name)
     with closing(ProgressArtifact(artifacts, "score")) as progress:
-        return evaluate(
+        return compare(
             models,
-            ids,
-            reference=reference,
-            device=device,
+            reference,
+            options,
+            places=places,
             advance=lambda done, total, detail: progress(
                 Tick(stage="score", done=done, total=total, detail=detail)
             ),

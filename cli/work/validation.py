@@ -15,11 +15,12 @@ from exl2flow.core.options.config import default_work_root
 from exl2flow.core.options.validation import ValidateOptions
 from exl2flow.core.reports import Score
 from exl2flow.core.runtime.progress import Tick
+from exl2flow.core.store.crew import places
 from exl2flow.core.store.files import write_text
 from exl2flow.inference.report.comparison import Compared, check_bitrates, compared, differences
 from exl2flow.inference.report.plots import render_comparison
-from exl2flow.inference.scoring.evaluate import evaluate
-from exl2flow.inference.validate.stage import held_out_rows, judge
+from exl2flow.inference.validate.compare import compare
+from exl2flow.inference.validate.stage import judge
 from exl2flow.pipeline.devices import resolve_device
 
 
@@ -61,11 +62,11 @@ def _scored(
         root = default_work_root(Path(first.name) if on_hub(first) else first)
         reference = fetched_with_progress(reference, root, config.token_block, plain=plain)
     with shown(plain=plain) as progress:
-        return evaluate(
+        return compare(
             models,
-            held_out_rows([reference or models[0], *models], options),
-            reference=reference,
-            device=resolve_device(config.device),
+            reference,
+            options,
+            places=places(config.gpus, str(resolve_device(config.device))),
             advance=lambda done, total, detail: progress(
                 Tick(stage="validate", done=done, total=total, detail=detail)
             ),

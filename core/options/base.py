@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -15,9 +15,10 @@ from pydantic import (
     Field,
     WithJsonSchema,
     field_validator,
+    model_validator,
 )
 
-from exl2flow.core.device_name import PATTERN, device_name
+from exl2flow.core.device_name import PATTERN, device_name, index_of
 
 MOST_STRETCH = 1_000_000  # of positions or of the base of a rotation; the least is 1 / this
 MEASUREMENT_FILE = "measurement.json"  # its name in a folder
@@ -132,6 +133,24 @@ Gpus = Annotated[
     | None,
     Option("N|all|N,…", "Running"),
 ]
+
+
+class OnGpus(Options):
+    """Where work runs that processes of several GPUs can share."""
+
+    device: DeviceOption = "auto"
+    gpus: Gpus = Field(
+        default=None,
+        description="GPUs that share the work: how many, all, or which (0,2); empty: one",
+    )
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.gpus is not None and index_of(self.device) is not None:
+            raise ValueError(f"`device` is {self.device}, which is one GPU; name it in `gpus`")
+        return self
+
+
 GpuSplit = Annotated[
     str | None,
     Option("GB,…|auto", "Running", rare=True),

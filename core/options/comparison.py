@@ -4,12 +4,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from exl2flow.core.options.base import DeviceOption, Option, Options, SplitModels, TokenBlock
+from exl2flow.core.options.base import OnGpus, Option, SplitModels, TokenBlock
 from exl2flow.core.options.given import EMPTY, OptionalPath, Paths
 from exl2flow.core.options.validation import ValidateOptions
 
 
-class ComparedModels(Options):
+class ComparedModels(OnGpus):
     """Models to validate, and the reference to compare them with."""
 
     models: Annotated[Paths, Option("MODEL...", is_argument=True)] = Field(
@@ -21,7 +21,6 @@ class ComparedModels(Options):
         "it, only perplexity is computed; empty: none",
     )
     token_block: TokenBlock = None
-    device: DeviceOption = "auto"
 
 
 class Comparison(SplitModels, ComparedModels):

@@ -9,15 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from exl2flow.core.device_name import index_of
-from exl2flow.core.options.base import (
-    DeviceOption,
-    Gpus,
-    Option,
-    Size,
-    SplitModels,
-    TokenBlock,
-)
+from exl2flow.core.options.base import OnGpus, Option, Size, SplitModels, TokenBlock
 from exl2flow.core.options.base import Options as Options
 from exl2flow.core.options.given import EMPTY, Given, OptionalPath, PathField
 from exl2flow.core.options.groups import SIZE_CHOICES as SIZE_CHOICES
@@ -88,7 +80,7 @@ def _sort_form(schema: dict[str, Any]) -> None:
     schema["properties"] = {n: schema["properties"][n] for n in in_form_order(schema["properties"])}
 
 
-class RunOptions(SplitModels):
+class RunOptions(SplitModels, OnGpus):
     """Options of every run over a source model: the model, its calibration, where it runs."""
 
     model_config = ConfigDict(json_schema_extra=_sort_form)
@@ -116,11 +108,6 @@ class RunOptions(SplitModels):
         default=EMPTY,
         description="folder for checkpoints, in which runs over one model share tokens and "
         "measurement; empty: `.exl2flow` beside the output",
-    )
-    device: DeviceOption = "auto"
-    gpus: Gpus = Field(
-        default=None,
-        description="GPUs that share the work: how many, all, or which (0,2); empty: one",
     )
     token_block: TokenBlock = None
     clean_after: bool = Field(
@@ -153,12 +140,6 @@ class RunOptions(SplitModels):
     def _check_out(self) -> Self:
         if self.out.resolve() == self.source.resolve():
             raise ValueError("`out` is the source folder; choose another one")
-        return self
-
-    @model_validator(mode="after")
-    def _check_gpus(self) -> Self:
-        if self.gpus is not None and index_of(self.device) is not None:
-            raise ValueError(f"`device` is {self.device}, which is one GPU; name it in `gpus`")
         return self
 
     @property

@@ -100,17 +100,41 @@ class Crew(Team[WorkRanks]):
         Raises:
             Exl2FlowError: what this process raises; or a follower failed, or is lost.
         """
+        self._together(
+            "work", (errand,), lambda ranks: errand.run(replace(run, ranks=ranks)), heard_by=run
+        )
+
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in all processes; return what it returns in this one.
+
+        Args:
+            function: of a module; takes `ranks`, too, by name.
+            args: for all processes.
+            kwargs: for this one.
+
+        Raises:
+            Exl2FlowError: as of `work`.
+        """
+        return self._together(
+            "call", (function, args), lambda ranks: function(*args, ranks=ranks, **kwargs)
+        )
+
+    def _together(
+        self, name: str, args: Any, own: Callable[[WorkRanks], Any], heard_by: Any = None
+    ) -> Any:
+        """Let followers call a method, and return what this process makes meanwhile."""
         done = SimpleQueue[int]()
-        self.hear(lambda rank, kind, content: _hear(run, done, rank, kind, content))
+        self.hear(lambda rank, kind, content: _hear(heard_by, done, rank, kind, content))
         if self._ranks is None:
             self._used()
             self._ranks = self.join()
-        self.tell(0, "work", (errand,), {}, wants_answer=False)
+        self.tell(0, name, args, {}, wants_answer=False)
         try:
-            errand.run(replace(run, ranks=self._ranks))
+            result = own(self._ranks)
             self._wait_for(done)
         except RuntimeError as error:  # torch's, of an exchange or of this process alone
             raise self.lost(error) from error
+        return result
 
     def _wait_for(self, done: "SimpleQueue[int]") -> None:
         """Wait until all followers are done, and all that they told is recorded."""

@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from exl2flow.core.runtime.following import Channel, Follower, main
 from exl2flow.core.runtime.interrupt import StopRequest
@@ -79,6 +80,11 @@ class Member(Follower):
     def join(self, method: str, count: int) -> None:
         """Meet the others."""
         self._met = self._ranks = WorkRanks.join(method, self.rank, count, self._places)
+
+    def call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Call a function; its result is that of rank 0."""
+        function(*args, ranks=self._ranks)
+        self.channel.send("done")
 
     def work(self, errand: Errand) -> None:
         """Work on a stage."""

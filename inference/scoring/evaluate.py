@@ -50,26 +50,6 @@ class RowScores:
     agreements: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RowShare:
-    """The rows that a rank scores: pieces of each text.
-
-    others: called when this rank has saved its own; returns those of the others, to rank 0.
-    """
-
-    ranks: WorkRanks = ALONE
-    others: Callable[[], Mapping[RowKey, RowScores]] = dict
-
-    def rows(self, texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
-        """Yield this rank's rows of texts (rows, t)."""
-        for text, ids in enumerate(texts):
-            for piece in self.ranks.own(len(ids)):
-                yield from ((text, row) for row in piece)
-
-
-ALL_ROWS = RowShare()
-
-
 def evaluate(
     models: Sequence[Path],
     ids: torch.Tensor,
@@ -77,9 +57,12 @@ def evaluate(
     reference: Path | None = None,
     device: torch.device | str = "cpu",
     advance: Advance | None = None,
+    ranks: WorkRanks = ALONE,
 ) -> list[Score]:
     """Score models on one text, int64 (rows, t); arguments as of `evaluate_texts`."""
-    scores = evaluate_texts(models, [ids], reference=reference, device=device, advance=advance)
+    scores = evaluate_texts(
+        models, [ids], reference=reference, device=device, advance=advance, ranks=ranks
+    )
     return [score for (score,) in scores]
 
 
@@ -93,7 +76,7 @@ def evaluate_texts(
     advance: Advance | None = None,
     known: Mapping[RowKey, RowScores] | None = None,
     save: Save = lambda scores: None,
-    share: RowShare = ALL_ROWS,
+    ranks: WorkRanks = ALONE,
 ) -> list[list[Score]]:
     """Score models on several texts, in one pass over their files if memory allows.
 
@@ -106,7 +89,7 @@ def evaluate_texts(
             done; may raise to stop.
         known: scores of rows from an earlier, interrupted call.
         save: called with the scores of each finished block of rows.
-        share: of this rank.
+        ranks: that share the rows of each text.
 
     Returns:
         The scores of each model, one per text; at other ranks than 0 none.
@@ -124,7 +107,7 @@ def evaluate_texts(
     for ids in texts:
         check_ids(ids, everyone[-1].spec)
     row_scores = dict(known or {})
-    own = [key for key in share.rows(texts) if key not in row_scores]
+    own = [key for key in _rows_of(ranks, texts) if key not in row_scores]
     blocks = list(_blocks(everyone, texts, own))
     *starts, passes = accumulate((len(model.spec.sublayers) for model in everyone), initial=0)
     total = len(blocks) * passes
@@ -139,8 +122,16 @@ def evaluate_texts(
         save(scores)
     if advance and blocks:
         advance(total, total, "")
-    row_scores |= share.others()
-    return [] if share.ranks.rank else _all_scores(everyone, texts, row_scores)
+    for told in ranks.told_by_all(row_scores):
+        row_scores |= told
+    return [] if ranks.rank else _all_scores(everyone, texts, row_scores)
+
+
+def _rows_of(ranks: WorkRanks, texts: Sequence[torch.Tensor]) -> Iterator[RowKey]:
+    """Yield the rows that a rank scores: pieces of each text (rows, t)."""
+    for text, ids in enumerate(texts):
+        for piece in ranks.own(len(ids)):
+            yield from ((text, row) for row in piece)
 
 
 def _all_scores(

@@ -41,7 +41,7 @@ from exl2flow.core.store.store import StageFolder
 from exl2flow.engine.loading.layer_split import SplitOptions
 from exl2flow.inference.report.markdown import render_markdown
 from exl2flow.inference.report.plots import render_plot
-from exl2flow.inference.scoring.evaluate import RowKey, RowScores, RowShare, evaluate_texts
+from exl2flow.inference.scoring.evaluate import RowKey, RowScores, evaluate_texts
 from exl2flow.inference.scoring.sample import sample_text
 from exl2flow.inference.scoring.text import text_rows
 from exl2flow.kernels import get_ops
@@ -242,13 +242,6 @@ def _scores(
         if is_new:
             run.tick(done, manifest.total, detail)
 
-    def of_others() -> Mapping[RowKey, RowScores]:
-        if not run.ranks.are_many:
-            return {}
-        told = run.ranks.told_by_all(_row_files(run.folder))
-        run.settle({name for names in told for name in names})
-        return _read_rows(run.folder) if run.ranks.rank == 0 else {}
-
     texts = [held_out, calibration] if len(calibration) else [held_out]
     scored = evaluate_texts(
         [run.config.out.resolve()],
@@ -258,8 +251,10 @@ def _scores(
         advance=advance,
         known=_read_rows(run.folder),
         save=partial(_write_rows, run.folder),
-        share=RowShare(run.ranks, of_others),
+        ranks=run.ranks,
     )
+    written = run.ranks.told_by_all(_row_files(run.folder))
+    run.settle({name for names in written for name in names})  # before they are removed
     if run.ranks.rank:
         return None
     [(score, *others)] = scored
