@@ -12,6 +12,7 @@ from exl2flow.core.reports import Json, MatrixReport, SublayerReport
 from exl2flow.core.runtime.background import to_host
 from exl2flow.core.store.files import tensor_bytes, write_tensors
 from exl2flow.model import Linear, ProjectionSpec, QuantizedLinear, QuantizedMatrix, Sublayer
+from exl2flow.model.files.exl2 import host_names
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix, padded
 from exl2flow.quant.rounding.hessian import relative_error
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
@@ -116,11 +117,18 @@ class Received(Packed):
             params: the chosen parameters.
         """
         self.projection, self._params, self._refined = projection, params, {}
-        self.matrix = QuantizedMatrix.from_tensors(projection.key, stored)
+        self.matrix = _received(projection.key, stored)
         begin = f"{projection.key}/"
         self._figures = {
             name.removeprefix(begin): x for name, x in figures.items() if name.startswith(begin)
         }
+
+
+def _received(key: str, stored: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
+    """Return the matrix of a key, on the device of its tensors, as if it came from a file."""
+    host = {name: stored[name].cpu() for name in host_names(key)}
+    matrix = QuantizedMatrix.from_tensors(key, {**stored, **host})
+    return matrix.to(matrix.packed.device)
 
 
 class Unchanged(Packed):

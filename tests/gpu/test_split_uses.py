@@ -210,7 +210,7 @@ def test_a_server_replaces_a_split_model_by_another_one(plain: Path) -> None:
         placed = set()
 
         def make(folder: Path) -> Any:
-            host = _host(folder, options, PromptCache())
+            host = _host(folder, None, options, PromptCache())
             placed.add(host.model.decoder.placement.devices)
             return host
 
