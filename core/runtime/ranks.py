@@ -168,6 +168,16 @@ class WorkRanks:
                     total = part if total is None else total.add_(part)
         return total
 
+    def everywhere(
+        self, parts: Sequence[torch.Tensor], counts: Sequence[int], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Return `total` at all ranks; arguments as there, contiguous."""
+        whole = self.total(parts, counts, like)
+        x = torch.empty_like(like) if whole is None else whole
+        if self.are_many:
+            self._broadcast(x, 0)
+        return x
+
     def gather(self, x: torch.Tensor, places: Sequence[int] | None = None) -> torch.Tensor | None:
         """Return at rank 0 the rows of all ranks, in main memory; others receive None.
 
@@ -180,8 +190,10 @@ class WorkRanks:
         if not self.are_many:
             return x
         told = self.told_by_all([*places] if places is not None else [None] * len(x))
-        whole = torch.empty((sum(map(len, told)), *x.shape[1:]), dtype=x.dtype)
         order = [(rank, place) for rank, rows in enumerate(told) for place in range(len(rows))]
+        if places is not None:  # what several ranks have is that of the first
+            order = [*{told[rank][at]: (rank, at) for rank, at in reversed(order)}.values()]
+        whole = torch.empty((len(order), *x.shape[1:]), dtype=x.dtype)
         for number, (rank, place) in enumerate(order):  # one at a time: a GPU may be full
             if self.rank not in (0, rank):
                 continue

@@ -7,6 +7,7 @@ import torch
 from exl2flow.core.runtime.ranks import WorkRanks
 from exl2flow.model import Sublayer
 from exl2flow.quant.quantize.stored_form import Packed, Received
+from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.rounding.together import runs_together
 from exl2flow.quant.walk.source_model import device_of
 
@@ -29,6 +30,23 @@ def deal_runs(sublayer: Sublayer, ranks: WorkRanks) -> tuple[list[list[str]], di
     dealt = ranks.owners(costs)
     owners = {capture: rank for run, rank in zip(runs, dealt, strict=True) for capture in run}
     return [run for run, rank in zip(runs, dealt, strict=True) if rank == ranks.rank], owners
+
+
+def shared_by_all(
+    rounded: Mapping[str, RoundedMatrix], ranks: WorkRanks
+) -> dict[str, RoundedMatrix]:
+    """Return projection → the matrix that a rank has rounded, of all ranks, at each of them."""
+    if not ranks.are_many:
+        return dict(rounded)
+    found = dict[str, RoundedMatrix]()
+    for owner in range(ranks.count):
+        own = {f"{n}/{field}": x for n, m in rounded.items() for field, x in m.tensors().items()}
+        groups = ranks.told({name: matrix.groups for name, matrix in rounded.items()}, owner)
+        tensors = ranks.bring(own if owner == ranks.rank else None, owner)
+        for name in groups:
+            fields = {field: tensors[f"{name}/{field}"] for field in RoundedMatrix.FIELDS}
+            found[name] = RoundedMatrix.from_tensors(groups[name], fields)
+    return found
 
 
 def of_all_ranks(

@@ -24,6 +24,7 @@ from exl2flow.quant.quantize.correction import (
     CrossProducts,
     advance_source,
 )
+from exl2flow.quant.quantize.dealt import shared_by_all
 from exl2flow.quant.quantize.stored_form import Packed, install, storing
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
@@ -99,7 +100,9 @@ class MatrixWork(SublayerWork):
         self.spec, self.texts = spec, texts
         self.deal = Deal(rows, run.ranks)
         self.worked_on = len(self.deal.own)  # of this rank, as all that follow
-        self.rows = self.worked_on + sum(map(len, (texts or {}).values()))
+        judging = range(rows, rows + sum(map(len, (texts or {}).values())))  # at all ranks
+        self.rows = self.worked_on + len(judging)
+        self.here = [*self.deal.own, *judging] if run.ranks.are_many else None
         self.pairs = Pairs(range(0), self.deal)  # rows of the source whose errors are corrected
         self.error_rows = range(0, rows, max(1, rows // ERROR_ROWS))
         factors = run.inputs.get("sensitivity")
@@ -166,13 +169,14 @@ class MatrixWork(SublayerWork):
 
         Args:
             sublayer: with the source's weights.
-            rounded: projection → matrix.
+            rounded: projection → matrix, of those that this rank rounds.
             factors: of the projections, or empty.
             states: that enter it, fp32 (rows, t, hidden).
             returned: what the source's own have become, or None.
         """
         if self.texts is None:
             return rounded, None
+        of_all = shared_by_all(rounded, self.deal.ranks)
         device, spec, tokens = device_of(sublayer), sublayer.spec, states.shape[1]
         limit = limit_of(device) if device.type == "cuda" else None
         if not trains_within(limit, self.spec, spec, tokens):
@@ -183,13 +187,15 @@ class MatrixWork(SublayerWork):
         outputs = [factors[name].output.damped(damping) for name in last if factors]
         rows = BlockRows(
             device=device,
+            deal=self.deal,
             states=states,
             wanted=corrected_output(sublayer, returned, self.options.correction),
             metric=output_metric_of(sublayer, outputs),
             texts=self.texts,
             at_once=max(1, kept_in(limit) // row_bytes(self.spec, spec, tokens)),
         )
-        return train_block(rounded, sublayer, rows, self.options)
+        trained, score = train_block(of_all, sublayer, rows, self.options)
+        return {name: trained[name] for name in rounded}, score
 
     def store_head(self, packed: Packed) -> None:
         """Write the head's matrix and its report, and commit the file."""

@@ -90,13 +90,14 @@ class Quantizing(MatrixWork):
         """Begin; see `MatrixWork`."""
         super().__init__(run, spec, rows, texts)
         self.choice = choice
+        walked = rows + self.rows - self.worked_on
         if texts is not None:
-            self.pairs, self.again = Pairs(range(rows), self.deal), range(self.rows)
+            self.pairs, self.again = Pairs(range(rows), self.deal), range(walked)
         elif self.options.correction:
             self.pairs, self.again = Pairs(paired_rows(rows), self.deal), paired_rows(rows)
-        if run.ranks.are_many:
-            again = [place for place, row in enumerate(self.again) if row in self.deal.own]
-            self.here = [*self.deal.own, *(rows + place for place in again)]
+        if self.here is not None:
+            again = [place for place, row in enumerate(self.again) if row in self.here]
+            self.here = [*self.here, *(walked + place for place in again)]
         self.correction = Correction(
             strength=self.options.correction, damping=self.options.damping, note=run.folder.note
         )
@@ -377,12 +378,12 @@ def _options(config: RunOptions) -> dict[str, object]:
 
 QUANTIZE: Stage[RunOptions] = Stage(
     name="quantize",
-    schema=8,
+    schema=9,
     inputs=("tokenize", "sensitivity", "allocate"),
     options=_options,
     run=quantize,
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
     needs=needs,
     removable=True,
-    is_dealt=lambda config: not config.rounding.block_steps,
+    is_dealt=lambda config: True,
 )

@@ -7,11 +7,11 @@ vectorized over columns (`docs/format.md` section 4).
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 
@@ -43,12 +43,26 @@ class RoundedMatrix:
     perm: int64 (k,). fed_back: `U⁻ᵀ (W - Q)`, (k, n) in act-order, if requested.
     """
 
+    FIELDS: ClassVar = ("codes", "scale_codes", "max_scales", "perm")  # tensors of the matrix
+
     codes: torch.Tensor
     groups: tuple[Group, ...]
     scale_codes: torch.Tensor
     max_scales: torch.Tensor
     perm: torch.Tensor
     fed_back: Tall | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of `FIELDS`."""
+        return {field: getattr(self, field) for field in self.FIELDS}
+
+    @classmethod
+    def from_tensors(cls, groups: tuple[Group, ...], tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Return the matrix whose `tensors` these are."""
+        codes, scale_codes, max_scales, perm = (tensors[field] for field in cls.FIELDS)
+        return cls(
+            codes=codes, groups=groups, scale_codes=scale_codes, max_scales=max_scales, perm=perm
+        )
 
     @classmethod
     def of(cls, matrix: QuantizedMatrix, device: torch.device) -> Self:

@@ -16,19 +16,23 @@ import torch
 
 from exl2flow.core.options.config import RoundingOptions
 from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.ranks import pieces
 from exl2flow.model import ModelSpec, Sublayer, SublayerSpec
 from exl2flow.quant.rounding.error_feedback import RoundedMatrix
 from exl2flow.quant.sensitivity.fisher import OutputFactor
 from exl2flow.quant.training.descent import Descent
+from exl2flow.quant.training.gradients import Gradients
 from exl2flow.quant.training.judges import Judges
 from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.row_order import RowOrder
 from exl2flow.quant.training.trainable import Rates, TrainedLinear
+from exl2flow.quant.walk.deal import Deal
 from exl2flow.quant.walk.needs import FLOAT
 
 STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
 SCALE_RATE = 1e-3
-TRAINED_WEIGHT = 44  # bytes: source, codes, what was moved and its best, gradient, moments, decoded
+# bytes: source, codes, what was moved and its best, two gradients, moments, decoded
+TRAINED_WEIGHT = 48
 SCORES = 6  # copies of a row's attention scores
 TRAINING_SHARE = 0.8  # of a GPU's memory, beside the libraries
 JUDGEMENTS = 8  # in the course of a training
@@ -55,13 +59,15 @@ Wanted = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class BlockRows:
     """What a block is trained on.
 
-    device: of the block. states: that enter it, of the quantized model, fp32 (rows, t, hidden).
-    wanted: what the block should return, given states of some rows, on its device, and the places
-    of these rows. metric: of errors in the output, or None. texts: what judges, whose rows are the
-    last ones. at_once: rows of a forward and backward pass.
+    device: of the block. deal: of the rows to train on. states: that enter it, of the quantized
+    model, fp32 (rows, t, hidden). wanted: what the block should return, given states of some rows,
+    on its device, and the places of these rows. metric: of errors in the output, or None. texts:
+    what judges; its rows follow this rank's own ones, and all ranks have them. at_once: rows of a
+    forward and backward pass at most.
     """
 
     device: torch.device
+    deal: Deal
     states: torch.Tensor
     wanted: Wanted
     metric: OutputFactor | None
@@ -165,13 +171,12 @@ class _Training:
         steps: int,
         step_tokens: int,
     ) -> None:
-        self.block, self.linears, self.rows = block, linears, rows
+        self.block, self.linears, self.rows, self.deal = block, linears, rows, rows.deal
         self.descent = Descent([p for linear in linears for p in linear.parameters], steps)
+        self.gradients = Gradients(self.descent.values, rows.deal.ranks)
         self.judges = Judges(rows.texts)
-        count, tokens = rows.states.shape[:2]
-        self.training = count - len(self.judges.rows)
-        together = max(1, step_tokens // tokens)
-        self.order = RowOrder(self.training, together, seed=0)
+        together = max(1, step_tokens // rows.states.shape[1])
+        self.order = RowOrder(pieces(rows.deal.rows), together, seed=0)
 
     def run(self) -> Judges:
         """Do all steps, recall the best values, and return the judgements."""
@@ -187,11 +192,14 @@ class _Training:
     @torch.no_grad()
     def _judge(self) -> None:
         """Add the errors of the rows that judge, and keep the values if they are the best."""
-        judging = range(self.training, len(self.rows.states))
+        ranks, first = self.deal.ranks, len(self.deal.own)
         self._hold()
-        found = [self.rows.errors(self.block, rows) for rows in self._passes(judging)]
+        found = list[float]()
+        for piece in ranks.own(len(self.rows.states) - first):
+            for rows in self._passes([first + row for row in piece]):
+                found += self.rows.errors(self.block, rows).tolist()
         self._bound()
-        self.judges.judgements.append(torch.cat(found).tolist())
+        self.judges.judgements.append([error for own in ranks.told_by_all(found) for error in own])
         if self.judges.best == len(self.judges.judgements) - 1:
             self.descent.keep()
 
@@ -200,10 +208,22 @@ class _Training:
         """Do a step; gradients are divided by the first error."""
         self.descent.forget_gradients()
         self._hold()
-        for rows in self._passes(self.order(self.descent.done)):
-            loss = self.rows.errors(self.block, rows).sum()
-            loss = loss / (self.judges.mean(0) or 1.0)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        taken, ranks, first = sorted(self.order(self.descent.done)), self.deal.ranks, self.deal.own
+        by_rank = [
+            [
+                part
+                for piece in self.deal.of_rank(rank)
+                if (part := [r for r in taken if r in piece])
+            ]
+            for rank in range(ranks.count)
+        ]
+        for of_piece in by_rank[ranks.rank]:
+            for rows in self._passes([row - first.start for row in of_piece]):
+                loss = self.rows.errors(self.block, rows).sum()
+                loss = loss / (self.judges.mean(0) or 1.0)
+                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            self.gradients.take()
+        self.gradients.share([*map(len, by_rank)])
         self.descent.step()
         self._bound()
 

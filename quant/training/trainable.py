@@ -290,8 +290,9 @@ def fits_half(weight: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def leaf(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a trainable copy of a tensor."""
-    return value.detach().clone().to(device).requires_grad_()
+    """Return a trainable copy of a tensor, contiguous, as are its gradients then."""
+    copy = value.detach().clone(memory_format=torch.contiguous_format)
+    return copy.to(device).requires_grad_()
 
 
 def sized(value: torch.Tensor, rate: float) -> Parameter:

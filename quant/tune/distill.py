@@ -12,10 +12,12 @@ import torch
 from exl2flow.core.errors import NonFiniteState
 from exl2flow.core.options.config import TuneOptions
 from exl2flow.core.runtime.interrupt import look
+from exl2flow.core.runtime.ranks import ALONE, WorkRanks
 from exl2flow.model import Sublayer, TensorFiles, build_embedding
 from exl2flow.model.files.gptq import is_gptq
 from exl2flow.model.layers.experts import entering
 from exl2flow.quant.training.descent import Descent
+from exl2flow.quant.training.gradients import Gradients
 from exl2flow.quant.training.judges import Judges, from_flat
 from exl2flow.quant.training.kept import kept_room
 from exl2flow.quant.training.row_order import RowOrder
@@ -77,6 +79,7 @@ class Distillation:
         *,
         training: torch.Tensor,
         judging: Mapping[str, torch.Tensor],
+        ranks: WorkRanks = ALONE,
     ) -> None:
         """Begin at step 0.
 
@@ -86,19 +89,22 @@ class Distillation:
             options: of training.
             training: rows to train on, int64 (rows, t).
             judging: text → rows that only judge, int64 (rows, t).
+            ranks: that share the rows of steps and of judgements.
         """
-        self.model = model
+        self.model, self.ranks = model, ranks
         self.options = options
         self.device = source.device
         self.reference = Reference(source)
         tokens = options.tokens or STEP_TOKENS[self.device.type]
         self.training = training
         together = max(1, tokens // training.shape[1])
-        self.order = RowOrder(len(training), together, seed=options.seed)
+        self.order = RowOrder([range(len(training))], together, seed=options.seed)
         self.judges = Judges(judging)
-        self.judging = self.judges.rows.to(self.device)
+        own = [row for piece in ranks.own(len(self.judges.rows)) for row in piece]
+        self.judging = self.judges.rows[own].to(self.device)
         self.judging_states = [self.reference.hidden(row[None])[0] for row in self.judging]
         self.attempt, self.descent = 0, Descent(model.parameters, options.steps)
+        self.gradients = Gradients(self.descent.values, ranks)
         room, row = kept_room(self.device), training.shape[1]
         self.checkpointed = model.kept_bytes(row) > room
         self.together = max(1, room // model.kept_bytes(row))  # rows of a backward pass
@@ -148,17 +154,24 @@ class Distillation:
             self.descent.begin_again()
         self.descent.forget_gradients()
         rows = self.training[self.order(self.step)].to(self.device)
-        for ids in torch.split(rows, self.together):
-            look()
-            targets = self.reference.hidden(ids)
-            states = self.model.hidden(ids, checkpointed=self.checkpointed)
-            loss = torch.zeros((), device=self.device)
-            for hidden, target in zip(states, targets, strict=True):
-                loss = loss + self.model.divergence(hidden, self.reference.head, target)
-            (loss / len(rows)).backward()  # type: ignore[no-untyped-call]  # torch's own
+        for piece in self.ranks.own(len(rows)):
+            for ids in torch.split(rows[piece.start : piece.stop], self.together):
+                look()
+                (self._divergences(ids).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]  # torch's own
+            self.gradients.take()
+        counts = [len(self.ranks.own(len(rows), rank)) for rank in range(self.ranks.count)]
+        self.gradients.share(counts)
         distance = math.sqrt(self.judges.mean(0) / RATED_KL)
         self.descent.step(distance=distance, codes=SLOWER**self.attempt)
         self.model.bound()
+
+    def _divergences(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the divergence of each of some rows (rows, t), (rows,)."""
+        targets = self.reference.hidden(ids)
+        states = self.model.hidden(ids, checkpointed=self.checkpointed)
+        head = self.reference.head
+        pairs = zip(states, targets, strict=True)
+        return torch.stack([self.model.divergence(own, head, target) for own, target in pairs])
 
     def judge_when_due(self) -> bool:
         """Judge at every interval and after the last step; return whether it did."""
@@ -174,11 +187,12 @@ class Distillation:
         Raises:
             NonFiniteState: the first divergence is NaN or infinite.
         """
-        found = []
+        found = list[float]()
         for row, target in zip(self.judging, self.judging_states, strict=True):
             hidden = self.model.hidden(row[None])[0]
-            found.append(self.model.divergence(hidden, self.reference.head, target))
-        self.judges.judgements.append(torch.stack(found).tolist())
+            found.append(float(self.model.divergence(hidden, self.reference.head, target)))
+        of_all = self.ranks.told_by_all(found)
+        self.judges.judgements.append([value for of_rank in of_all for value in of_rank])
         if not math.isfinite(self.judges.mean(0)):
             raise NonFiniteState(
                 "the divergence of the quantized model from its source is not finite on the "

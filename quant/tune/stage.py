@@ -77,7 +77,7 @@ def tune_memory(
     return (
         sum(map(tensors.nbytes, tensors.names))
         + codes
-        + 4 * (5 * trained + 3 * (max(sizes) + head) + 4 * logits)
+        + 4 * (6 * trained + 3 * (max(sizes) + head) + 4 * logits)
         + kept_in(memory)
     )
 
@@ -145,10 +145,13 @@ def train(run: StageRun[Options], source: SourceModel, own: SourceModel, stage: 
         train_windows(run, source, own, stage, training=training, judging=judging)
     elif not all(map(folder.valid, [*_replaced(run, own.spec, stage), PLAIN_FILE, TUNING_FILE])):
         model = TunedModel(own, run.inputs[stage], options)
-        work = Distillation(source, model, options, training=training, judging=judging)
+        work = Distillation(
+            source, model, options, training=training, judging=judging, ranks=run.ranks
+        )
         distill(run, work)
         work.descent.recall()
-        write_results(run, run.inputs[stage], model, work)
+        if run.ranks.rank == 0:
+            write_results(run, run.inputs[stage], model, work)
     total = folder.manifest.cursor = folder.manifest.total
     run.tick(total, total, "tuned")
 
@@ -194,7 +197,7 @@ def distill(run: StageRun[Options], work: Distillation) -> None:
         run.folder.manifest.total = work.total
         is_judged = work.judge_when_due()
         is_last = work.finished or run.stop.signum is not None
-        if is_last or run.folder.states_are_due():
+        if run.ranks.rank == 0 and (is_last or run.folder.states_are_due()):
             run.folder.manifest.cursor = work.step
             run.folder.save_states(work.state(), work.step)
         if is_judged:
@@ -234,7 +237,7 @@ def tune_gpu_options(config: TrainedOptions) -> dict[str, object]:
 
 TUNE: Stage[ConversionConfig] = Stage(
     name="tune",
-    schema=4,
+    schema=5,
     inputs=("compose", "tokenize", "sensitivity", "quantize"),
     options=tune_options,
     gpu_options=tune_gpu_options,
@@ -242,4 +245,5 @@ TUNE: Stage[ConversionConfig] = Stage(
     enabled=lambda config: config.tune.steps > 0,
     needs=needs,
     removable=True,
+    is_dealt=lambda config: True,
 )

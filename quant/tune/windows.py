@@ -41,6 +41,7 @@ from exl2flow.quant.training.kept import kept_in
 from exl2flow.quant.training.trainable import Rates
 from exl2flow.quant.tune.tuned_model import TunedSublayer
 from exl2flow.quant.tune.written import TUNING_FILE, Options, copy_file, write_linears
+from exl2flow.quant.walk.deal import Deal
 from exl2flow.quant.walk.divergence import row_divergences
 from exl2flow.quant.walk.needs import FLOAT
 from exl2flow.quant.walk.source_model import SourceModel
@@ -124,7 +125,10 @@ class Windows:
         self.source, self.own = (replace(model, keeps_states=False) for model in (source, own))
         self.run, self.matrices = run, matrices
         self.texts, self.judges = judging, Judges(judging)
-        self.rows = torch.cat([training, self.judges.rows])
+        self.deal, count = Deal(len(training), run.ranks), len(self.judges.rows)
+        self.walked = len(training) + count
+        self.here = [*self.deal.own, *range(len(training), self.walked)]  # rows of this rank
+        self.rows = torch.cat([training, self.judges.rows])[self.here]
         factors = run.inputs.get("sensitivity")
         self.factors = factors and FactorFiles(factors, source.device)
 
@@ -138,7 +142,7 @@ class Windows:
         for index in range(start, len(parts)):
             states, detail = self._through(parts[index], states)
             run.tick(index + 1, len(parts), detail)
-            save_here(run, states, index + 1, torch.cat)
+            save_here(run, states, index + 1, torch.cat, [self.here, self.here, None])
         source, own, before = states
         count, reference, head = len(before), self.source.head(), self._head()
         for found in (before, own[-count:]):
@@ -152,12 +156,14 @@ class Windows:
 
     def _begun(self, done: Sequence[bool]) -> tuple[int, list[torch.Tensor]]:
         """Return the window to begin with, and the states that enter it."""
-        sizes = [len(self.rows), len(self.rows), len(self.judges.rows)]
+        count = len(self.judges.rows)
         saved = self.run.folder.load_states()
         if saved is not None and all(done[: saved[0]]):
-            return saved[0], [self.own.placed(group) for group in torch.split(saved[1], sizes)]
+            source, own, before = torch.split(saved[1], [self.walked, self.walked, count])
+            groups = source[self.here], own[self.here], before
+            return saved[0], [self.own.placed(group) for group in groups]
         own = self.own.initial_states(self.rows)
-        return 0, [self.source.initial_states(self.rows), own, own[-sizes[2] :].clone()]
+        return 0, [self.source.initial_states(self.rows), own, own[-count:].clone()]
 
     def _through(
         self, window: Window, states: Sequence[torch.Tensor]
@@ -204,6 +210,7 @@ class Windows:
         row = max(row_bytes(spec, sublayer, tokens) for sublayer in window)
         rows = BlockRows(
             device=device,
+            deal=self.deal,
             states=own,
             wanted=lambda hidden, places: returned[places].to(device),
             metric=self._metric(trained[-1].built),
@@ -212,9 +219,10 @@ class Windows:
         )
         block = _Chain(trained, spec.hidden_size)
         judges = train(block, linears, rows, options.steps, tokens=options.tokens)
-        for sublayer in trained:
+        for sublayer in trained if self.run.ranks.rank == 0 else ():
             name, projections = sublayer_file(sublayer.spec), sublayer.spec.projections
             write_linears(self.run, self.matrices, name, projections, sublayer.linears)
+        self.run.settle({*map(sublayer_file, window)})  # all read them
         return judges.scores()[judges.best]
 
     def _metric(self, last: Sublayer) -> OutputFactor | None:
@@ -253,9 +261,13 @@ def train_windows(
     work = Windows(run, source, own, matrices, training=training, judging=judging)
     if not folder.valid(TUNING_FILE) or (_is_taken(run) and not work.is_done(own.spec.sublayers)):
         judges = work.walk()
+        if run.ranks.rank:
+            return
         sha256 = write_json(folder.path / TUNING_FILE, judges.report([0, run.config.tune.steps]))
         folder.note(judges.outcome(f"tuned {run.config.tune.layers} layers at a time"))
         folder.commit(TUNING_FILE, sha256)
+    if run.ranks.rank:
+        return
     for name in [HEAD_FILE] if _is_taken(run) else result_files(own.spec):
         if (matrices / name).exists():
             copy_file(run, matrices, name)

@@ -28,16 +28,17 @@ class Deal:
     @property
     def own(self) -> range:
         """The rows of this rank."""
-        found = self._pieces_of(self.ranks.rank)
+        found = self.of_rank(self.ranks.rank)
         return range(found[0].start, found[-1].stop) if found else range(0)
 
     @property
     def pieces(self) -> list[slice]:
         """The pieces of the rows of this rank, counted from its first one."""
-        found = self._pieces_of(self.ranks.rank)
+        found = self.of_rank(self.ranks.rank)
         return [slice(p.start - found[0].start, p.stop - found[0].start) for p in found]
 
-    def _pieces_of(self, rank: int) -> list[range]:
+    def of_rank(self, rank: int) -> list[range]:
+        """Return the pieces of a rank, in order."""
         return [range(self.rows)] if self.is_whole else self.ranks.own(self.rows, rank)
 
     def total(self, parts: list[torch.Tensor], like: torch.Tensor, to: int) -> torch.Tensor | None:
@@ -48,7 +49,7 @@ class Deal:
             like: of their shape, dtype and device.
             to: the rank.
         """
-        counts = [len(self._pieces_of(rank)) for rank in range(self.ranks.count)]
+        counts = [len(self.of_rank(rank)) for rank in range(self.ranks.count)]
         counts[0] = min(counts[0], 1)
         return self.ranks.total(parts, counts, like, to)
 

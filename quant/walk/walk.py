@@ -180,16 +180,24 @@ def save_here(
     states: Sequence[torch.Tensor],
     index: int,
     join: Callable[[list[torch.Tensor]], torch.Tensor],
+    here: Sequence[Sequence[int] | None] | None = None,
 ) -> None:
     """Save groups of states, joined, that enter step `index`, if they are due; stop after a signal.
 
-    Unlike `save_when_due` it waits for the disk.
+    Unlike `save_when_due` it waits for the disk. `here` has for each group the places of this
+    rank's states among all; None: they are all.
     """
-    run.folder.manifest.cursor = index
-    if run.stop.signum is not None or run.folder.states_are_due():
+    ranks, run.folder.manifest.cursor = run.ranks, index
+    if ranks.told(run.stop.signum is not None or run.folder.states_are_due()):
         if states[0].is_pinned():
             torch.cuda.synchronize()  # copies to it may still be running
-        run.folder.save_states(join([group.cpu() for group in states]), index)
+        groups = [
+            group if places is None else ranks.gather(group, places)
+            for group, places in zip(states, here or [None] * len(states), strict=True)
+        ]
+        whole = [group.cpu() for group in groups if group is not None]
+        if ranks.rank == 0:
+            run.folder.save_states(join(whole), index)
     run.stop_if_asked()
 
 
