@@ -15,6 +15,7 @@ from exl2flow.core.device_name import device_name, index_of
 from exl2flow.core.errors import BackendUnavailable, ConfigError
 from exl2flow.core.installing import install
 from exl2flow.kernels.reference.ops import TORCH_OPS, Ops
+from exl2flow.kernels.streams import runs_beside
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +107,16 @@ def tensor_cores(use: bool = True) -> Iterator[None]:
 
     The switch belongs to the process. Where blocks of several threads overlap, the one begun
     last decides, and the last to end restores the earlier setting. Stages on a GPU never overlap
-    (`core.runtime.device_locks.turn`), so timing changes no result (`docs/concepts/gpu.md`).
+    (`core.runtime.device_locks.turn`), and work of a stage that runs concurrently may not switch,
+    so timing changes no result (`docs/concepts/gpu.md`).
+
+    Raises:
+        RuntimeError: work that runs concurrently switches.
     """
     block = object()
     with _switching:
+        if runs_beside.get() and use != torch.backends.cuda.matmul.allow_tf32:
+            raise RuntimeError("work that runs concurrently may not switch TF32; do it before")
         _blocks.setdefault("before", torch.backends.cuda.matmul.allow_tf32)
         _blocks[block] = use
         torch.backends.cuda.matmul.allow_tf32 = use

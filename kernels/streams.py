@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import cache, wraps
 from typing import ParamSpec, Self, TypeVar
 
@@ -16,6 +16,7 @@ from exl2flow.core.runtime.background import own_stream
 T = TypeVar("T")
 P = ParamSpec("P")
 MOST_BUFFERED = 4 << 10  # bytes
+runs_beside = ContextVar("runs_beside", default=False)  # whether other threads compute, too
 log = logging.getLogger(__name__)
 
 
@@ -31,6 +32,7 @@ def run_concurrently(works: Sequence[Callable[[], T]], device: torch.device) -> 
     current, inference = torch.cuda.current_stream(device), torch.is_inference_mode_enabled()
 
     def run(work: Callable[[], T], number: int) -> T:
+        runs_beside.set(True)  # in a context of its own
         with torch.inference_mode(inference), torch.cuda.stream(own_stream(device, number)):
             return work()
 

@@ -30,7 +30,7 @@ from exl2flow.quant.rounding.hessian import (
     collect_hessians,
     head_hessian,
 )
-from exl2flow.quant.rounding.together import runs_together
+from exl2flow.quant.rounding.together import factored_apart, runs_together
 from exl2flow.quant.sensitivity.fisher import shared_factor, shared_factors
 from exl2flow.quant.sensitivity.stage import FactorFiles
 from exl2flow.quant.walk.divergence import divergence
@@ -71,11 +71,7 @@ class Estimating(SublayerWork):
             own = [hessians[capture] for capture in run]
             return shared_factors(firsts, own, factors, self.options, note=note)
 
-        # experts are rounded run by run, so that memory does not grow with their number
-        items = {} if spec.group else {capture: factored([capture]) for capture in hessians}
-
-        def work(run: Sequence[str]) -> dict[str, Results]:
-            found = items[run[0]] if run[0] in items else factored(run)
+        def work(run: Sequence[str], found: Sequence[HessianFactor]) -> dict[str, Results]:
             experts = [
                 [
                     Projection(
@@ -90,10 +86,11 @@ class Estimating(SublayerWork):
             gain_first = len(runs) > 1 and run is largest
             return estimated(experts[0], PROJECTION_OPTIONS, self.options, gain_first=gain_first)
 
-        works = [partial(work, run) for run in runs]
         results: dict[str, Results] = {}
-        for by_key in run_concurrently(works, device_of(sublayer)):
-            results |= by_key
+        for some in factored_apart(spec, runs):
+            works = [partial(work, run, factored(run)) for run in some]
+            for by_key in run_concurrently(works, device_of(sublayer)):
+                results |= by_key
         in_order = {p.key: results[p.key] for p in sublayer.spec.projections}
         return partial(write_results, path, in_order, compact=self.compact)
 

@@ -58,6 +58,7 @@ from exl2flow.quant.rounding.hessian import (
     collect_hessians,
     dealt_head_hessian,
 )
+from exl2flow.quant.rounding.together import factored_apart
 from exl2flow.quant.sensitivity.fisher import Factors
 from exl2flow.quant.tokenize.stage import judging_texts, load_rows, unjudged_rows
 from exl2flow.quant.training.block import (
@@ -283,20 +284,19 @@ class Quantizing(MatrixWork):
             firsts = [spec.reading(capture)[0] for capture in run]
             return self.factored(firsts, [hessians[capture] for capture in run], factors)
 
-        # experts are rounded run by run, so that memory does not grow with their number
-        items = {} if spec.group else {capture: factored([capture]) for capture in hessians}
-
-        def work(run: Sequence[str]) -> dict[str, RoundedMatrix]:
+        def work(run: Sequence[str], found: list[HessianFactor]) -> dict[str, RoundedMatrix]:
             names = [p.name for capture in run for p in spec.reading(capture)]
             own = [jobs[name] for name in names]
-            # already used if this runs a second time, or of experts
-            found = items.pop(run[0]) if run[0] in items else factored(run)
+            items = list(found) if found else factored(run)  # used if this runs a second time
+            found.clear()
             round_run = self._round if len(run) == 1 else self._round_together
-            return dict(zip(names, round_run(own, found), strict=True))
+            return dict(zip(names, round_run(own, items), strict=True))
 
-        works = [partial(work, run) for run in runs]
-        parts = run_concurrently(works, device_of(sublayer))
-        rounded = {name: matrix for part in parts for name, matrix in part.items()}
+        rounded = dict[str, RoundedMatrix]()
+        for some in factored_apart(spec, runs):
+            works = [partial(work, run, factored(run)) for run in some]
+            for part in run_concurrently(works, device_of(sublayer)):
+                rounded |= part
         for matrix in rounded.values():
             record_stream(matrix.codes, matrix.scale_codes, matrix.max_scales)
         return rounded

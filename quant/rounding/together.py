@@ -34,6 +34,26 @@ def runs_together(
     return list(runs.values())
 
 
+def factored_apart(
+    spec: SublayerSpec, runs: Sequence[Sequence[str]]
+) -> Iterator[list[Sequence[str]]]:
+    """Divide runs into those whose Hessians are factored before any of them is rounded.
+
+    Factoring forbids TF32 to the whole process (`tensor_cores`), so nothing else may run meanwhile.
+    Of experts that are rounded one by one, memory does not grow with their number.
+    """
+    found: list[Sequence[str]] = []
+    elements = 0
+    for run in runs:
+        more = sum(spec.widths[capture] ** 2 for capture in run)
+        if spec.group and found and elements + more > MOST_TOGETHER:
+            yield found
+            found, elements = [], 0
+        found, elements = [*found, run], elements + more
+    if found:
+        yield found
+
+
 def batches(items: Sequence[T], elements: int) -> Iterator[Sequence[T]]:
     """Yield about equal batches of experts with a number of elements each, at least one expert."""
     most = max(1, MOST_TOGETHER // elements)

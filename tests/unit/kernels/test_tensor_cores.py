@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import pytest
 import torch
 
 from exl2flow.kernels import tensor_cores
+from exl2flow.kernels.streams import runs_beside
 
 SECONDS = 10.0  # a thread that waits longer is stuck
 
@@ -33,6 +35,20 @@ def test_blocks_inside_one_another_restore_what_was_before(before: bool) -> None
         assert is_on()
 
     assert is_on() == before
+
+
+def test_work_that_runs_concurrently_may_not_switch(before: bool) -> None:
+    def work() -> None:
+        runs_beside.set(True)
+        with tensor_cores(before):
+            assert is_on() == before
+        with pytest.raises(RuntimeError, match="may not switch"), tensor_cores(not before):
+            pass
+        assert is_on() == before
+
+    copy_context().run(work)
+
+    assert not runs_beside.get()
 
 
 @pytest.mark.parametrize("first_ends_first", [True, False])
