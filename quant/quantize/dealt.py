@@ -49,21 +49,20 @@ def shared_by_all(
     return found
 
 
-def of_all_ranks(
-    sublayer: Sublayer, own: Mapping[str, Packed], ranks: WorkRanks, params: Mapping[str, str]
-) -> list[Packed]:
+def of_all_ranks(sublayer: Sublayer, own: Mapping[str, Packed], ranks: WorkRanks) -> list[Packed]:
     """Return the matrices of all ranks, in order; only at rank 0 can they be reported on.
 
     Args:
         sublayer: whose they are.
         own: projection → matrix of this rank.
         ranks: that have rounded some each.
-        params: projection → the chosen parameters.
     """
     projections = sublayer.spec.projections
     if not ranks.are_many:
         return [own[p.name] for p in projections]
     stored, figures = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    by_rank = ranks.told_by_all({name: item.words for name, item in own.items()})
+    words = {name: told for of_rank in by_rank for name, told in of_rank.items()}
     for owner in range(ranks.count):
         mine, told = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         for item in own.values() if owner == ranks.rank else ():
@@ -72,4 +71,4 @@ def of_all_ranks(
         is_own = owner == ranks.rank
         stored |= ranks.bring(mine if is_own else None, owner)
         figures |= ranks.bring(told if is_own else None, owner, to=0)
-    return [own.get(p.name) or Received(p, stored, figures, params[p.name]) for p in projections]
+    return [own.get(p.name) or Received(p, stored, figures, words[p.name]) for p in projections]

@@ -139,8 +139,7 @@ class Quantizing(MatrixWork):
             for p in sublayer.spec.projections
             if p.name in rounded
         }
-        params = {p.name: str(self.choice[p.key]) for p in sublayer.spec.projections}
-        packed = of_all_ranks(sublayer, own, self.deal.ranks, params)
+        packed = of_all_ranks(sublayer, own, self.deal.ranks)
         for item in packed:
             install(sublayer, item.projection, item.matrix)
         self.advance(sublayer, quantized)

@@ -18,6 +18,7 @@ from exl2flow.quant.rounding.hessian import relative_error
 from exl2flow.quant.sensitivity.fisher import Factors, estimated_nats
 from exl2flow.quant.walk.walk import Store
 
+Words = tuple[str | None, Json, MatrixReport | None]
 Finish = Callable[[Sequence[MatrixReport], Mapping[str, torch.Tensor]], SublayerReport]
 
 
@@ -66,6 +67,11 @@ class Packed:
             factors = factors.to(values.device)
             self._figures["nats"] = estimated_nats(values, factors, less=weight)
 
+    @property
+    def words(self) -> Words:
+        """What other ranks need beside tensors: parameters, `refined`, the report if complete."""
+        return self._params, self._refined, None
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that `report` needs in main memory, by name."""
         return {f"{self.projection.key}/{name}": x for name, x in self._figures.items()}
@@ -106,7 +112,7 @@ class Received(Packed):
         projection: ProjectionSpec,
         stored: Mapping[str, torch.Tensor],
         figures: Mapping[str, torch.Tensor],
-        params: str,
+        words: Words,
     ) -> None:
         """Take it.
 
@@ -114,14 +120,19 @@ class Received(Packed):
             projection: the projection of the matrix.
             stored: tensors of its stored form, by their names there.
             figures: what `Packed.tensors` returned at that rank; rank 0 alone has them.
-            params: the chosen parameters.
+            words: of that rank's.
         """
-        self.projection, self._params, self._refined = projection, params, {}
+        self.projection = projection
+        self._params, self._refined, self._report = words
         self.matrix = _received(projection.key, stored)
         begin = f"{projection.key}/"
         self._figures = {
             name.removeprefix(begin): x for name, x in figures.items() if name.startswith(begin)
         }
+
+    def report(self, host: Mapping[str, torch.Tensor]) -> MatrixReport:
+        """See `Packed`."""
+        return super().report(host) if self._report is None else self._report
 
 
 def _received(key: str, stored: Mapping[str, torch.Tensor]) -> QuantizedMatrix:
@@ -138,6 +149,11 @@ class Unchanged(Packed):
         self, projection: ProjectionSpec, matrix: QuantizedMatrix, report: MatrixReport
     ) -> None:
         self.projection, self.matrix, self._report = projection, matrix, report
+
+    @property
+    def words(self) -> Words:
+        """See `Packed`."""
+        return None, {}, self._report
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """See `Packed`: none, the report is complete."""

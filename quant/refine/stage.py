@@ -18,6 +18,8 @@ from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix, Sublayer
+from exl2flow.model.files.exl2 import padded_columns
+from exl2flow.quant.quantize.dealt import deal_runs, of_all_ranks
 from exl2flow.quant.quantize.matrix_work import (
     HEAD_FILE,
     MatrixWork,
@@ -36,7 +38,7 @@ from exl2flow.quant.rounding.error_feedback import RoundedMatrix, near, padded_w
 from exl2flow.quant.rounding.hessian import (
     HessianFactor,
     collect_hessians,
-    head_hessian,
+    dealt_head_hessian,
     relative_error,
 )
 from exl2flow.quant.sensitivity.fisher import Factors, estimate
@@ -81,20 +83,24 @@ class Refining(MatrixWork):
         more = trained_in_log(report) + experts_in_log(report)
         return f"bpw={words.bits(report.bpw)} rel_err={change}{more}"
 
-    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store:
+    def compute(self, sublayer: Sublayer, states: torch.Tensor, path: Path) -> Store | None:
         """See `SublayerWork`: refine, pack, and advance the states through the result."""
-        worked_on = states[: self.worked_on]
-        coverage = Coverage.of(sublayer, worked_on, self.options.expert_tokens)
+        worked_on, projections = states[: self.worked_on], sublayer.spec.projections
+        coverage = Coverage.of(sublayer, worked_on, self.options.expert_tokens, self.deal)
+        _, owners = deal_runs(sublayer, self.deal.ranks)
         hessians, reference = collect_hessians(
-            sublayer, worked_on, keep=self.error_rows, coverage=coverage
+            sublayer,
+            worked_on,
+            keep=self.error_rows,
+            coverage=coverage,
+            deal=self.deal,
+            owners=owners,
         )
         weights = dict(sublayer.linears)
-        before = {p.name: self.stored.matrix(p) for p in sublayer.spec.projections}
-        for p in sublayer.spec.projections:
+        before = {p.name: self.stored.matrix(p) for p in projections}
+        for p in projections:
             install(sublayer, p, before[p.name])
-        kept_states = states[list(reference)].clone()
-        advance(sublayer, kept_states)
-        figures = {"before": row_errors(sublayer, kept_states, reference)}
+        errors = row_errors(sublayer, self._output(sublayer, worked_on), reference)
         sublayer.linears.update(weights)
         factors = self.read_factors(sublayer.spec.index)
         refined = dict[str, Refined | None]()
@@ -105,34 +111,55 @@ class Refining(MatrixWork):
                 fisher = factors.get(p.name)
                 old, weight = before[p.name], weights[p.name]
                 refined[p.name] = self._refine(old, weight, item, hessian, fisher)
-        trained = self._train(sublayer, refined, factors, states)
-        packed = []
-        for p in sublayer.spec.projections:
-            own, old = refined[p.name], before[p.name]
-            fisher, hessian = factors.get(p.name), hessians[p.capture]
-            packed.append(self._packed(p, old, weights[p.name], own, hessian, fisher))
-            install(sublayer, p, packed[-1].matrix)
-        advance(sublayer, states)
-        figures["after"] = row_errors(sublayer, (states[row] for row in reference), reference)
+        trained = self._train(sublayer, before, refined, factors, states)
+        own = {
+            p.name: self._packed(
+                *(p, before[p.name], weights[p.name], refined[p.name]),
+                *(hessians[p.capture], factors.get(p.name)),
+            )
+            for p in projections
+            if p.name in refined
+        }
+        packed = of_all_ranks(sublayer, own, self.deal.ranks)
+        for each in packed:
+            install(sublayer, each.projection, each.matrix)
+        self.advance(sublayer, states)
+        first = self.deal.own.start
+        after = row_errors(sublayer, (states[row - first] for row in reference), reference)
+        of_all = self.deal.ranks.gather(torch.stack([errors, after], dim=1))
+        if of_all is None:
+            return None
 
         def finish(
             reports: Sequence[MatrixReport], host: Mapping[str, torch.Tensor]
         ) -> SublayerReport:
-            error = {name: sum(host[name].tolist()) / len(reference) for name in figures}
+            begun, ended = (float(of_rows.mean()) for of_rows in host["errors"].unbind(1))
             return replace(
                 summary(sublayer.spec.name, packed, reports),
-                rel_err=error["after"],
-                before={"rel_err": error["before"]},
+                rel_err=ended,
+                before={"rel_err": begun},
                 experts=None if coverage is None else coverage.report(),
                 trained=trained,
             )
 
-        return storing(path, packed, figures, finish)
+        return storing(path, packed, {"errors": of_all}, finish)
+
+    def _output(self, sublayer: Sublayer, states: torch.Tensor) -> torch.Tensor:
+        """Return what a sublayer makes of the rows whose errors are reported, of this rank's."""
+        first, found = self.deal.own.start, [states[:0]]
+        for piece in self.deal.pieces:
+            here = range(piece.start, piece.stop)
+            rows = states[[row - first for row in self.error_rows if row - first in here]]
+            advance(sublayer, rows)
+            found.append(rows)
+        return torch.cat(found)
 
     def head(self, model: SourceModel, states: torch.Tensor) -> None:
-        """Refine the head on the final states and commit its file."""
+        """Refine the head on the final states and commit its file; rank 0 does."""
         projection, head = model.spec.head, model.head()
-        hessian = head_hessian(head, states[: self.worked_on])
+        hessian = dealt_head_hessian(head, states[: self.worked_on], self.deal)
+        if hessian is None:
+            return
         factors = self.read_factors("head")
         item = self.factor(projection, hessian, factors)
         old, fisher = self.stored.matrix(projection), factors.get(projection.name)
@@ -148,9 +175,9 @@ class Refining(MatrixWork):
         factors: Factors | None,
     ) -> Refined | None:
         """Return the replacement of a stored matrix; None: it has more columns than needed."""
-        weight = padded_weight(linear)
-        if stored.shape != tuple(weight.shape):
+        if not _is_refined(stored, linear):
             return None
+        weight = padded_weight(linear)
         values = near(weight, linear)
         old = RoundedMatrix.of(stored, values.device)
         factors = factors and factors.to(values.device)
@@ -171,14 +198,15 @@ class Refining(MatrixWork):
     def _train(
         self,
         sublayer: Sublayer,
+        before: Mapping[str, QuantizedMatrix],
         refined: dict[str, Refined | None],
         factors: Mapping[str, Factors],
         states: torch.Tensor,
     ) -> float | None:
         """Train the matrices of a sublayer unless one stays; see `MatrixWork.trained`."""
-        found = {name: each for name, each in refined.items() if each is not None}
-        if len(found) < len(refined):
+        if not all(_is_refined(old, sublayer.linears[name]) for name, old in before.items()):
             return None
+        found = {name: each for name, each in refined.items() if each is not None}
         rounded = {name: each.matrix for name, each in found.items()}
         rounded, trained = self.trained(sublayer, rounded, factors, states)
         refined.update({n: replace(found[n], matrix=matrix) for n, matrix in rounded.items()})
@@ -230,6 +258,12 @@ class Refining(MatrixWork):
         return Unchanged(projection, stored, report)
 
 
+def _is_refined(stored: QuantizedMatrix, linear: Linear) -> bool:
+    """Return whether a stored matrix has the columns that it needs, and no more."""
+    out_features, k = linear.weight.shape
+    return stored.shape == (k, padded_columns(out_features))
+
+
 def hessian_rows(folder: Path, held_out: int) -> torch.Tensor:
     """Return the calibration rows int64 (rows, t) without the held-out ones and their text."""
     return unjudged_rows(folder, "quantize", held_out)
@@ -241,7 +275,7 @@ def refine_model(run: StageRun[RefinementConfig]) -> None:
     """Write the replacements of the stored matrices into the stage folder."""
     config = run.config
     stored = StoredModel.open(config, run.device)
-    model = stored.with_reference()
+    model = replace(stored.with_reference(), keeps_states=run.keeps_states)
     run.folder.manifest.total = len(model.spec.sublayers) + stored.has_head
     folder, held_out = run.inputs["tokenize"], config.held_out_rows
     ids = hessian_rows(folder, held_out)
@@ -251,7 +285,8 @@ def refine_model(run: StageRun[RefinementConfig]) -> None:
     ids = torch.cat([ids, *(texts or {}).values()])
     states = walk(run, model, ids, work, to_end=head_is_open)
     if states is not None:
-        made_to_fit(partial(work.head, model, states))
+        finish = partial(work.head, model, states)
+        finish() if run.ranks.are_many else made_to_fit(finish)
     total = run.folder.manifest.total
     run.tick(total, total, "refined")
 
@@ -268,7 +303,7 @@ def _options(config: RefinementConfig) -> dict[str, object]:
 
 REFINE: Stage[RefinementConfig] = Stage(
     name="refine",
-    schema=4,
+    schema=5,
     inputs=("tokenize", "sensitivity"),
     options=_options,
     run=refine_model,
@@ -276,4 +311,5 @@ REFINE: Stage[RefinementConfig] = Stage(
     gpu_options=lambda config: effect_of_limit(config, config.calibration.row_tokens),
     needs=partial(needs, corrects=False),
     removable=True,
+    is_dealt=lambda config: True,
 )

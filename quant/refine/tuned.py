@@ -30,7 +30,7 @@ def latest(inputs: Mapping[str, Path]) -> Path:
 
 TUNE_REFINED: Stage[RefinementConfig] = Stage(
     name="tune",
-    schema=2,
+    schema=3,
     inputs=("compose", "tokenize", "sensitivity", "refine"),
     options=tune_options,
     gpu_options=tune_gpu_options,
@@ -38,4 +38,5 @@ TUNE_REFINED: Stage[RefinementConfig] = Stage(
     enabled=lambda config: config.is_tuned,
     needs=needs,
     removable=True,
+    is_dealt=lambda config: True,
 )
