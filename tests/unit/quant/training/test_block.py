@@ -37,6 +37,7 @@ from exl2flow.quant.training.block import (
     trains_within,
 )
 from exl2flow.quant.training.kept import KEPT_BYTES
+from exl2flow.quant.walk.deal import Deal
 from exl2flow.quant.walk.source_model import SourceModel
 
 COARSE = QuantParams(bit_widths=(3,), proportions=(1.0,), group_sizes=(32,))
@@ -77,6 +78,7 @@ def rows_of(sublayer: Sublayer, metric: OutputFactor | None = None) -> BlockRows
     texts = {"own": torch.zeros(JUDGING // 2, TOKENS), "other": torch.zeros(JUDGING // 2, TOKENS)}
     return BlockRows(
         device=states.device,
+        deal=Deal(ROWS - JUDGING),
         states=states,
         wanted=corrected_output(sublayer, None, 0.0),
         metric=metric,

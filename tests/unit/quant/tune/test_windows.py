@@ -24,7 +24,7 @@ from exl2flow.quant.tune.written import TUNING_FILE
 from exl2flow.quant.walk.needs import FLOAT, Card, ModelSizes
 
 LAYERS = 2
-TUNE = {"layers": 1, "steps": 4, "tokens": 64, "rows": 0}
+TUNE = {"layers": 1, "steps": 4, "tokens": 256, "rows": 0}
 UP_TO_TUNE = [stage for stage in STAGES if stage.name not in ("compile", "validate")]
 
 
