@@ -7,8 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conversions import small_config
 from crash import NORMAL, Conditions, Conversion, Run, members
-from traces import leftovers
+from stage_runs import calibrated_on, text_parquet
+from tiny import make_tiny
+from traces import contents, leftovers
+
+from exl2flow.core.options.refine import RefinementConfig
+from exl2flow.pipeline.conversion import open_pipeline
+from exl2flow.pipeline.stages import REFINE_STAGES, STAGES, run_in_order
 
 MEMBER = b"core.store.crew_member"
 TWO = ("--gpus", "2", "--device", "cpu")
@@ -104,3 +111,43 @@ def test_kills_of_either_rank_leave_no_trace(
 
     assert conversion.results() == undisturbed.results()
     assert leftovers(tmp_path) == []
+
+
+def trained(root: Path, source: Path, layers: int, gpus: str) -> dict[str, str]:
+    """Train a model, refine and train it again; return the digests of both, by path."""
+    options = {
+        "gpus": gpus,
+        "sensitivity": {"rows": 6},
+        "rounding": {"rounds": 1, "block_steps": 2},
+        "tune": {"steps": 2, "interval": 1, "layers": layers},
+        "calibration": calibrated_on(text_parquet(root / "text.parquet"), (9, 64), (2, 64)),
+    }
+    config = small_config(source, root / "out", quality="best", bpw=5.0, **options)
+    run_in_order(open_pipeline(config, STAGES))
+    old = {"model": config.out, "source": source, "out": root / "refined", "device": "cpu"}
+    short = {"rows": 1, "row_tokens": 64, "sample_tokens": 0, "fail_perplexity_ratio": 100}
+    refinement = RefinementConfig.model_validate({**old, **options, "validate_options": short})
+    run_in_order(open_pipeline(refinement, REFINE_STAGES))
+    folders = {"out": config.out, "refined": refinement.out}
+    tensors = {name: contents(folder) for name, folder in folders.items()}
+    return {
+        f"{name}/{file}": digest
+        for name, files in tensors.items()
+        for file, digest in files.items()
+        if file.endswith(".safetensors")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("family", ["llama", "qwen2-moe"])
+def test_two_ranks_train_what_one_does(family: str, layers: int, tmp_path: Path) -> None:
+    source = make_tiny(family, tmp_path / "model")
+    roots = [tmp_path / gpus for gpus in "12"]
+    for root in roots:
+        root.mkdir()
+
+    alone, together = (trained(root, source, layers, root.name) for root in roots)
+
+    assert together == alone
+    assert len(alone) == 2

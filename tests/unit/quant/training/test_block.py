@@ -11,9 +11,11 @@ from conversions import small_config
 from roundings import to_nearest
 from stage_runs import calibrated_on, foreign_measurement, run_until, text_parquet
 from tiny import make_tiny
+from together import on_all
 
 from exl2flow.core.options.config import ConversionConfig, RoundingOptions
 from exl2flow.core.runtime.progress import silent
+from exl2flow.core.runtime.ranks import WorkRanks
 from exl2flow.core.store.files import read_json, read_tensors
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.model import QuantParams, Sublayer, resolve
@@ -98,6 +100,27 @@ def test_training_lowers_the_error_on_rows_that_it_has_not_seen(sublayer: Sublay
         assert not torch.equal(matrix.codes, rounded[name].codes)
         assert torch.equal(matrix.scale_codes, rounded[name].scale_codes)
         assert torch.equal(matrix.perm, rounded[name].perm)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_train_what_one_does(sublayer: Sublayer, count: int) -> None:
+    rounded, rows = to_nearest_codes(sublayer), rows_of(sublayer)
+    options = OPTIONS.model_copy(update={"block_steps": 3})
+    alone, score = train_block(rounded, sublayer, rows, options)
+
+    def trained(ranks: WorkRanks) -> tuple[dict[str, RoundedMatrix], float]:
+        deal = Deal(ROWS - JUDGING, ranks)
+        states = torch.cat([rows.states[list(deal.own)], rows.states[-JUDGING:]])
+        own = replace(rows, deal=deal, states=states)
+        return train_block(rounded, sublayer, own, options)
+
+    found = on_all(count, trained)
+
+    for matrices, own_score in found:
+        assert own_score == score
+        for name, matrix in alone.items():
+            assert torch.equal(matrices[name].codes, matrix.codes)
+            assert torch.equal(matrices[name].max_scales, matrix.max_scales)
 
 
 def test_training_that_does_not_help_leaves_the_matrices(sublayer: Sublayer) -> None:
