@@ -77,12 +77,17 @@ class Crew(Team[WorkRanks]):
     program, again = "exl2flow.core.store.crew_member", "repeat the command"
     remedy = LESS
 
-    def __init__(self, places: Sequence[str]) -> None:
-        """Start a process for each device but the first."""
+    def __init__(self, places: Sequence[str], works: Sequence[Callable[..., Any]] = ()) -> None:
+        """Start a process for each device but the first; this one need not wait for them.
+
+        Args:
+            places: the devices.
+            works: functions that will be called, whose modules followers import meanwhile.
+        """
         devices = [torch.device(place) for place in places]
         super().__init__(devices)
         self._ranks: WorkRanks | None = None
-        self._used = self.use()
+        self._used, self._known = self.use(), self.begin("know", works)
 
     def meet(self, method: str) -> WorkRanks:
         """See `Team`."""
@@ -127,6 +132,7 @@ class Crew(Team[WorkRanks]):
         self.hear(lambda rank, kind, content: _hear(heard_by, done, rank, kind, content))
         if self._ranks is None:
             self._used()
+            self._known()
             self._ranks = self.join()
         self.tell(0, name, args, {}, wants_answer=False)
         try:

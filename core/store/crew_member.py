@@ -77,6 +77,9 @@ class Member(Follower):
         super().use(devices)
         self._places = devices
 
+    def know(self, works: Sequence[Callable[..., Any]]) -> None:
+        """Have imported the modules of functions that will be called."""
+
     def join(self, method: str, count: int) -> None:
         """Meet the others."""
         self._met = self._ranks = WorkRanks.join(method, self.rank, count, self._places)

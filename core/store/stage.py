@@ -189,6 +189,7 @@ class Pipeline:
         with self.work.lock_output(self.config.out) if has_output else nullcontext():
             self._is_alone = has_output
             try:
+                self._prepare_crew()
                 yield
             finally:
                 self._is_alone = False
@@ -268,6 +269,13 @@ class Pipeline:
             log.warning("remedy=%s: states move to main memory, the stage resumes", error)
         torch.cuda.empty_cache()  # now that nothing of the work is left
         self._with_crew(used, stage, replace(work, keeps_states=False))
+
+    def _prepare_crew(self) -> None:
+        """Start the processes that share stages, before the first stage needs them."""
+        used, stages = self._places, self.stages.values()
+        works = [s.run for s in stages if s.is_dealt(self.config) and not self.is_complete(s.name)]
+        if len(used) > 1 and works:
+            self._crew = Crew(used, works)
 
     def _with_crew(self, used: Sequence[str], stage: Stage[Any], work: StageRun[Any]) -> None:
         if self._crew is None:

@@ -38,7 +38,7 @@ def compare(
     if len(places) == 1:
         alone = replace(ALONE, device=torch.device(places[0]))
         return _scores(models, reference, options, ranks=alone, advance=advance)
-    with closing(Crew(places)) as crew:
+    with closing(Crew(places, [_scores])) as crew:
         scores: list[Score] = crew.call(_scores, models, reference, options, advance=advance)
     return scores
 
