@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache, lru_cache
 from types import TracebackType
@@ -167,6 +168,25 @@ def send_async(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
         return tensor
     source = tensor if tensor.is_pinned() else pinned(tensor)
     return source.to(device, non_blocking=True)
+
+
+@contextmanager
+def passing(device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """Collect tensors that the block makes, for the current stream; others replace them soon.
+
+    A GPU has memory apart for them: among those that stay they would leave holes.
+    """
+    found = dict[str, torch.Tensor]()
+    if device.type != "cuda":
+        yield found
+        return
+    current, stream = torch.cuda.current_stream(device), own_stream(device, "passing")
+    with torch.cuda.stream(stream):
+        yield found
+    current.wait_stream(stream)
+    for tensor in found.values():
+        if tensor.is_cuda:
+            tensor.record_stream(current)
 
 
 @lru_cache(maxsize=128)

@@ -103,7 +103,7 @@ class States:
     def load(self, slot: int, saved: SavedState, tokens: int) -> None:
         """Let a slot continue behind the first tokens of a text."""
         for slots, (state, inputs) in zip(self._all, saved.parts, strict=True):
-            slots.state[:, slot].copy_(state, non_blocking=True)
+            _copy(slots.state[:, slot], state)
             for back in range(inputs.shape[1]):
                 place = (tokens - 1 - back) % RING
                 slots.inputs[:, slot, place].copy_(inputs[:, -1 - back], non_blocking=True)
@@ -137,7 +137,14 @@ class States:
 
     def _host(self, x: torch.Tensor) -> torch.Tensor:
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=self._is_pinned)
-        return host.copy_(x, non_blocking=True)
+        _copy(host, x)
+        return host
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy layer after layer: as a whole, torch would put them side by side on the device first."""
+    for x, y in zip(target, source, strict=True):
+        x.copy_(y, non_blocking=True)
 
 
 def _pinned(nbytes: int) -> int:

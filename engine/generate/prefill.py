@@ -84,12 +84,12 @@ class Prefill:
         job, sequence, count = chunk
         if job not in self._scheduler.running:
             return
-        if self._scheduler.lose_state(sequence):
-            count = self._chunk_size(sequence, count)
-            if not self._scheduler.reserve(job, sequence, sequence.held.filled + count):
-                return
-        again = [(job, sequence, count)]
         try:
+            if self._scheduler.lose_state(sequence):
+                count = self._chunk_size(sequence, count)
+                if not self._scheduler.reserve(job, sequence, sequence.held.filled + count):
+                    return
+            again = [(job, sequence, count)]
             self._read(again)
         except torch.OutOfMemoryError:
             failure = OutOfDeviceMemory(

@@ -141,6 +141,7 @@ def load_model(
         check_ranks(source.spec, ranks.count)
     whole = _placed(source, placement, place, embedding=embedding, context=limit)
     decoder, tokenizer = _load(source, whole, ranks, is_streamed=streamed, progress=progress)
+    torch.cuda.empty_cache()  # of what was read and laid out
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from exl2flow.core.errors import MissingTensor, TensorShapeError
-from exl2flow.core.runtime.background import send_async
+from exl2flow.core.runtime.background import passing, send_async
 from exl2flow.kernels import LARGEST_HALF, Boxes, FusedLinear, get_ops
 from exl2flow.model.config.gptq_label import UNLABELLED, GptqLabel
 from exl2flow.model.config.sublayer_spec import ProjectionSpec
@@ -318,11 +318,11 @@ def _read_matrix(
 
     def read(names: Iterable[str], on_host: Container[str]) -> dict[str, torch.Tensor]:
         bias = [f"{key}.bias"] if projection.has_bias else []
-        return {
-            name: tensors.read(name, "cpu" if name in on_host else device)
-            for name in (*names, *bias)
-            if name in tensors
-        }
+        with passing(torch.device(device)) as found:
+            for name in (*names, *bias):
+                if name in tensors:
+                    found[name] = tensors.read(name, "cpu" if name in on_host else device)
+        return found
 
     if is_quantized(key, tensors):
         return QuantizedMatrix.from_tensors(key, read(tensor_names(key), host_names(key)))

@@ -114,6 +114,8 @@ class Plan:
     finished: tuple[str, ...]
     stages: tuple[Outlook, ...]
     card: Card | None
+    cards: tuple[Card, ...]
+    dealt: tuple[str, ...]
     gpu_fits: tuple[GpuFit, ...]
     work_dir: str
     out: str
@@ -166,18 +168,29 @@ class Plan:
             text = f"{tensors} tensors of other parts, {words.size(total_bytes)}, kept as they are"
             rows.append(("not quantized", text))
         if self.card:
+            alone = (
+                [] if len(self.cards) < 2 else [name for name in named if name not in self.dealt]
+            )
             on_card = [
                 f"{name} {need.gpu_memory_bytes / 1e9:.1f}"
                 + " (states in main memory)" * bool(need.pinned_bytes)
+                + " (first GPU)" * (name in alone)
                 for name, need in named.items()
                 if need.gpu_memory_bytes
             ]
-            total = f"{self.card.memory / 1e9:.1f} GB of the {self.card.name}"
-            rows.append(("GPU memory", f"{', '.join(on_card)} of {total}"))
+            rows.append(("GPU memory", f"{', '.join(on_card)} of {self._memory()}"))
         rows.append(("GPU fit", in_words(self.gpu_fits)))
         if self.finished:
             rows.append(("finished", ", ".join(self.finished)))
         return rows + stage_rows(self.stages, names or {})
+
+    def _memory(self) -> str:
+        """Return what tensors may take of each GPU."""
+        name = self.cards[0].name
+        rooms = [f"{card.memory / 1e9:.1f}" for card in self.cards]
+        if len(rooms) == 1:
+            return f"{rooms[0]} GB of the {name}"
+        return f"{rooms[0] if len({*rooms}) == 1 else ', '.join(rooms)} GB of each {name}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -69,7 +69,6 @@ def preflight(
     device = attempt(lambda: resolve_device(config.device))
     used = (device and attempt(lambda: places(config.gpus, str(device)))) or []
     cards = [Card.of(torch.device(place), config.max_memory) for place in used if place != "cpu"]
-    card = min(cards, key=lambda card: card.memory, default=None)
     option = "--work-root" if config.work_root else "--out"  # whose parent is the default
     attempt(lambda: _check_writable(config.work_dir_root, option))
     attempt(lambda: _check_output(config))
@@ -90,7 +89,7 @@ def preflight(
         to_do = () if problems else run or stages
         if has_layers and is_measured:
             plan = attempt(
-                lambda: _plan(config, stages, spec, card, to_do, device=", ".join(used), anew=anew)
+                lambda: _plan(config, stages, spec, cards, to_do, device=", ".join(used), anew=anew)
             )
         if plan is not None:
             attempt(lambda: check_disk([plan], stages))
@@ -140,13 +139,14 @@ def _plan(
     config: RunOptions,
     stages: Sequence[Stage[Any]],
     spec: ModelSpec,
-    card: Card | None,
+    cards: Sequence[Card],
     to_do: Sequence[Stage[Any]],
     *,
     device: str,
     anew: bool,
 ) -> Plan:
     """Forecast sizes; refuse an unreachable target."""
+    card = min(cards, key=lambda card: card.memory, default=None)
     reach = BitRange.of(config, spec)
     packed = reach.packed_bytes(config, spec)
     needs = stage_needs(config, stages, spec, card, packed=packed)
@@ -173,6 +173,8 @@ def _plan(
         finished=tuple(each.stage for each in outlooks if each.state == "finished"),
         stages=outlooks,
         card=card,
+        cards=tuple(cards),
+        dealt=tuple(stage.name for stage in stages if stage.is_dealt(config)),
         gpu_fits=gpu_fits(config, stages, spec),
         work_dir=str(config.work_dir_root),
         out=str(config.out.resolve()),
