@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted, SweepFailed
 from exl2flow.core.installing import install
 from exl2flow.core.options.base import MEASUREMENT_FILE
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.naming import without_credentials
 from exl2flow.core.options.sweep import REPORT_PAGE, SWEEP_FILE, SweepConfig
 from exl2flow.core.reports import Score
@@ -35,6 +36,7 @@ REPORTED = ("model", "score", "calibration", "predicted_kl", "sample", "warnings
 PACKAGES = {"dask": "prefect-dask>=0.3.7,<0.4", "ray": "prefect-ray>=0.6,<0.7"}
 EXTRAS = {"dask": ("prefect_dask", "distributed"), "ray": ("prefect_ray", "ray")}
 CLUSTER_SECONDS = 10.0
+SharedOut = SweepConfig | MeasureConfig  # runs that others than this process may share
 Failures = Mapping[str, BaseException]  # name of a bitrate → its error
 
 
@@ -67,12 +69,14 @@ class Sweep:
         return replace(self, published=published, content=content)
 
 
-def check_runner(config: SweepConfig) -> None:
-    """Check the runner of a sweep before any work.
+def check_runner(config: SharedOut) -> None:
+    """Check the runner of a run before any work.
 
     Raises:
         ConfigError: it is not installed, has more workers than devices, or its cluster is away.
     """
+    if config.runner is None:
+        return
     missing = [name for name in EXTRAS.get(config.runner, ()) if find_spec(name) is None]
     if missing:
         names = " and ".join(f"`{name}`" for name in missing)
@@ -104,8 +108,8 @@ def no_cluster(runner: str, address: str | None, error: Exception) -> ConfigErro
     return ConfigError(f"no {runner} cluster answers at {where} ({why}); check `--cluster`")
 
 
-def workers_of(config: SweepConfig) -> int:
-    """Return how many bitrates to make at the same time where no cluster is given.
+def workers_of(config: SharedOut) -> int:
+    """Return how many bitrates or shares to make at the same time where no cluster is given.
 
     Raises:
         ConfigError: there are more workers than GPUs.

@@ -10,6 +10,7 @@ from typing import Any
 
 from exl2flow.core.errors import Interrupted
 from exl2flow.core.options.config import RunOptions
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.refine import ModelOptions
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.interrupt import StopRequest, listening
@@ -64,6 +65,7 @@ HERE = Steps(
     ),
     run=run_in_order,
     make_bitrates=_make_in_turn,
+    share_out=lambda config, pipeline: None,
     show=lambda config, sweep: None,
     publish=lambda release: publish(release, hub_of(release.token_block)),
     watch=lambda config: logging_progress(output_of(config)),
@@ -83,6 +85,14 @@ def _make_model(run: Run, prepared: Prepared[Any], steps: Steps) -> Conversion:
     return result_of(pipeline)
 
 
+def _make_measurement(run: Run, prepared: Prepared[Any], steps: Steps) -> Conversion:
+    config, [model] = prepared.config, prepared.models.values()
+    if isinstance(config, MeasureConfig) and config.runner is not None:
+        steps.run(open_pipeline(model, run.stages[:-1]))  # which measuring reads
+        steps.share_out(config, open_pipeline(model, run.stages))
+    return _make_model(run, prepared, steps)
+
+
 def _make_sweep(run: Run, prepared: Prepared[SweepConfig], steps: Steps) -> Sweep:
     config, first = prepared.config, next(iter(prepared.models.values()))
     with listening() as stop:
@@ -97,7 +107,7 @@ def _make_sweep(run: Run, prepared: Prepared[SweepConfig], steps: Steps) -> Swee
 
 RUNS = {
     "convert": Run(stages=STAGES, whole=STAGES, make=_make_model),
-    "measure": Run(stages=MEASURE_STAGES, whole=STAGES, make=_make_model),
+    "measure": Run(stages=MEASURE_STAGES, whole=STAGES, make=_make_measurement, check=check_runner),
     "refine": Run(
         stages=REFINE_STAGES, whole=REFINE_STAGES, make=_make_model, check_source=check_refinement
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from exl2flow.core.options.config import RunOptions
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.publication import PublishConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.interrupt import StopRequest
@@ -81,7 +82,8 @@ class Steps:
 
     check: refuses what could not be published or made, before any work; sources: the ways to
     the folder of a source; run: runs all stages; make_bitrates: returns
-    the errors of failed ones; show: displays a sweep while it runs; publish: uploads results;
+    the errors of failed ones; share_out: lets a cluster make shares of a measurement; show:
+    displays a sweep while it runs; publish: uploads results;
     watch: shows how far the run inside its block is.
     """
 
@@ -89,6 +91,7 @@ class Steps:
     sources: Sources
     run: Callable[[Pipeline], object]
     make_bitrates: Callable[[SweepConfig, StopRequest], Mapping[str, BaseException]]
+    share_out: Callable[[MeasureConfig, Pipeline], None]
     show: Callable[[SweepConfig, Sweep], None]
     publish: Callable[[PublishConfig], Published]
     watch: Callable[[RunOptions], AbstractContextManager[Watcher]]

@@ -19,7 +19,7 @@ from prefect.states import Cancelled, Completed, Failed
 
 from exl2flow.core.device_name import index_of
 from exl2flow.core.errors import Exl2FlowError, Interrupted
-from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.config import ConversionConfig, RunOptions
 from exl2flow.core.runtime.device_locks import DeviceLocks, see_only, visible_gpus
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import labelled
@@ -75,7 +75,7 @@ def _made(
     name: str, config: ConversionConfig, share: ProcessShare | None, stop: StopRequest
 ) -> State[BaseException | None]:
     try:
-        with _device(config, share, stop) as slot:
+        with own_device(config, share, stop) as slot:
             if share is not None and index_of(config.device) is not None:
                 config = config.model_copy(update={"device": "cuda"})  # the only one it sees now
             log.info("bitrate=%s slot=%s process=%d", name, slot, os.getpid())
@@ -93,9 +93,7 @@ def _made(
 
 
 @contextmanager
-def _device(
-    config: ConversionConfig, share: ProcessShare | None, stop: StopRequest
-) -> Iterator[str]:
+def own_device(config: RunOptions, share: ProcessShare | None, stop: StopRequest) -> Iterator[str]:
     """Reserve a device for the block, make it the only one that CUDA sees, and yield its name."""
     if share is None:
         yield "none"

@@ -7,7 +7,7 @@ goes to the manifest of this process, which is the only one that writes it.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -69,6 +69,14 @@ class Errand:
     manifest: StageManifest
     inputs: Mapping[str, Path]
     keeps_states: bool
+
+
+@dataclass(slots=True)
+class Made:
+    """What a share made: files with their sha256 and whether each counts, and notes."""
+
+    files: list[tuple[str, str, bool]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 class Crew(Team[WorkRanks]):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from exl2flow.core.runtime.following import Channel, Follower, main
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import Tick
@@ -92,6 +94,7 @@ class Member(Follower):
     def work(self, errand: Errand) -> None:
         """Work on a stage."""
         assert self._ranks is not None
+        torch.cuda.empty_cache()  # of what earlier stages needed
         folder = ToldFolder(errand.path, errand.manifest, self.channel)
         errand.run(
             StageRun(

@@ -21,7 +21,7 @@ from exl2flow.core.runtime.device_locks import turn
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import Progress, Tick
 from exl2flow.core.runtime.ranks import ALONE, WorkRanks
-from exl2flow.core.store.crew import Crew, Errand, places
+from exl2flow.core.store.crew import Crew, Errand, Made, places
 from exl2flow.core.store.damage import OUTPUT, check_input, forget_damaged, trust
 from exl2flow.core.store.files import FileRecord, digest_of
 from exl2flow.core.store.manifest import RunRecord
@@ -104,7 +104,8 @@ class Stage(Generic[Reads]):
     argument; None: little;
     is_shared: models that differ in their target share its result;
     removable: `clean` may take its tensors once the output, which has them too, is complete;
-    is_dealt: whether several GPUs share its work.
+    is_dealt: whether several GPUs share its work;
+    share: makes a rank's share of its files, without a word to the others; None: ranks need them.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Stage(Generic[Reads]):
     is_shared: bool = False
     removable: bool = False
     is_dealt: Callable[[Reads], bool] = lambda config: False
+    share: Callable[[StageRun[Reads]], None] | None = None
 
 
 class _Touched(Exception):
@@ -218,6 +220,46 @@ class Pipeline:
             )
         return ref
 
+    def share_out(self, name: str, make: Callable[[Errand, StopRequest], Iterable[Made]]) -> None:
+        """Let others make shares of a stage's files; `run` makes what is missing then.
+
+        Args:
+            name: of the stage, which has a `share`.
+            make: lets them be made, and yields what each made.
+
+        Raises:
+            Exl2FlowError: as of `run`, or what `make` raises.
+        """
+        ref, stage = self.refs[name], self.stages[name]
+        assert stage.share is not None
+        with self.work.lock_stage(ref, None), listening() as stop:
+            if self.is_complete(name):
+                return
+            folder = self._opened(stage, ref)
+            for made in make(self._errand(stage.share, stage, folder), stop):
+                for file, sha256, counts in made.files:
+                    folder.commit(file, sha256, counts=counts)
+                for note in made.notes:
+                    folder.note(note)
+            folder.save()
+
+    def _errand(
+        self,
+        run: Callable[[StageRun[Any]], None],
+        stage: Stage[Any],
+        folder: StageFolder,
+        *,
+        keeps_states: bool = True,
+    ) -> Errand:
+        return Errand(
+            run=run,
+            config=self.config,
+            path=folder.path,
+            manifest=folder.manifest,
+            inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
+            keeps_states=keeps_states,
+        )
+
     def _work(
         self, stage: Stage[Any], ref: StageRef, *, progress: Progress, stop: StopRequest
     ) -> None:
@@ -259,6 +301,7 @@ class Pipeline:
             Exl2FlowError: what the stage raises; or another process is lost.
         """
         used = self._places
+        torch.cuda.empty_cache()  # of what earlier stages needed
         if len(used) == 1 or not stage.is_dealt(self.config):
             stage.run(work)
             return
@@ -280,14 +323,7 @@ class Pipeline:
     def _with_crew(self, used: Sequence[str], stage: Stage[Any], work: StageRun[Any]) -> None:
         if self._crew is None:
             self._crew = Crew(used)
-        errand = Errand(
-            run=stage.run,
-            config=self.config,
-            path=work.folder.path,
-            manifest=work.folder.manifest,
-            inputs=work.inputs,
-            keeps_states=work.keeps_states,
-        )
+        errand = self._errand(stage.run, stage, work.folder, keeps_states=work.keeps_states)
         try:
             self._crew.work(errand, work)
         except BaseException:

@@ -12,7 +12,7 @@ from exl2flow.core.errors import Exl2FlowError, Interrupted
 from exl2flow.core.options.config import RunOptions
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.whole_run import Watcher
-from exl2flow.flows.runs.runners import make_all
+from exl2flow.flows.runs.runners import make_all, share_out
 from exl2flow.pipeline.bitrates import Sweep
 from exl2flow.pipeline.local import RUNS, check_and_carry_out, output_of
 from exl2flow.pipeline.release import check_release
@@ -77,6 +77,7 @@ TASKS = Steps(
     sources=Sources(outlined=outlined_in_flow, fetched=fetched_in_flow),
     run=run_stages,
     make_bitrates=make_all,
+    share_out=share_out,
     show=_show,
     publish=publish_models,
     watch=_watched,

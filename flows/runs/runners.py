@@ -4,12 +4,15 @@ Every process other than the flow's, in a pool or in a cluster, takes a free dev
 `core.slots`.
 """
 
+import logging
 import multiprocessing
 import os
+import secrets
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,23 @@ from prefect.futures import PrefectFuture
 from prefect.settings import get_current_settings
 from prefect.task_runners import ProcessPoolTaskRunner, TaskRunner, ThreadPoolTaskRunner
 
-from exl2flow.core.errors import Interrupted
+from exl2flow.core.errors import ConfigError, Interrupted
 from exl2flow.core.options.config import ConversionConfig
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.device_locks import DeviceLocks
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import Tick, report
+from exl2flow.core.store.apart import ApartShare, kind_of
+from exl2flow.core.store.crew import Errand, Made
 from exl2flow.core.store.files import write_text
-from exl2flow.pipeline.bitrates import no_cluster, workers_of
+from exl2flow.core.store.stage import Pipeline
+from exl2flow.pipeline.bitrates import SharedOut, check_runner, no_cluster, workers_of
 from exl2flow.pipeline.devices import resolve_device
+from exl2flow.tasks.share import make_share
 from exl2flow.tasks.sweep import ProcessShare, make_bitrate
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of a bitrate whose process died
 POLL_SECONDS = 0.2  # between checks for a signal
@@ -80,7 +90,7 @@ def _settings_exported() -> Iterator[None]:
         refresh_global_settings_context()
 
 
-def _runner(config: SweepConfig, workers: int) -> AnyRunner:
+def _runner(config: SharedOut, workers: int) -> AnyRunner:
     """Return the runner; clusters that it starts listen on the loopback interface only."""
     match config.runner:
         case "threads":
@@ -91,9 +101,10 @@ def _runner(config: SweepConfig, workers: int) -> AnyRunner:
             return _dask(config, workers)
         case "ray":
             return _ray(config, workers)
+    raise AssertionError(config.runner)
 
 
-def _dask(config: SweepConfig, workers: int) -> AnyRunner:
+def _dask(config: SharedOut, workers: int) -> AnyRunner:
     from prefect_dask import DaskTaskRunner
 
     options = {"n_workers": workers, "threads_per_worker": 1, "host": "127.0.0.1"}
@@ -103,7 +114,7 @@ def _dask(config: SweepConfig, workers: int) -> AnyRunner:
     return runner
 
 
-def _ray(config: SweepConfig, workers: int) -> AnyRunner:
+def _ray(config: SharedOut, workers: int) -> AnyRunner:
     """Return Ray's runner; no public argument says where a cluster listens (ray issue 1677)."""
     from prefect_ray import RayTaskRunner
 
@@ -115,7 +126,7 @@ def _ray(config: SweepConfig, workers: int) -> AnyRunner:
 
 
 @contextmanager
-def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
+def _running(runner: AnyRunner, config: SharedOut) -> Iterator[AnyRunner]:
     """Start a runner for the block.
 
     Raises:
@@ -126,12 +137,12 @@ def _running(runner: AnyRunner, config: SweepConfig) -> Iterator[AnyRunner]:
             stack.enter_context(runner)
             getattr(runner, "client", None)  # Dask connects now
         except OSError as error:
-            raise no_cluster(config.runner, config.cluster, error) from None
+            raise no_cluster(str(config.runner), config.cluster, error) from None
         yield runner
 
 
-def _demands(config: SweepConfig) -> AbstractContextManager[None]:
-    """Have Ray assign a GPU to every bitrate."""
+def _demands(config: SharedOut) -> AbstractContextManager[None]:
+    """Have Ray assign a GPU to every bitrate or share."""
     if config.runner != "ray" or resolve_device(config.device).type == "cpu":
         return nullcontext()
     from prefect_ray.context import remote_options
@@ -182,10 +193,61 @@ def _attempt(
             return outcomes
 
 
+def share_out(config: MeasureConfig, pipeline: Pipeline) -> None:
+    """Let workers of a cluster make shares of a measurement; what fails is left to this process.
+
+    Raises:
+        ConfigError: no cluster answers, or a worker lacks what all need.
+        Interrupted: a signal arrived.
+    """
+    check_runner(config)
+    pipeline.share_out("measure", partial(_made_elsewhere, config, pipeline.device))
+
+
+def _made_elsewhere(
+    config: MeasureConfig, device: str, errand: Errand, stop: StopRequest
+) -> Iterator[Made]:
+    workers = config.workers or workers_of(config)
+    probe = errand.path / f"probe-{os.getpid()}", secrets.token_hex()
+    with (
+        _settings_exported(),
+        tempfile.TemporaryDirectory(prefix="exl2flow-") as folder,
+        _probed(*probe),
+        _running(_runner(config, workers), config) as runner,
+        _demands(config),
+    ):
+        process = ProcessShare(workers=workers, stop=Path(folder) / "stop")
+        messenger = Messenger(config, stop, process.stop)
+        kind = kind_of(device)
+        shares = [
+            ApartShare(rank=rank, count=workers, kind=kind, probe=probe) for rank in range(workers)
+        ]
+        given = {"errand": errand, "process": process}
+        futures = [runner.submit(make_share, {**given, "share": share}) for share in shares]
+        for future in futures:
+            failure = _outcome(future, messenger)
+            if isinstance(failure, ConfigError | Interrupted):
+                raise failure
+            if failure is not None:
+                log.warning("a share is made here: %s", failure)
+            else:
+                yield future.state.result()
+
+
+@contextmanager
+def _probed(path: Path, content: str) -> Iterator[None]:
+    """Have a file during the block."""
+    write_text(path, content)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
 class Messenger:
     """Passes a signal on to whoever makes bitrates, once."""
 
-    def __init__(self, config: SweepConfig, stop: StopRequest, file: Path) -> None:
+    def __init__(self, config: SharedOut, stop: StopRequest, file: Path) -> None:
         self.stop = stop
         self._runner = config.runner
         self._file = file

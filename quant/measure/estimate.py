@@ -169,7 +169,6 @@ def estimate_all(run: StageRun[RunOptions], model: SourceModel, rows: torch.Tens
         by_key = {model.spec.head.key: results}
         sha256 = write_results(folder.path / HEAD_FILE, by_key, compact=compact)
         folder.commit(HEAD_FILE, sha256, counts=True)
-    run.settle({*files})
     run.tick(folder.manifest.total, folder.manifest.total, "lm_head")
     return files
 

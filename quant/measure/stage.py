@@ -238,6 +238,21 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
 @torch.inference_mode()
 def measure(run: StageRun[RunOptions]) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
+    spec, files, compact = _share(run)
+    run.settle({*files})
+    if run.ranks.rank == 0:
+        merge(run, spec, files, compact=compact)
+
+
+@tensor_cores()
+@torch.inference_mode()
+def share(run: StageRun[RunOptions]) -> None:
+    """Write this rank's files of `measurement.json`."""
+    _share(run)
+
+
+def _share(run: StageRun[RunOptions]) -> tuple[ModelSpec, list[str], bool]:
+    """Write this rank's files; return the model, the files of all, and whether they are compact."""
     model = SourceModel.open(run.config, run.device, keeps_states=run.keeps_states)
     get_ops(run.device).prepare_rounding()
     folder = run.inputs["tokenize"]
@@ -254,9 +269,7 @@ def measure(run: StageRun[RunOptions]) -> None:
         files = [work.file(sublayer) for sublayer in order]
         own = own_places(run, files, [sublayer.projections for sublayer in order])
         walk(run, model, rows, work, to_end=False, own=own)
-        run.settle({*files})
-    if run.ranks.rank == 0:
-        merge(run, model.spec, files, compact=compact)
+    return model.spec, files, compact
 
 
 def merge(
@@ -351,4 +364,5 @@ MEASURE: Stage[RunOptions] = Stage(
     needs=needs,
     is_shared=True,
     is_dealt=lambda config: True,
+    share=share,
 )

@@ -19,9 +19,11 @@ from servers import free_port, wait_for
 from tiny import make_tiny
 
 from exl2flow.core.errors import ConfigError
+from exl2flow.core.options.measure import MeasureConfig
 from exl2flow.core.options.sweep import SweepConfig
 from exl2flow.core.runtime.device_locks import DeviceLocks
-from exl2flow.flows import sweep, sweep_locally
+from exl2flow.core.store.files import read_json
+from exl2flow.flows import measure, sweep, sweep_locally
 
 Environment = Mapping[str, str]
 
@@ -186,3 +188,43 @@ def test_cluster_that_does_not_answer_is_told(env: Environment, config: SweepCon
 
     with pytest.raises(ConfigError, match=f"no dask cluster answers at `{address}`"):
         state.result()
+
+
+def check_shared_measurement(options: Mapping[str, object], folder: Path) -> None:
+    """Measure on the workers of a cluster; the file is that of one process."""
+    source = make_tiny("llama", folder / "tiny", num_hidden_layers=3)
+    calibration = small_options()["calibration"]
+    given = {"source": source, "device": "cpu", "calibration": calibration}
+    alone = MeasureConfig.model_validate({**given, "out": folder / "alone" / "measured.json"})
+    shared = {**given, "out": folder / "shared.json", "work_root": folder / "work", **options}
+    config = MeasureConfig.model_validate(shared)
+
+    state = measure(config, return_state=True)
+
+    assert state.is_completed(), state
+    run = state.state_details.flow_run_id
+    assert run is not None
+    lines = [log.message for log in log_lines(run)]
+    made = [line for line in lines if line.startswith("share=")]
+    assert len(made) == 2, lines
+    assert not any("is made here" in line for line in lines)
+    found, expected = (read_json(path) for path in (state.result(), measure(alone)))
+    assert found == expected
+    assert [*config.work_dir_root.rglob("probe-*")] == []
+
+
+@pytest.mark.slow
+def test_dask_cluster_measures_what_one_process_does(env: Environment, tmp_path: Path) -> None:
+    pytest.importorskip("prefect_dask", reason="comes with the extra `dask`")
+    with dask_cluster(env) as address:
+        check_shared_measurement({"runner": "dask", "cluster": address, "workers": 2}, tmp_path)
+
+
+@pytest.mark.slow
+def test_ray_cluster_measures_what_one_process_does(
+    env: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("prefect_ray", reason="comes with the extra `ray`")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with ray_cluster({**env, "RAY_AUTH_MODE": "disabled"}) as address:
+        check_shared_measurement({"runner": "ray", "cluster": address, "workers": 2}, tmp_path)
