@@ -141,7 +141,6 @@ def load_model(
         check_ranks(source.spec, ranks.count)
     whole = _placed(source, placement, place, embedding=embedding, context=limit)
     decoder, tokenizer = _load(source, whole, ranks, is_streamed=streamed, progress=progress)
-    torch.cuda.empty_cache()  # of what was read and laid out
     return LoadedModel(
         spec=decoder.spec, decoder=decoder, tokenizer=tokenizer, max_tokens=limit, ranks=ranks
     )
@@ -329,6 +328,7 @@ def _load(
             part.result()
             if progress is not None:
                 progress(done, len(parts))
+    torch.cuda.empty_cache()  # of what was read and laid out
     decoder = Decoder(
         spec if ranks is None else shared_spec(spec, ranks),
         embedding=embedding.result(),
