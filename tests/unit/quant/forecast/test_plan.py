@@ -1,5 +1,6 @@
 """What the plan says about calibration, and what pre-flight refuses about it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,29 @@ def test_a_model_larger_than_the_free_memory_of_the_gpu_is_refused(
     )  # loading says it
     with pytest.raises(PreflightFailed, match=r"^the stage `compose` .* `--calibration`"):
         preflight(config_of(source, "self"), STAGES)
+
+
+@pytest.mark.parametrize(("free", "rooms"), [((70, 70), "70.0"), ((70, 60), "70.0, 60.0")])
+@pytest.mark.usefixtures("card")
+def test_the_plan_tells_the_memory_of_each_gpu(
+    free: tuple[int, int], rooms: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left(device: torch.device) -> tuple[int, int]:
+        return free[device.index or 0] * 10**9, 80 * 10**9
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", left)
+    config = config_of(source, "self").model_copy(update={"gpus": "all"})
+
+    plan = preflight(config, STAGES)
+
+    assert len(plan.cards) == 2
+    assert plan.card == plan.cards[1] or free[0] == free[1]
+    told = dict(plan.rows())
+    assert told["device"] == "cuda:0, cuda:1"
+    assert told["GPU memory"].endswith(f"of {rooms} GB of each A card")
+    assert re.search(r"compose \S+ \(first GPU\)", told["GPU memory"])
+    assert re.search(r"quantize \S+(,| of)", told["GPU memory"])
 
 
 @pytest.mark.usefixtures("card")
