@@ -64,13 +64,14 @@ QWEN2_MOE = replace(
     QWEN2,
     architecture="Qwen2MoeForCausalLM",
     is_in_exllamav2=False,
+    qkv_bias="qkv_bias",
     experts=Experts(
         default_count=60,
         shared="mlp.shared_expert",
         shared_width_keys=("shared_expert_intermediate_size",),
         shared_gate="mlp.shared_expert_gate",
     ),
-    defaults=(("num_experts_per_tok", 4), ("norm_topk_prob", False)),
+    defaults=(("qkv_bias", True), ("num_experts_per_tok", 4), ("norm_topk_prob", False)),
 )
 MIXTRAL_EXPERTS = Experts(
     default_count=8,
@@ -255,6 +256,7 @@ GLM4_MOE = Family(
     known=("use_qk_norm",),
     default_partial=0.5,
     experts=replace(SIGMOID_EXPERTS, default_count=128),
+    keys=(("num_nextn_predict_layers", "num_mtp_layers"),),
     drafting_key="num_nextn_predict_layers",
     default_drafting=1,
     mtp=MtpNames(
@@ -508,7 +510,7 @@ INDEX = Family(
 )
 GPT_OSS = Family(
     architecture="GptOssForCausalLM",
-    fixed=(("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_SLOPE)),
+    fixed=(("swiglu_limit", (SWIGLU_LIMIT,)), ("swiglu_alpha", (SWIGLU_SLOPE,))),
     default_head_dim=64,
     default_norm_eps=1e-5,
     default_theta=150_000.0,
@@ -703,6 +705,11 @@ QWEN3_NEXT = replace(
     has_state=True,
     packed_state=True,
     has_gate=True,
+    fixed=(
+        ("attn_output_gate", (True,)),
+        ("output_gate_type", ("silu", "swish")),  # of the delta rule; attention's is a sigmoid
+        ("mtp_use_dedicated_embeddings", (False,)),
+    ),
     mtp=MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
     carried=("mtp.",),
     experts=QWEN3_NEXT_EXPERTS,

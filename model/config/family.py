@@ -153,7 +153,8 @@ class Family:
     is_flat_too: bool = False  # older configs of this wrapper have no `text_config`
     keys: tuple[tuple[str, str], ...] = ()  # a key as Llama's configs call it, and as these do
     sections: tuple[str, ...] = ()  # objects whose keys count as if they were not in one
-    fixed: tuple[tuple[str, object], ...] = ()  # the only values of keys that configs may have
+    # the only values that keys may have, where a config has them
+    fixed: tuple[tuple[str, tuple[object, ...]], ...] = ()
     defaults: tuple[tuple[str, object], ...] = ()  # values of keys that configs may lack
     known: tuple[str, ...] = ()  # keys that are refused elsewhere, because they change the graph
     default_activation: str = "silu"

@@ -200,8 +200,8 @@ def _check_keys(config: Fields, family: Family) -> None:
             is_neutral = value in (None, True)
         if key not in known and not is_neutral:
             raise _refused(config, key)
-    for key, only in family.fixed:
-        if config.has(key) and config.values[key] != only:
+    for key, values in family.fixed:
+        if config.has(key) and config.values[key] not in values:
             raise _refused(config, key)
 
 
