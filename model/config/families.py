@@ -182,6 +182,14 @@ SEED_OSS = Family(
     mlp_bias="mlp_bias",
 )
 YI = replace(LLAMA, architecture="YiForCausalLM", norms=("ln1", "ln2"))
+IQUEST = replace(
+    LLAMA,
+    architecture="IQuestCoderForCausalLM",
+    is_in_exllamav2=False,
+    fixed=(("use_sliding_window", (False,)),),
+    default_head_dim=128,
+    default_norm_eps=1e-5,
+)
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
@@ -265,6 +273,15 @@ GLM4_MOE = Family(
     carried=("mtp.",),
     default_norm_eps=1e-5,
     defaults=(("norm_topk_prob", True),),
+)
+SOLAR_OPEN = Family(
+    architecture="SolarOpenForCausalLM",
+    o_bias=False,
+    default_head_dim=128,
+    default_theta=1_000_000.0,
+    default_norm_eps=1e-5,
+    experts=replace(SIGMOID_EXPERTS, default_count=128, dense=DenseLayers.NONE),
+    defaults=(("num_experts_per_tok", 8), ("n_shared_experts", 1), ("norm_topk_prob", True)),
 )
 COHERE = Family(
     architecture="CohereForCausalLM",
@@ -687,6 +704,15 @@ QWEN3_VL_MOE = replace(
     defaults=(("num_experts_per_tok", 4),),
 )
 
+EXAONE4_5 = replace(
+    EXAONE4,
+    architecture="Exaone4_5_ForConditionalGeneration",
+    text_type="exaone4",
+    earlier_text_type="exaone4_5_text",
+    noise_rows=True,
+    prefix="model.language_model.",
+    carried=("mtp.", "model.visual."),
+)
 QWEN3_NEXT_EXPERTS = Experts(
     default_count=512,
     packings=QWEN3_VL_PACKINGS,

@@ -150,6 +150,7 @@ class Family:
     architecture: str
     # `model_type` of the `text_config` that holds the text model's keys; None: they are at the top
     text_type: str | None = None
+    earlier_text_type: str | None = None  # which the first files of the wrapper have
     is_flat_too: bool = False  # older configs of this wrapper have no `text_config`
     keys: tuple[tuple[str, str], ...] = ()  # a key as Llama's configs call it, and as these do
     sections: tuple[str, ...] = ()  # objects whose keys count as if they were not in one

@@ -135,7 +135,7 @@ def _reason(name: str) -> str:
     return f"; nearest are {quoted(stems[stem] for stem in near)}" if near else ""
 
 
-def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tuple[Family, Fields]:
+def _wrapped(config: Fields, name: str, rows: dict[str | None, Family]) -> tuple[Family, Fields]:
     """Return the row of a wrapper for its text model, and that model's config."""
     if not config.has(TEXT):
         flat = [row for row in rows.values() if row.is_flat_too]
@@ -147,7 +147,8 @@ def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tu
         )
     inner = config.inner(TEXT)
     kind = inner.text("model_type")
-    if kind not in rows:
+    kinds = rows | {row.earlier_text_type: row for row in rows.values() if row.earlier_text_type}
+    if kind not in kinds:
         need = need_of(kind)
         why = f": it needs {need}" if need else ""
         supported = quoted(str(row) for row in rows)
@@ -155,7 +156,7 @@ def _wrapped(config: Fields, name: str, rows: Mapping[str | None, Family]) -> tu
             f"`{name}` around a text model of type `{kind}` in `{config.path}` is not supported"
             f"{why}; supported around it: {supported}; {PAGES}"
         )
-    return rows[kind], inner
+    return kinds[kind], inner
 
 
 def _values(config: Fields, family: Family) -> dict[str, object]:

@@ -19,21 +19,23 @@ SUFFIX = re.compile("For[A-Z].*$")  # of most architectures: `ForCausalLM` and t
 # need → names of architectures without `SUFFIX`; one with several needs is listed by the first
 NEEDS = {
     STATE: """
-        Qwen4Exp KimiLinear BailingHybrid Mamba Mamba2 FalconMamba
-        FalconH1 Jamba Bamba Zamba Zamba2 NemotronH Lfm2 Lfm2Vl Lfm2Moe OlmoHybrid MiniMax
-        RecurrentGemma Rwkv Glm5Next Zaya
+        Qwen4Exp KimiLinear BailingHybrid BailingMoeV3 Mamba Mamba2 FalconMamba
+        FalconH1 Jamba Bamba Zamba Zamba2 NemotronH NemotronH_Omni_Reasoning_V3 Lfm2 Lfm2Vl
+        Lfm2Moe Lfm3 Lfm3Vl OlmoHybrid MiniMax RecurrentGemma Rwkv Glm5Next Zaya xLSTM
     """,
     LATENT: """
         DeepseekV2 DeepseekV3 DeepseekV32 GlmMoeDsa Glm4MoeLite Mistral4 MistralLarge4 KimiK25
-        LongcatFlash MiniCPM3 Youtu AXK1
+        LongcatFlash MiniCPM3 Youtu AXK1 HYV4
     """,
+    SPARSE: "MiniMaxM3Sparse MiniMaxM3VL",
     EXPERTS: """
         Qwen3OmniMoe Glm4vMoe Ernie4_5_VLMoe Ernie4_5_VL_Moe HYV3
-        Phimoe Cohere2Moe ExaoneMoe FlexOlmo Afmoe JetMoe SolarOpen MiMoV2Flash
-        DeepseekV4 Aria AriaText
+        Phimoe Cohere2Moe ExaoneMoe FlexOlmo Afmoe JetMoe MiMoV2 MiMoV2Flash
+        DeepseekV4 Aria AriaText MuseSpark Laguna Mellum Step3p5 Step3p7 Kolibri1 Inkling Inkling2
     """,
     GRAPH: """
-        Gemma4 Gemma3n StableLm Phi Falcon Helium Apertus HyperCLOVAX DeciLM
+        Gemma4 Gemma4Unified Gemma3n MuseGlimmer StableLm Phi Falcon Helium Apertus HyperCLOVAX
+        HyperCLOVAXVisionV2 DeciLM Glm4v GraniteSWA GraniteMoeSWA Spark2_5
     """,
 }
 

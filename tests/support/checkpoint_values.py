@@ -7,6 +7,7 @@ from tiny import COMMON
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 5000.0}
 TOWER = {"hidden_size": 32, "num_heads": 2, "patch_size": 4, "depth": 1}
 QWEN_TOWER = TOWER | {"out_hidden_size": 64, "intermediate_size": 48}
+EXAONE_TOWER = QWEN_TOWER | {"num_key_value_heads": 2}
 VIT = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -12,6 +12,7 @@ import transformers
 from checkpoint_values import (
     CLIP,
     COHERE,
+    EXAONE_TOWER,
     GEMMA2,
     GEMMA3,
     GPT2,
@@ -131,6 +132,11 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
         {"rope_parameters": ROPE, "head_dim": 24, "tie_word_embeddings": True}
         | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     ),
+    "exaone4.5": (
+        "Exaone4_5_",
+        True,
+        wrapped("exaone4", EXAONE_TOWER, head_dim=24, tie_word_embeddings=False, **MIXED),
+    ),
     "ernie4.5": ("Ernie4_5", False, {"head_dim": 24, "tie_word_embeddings": True}),
     "ernie4.5-biases": ("Ernie4_5", False, {"head_dim": 24, "use_bias": True}),
     "hunyuan": (
@@ -176,6 +182,7 @@ TOWERS = {
     "qwen2-vl": ("visual.",),
     "qwen2.5-vl": ("visual.",),
     "qwen3-vl": ("model.visual.",),
+    "exaone4.5": ("model.visual.",),
     "qwen3-vl-moe": ("model.visual.",),
     "qwen3.5": ("model.visual.",),
     "qwen3.5-moe": ("model.visual.",),

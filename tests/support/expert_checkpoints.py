@@ -87,6 +87,12 @@ WITH_EXPERTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
         | {"n_shared_experts": 2},
     ),
+    "solar-open": ("SolarOpen", False, SIGMOID | {"attention_bias": True, "head_dim": 24}),
+    "solar-open-no-shared": (
+        "SolarOpen",
+        False,
+        SIGMOID | {"norm_topk_prob": False, "n_group": 1, "topk_group": 1, "head_dim": 32},
+    ),
     "dots1": (
         "Dots1",
         False,

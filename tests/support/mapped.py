@@ -147,6 +147,16 @@ def _in_mxfp4(tensors: Tensors) -> Tensors:
 
 
 MAPPED = {
+    "iquest-coder": Mapped(
+        architecture="IQuestCoderForCausalLM",
+        values=ROPE | {"head_dim": 24, "attention_bias": True, "mlp_bias": True},
+        config={
+            "head_dim": 24,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": False,
+        },
+    ),
     "gpt-oss-mxfp4": Mapped(
         architecture="GptOssForCausalLM",
         start="GptOss",

@@ -15,8 +15,10 @@ from exl2flow.model.config.families import FAMILIES
 
 NOT_PUBLISHED = {  # rows without a published model whose config and count are known here
     ("ArceeForCausalLM", None),
+    ("Exaone4_5_ForConditionalGeneration", "exaone4"),
     ("GraniteMoeSharedForCausalLM", None),
     ("Ministral3ForCausalLM", None),
+    ("SolarOpenForCausalLM", None),  # its card says 102.6B of 102,651,799,552
 }
 WITHOUT_CLASS = (  # in transformers
     "Yi-34B",
@@ -25,6 +27,7 @@ WITHOUT_CLASS = (  # in transformers
     "Orion-14B",
     "MiniCPM-2B",
     "Index-1.9B",
+    "IQuest-Coder-V1-40B",
 )
 UNITS = {"GiB": 2**30 / 2, "B": 1e9, "M": 1e6}  # GiB of 16-bit numbers
 
