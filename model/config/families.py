@@ -26,6 +26,7 @@ from exl2flow.model.config.family import (
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))
 TIED = ("tie_word_embeddings", True)
+EXPERTS_PACKED = (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
 
 LLAMA = Family(architecture="LlamaForCausalLM", is_in_exllamav2=True, mlp_bias="mlp_bias")
 MISTRAL = Family(
@@ -264,7 +265,6 @@ GLM4_MOE = Family(
     known=("use_qk_norm",),
     default_partial=0.5,
     experts=replace(SIGMOID_EXPERTS, default_count=128),
-    keys=(("num_nextn_predict_layers", "num_mtp_layers"),),
     drafting_key="num_nextn_predict_layers",
     default_drafting=1,
     mtp=MtpNames(
@@ -339,12 +339,13 @@ GRANITE_MOE = replace(
     experts=GRANITE_EXPERTS,
     defaults=(("attention_multiplier", 1.0), ("num_experts_per_tok", 2)),
 )
+GRANITE_MOE_SHARED_EXPERTS = replace(
+    GRANITE_EXPERTS, shared="shared_mlp", shared_width_keys=("shared_intermediate_size",)
+)
 GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,
     architecture="GraniteMoeSharedForCausalLM",
-    experts=replace(
-        GRANITE_EXPERTS, shared="shared_mlp", shared_width_keys=("shared_intermediate_size",)
-    ),
+    experts=GRANITE_MOE_SHARED_EXPERTS,
     layer_renames=(("shared_mlp.output_linear.", "shared_mlp.down_proj."),),
     fused=(("shared_mlp.input_linear", ("shared_mlp.gate_proj", "shared_mlp.up_proj")),),
 )
@@ -357,6 +358,34 @@ GRANITE_HYBRID = replace(
     nope_rule=NopeRule.POSITION_TYPE,
     layer_renames=(("shared_mlp.output_linear.", "mlp.down_proj."),),
     fused=(("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),),
+)
+GRANITE_SWA = replace(
+    GRANITE,
+    architecture="GraniteSWAForCausalLM",
+    is_in_exllamav2=False,
+    window_rule=WindowRule.LAYER_TYPES,
+    default_window=128,
+    default_window_pattern=4,
+    pattern_begins_full=True,
+    layer_theta_key="layer_rope_theta",
+    sinks="self_attn.sinks",
+    defaults=(TIED, *GRANITE.defaults),
+)
+GRANITE_MOE_SWA = replace(
+    GRANITE_SWA,
+    architecture="GraniteMoeSWAForCausalLM",
+    mlp_bias=False,
+    experts=replace(
+        GRANITE_MOE_SHARED_EXPERTS,
+        router="block_sparse_moe.router",
+        packings=tuple(
+            Packing(name=f"block_sparse_moe.experts.{name}", projections=held)
+            for name, held in EXPERTS_PACKED
+        ),
+    ),
+    layer_renames=GRANITE_MOE_SHARED.layer_renames,
+    fused=GRANITE_MOE_SHARED.fused,
+    defaults=GRANITE_MOE.defaults,
 )
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
@@ -693,7 +722,7 @@ QWEN3_VL = replace(
 )
 QWEN3_VL_PACKINGS = tuple(  # published ones are transposed, transformers 5 writes them untransposed
     Packing(name=f"mlp.experts.{name}", projections=held, is_transposed=True, may_turn=True)
-    for name, held in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+    for name, held in EXPERTS_PACKED
 )
 QWEN3_VL_MOE = replace(
     QWEN3_VL,
@@ -731,11 +760,6 @@ QWEN3_NEXT = replace(
     has_state=True,
     packed_state=True,
     has_gate=True,
-    fixed=(
-        ("attn_output_gate", (True,)),
-        ("output_gate_type", ("silu", "swish")),  # of the delta rule; attention's is a sigmoid
-        ("mtp_use_dedicated_embeddings", (False,)),
-    ),
     mtp=MtpNames("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"),
     carried=("mtp.",),
     experts=QWEN3_NEXT_EXPERTS,
@@ -746,9 +770,15 @@ QWEN3_NEXT = replace(
         ("shared_expert_intermediate_size", 512),
     ),
 )
+QWEN3_5_SWITCHES = (
+    ("attn_output_gate", (True,)),
+    ("output_gate_type", ("silu", "swish")),  # of the delta rule's norm; attention's is a sigmoid
+    ("mtp_use_dedicated_embeddings", (False,)),
+)
 QWEN3_5_TEXT = replace(
     QWEN3_NEXT,
     architecture="Qwen3_5ForCausalLM",
+    fixed=QWEN3_5_SWITCHES,
     packed_state=False,
     experts=None,
     defaults=(("num_key_value_heads", 4),),
@@ -763,6 +793,7 @@ QWEN3_5 = replace(
 QWEN3_5_MOE_TEXT = replace(
     QWEN3_NEXT,
     architecture="Qwen3_5MoeForCausalLM",
+    fixed=QWEN3_5_SWITCHES,
     packed_state=False,
     experts=replace(
         QWEN3_NEXT_EXPERTS, default_count=256, dense=DenseLayers.NONE, is_normalized=True

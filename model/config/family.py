@@ -182,6 +182,7 @@ class Family:
     # n where each n-th layer has no window, for configs without `layer_types` and
     # `sliding_window_pattern`; 0: the family has no pattern
     default_window_pattern: int = 0
+    pattern_begins_full: bool = False  # with that layer, instead of ending with it
     # scores are multiplied by the key's value to this power; None: by head_dim ** -0.5
     score_scale_key: str | None = None
     score_scale_power: float = 1.0
@@ -204,6 +205,7 @@ class Family:
     rotary_key: str | None = None  # dimensions of a head that are rotated, where no share is given
     has_alpha: bool = False  # rope type `dynamic` may be a fixed stretch of the base by `alpha`
     default_theta: float = 10_000.0
+    layer_theta_key: str | None = None  # of a list of each layer's base; 0: it has no positions
     # the base of sliding layers, whose rope is not stretched; None: all layers have the same rope
     local_theta_key: str | None = None
     default_local_theta: float = 10_000.0

@@ -132,10 +132,10 @@ class Fields:
             raise self.refusal(key, value, "a list of strings")
         return tuple(str(item) for item in value)
 
-    def numbers(self, key: str, count: int) -> tuple[float, ...]:
-        """Return `count` positive numbers."""
+    def numbers(self, key: str, count: int, *, above: float = 0.0) -> tuple[float, ...]:
+        """Return `count` numbers greater than `above`."""
         inner = self._items(key, count)
-        return tuple(inner.number(name) for name in inner.values)
+        return tuple(inner.number(name, above=above) for name in inner.values)
 
     def integers(self, key: str, count: int, *, least: int, most: int) -> tuple[int, ...]:
         """Return `count` integers from `least` to `most`."""

@@ -1,6 +1,7 @@
 """Read the per-layer attention settings of `config.json`: heads, windows, scores, positions."""
 
 from dataclasses import replace
+from functools import partial
 
 from exl2flow.core.errors import SourceModelError, UnsupportedArchitecture
 from exl2flow.kernels import AttentionRule
@@ -32,15 +33,21 @@ def read_attentions(
     types = _layer_types(config, family, num_layers)
     windows = _windows(config, family, types)
     layer = _common(config, family, max_positions)
-    rotated = _rotated(config, family, windows)
+    thetas = _thetas(config, family, num_layers)
+    rotated = _rotated(config, family, windows) if thetas is None else tuple(map(bool, thetas))
     chunks = _chunks(config, family, types, rotated)
-    full = local = nowhere = _far_queries(config, family, layer.rope)
-    if any(rotated):
-        full, local = read_ropes(
-            config, family, head_dim=layer.head_dim, max_positions=max_positions
-        )
+    nowhere = _far_queries(config, family, layer.rope)
+    read = partial(read_ropes, family=family, head_dim=layer.head_dim, max_positions=max_positions)
+    of_theta = {
+        theta: read(config if theta is None else _at_theta(config, theta))
+        for theta in {*(thetas or [None])}
+        if any(rotated) and theta != 0
+    }
     is_bare = layer.head_norms is HeadNorms.BARE
-    ropes = (local if kind == SLIDING else full for kind in types)
+    ropes = (
+        of_theta.get(theta, (nowhere, nowhere))[kind == SLIDING]
+        for kind, theta in zip(types, thetas or [None] * num_layers, strict=True)
+    )
     layers: tuple[AttentionSpec | DeltaSpec, ...] = tuple(
         replace(
             layer,
@@ -150,7 +157,8 @@ def _patterned(config: Fields, family: Family, num_layers: int) -> tuple[str, ..
         letters = (given * num_layers)[: num_layers - 1] + "G"  # the last layer is a full one
         return tuple(LETTERS[letter] for letter in letters)
     every = config.integer(PATTERN, family.default_window_pattern)
-    return tuple(SLIDING if layer % every else FULL for layer in range(1, num_layers + 1))
+    first = 0 if family.pattern_begins_full else 1
+    return tuple(SLIDING if layer % every else FULL for layer in range(first, num_layers + first))
 
 
 def _window(config: Fields, family: Family) -> int | None:
@@ -196,6 +204,20 @@ def _rotated(config: Fields, family: Family, windows: Windows) -> tuple[bool, ..
     if rule is NopeRule.FULL_LAYERS or is_hybrid:
         return tuple(window is not None for window in windows)
     return (rule is not NopeRule.ALL_LAYERS,) * count
+
+
+def _thetas(config: Fields, family: Family, num_layers: int) -> tuple[float, ...] | None:
+    """Return the base of each layer's rope, 0 where it has no positions; None: none is listed."""
+    key = family.layer_theta_key
+    if key is None or not config.has(key):
+        return None
+    return config.numbers(key, num_layers, above=-1.0)
+
+
+def _at_theta(config: Fields, theta: float) -> Fields:
+    """Return a config whose only rope has this base."""
+    rope = {**config.inner("rope_parameters").values, "rope_theta": theta}
+    return replace(config, values={**config.values, "rope_parameters": rope, "rope_theta": theta})
 
 
 def _chunks(

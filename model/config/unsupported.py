@@ -35,7 +35,7 @@ NEEDS = {
     """,
     GRAPH: """
         Gemma4 Gemma4Unified Gemma3n MuseGlimmer StableLm Phi Falcon Helium Apertus HyperCLOVAX
-        HyperCLOVAXVisionV2 DeciLM Glm4v GraniteSWA GraniteMoeSWA Spark2_5
+        HyperCLOVAXVisionV2 DeciLM Glm4v Spark2_5
     """,
 }
 

@@ -111,6 +111,18 @@ ALL: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "cohere-qk-norm": ("Cohere", False, COHERE | {"use_qk_norm": True}),
     "cohere2": ("Cohere2", False, COHERE | MIXED),
     "granite": ("Granite", False, GRANITE),
+    "granite-swa": ("GraniteSWA", False, GRANITE | MIXED | {"layer_rope_theta": [5000.0, 0]}),
+    "granite-swa-thetas": (
+        "GraniteSWA",
+        False,
+        GRANITE
+        | {"sliding_window": 10, "layer_types": ["full_attention", "sliding_attention"]}
+        | {
+            "layer_rope_theta": [300, 90_000.0],
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 2,
+        },
+    ),
     "granite4": ("GraniteMoeHybrid", False, GRANITE4 | {"position_embedding_type": "rope"}),
     "granite4-no-rope": ("GraniteMoeHybrid", False, GRANITE4 | {"position_embedding_type": "nope"}),
     "olmo2": ("Olmo2", False, {"rope_parameters": ROPE}),

@@ -51,6 +51,14 @@ WITH_EXPERTS: dict[str, tuple[str, bool, dict[str, Any]]] = {
         False,
         GRANITE | GRANITE_MOE | {"shared_intermediate_size": 0, "tie_word_embeddings": False},
     ),
+    "granite-moe-swa": (
+        "GraniteMoeSWA",
+        False,
+        GRANITE
+        | GRANITE_MOE
+        | {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]}
+        | {"shared_intermediate_size": 32, "layer_rope_theta": [0, 7000.0]},
+    ),
     "qwen3-vl-moe": (
         "Qwen3VLMoe",
         True,

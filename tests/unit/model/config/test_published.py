@@ -16,7 +16,9 @@ from exl2flow.model.config.families import FAMILIES
 NOT_PUBLISHED = {  # rows without a published model whose config and count are known here
     ("ArceeForCausalLM", None),
     ("Exaone4_5_ForConditionalGeneration", "exaone4"),
+    ("GraniteMoeSWAForCausalLM", None),
     ("GraniteMoeSharedForCausalLM", None),
+    ("GraniteSWAForCausalLM", None),
     ("Ministral3ForCausalLM", None),
     ("SolarOpenForCausalLM", None),  # its card says 102.6B of 102,651,799,552
 }

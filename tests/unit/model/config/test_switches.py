@@ -40,6 +40,7 @@ NEUTRAL = {
         summary_use_proj
     """,
     "sections, whose keys are read": "attn_config ffn_config",
+    "in files under another name, which is read": "num_mtp_layers",
 }
 CHANGES_NOTHING = {key for keys in NEUTRAL.values() for key in keys.split()}
 REFUSED = {  # of layers that a row refuses
