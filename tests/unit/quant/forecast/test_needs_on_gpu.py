@@ -108,7 +108,8 @@ def test_the_plan_shows_the_card_to_people_and_programs(source: Path) -> None:
     small = replace(CARD, memory=working_bytes(resolve(source), CARD.memory) + 1)
 
     roomy, tight = (
-        replace(plan, card=card, needs=needs_of(config, card)) for card in (CARD, small)
+        replace(plan, card=card, cards=(card,), needs=needs_of(config, card))
+        for card in (CARD, small)
     )
 
     assert dict(roomy.rows())["GPU memory"].endswith(" of 80.0 GB of the A card")
