@@ -3,6 +3,7 @@
 This process runs them without Prefect; `flows.runs.in_flow` runs the same rows inside a flow.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -33,6 +34,8 @@ from exl2flow.pipeline.stages import (
     run_in_order,
 )
 from exl2flow.quant.refine.stored_model import check_refinement
+
+log = logging.getLogger(__name__)
 
 PUBLISHING = ("upload", "verify")  # what publishing reports as stages
 
@@ -65,7 +68,9 @@ HERE = Steps(
     ),
     run=run_in_order,
     make_bitrates=_make_in_turn,
-    share_out=lambda config, pipeline: None,
+    share_out=lambda config, pipeline: log.warning(
+        "`--runner %s` is for a run with Prefect; this process measures alone", config.runner
+    ),
     show=lambda config, sweep: None,
     publish=lambda release: publish(release, hub_of(release.token_block)),
     watch=lambda config: logging_progress(output_of(config)),
