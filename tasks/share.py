@@ -8,13 +8,14 @@ from prefect import task
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed, Failed
 
-from exl2flow.core.errors import Exl2FlowError, Interrupted
+from exl2flow.core.errors import ConfigError, Exl2FlowError, Interrupted
 from exl2flow.core.runtime.interrupt import listening
 from exl2flow.core.store.apart import CPU_KIND, ApartShare, work_apart
 from exl2flow.core.store.crew import Errand
 from exl2flow.tasks.logs import logged
 from exl2flow.tasks.sweep import ProcessShare, own_device
 
+REFUSED = "refused: "  # what no other worker could do either, in the message of a state
 log = logging.getLogger(__name__)
 
 
@@ -25,15 +26,18 @@ def make_share(errand: Errand, share: ApartShare, process: ProcessShare) -> Stat
     Errors are returned in a state, as of `make_bitrate`.
 
     Returns:
-        Completed with what was made, failed with the error, or cancelled with `Interrupted`.
+        Completed, failed with the error, or cancelled with `Interrupted`.
     """
     try:
         with logged(), listening() as stop, own_device(errand.config, process, stop):
             log.info("share=%d of %d process=%d", share.rank + 1, share.count, os.getpid())
             device = "cpu" if share.kind == CPU_KIND else "cuda"  # the only one it sees
-            return Completed(data=work_apart(errand, share, device))
+            work_apart(errand, share, device)
+            return Completed()
     except Interrupted as stop:
         return Cancelled(message=str(stop), data=stop)
+    except ConfigError as error:
+        return Failed(message=f"{REFUSED}{error}", data=error)
     except Exl2FlowError as error:
         return Failed(message=str(error), data=error)
     except Exception as error:  # this host may lack what others have

@@ -22,4 +22,6 @@ def measure(*, config: MeasureConfig, switches: RunSwitches) -> None:
     if target.suffix != ".json":
         raise ConfigError(f"`--out {target}` is neither a folder nor a name that ends in `.json`")
     config = config.model_copy(update={"out": target})
+    if config.runner is not None:  # whose workers take tasks of a flow
+        switches = switches.model_copy(update={"no_prefect": False})
     run_command("measure", config, switches)

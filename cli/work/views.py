@@ -104,10 +104,11 @@ def _refinement(config: RefinementConfig, result: Conversion) -> Json:
     return {**(result.report or {}), "refinement": judgement}
 
 
-def _measurement(config: MeasureConfig, result: Conversion) -> Json:
-    """Copy a measurement to where the user wants it."""
-    out, folder = config.out.resolve(), result.stages["measure"]
-    *arrays, measurement = reversed(measurement_files(result.measurement))
+def _measurement(config: MeasureConfig, result: Conversion | Path) -> Json:
+    """Copy a measurement, the file of which the flow returns, to where the user wants it."""
+    made = result if isinstance(result, Path) else result.measurement
+    out, folder = config.out.resolve(), made.parent
+    *arrays, measurement = reversed(measurement_files(made))
     for path, target in [*((path, arrays_file(out)) for path in arrays), (measurement, out)]:
         with path.open("rb") as file, replacing(target) as copy:
             shutil.copyfileobj(file, copy)

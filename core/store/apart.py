@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.runtime.ranks import WorkRanks
 from exl2flow.core.store.crew import Errand, Made
-from exl2flow.core.store.files import FileRecord
+from exl2flow.core.store.files import FileRecord, read_json, write_json
 from exl2flow.core.store.manifest import StageManifest
 from exl2flow.core.store.stage import StageRun
 from exl2flow.core.store.store import StageFolder
@@ -32,6 +32,21 @@ class ApartShare:
     count: int
     kind: str
     probe: tuple[Path, str]
+
+    @property
+    def _told(self) -> Path:
+        """The file beside the probe in which the worker tells what it made."""
+        path, _ = self.probe
+        return path.with_name(f"{path.name}-{self.rank}.json")
+
+    def tell(self, made: Made) -> None:
+        """Tell what was made; states of tasks do not carry it from each cluster."""
+        write_json(self._told, asdict(made))
+
+    def made(self) -> Made:
+        """Return what its worker told."""
+        told = read_json(self._told)
+        return Made(files=[tuple(file) for file in told["files"]], notes=told["notes"])
 
     def check(self, device: str) -> None:
         """Check that this host can make it.
@@ -87,8 +102,8 @@ class ApartFolder(StageFolder):
         """Leave the manifest."""
 
 
-def work_apart(errand: Errand, share: ApartShare, device: str) -> Made:
-    """Make a share on a device of this host.
+def work_apart(errand: Errand, share: ApartShare, device: str) -> None:
+    """Make a share on a device of this host, and tell what was made; see `ApartShare.made`.
 
     Raises:
         Exl2FlowError: it cannot be made here.
@@ -106,4 +121,4 @@ def work_apart(errand: Errand, share: ApartShare, device: str) -> Made:
         keeps_states=errand.keeps_states,
     )
     errand.run(run)
-    return folder.made
+    share.tell(folder.made)

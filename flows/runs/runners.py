@@ -35,7 +35,7 @@ from exl2flow.core.store.files import write_text
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.pipeline.bitrates import SharedOut, check_runner, no_cluster, workers_of
 from exl2flow.pipeline.devices import resolve_device
-from exl2flow.tasks.share import make_share
+from exl2flow.tasks.share import REFUSED, make_share
 from exl2flow.tasks.sweep import ProcessShare, make_bitrate
 
 log = logging.getLogger(__name__)
@@ -224,24 +224,28 @@ def _made_elsewhere(
         ]
         given = {"errand": errand, "process": process}
         futures = [runner.submit(make_share, {**given, "share": share}) for share in shares]
-        for future in futures:
+        for share, future in zip(shares, futures, strict=True):
             failure = _outcome(future, messenger)
-            if isinstance(failure, ConfigError | Interrupted):
+            if isinstance(failure, Interrupted):
                 raise failure
-            if failure is not None:
-                log.warning("a share is made here: %s", failure)
-            else:
-                yield future.state.result()
+            if failure is None:
+                yield share.made()
+                continue
+            why = str(future.state.message)
+            if why.startswith(REFUSED):
+                raise ConfigError(why.removeprefix(REFUSED))
+            log.warning("a share is made here: %s", failure)
 
 
 @contextmanager
 def _probed(path: Path, content: str) -> Iterator[None]:
-    """Have a file during the block."""
+    """Have a file during the block, and behind it neither that nor those named after it."""
     write_text(path, content)
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        for each in path.parent.glob(f"{path.name}*"):
+            each.unlink(missing_ok=True)
 
 
 class Messenger:

@@ -48,9 +48,10 @@ def test_shares_are_what_one_process_makes(kind: str, tmp_path: Path) -> None:
         probe = errand.path / "probe"
         probe.write_text("seen")
         for rank in range(COUNT - 1):  # the last worker is lost
-            found.append(work_apart(errand, share(rank, probe), "cpu"))
+            own = share(rank, probe)
+            work_apart(errand, own, "cpu")
+            found.append(own.made())
             yield found[-1]
-        probe.unlink()
 
     alone.run("measure", progress=silent)
     shared.share_out("measure", make)
