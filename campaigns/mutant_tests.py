@@ -35,6 +35,7 @@ MORE = {
     f"{OPTIONS}/watch.py": ["tests/unit/flows/test_watch.py"],
     "core/device_name.py": ["tests/unit/core/options/test_devices.py"],
     "core/reports.py": ["tests/unit/inference/report/test_record.py"],
+    "core/store/crew_member.py": ["tests/unit/core/store/test_crew.py"],
     "core/store/need.py": ["tests/unit/quant/forecast/test_needs.py"],
     "core/store/outline.py": ["tests/hub/test_outline.py"],
     "core/store/shard_index.py": ["tests/unit/model/files/test_weights.py"],

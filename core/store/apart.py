@@ -1,9 +1,10 @@
 """A share of a stage's work on another host, which sees the same files and tells what it made."""
 
 import socket
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,11 +12,10 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.runtime.ranks import WorkRanks
-from exl2flow.core.store.crew import Errand, Made
-from exl2flow.core.store.files import FileRecord, read_json, write_json
-from exl2flow.core.store.manifest import StageManifest
+from exl2flow.core.store.crew import Errand
+from exl2flow.core.store.files import read_json, write_json
 from exl2flow.core.store.stage import StageRun
-from exl2flow.core.store.store import StageFolder
+from exl2flow.core.store.told import ToldFolder
 
 CPU_KIND = "a CPU"
 
@@ -39,14 +39,13 @@ class ApartShare:
         path, _ = self.probe
         return path.with_name(f"{path.name}-{self.rank}.json")
 
-    def tell(self, made: Made) -> None:
+    def tell(self, words: Sequence[tuple[str, Any]]) -> None:
         """Tell what was made; states of tasks do not carry it from each cluster."""
-        write_json(self._told, asdict(made))
+        write_json(self._told, words)
 
-    def made(self) -> Made:
-        """Return what its worker told."""
-        told = read_json(self._told)
-        return Made(files=[tuple(file) for file in told["files"]], notes=told["notes"])
+    def told(self) -> list[tuple[str, Any]]:
+        """Return what its worker told: kinds and contents, see `told.record`."""
+        return [(kind, content) for kind, content in read_json(self._told)]
 
     def check(self, device: str) -> None:
         """Check that this host can make it.
@@ -73,43 +72,15 @@ def kind_of(device: str) -> str:
     return CPU_KIND if device == "cpu" else f"a {torch.cuda.get_device_name(device)}"
 
 
-class ApartFolder(StageFolder):
-    """A stage's folder on another host, which collects what it commits."""
-
-    def __init__(self, path: Path, manifest: StageManifest) -> None:
-        super().__init__(path, manifest)
-        self.made = Made()
-
-    def commit(
-        self, name: str, sha256: str, *, cursor: int | None = None, counts: bool = False
-    ) -> None:
-        """See `StageFolder`."""
-        self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
-        self.made.files.append((name, sha256, counts))
-
-    def note(self, text: str) -> None:
-        """See `StageFolder`."""
-        self.made.notes.append(text)
-
-    def states_are_due(self) -> bool:
-        """Save none: they would be those of all shares."""
-        return False
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Leave the files."""
-
-    def save(self) -> None:
-        """Leave the manifest."""
-
-
 def work_apart(errand: Errand, share: ApartShare, device: str) -> None:
-    """Make a share on a device of this host, and tell what was made; see `ApartShare.made`.
+    """Make a share on a device of this host, and tell what was made; see `ApartShare.told`.
 
     Raises:
         Exl2FlowError: it cannot be made here.
     """
     share.check(device)
-    folder = ApartFolder(errand.path, errand.manifest)
+    words = list[tuple[str, Any]]()
+    folder = ToldFolder(errand.path, errand.manifest, lambda *word: words.append(word))
     run = StageRun(
         config=errand.config,
         folder=folder,
@@ -121,4 +92,4 @@ def work_apart(errand: Errand, share: ApartShare, device: str) -> None:
         keeps_states=errand.keeps_states,
     )
     errand.run(run)
-    share.tell(folder.made)
+    share.tell(words)

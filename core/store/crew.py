@@ -7,7 +7,7 @@ goes to the manifest of this process, which is the only one that writes it.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -20,6 +20,7 @@ from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.runtime.ranks import WorkRanks
 from exl2flow.core.runtime.team import BEAT, Team
 from exl2flow.core.store.manifest import StageManifest
+from exl2flow.core.store.told import record
 
 log = logging.getLogger(__name__)
 LESS = "repeat the command with fewer calibration rows, or on GPUs with more memory"
@@ -63,20 +64,12 @@ def _indexes(gpus: str) -> list[int]:
 class Errand:
     """What a follower needs to work on a stage: `run` takes a `StageRun`."""
 
-    run: Callable[[Any], None]
+    run: Callable[[Any], object]
     config: RunOptions
     path: Path
     manifest: StageManifest
     inputs: Mapping[str, Path]
     keeps_states: bool
-
-
-@dataclass(slots=True)
-class Made:
-    """What a share made: files with their sha256 and whether each counts, and notes."""
-
-    files: list[tuple[str, str, bool]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 class Crew(Team[WorkRanks]):
@@ -126,7 +119,7 @@ class Crew(Team[WorkRanks]):
             kwargs: for this one.
 
         Raises:
-            Exl2FlowError: as of `work`.
+            Exl2FlowError: see `work`.
         """
         return self._together(
             "call", (function, args), lambda ranks: function(*args, ranks=ranks, **kwargs)
@@ -163,12 +156,6 @@ def _hear(run: Any, done: "SimpleQueue[int]", rank: int, kind: str, content: Any
     """Record what a follower tells; the last word is that it is done."""
     if kind == "done":
         done.put(rank)
-    elif kind == "commit":
-        name, sha256, counts = content
-        run.folder.commit(name, sha256, counts=counts)
-        log.info("rank=%d committed %s", rank, name)
-    elif kind == "note":
-        run.folder.note(content)
     elif kind == "warning":
         name, text = content
         logging.getLogger(name).warning("%s", text)
@@ -176,5 +163,7 @@ def _hear(run: Any, done: "SimpleQueue[int]", rank: int, kind: str, content: Any
         manifest, tick = run.folder.manifest, content
         assert isinstance(tick, Tick)
         run.tick(manifest.cursor, manifest.total, tick.detail)
-    else:
+    elif not record(run.folder, kind, content):
         raise Exl2FlowError(f"rank {rank} told `{kind}`, which nobody expects; report this")
+    elif kind == "commit":
+        log.info("rank=%d committed %s", rank, content[0])

@@ -2,53 +2,17 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from exl2flow.core.runtime.following import Channel, Follower, main
 from exl2flow.core.runtime.interrupt import StopRequest
-from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.runtime.ranks import WorkRanks
 from exl2flow.core.store.crew import LESS, Errand
-from exl2flow.core.store.files import FileRecord
-from exl2flow.core.store.manifest import StageManifest
 from exl2flow.core.store.stage import StageRun
-from exl2flow.core.store.store import StageFolder
-
-
-class ToldFolder(StageFolder):
-    """A stage's folder in a follower, which tells rank 0 what it commits."""
-
-    def __init__(self, path: Path, manifest: StageManifest, channel: Channel) -> None:
-        super().__init__(path, manifest)
-        self._channel, self._has_news = channel, False
-
-    def commit(
-        self, name: str, sha256: str, *, cursor: int | None = None, counts: bool = False
-    ) -> None:
-        """See `StageFolder`."""
-        self.manifest.files[name] = FileRecord.of(self.path / name, sha256=sha256)
-        self._channel.send("commit", (name, sha256, counts))
-        self._has_news = self._has_news or counts
-
-    def tick(self, tick: Tick) -> None:
-        """Tell rank 0 of progress, which it makes itself but where this rank commits."""
-        if self._has_news:
-            self._channel.send("tick", tick)
-        self._has_news = False
-
-    def note(self, text: str) -> None:
-        """See `StageFolder`."""
-        self._channel.send("note", text)
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Leave the files to rank 0."""
-
-    def save(self) -> None:
-        """Leave the manifest to rank 0."""
+from exl2flow.core.store.told import ToldFolder
 
 
 class ToldWarnings(logging.Handler):
@@ -95,7 +59,7 @@ class Member(Follower):
         """Work on a stage."""
         assert self._ranks is not None
         torch.cuda.empty_cache()  # of what earlier stages needed
-        folder = ToldFolder(errand.path, errand.manifest, self.channel)
+        folder = ToldFolder(errand.path, errand.manifest, self.channel.send)
         errand.run(
             StageRun(
                 config=errand.config,

@@ -21,13 +21,14 @@ from exl2flow.core.runtime.device_locks import turn
 from exl2flow.core.runtime.interrupt import StopRequest, listening
 from exl2flow.core.runtime.progress import Progress, Tick
 from exl2flow.core.runtime.ranks import ALONE, WorkRanks
-from exl2flow.core.store.crew import Crew, Errand, Made, places
+from exl2flow.core.store.crew import Crew, Errand, places
 from exl2flow.core.store.damage import OUTPUT, check_input, forget_damaged, trust
 from exl2flow.core.store.files import FileRecord, digest_of
 from exl2flow.core.store.manifest import RunRecord
 from exl2flow.core.store.need import Need
 from exl2flow.core.store.source import DIGESTS_FILE, SourceFingerprint
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
+from exl2flow.core.store.told import record
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Stage(Generic[Reads]):
     is_shared: bool = False
     removable: bool = False
     is_dealt: Callable[[Reads], bool] = lambda config: False
-    share: Callable[[StageRun[Reads]], None] | None = None
+    share: Callable[[StageRun[Reads]], object] | None = None
 
 
 class _Touched(Exception):
@@ -220,15 +221,17 @@ class Pipeline:
             )
         return ref
 
-    def share_out(self, name: str, make: Callable[[Errand, StopRequest], Iterable[Made]]) -> None:
+    def share_out(
+        self, name: str, make: Callable[[Errand, StopRequest], Iterable[tuple[str, Any]]]
+    ) -> None:
         """Let others make shares of a stage's files; `run` makes what is missing then.
 
         Args:
             name: of the stage, which has a `share`.
-            make: lets them be made, and yields what each made.
+            make: lets them be made, and yields what they tell; see `told.record`.
 
         Raises:
-            Exl2FlowError: as of `run`, or what `make` raises.
+            Exl2FlowError: see `run`; or what `make` raises.
         """
         ref, stage = self.refs[name], self.stages[name]
         assert stage.share is not None
@@ -236,16 +239,17 @@ class Pipeline:
             if self.is_complete(name):
                 return
             folder = self._opened(stage, ref)
-            for made in make(self._errand(stage.share, stage, folder), stop):
-                for file, sha256, counts in made.files:
-                    folder.commit(file, sha256, counts=counts)
-                for note in made.notes:
-                    folder.note(note)
+            for kind, content in make(self._errand(stage.share, stage, folder), stop):
+                record(folder, kind, content)
             folder.save()
+
+    def _inputs(self, stage: Stage[Any]) -> dict[str, Path]:
+        """Return input → folder of a stage, without the inputs that are switched off."""
+        return {name: self.path(name) for name in self.input_fingerprints(stage)}
 
     def _errand(
         self,
-        run: Callable[[StageRun[Any]], None],
+        run: Callable[[StageRun[Any]], object],
         stage: Stage[Any],
         folder: StageFolder,
         *,
@@ -256,7 +260,7 @@ class Pipeline:
             config=self.config,
             path=folder.path,
             manifest=folder.manifest,
-            inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
+            inputs=self._inputs(stage),
             keeps_states=keeps_states,
         )
 
@@ -273,7 +277,7 @@ class Pipeline:
             work = StageRun(
                 config=self.config,
                 folder=folder,
-                inputs={key: self.path(key) for key in stage.inputs if key in self.refs},
+                inputs=self._inputs(stage),
                 device=place,
                 progress=progress,
                 stop=stop,

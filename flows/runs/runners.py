@@ -30,7 +30,7 @@ from exl2flow.core.runtime.device_locks import DeviceLocks
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import Tick, report
 from exl2flow.core.store.apart import ApartShare, kind_of
-from exl2flow.core.store.crew import Errand, Made
+from exl2flow.core.store.crew import Errand
 from exl2flow.core.store.files import write_text
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.pipeline.bitrates import SharedOut, check_runner, no_cluster, workers_of
@@ -206,7 +206,7 @@ def share_out(config: MeasureConfig, pipeline: Pipeline) -> None:
 
 def _made_elsewhere(
     config: MeasureConfig, device: str, errand: Errand, stop: StopRequest
-) -> Iterator[Made]:
+) -> Iterator[tuple[str, Any]]:
     workers = config.workers or workers_of(config)
     probe = errand.path / f"probe-{os.getpid()}", secrets.token_hex()
     with (
@@ -229,7 +229,7 @@ def _made_elsewhere(
             if isinstance(failure, Interrupted):
                 raise failure
             if failure is None:
-                yield share.made()
+                yield from share.told()
                 continue
             why = str(future.state.message)
             if why.startswith(REFUSED):

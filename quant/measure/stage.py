@@ -234,11 +234,9 @@ def _linear(sublayer: Sublayer, name: str, candidate: Candidate, rounded: Varian
     return DenseLinear(matrix.T.to(original.weight.dtype).contiguous(), original.bias)
 
 
-@tensor_cores()
-@torch.inference_mode()
 def measure(run: StageRun[RunOptions]) -> None:
     """Write `measurement.json` of the source model into the stage folder."""
-    spec, files, compact = _share(run)
+    spec, files, compact = share(run)
     run.settle({*files})
     if run.ranks.rank == 0:
         merge(run, spec, files, compact=compact)
@@ -246,12 +244,7 @@ def measure(run: StageRun[RunOptions]) -> None:
 
 @tensor_cores()
 @torch.inference_mode()
-def share(run: StageRun[RunOptions]) -> None:
-    """Write this rank's files of `measurement.json`."""
-    _share(run)
-
-
-def _share(run: StageRun[RunOptions]) -> tuple[ModelSpec, list[str], bool]:
+def share(run: StageRun[RunOptions]) -> tuple[ModelSpec, list[str], bool]:
     """Write this rank's files; return the model, the files of all, and whether they are compact."""
     model = SourceModel.open(run.config, run.device, keeps_states=run.keeps_states)
     get_ops(run.device).prepare_rounding()

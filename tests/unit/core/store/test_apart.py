@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conversions import small_config
@@ -14,7 +15,7 @@ from exl2flow.core.errors import ConfigError
 from exl2flow.core.runtime.interrupt import StopRequest
 from exl2flow.core.runtime.progress import silent
 from exl2flow.core.store.apart import CPU_KIND, ApartShare, work_apart
-from exl2flow.core.store.crew import Errand, Made
+from exl2flow.core.store.crew import Errand
 from exl2flow.core.store.stage import Pipeline
 from exl2flow.pipeline.stages import MEASURE_STAGES
 
@@ -42,20 +43,20 @@ def test_shares_are_what_one_process_makes(kind: str, tmp_path: Path) -> None:
     sensitivity = {"kind": kind, "rows": 2}
     alone = measuring(tmp_path / "alone", sensitivity=sensitivity)
     shared = measuring(tmp_path / "shared", sensitivity=sensitivity)
-    found = list[Made]()
+    found = list[list[tuple[str, Any]]]()
 
-    def make(errand: Errand, stop: StopRequest) -> Iterator[Made]:
+    def make(errand: Errand, stop: StopRequest) -> Iterator[tuple[str, Any]]:
         probe = errand.path / "probe"
         probe.write_text("seen")
         for rank in range(COUNT - 1):  # the last worker is lost
             own = share(rank, probe)
             work_apart(errand, own, "cpu")
-            found.append(own.made())
-            yield found[-1]
+            found.append(own.told())
+            yield from found[-1]
 
     alone.run("measure", progress=silent)
     shared.share_out("measure", make)
-    left = {file for made in found for file, _, _ in made.files}
+    left = {content[0] for told in found for kind, content in told if kind == "commit"}
     shared.run("measure", progress=silent)
     shared.share_out("measure", make)  # of a complete stage nothing is made
 

@@ -12,10 +12,10 @@ from exl2flow.core.errors import ConfigError, StoreError
 from exl2flow.core.options.config import ConversionConfig
 from exl2flow.core.runtime.progress import Tick
 from exl2flow.core.store.crew import places
-from exl2flow.core.store.crew_member import ToldFolder
 from exl2flow.core.store.files import digest
 from exl2flow.core.store.stage import Pipeline, Stage
 from exl2flow.core.store.store import StageFolder, StageRef, WorkDir
+from exl2flow.core.store.told import ToldFolder
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_follower_tells_what_it_commits_and_writes_no_manifest(tmp_path: Path)
     commit(whole, "a", "of rank 0")
     before = (whole.path / "manifest.json").read_bytes()
     told = Told()
-    folder = ToldFolder(whole.path, whole.manifest.model_copy(deep=True), told)
+    folder = ToldFolder(whole.path, whole.manifest.model_copy(deep=True), told.send)
     tick = Tick(stage="measure", done=1, total=2, detail="b")
 
     folder.tick(tick)
