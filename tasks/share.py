@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def make_share(errand: Errand, share: ApartShare, process: ProcessShare) -> State[Any]:
     """Make a share of a stage on a free device of this host.
 
-    Errors are returned in a state, as of `make_bitrate`.
+    Like `make_bitrate`, it returns errors in a state.
 
     Returns:
         Completed, failed with the error, or cancelled with `Interrupted`.

@@ -174,7 +174,7 @@ def send_async(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor
 def passing(device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """Collect tensors that the block makes, for the current stream; others replace them soon.
 
-    A GPU has memory apart for them: among those that stay they would leave holes.
+    On a GPU they use memory of their own: freed, they leave no holes between tensors that stay.
     """
     found = dict[str, torch.Tensor]()
     if device.type != "cuda":

@@ -59,7 +59,7 @@ def evaluate(
     advance: Advance | None = None,
     ranks: WorkRanks = ALONE,
 ) -> list[Score]:
-    """Score models on one text, int64 (rows, t); arguments as of `evaluate_texts`."""
+    """Score models on one text, int64 (rows, t); for arguments see `evaluate_texts`."""
     scores = evaluate_texts(
         models, [ids], reference=reference, device=device, advance=advance, ranks=ranks
     )

@@ -30,10 +30,10 @@ def compare(
         reference: folder of the model to measure divergence from.
         options: of the text.
         places: devices with a process each, this one's first; see `core.store.crew.places`.
-        advance: as of `evaluate_texts`, called in this process.
+        advance: see `evaluate_texts`; called in this process only.
 
     Raises:
-        Exl2FlowError: as of `evaluate_texts` and `held_out_rows`; or a process is lost.
+        Exl2FlowError: see `evaluate_texts` and `held_out_rows`; or a process is lost.
     """
     if len(places) == 1:
         alone = replace(ALONE, device=torch.device(places[0]))

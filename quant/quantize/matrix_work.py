@@ -24,7 +24,7 @@ from exl2flow.quant.quantize.correction import (
     CrossProducts,
     advance_source,
 )
-from exl2flow.quant.quantize.dealt import shared_by_all
+from exl2flow.quant.quantize.dealt import of_all_ranks, shared_by_all
 from exl2flow.quant.quantize.stored_form import Packed, install, storing
 from exl2flow.quant.rounding.error_feedback import (
     RoundedMatrix,
@@ -131,6 +131,31 @@ class MatrixWork(SublayerWork):
         if len(states) > self.worked_on:
             advance(sublayer, states[self.worked_on :])
 
+    def installed(
+        self,
+        sublayer: Sublayer,
+        own: Mapping[str, Packed],
+        states: torch.Tensor,
+        reference: Mapping[int, torch.Tensor],
+    ) -> tuple[list[Packed], torch.Tensor]:
+        """Install the matrices of all ranks, and advance states through them, in place.
+
+        Args:
+            sublayer: with the source's weights.
+            own: projection → matrix of this rank.
+            states: that enter it, fp32 (rows, t, hidden).
+            reference: row → what the source returns, of this rank's rows.
+
+        Returns:
+            All matrices, see `of_all_ranks`; and the errors of those rows, see `row_errors`.
+        """
+        packed = of_all_ranks(sublayer, own, self.deal.ranks)
+        for item in packed:
+            install(sublayer, item.projection, item.matrix)
+        self.advance(sublayer, states)
+        first = self.deal.own.start
+        return packed, row_errors(sublayer, (states[row - first] for row in reference), reference)
+
     def read_factors(self, index: int | Literal["head"]) -> dict[str, Factors]:
         """Return projection → Fisher factors of a sublayer or the head; empty if there are none."""
         return self.factors.read(index) if self.factors else {}
@@ -169,7 +194,7 @@ class MatrixWork(SublayerWork):
 
         Args:
             sublayer: with the source's weights.
-            rounded: projection → matrix, of those that this rank rounds.
+            rounded: projection → matrix; those that this rank rounds.
             factors: of the projections, or empty.
             states: that enter it, fp32 (rows, t, hidden).
             returned: what the source's own have become, or None.

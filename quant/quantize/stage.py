@@ -31,17 +31,16 @@ from exl2flow.quant.quantize.correction import (
     CrossProducts,
     paired_rows,
 )
-from exl2flow.quant.quantize.dealt import deal_runs, of_all_ranks
+from exl2flow.quant.quantize.dealt import deal_runs
 from exl2flow.quant.quantize.matrix_work import (
     HEAD_FILE,
     MatrixWork,
     read_report,
-    row_errors,
     summary,
     trained_in_log,
 )
 from exl2flow.quant.quantize.routing import experts_in_log
-from exl2flow.quant.quantize.stored_form import Packed, install, storing
+from exl2flow.quant.quantize.stored_form import Packed, storing
 from exl2flow.quant.rounding.coverage import Coverage
 from exl2flow.quant.rounding.descent import Metric, refine_together
 from exl2flow.quant.rounding.error_feedback import (
@@ -139,12 +138,7 @@ class Quantizing(MatrixWork):
             for p in sublayer.spec.projections
             if p.name in rounded
         }
-        packed = of_all_ranks(sublayer, own, self.deal.ranks)
-        for item in packed:
-            install(sublayer, item.projection, item.matrix)
-        self.advance(sublayer, quantized)
-        first = self.deal.own.start
-        errors = row_errors(sublayer, (quantized[row - first] for row in reference), reference)
+        packed, errors = self.installed(sublayer, own, quantized, reference)
         crosses.gather()
         of_all = self.deal.ranks.gather(errors)
         if of_all is None:

@@ -19,7 +19,7 @@ from exl2flow.core.store.stage import Stage, StageRun
 from exl2flow.kernels import tensor_cores
 from exl2flow.model import Linear, ProjectionSpec, QuantizedMatrix, Sublayer
 from exl2flow.model.files.exl2 import padded_columns
-from exl2flow.quant.quantize.dealt import deal_runs, of_all_ranks
+from exl2flow.quant.quantize.dealt import deal_runs
 from exl2flow.quant.quantize.matrix_work import (
     HEAD_FILE,
     MatrixWork,
@@ -120,12 +120,7 @@ class Refining(MatrixWork):
             for p in projections
             if p.name in refined
         }
-        packed = of_all_ranks(sublayer, own, self.deal.ranks)
-        for each in packed:
-            install(sublayer, each.projection, each.matrix)
-        self.advance(sublayer, states)
-        first = self.deal.own.start
-        after = row_errors(sublayer, (states[row - first] for row in reference), reference)
+        packed, after = self.installed(sublayer, own, states, reference)
         of_all = self.deal.ranks.gather(torch.stack([errors, after], dim=1))
         if of_all is None:
             return None

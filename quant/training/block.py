@@ -220,8 +220,7 @@ class _Training:
         for of_piece in by_rank[ranks.rank]:
             for rows in self._passes([row - first.start for row in of_piece]):
                 loss = self.rows.errors(self.block, rows).sum()
-                loss = loss / (self.judges.mean(0) or 1.0)
-                loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+                self.gradients.add(loss / (self.judges.mean(0) or 1.0))
             self.gradients.take()
         self.gradients.share([*map(len, by_rank)])
         self.descent.step()

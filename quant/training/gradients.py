@@ -17,6 +17,10 @@ class Gradients:
         self.values, self.ranks = values, ranks
         self._parts: list[list[torch.Tensor | None]] = []
 
+    def add(self, loss: torch.Tensor) -> None:
+        """Add those of a loss to the piece that is not taken yet: a backward pass."""
+        loss.backward()  # type: ignore[no-untyped-call]  # torch gives it no types
+
     def take(self) -> None:
         """Take those of a piece whose backward passes are done."""
         found = [value.grad for value in self.values]

@@ -157,7 +157,7 @@ class Distillation:
         for piece in self.ranks.own(len(rows)):
             for ids in torch.split(rows[piece.start : piece.stop], self.together):
                 look()
-                (self._divergences(ids).sum() / len(rows)).backward()  # type: ignore[no-untyped-call]  # torch's own
+                self.gradients.add(self._divergences(ids).sum() / len(rows))
             self.gradients.take()
         counts = [len(self.ranks.own(len(rows), rank)) for rank in range(self.ranks.count)]
         self.gradients.share(counts)

@@ -45,7 +45,7 @@ def config(tmp_path: Path) -> ConversionConfig:
 
 
 def by(most: int) -> Callable[..., Iterator[slice]]:
-    """Return a stand-in for `row_batches` that yields at most so many rows, as on a GPU."""
+    """Return a stand-in for `row_batches` whose batches have `most` rows or fewer, as on a GPU."""
 
     def batches(
         sublayer: Sublayer, states: torch.Tensor, pieces: Sequence[slice] | None = None
