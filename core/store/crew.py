@@ -7,6 +7,7 @@ goes to the manifest of this process, which is the only one that writes it.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -130,7 +131,8 @@ class Crew(Team[WorkRanks]):
     ) -> Any:
         """Let followers call a method, and return what this process makes meanwhile."""
         done = SimpleQueue[int]()
-        self.hear(lambda rank, kind, content: _hear(heard_by, done, rank, kind, content))
+        in_run = copy_context().run  # which log lines of the thread that hears belong to
+        self.hear(lambda rank, kind, content: in_run(_hear, heard_by, done, rank, kind, content))
         if self._ranks is None:
             self._used()
             self._known()

@@ -1,5 +1,7 @@
 """Which devices share a run's work, and what becomes of what followers tell."""
 
+import logging
+from contextvars import ContextVar
 from pathlib import Path
 
 import pytest
@@ -135,8 +137,14 @@ def test_a_stage_goes_on_with_states_in_main_memory_when_a_rank_has_no_more(
         is_dealt=lambda config: True,
     )
     pipeline, ticks = Pipeline(config, [dealt], device="cpu"), list[Tick]()
+    run, runs = ContextVar("run", default="none"), set[str]()
 
-    with pipeline.alone():
+    class Seen(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            return runs.add(run.get()) is None
+
+    run.set("this one")
+    with pipeline.alone(), caplog.filtering(Seen()):
         pipeline.run("shared", progress=ticks.append)
 
     folder = StageFolder.load(pipeline.path("shared"))
@@ -145,6 +153,7 @@ def test_a_stage_goes_on_with_states_in_main_memory_when_a_rank_has_no_more(
     assert folder.manifest.files.keys() == {"part-0", "part-1"}
     assert sorted(folder.manifest.notes) == ["of part-0", "of part-1"]
     assert {tick.detail for tick in ticks} == {"part-0", "part-1"}
+    assert runs == {"this one"}
     assert "no memory is left on `cpu` for rank 1" in caplog.text
     assert "states move to main memory" in caplog.text
     assert [r.name for r in caplog.records if "a warning of part-1" in r.message] == [
